@@ -1,0 +1,83 @@
+"""What each service may be told in the YAML file, apart from vLLM's own arguments.
+
+Field names are written in kebab-case there (`max-local-prefill-length`). Keys
+that are not named here are vLLM's and go to the engine (VllmWorker,
+PrefillWorker) or to vLLM's OpenAI server (Frontend) as they are. This module
+imports nothing heavy: the command line reads it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import annotated_types as at
+
+Natural = Annotated[int, at.Ge(0)]
+Positive = Annotated[int, at.Gt(0)]
+Seconds = Annotated[float, at.Gt(0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendConfig:
+    """The HTTP edge: vLLM's OpenAI app.
+
+    host, port: where it listens; port 0 takes a free one.
+    router: how a decode worker is chosen.
+    request_timeout_s: how long a worker may take to accept a request.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, at.Ge(0), at.Le(65535)] = 8000
+    router: Literal["round-robin", "random"] = "round-robin"
+    request_timeout_s: Seconds = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorConfig:
+    """Chat template, tokenisation, detokenisation; runs inside the Frontend.
+
+    request_timeout_s: longest answer of the `chat/completions` and
+    `completions` endpoints over NATS.
+    """
+
+    request_timeout_s: Seconds = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueOptions:
+    """The prefill queue; every service of a graph must agree (use Common).
+
+    max_jobs: hard cap that the broker holds, waiting and in flight together.
+    """
+
+    max_jobs: Positive = 64
+    ack_wait_s: Seconds = 10.0
+    max_deliver: Positive = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmWorkerConfig:
+    """The decode worker.
+
+    remote_prefill: whether it may ask prefill workers for help at all.
+    max_local_prefill_length: prompts with at most this many uncached tokens are
+    prefilled here. max_prefill_queue_size: with this many jobs in the queue or
+    more, everything is. remote_prefill_timeout_s: how long a remote prefill may
+    take from the decision to the last block; then the prompt is prefilled here.
+    queue_view_max_age_s: an older view of the queue counts as unknown, and
+    unknown means local.
+    """
+
+    remote_prefill: bool = True
+    max_local_prefill_length: Natural = 512
+    max_prefill_queue_size: Natural = 8
+    remote_prefill_timeout_s: Seconds = 30.0
+    queue_view_max_age_s: Seconds = 3.0
+    queue: QueueOptions = field(default_factory=QueueOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillWorkerConfig:
+    """The prefill worker. concurrency: jobs it holds at a time."""
+
+    concurrency: Positive = 2
+    queue: QueueOptions = field(default_factory=QueueOptions)

@@ -1,0 +1,80 @@
+"""The engine seam: what a component needs from the thing that computes.
+
+Implementations: `vllm/` (stock vLLM) and `null` (no compute, for measuring the
+runtime). An engine is an async context manager: entering loads it, leaving
+frees it.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.records import EngineMetadata
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What the engine's scheduler last said of itself."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # 0..1, blocks that cannot be given to a new request
+
+
+@dataclass(frozen=True)
+class AttemptOutcome:
+    """How a prefill engine's work on one attempt ended: no write is under way any more.
+
+    outcome: "written", "failed" or "abandoned".
+    """
+
+    attempt: str
+    outcome: str
+    detail: str = ""
+
+
+class DecodeEngine(Protocol):
+    """Generates; decides by itself which prompts to have prefilled elsewhere."""
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    @property
+    def metadata(self) -> EngineMetadata | None:
+        """The KV pool as others may write to it; None where it takes no remote KV."""
+        ...
+
+    async def submit(self, request: GenerateRequest) -> None:
+        """Raises Refused when the request is not acceptable to this engine."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Unknown and finished ids are ignored. No delta follows for these."""
+        ...
+
+    def steps(self) -> AsyncIterator[list[TokenDelta]]:
+        """One list per engine step, until the engine is closed. One reader.
+
+        Raises EngineDied (a StartupError) when the engine process is gone.
+        """
+        ...
+
+
+class PrefillEngine(Protocol):
+    """Computes prompts and writes their KV into other engines' blocks."""
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    @property
+    def metadata(self) -> EngineMetadata | None: ...
+
+    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
+        """Computes and writes one claimed attempt; returns when no write is under way."""
+        ...
+
+    async def abandon(self, attempt: str) -> None:
+        """Stops an attempt early; its `prefill` returns "abandoned" (or "written")."""
+        ...

@@ -1,0 +1,91 @@
+"""The disaggregated router: prefill here, or ask for help?
+
+A remote prefill pays for a queue, a transfer and a step's delay; a long local
+one stalls every request that decodes beside it. Remote therefore needs both: a
+prompt that is long where it counts (uncached), and a queue with room.
+"""
+
+import enum
+from dataclasses import dataclass
+
+
+class Reason(enum.Enum):
+    """Why a verdict came out as it did; the label of the decision counter."""
+
+    LONG = "long"
+    SHORT = "short"
+    CACHED = "cached"
+    QUEUE_FULL = "queue_full"
+    QUEUE_UNKNOWN = "queue_unknown"
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    FELL_BACK = "fell_back"
+    DISABLED = "disabled"
+
+
+@dataclass(frozen=True)
+class Local:
+    """Prefill in the decode engine, in chunks beside its decodes."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Ask a prefill worker."""
+
+    reason: Reason
+
+
+Verdict = Local | Remote
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """max_local_prefill_length: uncached tokens up to which a prompt stays local.
+
+    max_prefill_queue_size: jobs in the queue from which on all prompts do.
+    queue_view_max_age_s: an older view is no view.
+    """
+
+    max_local_prefill_length_tokens: int
+    max_prefill_queue_size: int
+    queue_view_max_age_s: float
+
+
+@dataclass(frozen=True)
+class QueueView:
+    """What a decode worker knows of the queue.
+
+    jobs: waiting and in flight when it was read, plus this worker's own pushes
+    since. prefill_workers: how many are alive. read_at: monotonic seconds.
+    """
+
+    jobs: int
+    prefill_workers: int
+    read_at: float
+
+
+def decide(
+    *,
+    prompt_tokens: int,
+    cached_tokens: int,
+    queue: QueueView | None,
+    thresholds: Thresholds,
+    now: float,
+) -> Verdict:
+    """The verdict for one prompt.
+
+    cached_tokens is the engine's own prefix hit, so the difference is the exact
+    number of tokens to compute. now is monotonic seconds.
+    """
+    uncached = prompt_tokens - cached_tokens
+    limit = thresholds.max_local_prefill_length_tokens
+    if uncached <= limit:
+        return Local(Reason.CACHED if prompt_tokens > limit else Reason.SHORT)
+    if queue is None or now - queue.read_at > thresholds.queue_view_max_age_s:
+        return Local(Reason.QUEUE_UNKNOWN)
+    if queue.prefill_workers == 0:
+        return Local(Reason.NO_PREFILL_WORKER)
+    if queue.jobs >= thresholds.max_prefill_queue_size:
+        return Local(Reason.QUEUE_FULL)
+    return Remote(Reason.LONG)

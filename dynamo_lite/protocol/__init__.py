@@ -1,0 +1,1 @@
+"""Messages, records, names and errors: everything that two processes must agree on."""

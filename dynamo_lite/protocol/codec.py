@@ -1,0 +1,57 @@
+"""Bytes to messages and back: msgpack on NATS and TCP, JSON in etcd.
+
+Every decoder validates against the message's type; nothing else is accepted
+from the network, and nothing is ever unpickled.
+
+WIRE_VERSION history (messages evolve by defaulted fields only; a version is
+added when an old peer would misread a new one):
+1: first version.
+"""
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from dynamo_lite.protocol.errors import ProtocolError
+
+WIRE_VERSION = 1
+
+#: Largest message accepted from a socket or a subject.
+MAX_MESSAGE_BYTES = 8 << 20
+
+_T = TypeVar("_T")
+
+_encoder = msgspec.msgpack.Encoder()
+_json_encoder = msgspec.json.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def encode_json(record: msgspec.Struct) -> bytes:
+    return _json_encoder.encode(record)
+
+
+class Decoder(Generic[_T]):
+    """Decodes msgpack into `T` (a Struct or a tagged union of Structs)."""
+
+    def __init__(self, message_type: Any):
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    def __call__(self, data: bytes | bytearray | memoryview) -> _T:
+        """Raises ProtocolError when `data` is not such a message."""
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+            raise ProtocolError(f"malformed message: {exc}") from exc
+
+
+def decode_json(data: bytes, record_type: type[_T]) -> _T:
+    """Raises ProtocolError when `data` is not a `record_type` in JSON."""
+    try:
+        return msgspec.json.decode(data, type=record_type)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        raise ProtocolError(f"malformed record: {exc}") from exc

@@ -1,0 +1,111 @@
+"""Every error that dynamo_lite raises on purpose, in one shallow tree.
+
+DynamoLiteError
+├── ConfigError            the user's graph, YAML or flags are wrong (exit 2)
+├── StartupError           something outside is missing or in the way (exit 1)
+├── ProtocolError          bytes from the network are not a message of ours
+├── DeadlineExceeded       a network wait ran out of time
+├── Unavailable            nothing can take this now; retrying later may help
+│   ├── NoWorkers          no live worker serves the endpoint
+│   ├── NoResponders       the subject has no subscriber: that member is gone
+│   ├── BrokerUnavailable  NATS is out of reach
+│   └── StoreUnavailable   etcd is out of reach
+├── Refused                a worker answered, and said no
+├── QueueFull              the prefill queue is at its hard cap: not queued
+├── PushAmbiguous          the broker did not answer: queued or not, unknown
+├── LeaseLost              this process's lease is gone: it must stop acting
+└── TransferError          a KV transfer failed
+    └── IncompatiblePeer   two engines' KV layouts cannot be mapped
+"""
+
+
+class DynamoLiteError(Exception):
+    """Base of every deliberate error."""
+
+
+class ConfigError(DynamoLiteError):
+    """Bad user input. `mistakes` has one complete sentence per mistake."""
+
+    def __init__(self, mistakes: list[str]):
+        super().__init__("\n".join(mistakes))
+        self.mistakes = mistakes
+
+
+class StartupError(DynamoLiteError):
+    """A start failed for a reason outside the configuration's text."""
+
+
+class ProtocolError(DynamoLiteError):
+    """A message was malformed, oversized or of an unknown wire version."""
+
+
+class DeadlineExceeded(DynamoLiteError):
+    """`what` did not finish within `after_s` seconds."""
+
+    def __init__(self, what: str, after_s: float):
+        super().__init__(f"{what}: no answer within {after_s:g} s")
+        self.what = what
+        self.after_s = after_s
+
+
+class Unavailable(DynamoLiteError):
+    """Nothing can take this now. `retry_after_s` is a hint for clients."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NoWorkers(Unavailable):
+    """No live member serves the endpoint."""
+
+
+class NoResponders(Unavailable):
+    """Nobody subscribes to the subject."""
+
+
+class BrokerUnavailable(Unavailable):
+    """The NATS connection is down."""
+
+
+class StoreUnavailable(Unavailable):
+    """The etcd connection is down or did not answer in time."""
+
+
+class Refused(DynamoLiteError):
+    """A live peer refused. `elsewhere` says whether another member may accept."""
+
+    def __init__(self, reason: str, *, elsewhere: bool):
+        super().__init__(reason)
+        self.reason = reason
+        self.elsewhere = elsewhere
+
+
+class QueueFull(DynamoLiteError):
+    """The broker holds `max_depth` jobs already; this one was not queued."""
+
+
+class PushAmbiguous(DynamoLiteError):
+    """The push was sent, and no answer came: the job may or may not be queued."""
+
+
+class LeaseLost(DynamoLiteError):
+    """The lease `lease_id` is gone."""
+
+    def __init__(self, lease_id: int, why: str):
+        super().__init__(f"lease {lease_id:x} lost: {why}")
+        self.lease_id = lease_id
+        self.why = why
+
+
+class TransferError(DynamoLiteError):
+    """A KV transfer with `peer` (an engine id) failed."""
+
+    def __init__(self, peer: str, detail: str):
+        super().__init__(f"KV transfer with engine {peer}: {detail}")
+        self.peer = peer
+        self.detail = detail
+
+
+class IncompatiblePeer(TransferError):
+    """The two engines' layouts, models or versions differ; `detail` names both."""

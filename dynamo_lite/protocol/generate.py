@@ -1,0 +1,123 @@
+"""Messages of the generate endpoint.
+
+A frontend opens one TCP connection to each decode worker and introduces itself
+(`Hello`). It then sends each request over NATS; the worker answers at once
+(`Accepted` or `Refused`), and streams what the engine produces over the TCP
+connection, one `Deltas` frame per engine step. Cancels travel on the same
+connection in the other direction. Closing the connection cancels everything
+that was asked through it.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
+
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate (`n > 1` is fanned out before).
+
+    sampling: the engine's own sampling parameters, msgpack; opaque here.
+    client_id: the `Hello` of the connection that takes the deltas.
+    arrival_time: seconds since the epoch.
+    reasoning_ended: whether a grammar applies from the first token (None: the
+    engine looks for the end of the reasoning itself).
+    """
+
+    request_id: RequestId
+    client_id: str
+    prompt_token_ids: list[TokenId]
+    sampling: bytes
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str | None = None
+    trace_headers: dict[str, str] | None = None
+    reasoning_ended: bool | None = None
+    wire_version: int = WIRE_VERSION
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The worker has the request; deltas follow on the stream."""
+
+
+class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The worker did not take the request. elsewhere: another worker may."""
+
+    reason: str
+    elsewhere: bool
+
+
+class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of `rows` positions, `width` candidates each.
+
+    token_ids: int64[rows * width]; logprobs: float32[rows * width];
+    ranks: int64[rows]; all little-endian, row-major.
+    """
+
+    rows: int
+    width: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
+class PrefillCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where the prompt's KV came from, in tokens (first delta of a request).
+
+    waited_s: in the engine's queue. prefill_s: from scheduled to this delta.
+    """
+
+    prompt_tokens: int
+    local_cached_tokens: int
+    external_cached_tokens: int
+    waited_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """What one engine step added to one request.
+
+    finish_reason: "stop" | "length" | "abort" | "error" | "repetition"; None
+    while the request goes on. stop_reason: the stop token id or string.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prefill: PrefillCounts | None = None
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First frame on a connection, from the frontend."""
+
+    client_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    wire_version: int = WIRE_VERSION
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Frontend to worker: nobody waits for these requests any more."""
+
+    request_ids: list[RequestId]
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Worker to frontend: the `Hello` was accepted."""
+
+
+class Deltas(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Worker to frontend: one engine step's output for this frontend."""
+
+    deltas: list[TokenDelta]
+
+
+decode_generate_request: Decoder[GenerateRequest] = Decoder(GenerateRequest)
+decode_generate_reply: Decoder[Accepted | RequestRefused] = Decoder(Accepted | RequestRefused)
+decode_client_frame: Decoder[Hello | Cancel] = Decoder(Hello | Cancel)
+decode_worker_frame: Decoder[Welcome | Deltas] = Decoder(Welcome | Deltas)

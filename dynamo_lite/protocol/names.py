@@ -1,0 +1,76 @@
+"""Every etcd key and NATS subject, one function each.
+
+Lease ids appear in lower-case hexadecimal without prefix, as `etcdctl lease
+list` prints them. Endpoint names may contain `/` (`chat/completions`).
+"""
+
+import hashlib
+import re
+
+_NAMESPACE = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+
+
+def is_namespace(text: str) -> bool:
+    """Whether `text` may name a namespace: it becomes part of keys and subjects."""
+    return _NAMESPACE.fullmatch(text) is not None
+
+
+def is_engine_id(text: str) -> bool:
+    """Whether `text` may name an engine incarnation."""
+    return _ENGINE_ID.fullmatch(text) is not None
+
+
+def components_prefix(namespace: str) -> str:
+    return f"{namespace}/components/"
+
+
+def endpoint_prefix(namespace: str, component: str, endpoint: str) -> str:
+    return f"{namespace}/components/{component}/{endpoint}:"
+
+
+def endpoint_key(namespace: str, component: str, endpoint: str, lease_id: int) -> str:
+    return f"{endpoint_prefix(namespace, component, endpoint)}{lease_id:x}"
+
+
+def endpoint_subject(namespace: str, component: str, endpoint: str, lease_id: int) -> str:
+    """The NATS request subject of one instance of one endpoint."""
+    digest = hashlib.sha256(f"{namespace}/{component}".encode()).hexdigest()[:8]
+    return f"{namespace}_{component.lower()}_{digest}.{endpoint}-{lease_id:x}"
+
+
+def nixl_metadata_prefix(namespace: str) -> str:
+    return f"{namespace}/nixl_metadata/"
+
+
+def nixl_metadata_key(namespace: str, engine_id: str) -> str:
+    return f"{nixl_metadata_prefix(namespace)}{engine_id}"
+
+
+def prefill_stream(namespace: str) -> str:
+    """Name of the JetStream stream that holds the prefill queue."""
+    return f"{namespace}_prefill_queue"
+
+
+def prefill_jobs_subject(namespace: str) -> str:
+    return f"{namespace}_prefill_queue.jobs"
+
+
+def claim_subject(namespace: str, engine_id: str) -> str:
+    """Requests from prefill workers to a decode engine: may I write this attempt?"""
+    return f"{namespace}_engine.{engine_id}.claim"
+
+
+def writer_done_subject(namespace: str, engine_id: str) -> str:
+    """Notices to a decode engine: this writer will never touch the attempt again."""
+    return f"{namespace}_engine.{engine_id}.writer_done"
+
+
+def attempt_events_subject(namespace: str, engine_id: str) -> str:
+    """Notices from a prefill engine to the component that runs it."""
+    return f"{namespace}_engine.{engine_id}.attempts"
+
+
+def cancel_subject(namespace: str, writer_lease_id: int) -> str:
+    """Notices from decode engines to one prefill worker: stop that attempt."""
+    return f"{namespace}_prefill.{writer_lease_id:x}.cancel"

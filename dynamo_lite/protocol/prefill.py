@@ -1,0 +1,94 @@
+"""Messages of a remote prefill.
+
+A remote prefill is one *attempt*: a fresh id per try of a request. Every
+message names (engine_id, attempt); a message about an attempt that is not
+current is refused or ignored, never applied.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
+from dynamo_lite.protocol.generate import RequestId, TokenId
+
+Attempt = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The job on the prefill queue.
+
+    prompt_token_ids: the tokens whose KV is wanted, from position 0 (the prompt
+    without its last token, which the decode engine computes itself).
+    num_computed_tokens: how many of them the decode engine holds already
+    (a multiple of its block size).
+    block_ids: the decode engine's blocks for the positions from
+    num_computed_tokens on, in order.
+    deadline: seconds since the epoch; afterwards nobody waits for the result.
+    """
+
+    engine_id: EngineId
+    request_id: RequestId
+    attempt: Attempt
+    prompt_token_ids: list[TokenId]
+    num_computed_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    block_ids: list[BlockId]
+    deadline: float
+    priority: int = 0
+    cache_salt: str | None = None
+    trace_headers: dict[str, str] | None = None
+    wire_version: int = WIRE_VERSION
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill worker to decode engine, before its first write."""
+
+    attempt: Attempt
+    writer_lease_id: int
+
+
+class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The attempt is wanted; its blocks stay reserved until the writer is done."""
+
+
+class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The attempt must not be written."""
+
+    reason: str
+
+
+class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill worker to decode engine: no write of this attempt is or will be under way.
+
+    outcome: "written" (the data and its notification are delivered),
+    "failed" or "abandoned".
+    """
+
+    attempt: Attempt
+    outcome: Literal["written", "failed", "abandoned"]
+    detail: str = ""
+
+
+class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode engine to the writer that holds the claim: stop, then say `WriterDone`."""
+
+    attempt: Attempt
+    engine_id: EngineId
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """Travels as the NIXL notification of the last write of one rank."""
+
+    attempt: Attempt
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    num_blocks: Annotated[int, msgspec.Meta(ge=0)]
+
+
+decode_job: Decoder[RemotePrefillRequest] = Decoder(RemotePrefillRequest)
+decode_claim: Decoder[Claim] = Decoder(Claim)
+decode_claim_reply: Decoder[Granted | ClaimRefused] = Decoder(Granted | ClaimRefused)
+decode_writer_done: Decoder[WriterDone] = Decoder(WriterDone)
+decode_cancel_attempt: Decoder[CancelAttempt] = Decoder(CancelAttempt)
+decode_committed: Decoder[Committed] = Decoder(Committed)

@@ -1,0 +1,92 @@
+"""The prefill queue: who pushes, who pulls, and what an answer means.
+
+`jetstream.py` is the real one; `memory.py` the in-process twin. Both pass
+`tests/contract/test_queue.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class QueueConfig:
+    """max_depth: hard cap on jobs, waiting and in flight together, held by the broker.
+
+    ack_wait_s: a job neither acknowledged nor extended for this long is
+    delivered again. max_deliver: deliveries before the job is dropped.
+    push_timeout_s: how long a push waits for the broker's answer.
+    """
+
+    max_depth: int = 64
+    ack_wait_s: float = 10.0
+    max_deliver: int = 3
+    push_timeout_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class QueueDepth:
+    """Jobs waiting to be pulled, and pulled but not yet acknowledged."""
+
+    waiting: int
+    in_flight: int
+
+    @property
+    def total(self) -> int:
+        return self.waiting + self.in_flight
+
+
+class Job(Protocol):
+    """A pulled job. Exactly one of ack, nak, term ends it."""
+
+    @property
+    def payload(self) -> bytes: ...
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def deliveries(self) -> int:
+        """1 at the first delivery."""
+        ...
+
+    async def ack(self) -> None:
+        """Done: the job leaves the queue."""
+        ...
+
+    async def nak(self, *, delay_s: float = 0.0) -> None:
+        """Not done: deliver it again, to anybody."""
+        ...
+
+    async def term(self) -> None:
+        """Never deliver it again."""
+        ...
+
+    async def extend(self) -> None:
+        """Still working: restart ack_wait."""
+        ...
+
+
+class PrefillQueue(Protocol):
+    """An async context manager; leaving it naks what was pulled and not ended."""
+
+    async def push(self, payload: bytes, *, message_id: str) -> int:
+        """Returns the job's sequence. A repeated `message_id` queues nothing new.
+
+        Raises QueueFull or BrokerUnavailable: certainly not queued;
+        PushAmbiguous: unknown.
+        """
+        ...
+
+    async def delete(self, sequence: int) -> bool:
+        """Removes a job, pulled or not. Returns whether it was there."""
+        ...
+
+    async def depth(self) -> QueueDepth: ...
+
+    async def pull(self, *, timeout_s: float) -> Job | None:
+        """The next job, or None after `timeout_s`. Never cancelled half-way by itself."""
+        ...
+
+    async def stop_pulling(self) -> None:
+        """No further job will be pulled; a waiting `pull` returns None."""
+        ...

@@ -1,0 +1,1 @@
+"""Moving KV blocks between engines: layouts, the mover, the metadata directory."""

@@ -1,0 +1,47 @@
+"""Metadata of decode engines: loaded from the store at the first job that
+names an engine, kept while the engine lives, dropped when it leaves.
+
+Entries are keyed by engine incarnation, so a worker that restarts at the same
+address is never met with stale metadata.
+"""
+
+import asyncio
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.store import Store
+
+
+class MetadataDirectory:
+    def __init__(self, store: Store, namespace: str):
+        self._store, self._namespace = store, namespace
+        self._known: dict[str, EngineMetadata] = {}
+        self._loading: dict[str, asyncio.Lock] = {}
+
+    async def get(self, engine_id: str) -> EngineMetadata | None:
+        """None when the engine has left. Raises StoreUnavailable, ProtocolError."""
+        if (known := self._known.get(engine_id)) is not None:
+            return known
+        if not names.is_engine_id(engine_id):
+            return None
+        lock = self._loading.setdefault(engine_id, asyncio.Lock())
+        try:
+            async with lock:
+                if engine_id not in self._known:
+                    raw = await self._store.get(
+                        names.nixl_metadata_key(self._namespace, engine_id)
+                    )
+                    if raw is None:
+                        return None
+                    self._known[engine_id] = decode_json(raw, EngineMetadata)
+                return self._known[engine_id]
+        finally:
+            self._loading.pop(engine_id, None)
+
+    def forget_leases(self, lease_ids: frozenset[int]) -> list[str]:
+        """Drops the engines of workers that left. Returns their engine ids."""
+        gone = [e for e, m in self._known.items() if m.lease_id in lease_ids]
+        for engine_id in gone:
+            del self._known[engine_id]
+        return gone

@@ -1,0 +1,87 @@
+"""The mover's in-process twin: the same contract by plain memory copies."""
+
+import ctypes
+from collections.abc import Sequence
+
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.transfer.layout import Descriptors
+
+
+class MemoryFabric:
+    """The wire between the movers of one process."""
+
+    def __init__(self) -> None:
+        self.agents: dict[str, MemoryMover] = {}
+
+
+class MemoryWrite:
+    """Applied when it is first polled, as a slow wire would."""
+
+    def __init__(self, target: "MemoryMover", copies: list[tuple[int, int, int]], notice: bytes):
+        self._target, self._copies, self._notice = target, copies, notice
+        self._done = False
+
+    def done(self) -> bool:
+        if not self._done:
+            for source, destination, length in self._copies:
+                ctypes.memmove(destination, source, length)
+            if self._notice:
+                self._target.inbox.append(self._notice)
+            self._done = True
+        return True
+
+
+class MemoryMover:
+    def __init__(self, fabric: MemoryFabric, name: str):
+        self._fabric, self._name = fabric, name
+        self._spans: list[tuple[int, int]] = []
+        self._peers: dict[str, str] = {}
+        self.inbox: list[bytes] = []
+        fabric.agents[name] = self
+
+    def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
+        self._spans += spans
+
+    def metadata(self) -> bytes:
+        return self._name.encode()
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        name = metadata.decode(errors="replace")
+        if name not in self._fabric.agents:
+            raise TransferError(peer, f"its metadata was not accepted: no agent {name!r}")
+        self._peers[peer] = name
+
+    def remove_peer(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def write(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        *,
+        memory: tuple[str, str],
+        notice: bytes = b"",
+    ) -> MemoryWrite:
+        target = self._fabric.agents.get(self._peers.get(peer, ""))
+        if target is None:
+            raise TransferError(peer, "no such peer")
+        copies: list[tuple[int, int, int]] = []
+        for (source, length, _), (destination, room, _) in zip(
+            local.tolist(), remote.tolist(), strict=True
+        ):
+            if not (self._covers(source, length) and target._covers(destination, room)):
+                raise TransferError(peer, "write not started: memory is not registered")
+            copies.append((source, destination, length))
+        return MemoryWrite(target, copies, notice)
+
+    def notices(self) -> list[bytes]:
+        arrived, self.inbox = self.inbox, []
+        return arrived
+
+    def close(self) -> None:
+        self._fabric.agents.pop(self._name, None)
+        self._peers.clear()
+
+    def _covers(self, address: int, length: int) -> bool:
+        return any(a <= address and address + length <= a + n for a, n in self._spans)
