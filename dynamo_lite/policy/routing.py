@@ -1,0 +1,64 @@
+"""Which decode worker takes a request: pickers over the live members.
+
+A picker owns no membership: it is given the candidates each time, so a member
+that has left or was tried already is simply not among them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.records import EndpointRecord
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The chosen member and why, for logs."""
+
+    member: EndpointRecord
+    reason: str
+
+
+class Picker(Protocol):
+    def pick(self, members: Sequence[EndpointRecord]) -> Picked:
+        """Raises NoWorkers when `members` is empty."""
+        ...
+
+
+class RoundRobin:
+    """Takes members in the order of their lease ids.
+
+    It remembers the last lease id, not a position: members that join or leave
+    do not make it skip or repeat the others.
+    """
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def pick(self, members: Sequence[EndpointRecord]) -> Picked:
+        if not members:
+            raise NoWorkers("no live worker")
+        later = [member for member in members if member.lease_id > self._last]
+        member = min(later or members, key=_lease_id)
+        self._last = member.lease_id
+        return Picked(member, f"round-robin among {len(members)}")
+
+
+class Random:
+    """Takes any member with equal probability.
+
+    below: `below(n)` is uniform in 0..n-1 (`random.Random.randrange`).
+    """
+
+    def __init__(self, below: Callable[[int], int]):
+        self._below = below
+
+    def pick(self, members: Sequence[EndpointRecord]) -> Picked:
+        if not members:
+            raise NoWorkers("no live worker")
+        return Picked(members[self._below(len(members))], f"random among {len(members)}")
+
+
+def _lease_id(member: EndpointRecord) -> int:
+    return member.lease_id
