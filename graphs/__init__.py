@@ -1,0 +1,1 @@
+"""Graphs that `dynamo-lite serve graphs.NAME:Frontend` starts."""
