@@ -8,7 +8,7 @@ connection in the other direction. Closing the connection cancels everything
 that was asked through it.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -25,7 +25,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     client_id: the `Hello` of the connection that takes the deltas.
     arrival_time: seconds since the epoch.
     reasoning_ended: whether a grammar applies from the first token (None: the
-    engine looks for the end of the reasoning itself).
+    engine looks for the end of the reasoning itself). reasoning_parser_kwargs:
+    how it builds the parser that looks.
     """
 
     request_id: RequestId
@@ -37,6 +38,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     cache_salt: str | None = None
     trace_headers: dict[str, str] | None = None
     reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
     wire_version: int = WIRE_VERSION
 
 

@@ -11,9 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-
-from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.generate import LogprobRows, PrefillCounts, TokenDelta
 from vllm.exceptions import VLLMError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import (
@@ -25,6 +22,9 @@ from vllm.v1.engine import (
 )
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.generate import LogprobRows, PrefillCounts, TokenDelta
 
 #: The key of `extra_args` that reaches a KV connector: never a client's to set.
 KV_TRANSFER_PARAMS = "kv_transfer_params"

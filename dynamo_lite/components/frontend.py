@@ -1,0 +1,116 @@
+"""The Frontend: vLLM's OpenAI app over the live decode workers."""
+
+import random
+import socket
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dynamo_lite.components.config import FrontendConfig, ProcessorConfig
+from dynamo_lite.components.http import HttpServer, bind, url_of
+from dynamo_lite.policy.routing import Picker, Random, RoundRobin
+from dynamo_lite.protocol import names
+from dynamo_lite.runtime.generate import RemoteGenerateClient
+from dynamo_lite.runtime.host import Host, ProcessSpec
+from dynamo_lite.runtime.roster import Roster
+
+if TYPE_CHECKING:
+    from dynamo_lite.engine.vllm.openai_app import OpenAiApp
+
+
+class Frontend:
+    """Component. config: the fields of `FrontendConfig`."""
+
+    def __init__(self, config: Mapping[str, Any] | FrontendConfig, spec: ProcessSpec):
+        self._config = msgspec.convert(config, FrontendConfig)
+        self._processor_config = msgspec.convert(spec.inner.get("Processor", {}), ProcessorConfig)
+        self._spec = spec
+        self._stack = AsyncExitStack()
+        self._roster: Roster | None = None
+        self._app: OpenAiApp | None = None
+        self._server: HttpServer | None = None
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        """Serves at once; without a worker it answers 503 until one is live."""
+        sock = bind(self._config.host, self._config.port)
+        self._stack.callback(sock.close)
+        self._roster = await self._stack.enter_async_context(
+            Roster(
+                host.store,
+                names.endpoint_prefix(self._spec.namespace, self._spec.watch_component, "generate"),
+            )
+        )
+        host.progress("loading the tokenizer and the OpenAI app")
+        self._app = await self._open_app(host, self._roster)
+        url = await self._serve_http(self._app, sock)
+        await host.register("http", stream=url.removeprefix("http://"))
+        await self._serve_processor(host, self._app)
+        return {"url": url, "model": self._app.served_model}
+
+    async def _open_app(self, host: Host, roster: Roster) -> "OpenAiApp":
+        # vLLM takes seconds to import; a taken port or a dead store is reported before.
+        from dynamo_lite.engine.vllm.openai_app import open_app
+        from dynamo_lite.engine.vllm.remote_core import RemoteCore
+
+        client_id = f"{host.lease.id:x}"
+        core = RemoteCore(
+            client_id=client_id, members=lambda: roster.members, picker=self._picker()
+        )
+        transport = RemoteGenerateClient(
+            host.messaging,
+            client_id,
+            core.on_deltas,
+            core.on_lost,
+            timeout_s=self._config.request_timeout_s,
+        )
+        core.connect(await self._stack.enter_async_context(transport))
+        return await self._stack.enter_async_context(open_app(self._spec.engine_args, core))
+
+    def _picker(self) -> Picker:
+        if self._config.router == "random":
+            return Random(random.Random().randrange)
+        return RoundRobin()
+
+    async def _serve_http(self, app: "OpenAiApp", sock: socket.socket) -> str:
+        server = HttpServer(
+            app.asgi, sock, access_log=app.access_log, keep_alive_s=app.keep_alive_s
+        )
+        app.asgi.state.server = server
+        await server.start()
+        self._server = server
+        self._stack.push_async_callback(server.stop, 0.0)
+        return url_of(sock)
+
+    async def _serve_processor(self, host: Host, app: "OpenAiApp") -> None:
+        from dynamo_lite.components.processor import ENDPOINTS, Processor
+
+        processor = await self._stack.enter_async_context(
+            Processor(self._processor_config, app.asgi, api_key=app.api_key)
+        )
+        for endpoint in ENDPOINTS:
+            subject = names.endpoint_subject(
+                self._spec.namespace, "Processor", endpoint, host.lease.id
+            )
+            await self._stack.enter_async_context(
+                host.messaging.serve(subject, partial(processor.answer, endpoint))
+            )
+            await host.register(endpoint, component="Processor", model=app.served_model)
+
+    async def drain(self, grace_s: float) -> None:
+        """No new connections; open responses may finish, then they are cancelled."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def health(self) -> dict[str, Any]:
+        client = self._app.client if self._app is not None else None
+        return {
+            "ok": client is not None and not client.errored,
+            "workers": len(self._roster.members) if self._roster is not None else 0,
+            "requests": client.get_num_unfinished_requests() if client is not None else 0,
+        }

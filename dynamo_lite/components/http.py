@@ -1,0 +1,74 @@
+"""The HTTP listener of the Frontend: uvicorn on a socket that is bound early.
+
+Binding comes before the model is read, so that a taken port is found at once.
+Signals are the process host's, not uvicorn's.
+"""
+
+import asyncio
+import socket
+from typing import Any
+
+import uvicorn
+
+from dynamo_lite.protocol.errors import StartupError
+
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Raises StartupError when the port is taken or the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as exc:
+        sock.close()
+        raise StartupError(f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a client on this machine reaches the listener."""
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer(uvicorn.Server):
+    """`start` returns when connections are accepted; `stop` is idempotent."""
+
+    def __init__(self, app: Any, sock: socket.socket, *, access_log: bool, keep_alive_s: int):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                # The process has configured logging already.
+                log_config=None,
+                access_log=access_log,
+                timeout_keep_alive=keep_alive_s,
+                backlog=_BACKLOG,
+            )
+        )
+        self._sock = sock
+        self._ticks: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[self._sock])
+        self._ticks = asyncio.create_task(self.main_loop(), name="http-ticks")
+
+    async def stop(self, grace_s: float) -> None:
+        """Accepts no more, waits for open responses, then cancels the rest."""
+        ticks, self._ticks = self._ticks, None
+        if ticks is None:
+            return
+        self.should_exit = True
+        # uvicorn types this as whole seconds but only waits on it.
+        self.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        await self.shutdown(sockets=[self._sock])
+        await ticks

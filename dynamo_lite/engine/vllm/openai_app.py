@@ -1,0 +1,150 @@
+"""vLLM's OpenAI HTTP app without an engine in its process.
+
+Owns the way from vLLM's command-line flags to a configuration that needs no
+device and no KV cache, and the assembly of vLLM's FastAPI app over a remote
+engine core. Routes, request validation, templates, tools and error bodies are
+vLLM's.
+"""
+
+import logging
+from argparse import Namespace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import vllm.envs as envs
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.exceptions import VLLMError
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from dynamo_lite.engine.vllm.remote_client import RemoteEngineClient
+from dynamo_lite.engine.vllm.remote_core import RemoteCore
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a client is told to wait after a 503.
+RETRY_AFTER_S = 1
+
+
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"vLLM's arguments: {message}"])
+
+
+@dataclass(frozen=True)
+class OpenAiApp:
+    """The ASGI app and what its server should know.
+
+    served_model: the first name under which the model is served.
+    api_key: the key that the app asks for, None when it asks for none.
+    """
+
+    asgi: Any
+    client: RemoteEngineClient
+    served_model: str
+    api_key: str | None
+    access_log: bool
+    keep_alive_s: int
+
+
+def parse_args(flags: Sequence[str]) -> Namespace:
+    """The flags of `vllm serve`. Raises ConfigError for wrong ones."""
+    args = make_arg_parser(_Parser(prog="vllm serve")).parse_args(list(flags))
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    try:
+        for plugin, load in (
+            (args.tool_parser_plugin, ToolParserManager.import_tool_parser),
+            (args.reasoning_parser_plugin, ReasoningParserManager.import_reasoning_parser),
+        ):
+            if plugin:
+                load(plugin)
+        validate_parsed_serve_args(args)
+        validate_api_server_args(args)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ConfigError([f"vLLM's arguments: {exc}"]) from exc
+    return args
+
+
+def frontend_config(args: Namespace) -> VllmConfig:
+    """What the front half of vLLM needs to know; no device, no KV cache.
+
+    Raises StartupError when the model cannot be read.
+    """
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    # There is no KV cache here; this silences the CPU platform's sizing of one.
+    envs.VLLM_CPU_KVCACHE_SPACE = 0
+    try:
+        model_config = engine_args.create_model_config()
+        # Quantised kernels are the worker's business, and their checks ask for a device.
+        model_config.quantization = None
+        config = VllmConfig(
+            model_config=model_config,
+            structured_outputs_config=engine_args.create_structured_outputs_config(),
+            observability_config=engine_args.create_observability_config(),
+            logging_config=engine_args.create_logging_config(),
+        )
+    except (OSError, ValueError, VLLMError) as exc:
+        raise StartupError(f"model {args.model!r}: {exc}") from exc
+    scheduler = config.scheduler_config
+    scheduler.stream_interval = engine_args.stream_interval
+    scheduler.max_num_queued_reqs = engine_args.max_num_queued_reqs
+    scheduler.max_num_queued_tokens = engine_args.max_num_queued_tokens
+    return config
+
+
+@asynccontextmanager
+async def open_app(flags: Sequence[str], core: RemoteCore) -> AsyncIterator[OpenAiApp]:
+    """The app while the context lasts. Raises ConfigError or StartupError."""
+    args = parse_args(flags)
+    client = RemoteEngineClient(
+        frontend_config(args),
+        core,
+        log_stats=not args.disable_log_stats,
+        log_requests=args.enable_log_requests,
+    )
+    try:
+        tasks = await client.get_supported_tasks()
+        app = build_app(args, tasks, client.model_config)
+        app.add_middleware(RetryAfter)
+        await init_app_state(client, app.state, args, tasks)
+        keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+        yield OpenAiApp(
+            asgi=app,
+            client=client,
+            served_model=(args.served_model_name or [args.model])[0],
+            api_key=keys[0] if keys else None,
+            access_log=not args.disable_uvicorn_access_log,
+            keep_alive_s=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        )
+    finally:
+        await client.close()
+
+
+class RetryAfter:
+    """ASGI middleware: every 503 says when to try again."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 503:
+                header = (b"retry-after", str(RETRY_AFTER_S).encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_header)
