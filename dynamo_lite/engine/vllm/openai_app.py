@@ -115,8 +115,8 @@ async def open_app(flags: Sequence[str], core: RemoteCore) -> AsyncIterator[Open
     )
     try:
         tasks = await client.get_supported_tasks()
+        args.middleware = [*args.middleware, f"{__name__}.{RetryAfter.__name__}"]
         app = build_app(args, tasks, client.model_config)
-        app.add_middleware(RetryAfter)
         await init_app_state(client, app.state, args, tasks)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         yield OpenAiApp(
