@@ -17,7 +17,11 @@ class Messaging(Protocol):
     def connected(self) -> bool: ...
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """Raises NoResponders, DeadlineExceeded or BrokerUnavailable."""
+        """Raises NoResponders, DeadlineExceeded or BrokerUnavailable.
+
+        After the last two the message may have been handled or not. A payload above
+        the broker's limit raises ProtocolError, here and in `publish`.
+        """
         ...
 
     async def publish(self, subject: str, payload: bytes) -> None:

@@ -41,6 +41,13 @@ class Lease(Protocol):
         """Returns when the lease is gone, with the reason."""
         ...
 
+    async def verify(self) -> LeaseLoss | None:
+        """Asks the store now instead of at the next refresh.
+
+        Returns the loss, or None while the lease is held or the store is out of reach.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Snapshot:

@@ -1,0 +1,22 @@
+"""Keeps one bad peer from filling the log."""
+
+import time
+
+
+class LogLimit:
+    """Lets one line through per `every_s` seconds and counts the rest."""
+
+    def __init__(self, every_s: float = 5.0):
+        self._every_s = every_s
+        self._next = float("-inf")
+        self._held_back = 0
+
+    def allow(self) -> int | None:
+        """None: hold this line back. Otherwise how many were held back before it."""
+        now = time.monotonic()
+        if now < self._next:
+            self._held_back += 1
+            return None
+        self._next = now + self._every_s
+        held_back, self._held_back = self._held_back, 0
+        return held_back

@@ -1,0 +1,6 @@
+"""In-process twins of the store and of messaging, for tests and single-process use."""
+
+from dynamo_lite.runtime.memory_messaging import MemoryMessaging
+from dynamo_lite.runtime.memory_store import MemoryLease, MemoryStore
+
+__all__ = ["MemoryLease", "MemoryMessaging", "MemoryStore"]

@@ -1,0 +1,178 @@
+"""Messaging on NATS: connection options, and the client's errors as ours."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Self
+
+from nats import errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    NoResponders,
+    ProtocolError,
+    StartupError,
+)
+from dynamo_lite.runtime.address import redact
+from dynamo_lite.runtime.dispatch import Dispatcher, Reply
+from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.messaging import Handler
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class NatsMessaging:
+    """Implements `Messaging`; `client` is the nats-py connection beneath.
+
+    url: one URL or several separated by commas. max_handlers: how many handlers
+    of one served subject run at a time.
+    """
+
+    def __init__(self, url: str, *, connect_timeout_s: float = 10.0, max_handlers: int = 256):
+        self._servers = [part.strip() for part in url.split(",")]
+        self._url = redact(url)
+        self._connect_timeout_s = connect_timeout_s
+        self._max_handlers = max_handlers
+        self._client: Client | None = None
+        self._outage = False
+        self._log_limit = LogLimit()
+
+    def __repr__(self) -> str:
+        return f"NatsMessaging({self._url}, connected={self.connected})"
+
+    @property
+    def client(self) -> Client:
+        """Raises BrokerUnavailable outside of the context."""
+        if self._client is None:
+            raise BrokerUnavailable(f"NATS at {self._url}: not connected")
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None and self._client.is_connected
+
+    async def __aenter__(self) -> Self:
+        """Raises StartupError when no server accepts the connection in time."""
+        client = Client()
+        try:
+            # Endless reconnecting also means that the first connect never gives up.
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._connect(client)
+        except (errors.Error, OSError, TimeoutError, ValueError) as exc:
+            await _close(client)
+            reason = str(client.last_error or exc) or "no answer in time"
+            raise StartupError(f"cannot use NATS at {self._url}: {redact(reason)}") from exc
+        except BaseException:
+            await _close(client)
+            raise
+        self._client = client
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await _close(client)
+
+    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        with self._errors(subject, timeout_s):
+            self._check_connected()
+            reply = await self.client.request(subject, payload, timeout=timeout_s)
+        return reply.data
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        with self._errors(subject, 0.0):
+            self._check_connected()
+            await self.client.publish(subject, payload)
+
+    @contextlib.asynccontextmanager
+    async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
+        """See `Messaging.serve`. Returns from entering when the server has the subscription."""
+        dispatcher = Dispatcher(subject, handler, limit=self._max_handlers)
+
+        async def deliver(message: Msg) -> None:
+            reply = self._reply_to(message.reply) if message.reply else None
+            await dispatcher.submit(message.data, reply)
+
+        with self._errors(subject, _CLOSE_TIMEOUT_S):
+            subscription = await self.client.subscribe(subject, cb=deliver)
+            await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
+        try:
+            yield
+        finally:
+            try:
+                # What the server sent before it heard of this is still handled.
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await subscription.drain()
+            except (errors.Error, OSError, TimeoutError) as exc:
+                logger.debug("%s: unsubscribed without a flush: %r", subject, exc)
+                with contextlib.suppress(errors.Error, OSError):
+                    await subscription.unsubscribe()
+            await dispatcher.join()
+
+    def _reply_to(self, inbox: str) -> Reply:
+        async def reply(payload: bytes) -> None:
+            await self.publish(inbox, payload)
+
+        return reply
+
+    async def _connect(self, client: Client) -> None:
+        await client.connect(
+            self._servers,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            reconnect_time_wait=0.1,  # pyright: ignore[reportArgumentType]
+            max_reconnect_attempts=-1,
+            ping_interval=1,
+            max_outstanding_pings=2,
+            # An outage raises at once; nothing is kept to be sent behind the caller's back.
+            pending_size=0,
+        )
+
+    def _check_connected(self) -> None:
+        # nats-py would first register a reply future, and forget to remove it.
+        if not self.client.is_connected:
+            raise BrokerUnavailable(f"NATS at {self._url}: disconnected")
+
+    @contextlib.contextmanager
+    def _errors(self, subject: str, timeout_s: float) -> Iterator[None]:
+        try:
+            yield
+        except errors.NoRespondersError as exc:
+            raise NoResponders(f"nobody serves {subject}") from exc
+        except errors.MaxPayloadError as exc:
+            raise ProtocolError(f"the message to {subject} exceeds the broker's limit") from exc
+        except errors.TimeoutError as exc:
+            raise DeadlineExceeded(f"request to {subject}", timeout_s) from exc
+        except (errors.Error, OSError) as exc:
+            reason = str(exc) or type(exc).__name__
+            raise BrokerUnavailable(f"NATS at {self._url}: {reason}") from exc
+
+    async def _on_error(self, exc: Exception) -> None:
+        # While the server is away every reconnect attempt ends here.
+        if not self._outage and self._client is not None:
+            held_back = self._log_limit.allow()
+            if held_back is not None:
+                logger.warning("NATS at %s: %s", self._url, redact(str(exc)) or repr(exc))
+
+    async def _on_disconnected(self) -> None:
+        if not self._outage and self._client is not None:
+            self._outage = True
+            logger.warning("NATS at %s: disconnected; reconnecting", self._url)
+
+    async def _on_reconnected(self) -> None:
+        self._outage = False
+        logger.info("NATS at %s: reconnected", self._url)
+
+
+async def _close(client: Client) -> None:
+    """Closes, whatever state the connection is in, within a bounded time."""
+    with contextlib.suppress(errors.Error, OSError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await client.close()

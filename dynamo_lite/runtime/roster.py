@@ -1,0 +1,146 @@
+"""A live view of the members under a prefix of the store."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Self
+
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, StoreUnavailable
+from dynamo_lite.protocol.names import endpoint_key
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
+
+logger = logging.getLogger(__name__)
+
+Members = tuple[EndpointRecord, ...]
+
+#: Called with the lease ids that joined and those that left.
+OnChange = Callable[[frozenset[int], frozenset[int]], None]
+
+_FIRST_LISTING_S = 10.0
+
+
+class Roster:
+    """Async context manager; entering it waits for the first listing.
+
+    Malformed records, and records that lie at another key than their own, are
+    logged and skipped. While the store is away the last known members stay.
+    """
+
+    def __init__(self, store: Store, prefix: str):
+        self._store = store
+        self._prefix = prefix
+        self._records: dict[str, EndpointRecord] = {}
+        self._members: Members = ()
+        self._version = 0
+        self._callbacks: list[OnChange] = []
+        self._changed = asyncio.Event()
+        self._stack = contextlib.AsyncExitStack()
+
+    def __repr__(self) -> str:
+        return f"Roster({self._prefix!r}, members={len(self._members)}, version={self._version})"
+
+    @property
+    def members(self) -> Members:
+        """Sorted by key."""
+        return self._members
+
+    @property
+    def version(self) -> int:
+        """Grows with every change; 0 before the first listing."""
+        return self._version
+
+    def get(self, lease_id: int) -> EndpointRecord | None:
+        return next((m for m in self._members if m.lease_id == lease_id), None)
+
+    def on_change(self, callback: OnChange) -> None:
+        """Calls `callback` after each join or leave, from the event loop, with `members` new."""
+        self._callbacks.append(callback)
+
+    async def wait(self, accept: Callable[[Members], bool], timeout_s: float) -> Members:
+        """Returns the members once `accept(members)`. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not accept(self._members):
+                    changed = self._changed
+                    await changed.wait()
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"members of {self._prefix}", timeout_s) from exc
+        return self._members
+
+    async def __aenter__(self) -> Self:
+        """Raises StoreUnavailable when the first listing does not come in time."""
+        async with contextlib.AsyncExitStack() as stack:
+            events = await stack.enter_async_context(self._store.watch(self._prefix))
+            try:
+                async with asyncio.timeout(_FIRST_LISTING_S):
+                    self._apply(await anext(events))
+            except TimeoutError as exc:
+                raise StoreUnavailable(f"no listing of {self._prefix}") from exc
+            task = asyncio.create_task(self._follow(events), name=f"roster {self._prefix}")
+            stack.push_async_callback(_end, task)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _follow(self, events: AsyncIterator[WatchEvent]) -> None:
+        async for event in events:
+            self._apply(event)
+
+    def _apply(self, event: WatchEvent) -> None:
+        match event:
+            case Snapshot(entries):
+                self._records = {
+                    key: record
+                    for key, value in entries.items()
+                    if (record := _parse(key, value)) is not None
+                }
+            case Put(key, value):
+                record = _parse(key, value)
+                if record is None:
+                    self._records.pop(key, None)
+                else:
+                    self._records[key] = record
+            case Delete(key):
+                self._records.pop(key, None)
+        self._publish()
+
+    def _publish(self) -> None:
+        before = {member.lease_id for member in self._members}
+        members = tuple(self._records[key] for key in sorted(self._records))
+        if members == self._members and self._version:
+            return
+        self._members = members
+        self._version += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        after = {member.lease_id for member in members}
+        joined, left = frozenset(after - before), frozenset(before - after)
+        if not joined and not left:
+            return
+        for callback in self._callbacks:
+            try:
+                callback(joined, left)
+            except Exception:
+                logger.exception("a listener of %s failed", self._prefix)
+
+
+def _parse(key: str, value: bytes) -> EndpointRecord | None:
+    try:
+        record = decode_json(value, EndpointRecord)
+    except ProtocolError as exc:
+        logger.warning("skipped the record at %s: %s", key, exc)
+        return None
+    if key != endpoint_key(record.namespace, record.component, record.endpoint, record.lease_id):
+        logger.warning("skipped the record at %s: it belongs to another key", key)
+        return None
+    return record
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
