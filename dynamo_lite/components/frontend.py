@@ -55,18 +55,18 @@ class Frontend:
         from dynamo_lite.engine.vllm.openai_app import open_app
         from dynamo_lite.engine.vllm.remote_core import RemoteCore
 
-        client_id = f"{host.lease.id:x}"
-        core = RemoteCore(
-            client_id=client_id, members=lambda: roster.members, picker=self._picker()
+        core = RemoteCore(members=lambda: roster.members, picker=self._picker())
+        transport = await self._stack.enter_async_context(
+            RemoteGenerateClient(
+                host.messaging,
+                f"{host.lease.id:x}",
+                core.on_deltas,
+                core.on_lost,
+                request_timeout_s=self._config.request_timeout_s,
+            )
         )
-        transport = RemoteGenerateClient(
-            host.messaging,
-            client_id,
-            core.on_deltas,
-            core.on_lost,
-            timeout_s=self._config.request_timeout_s,
-        )
-        core.connect(await self._stack.enter_async_context(transport))
+        core.connect(transport)
+        roster.on_change(lambda joined, left: transport.retain(roster.members))
         return await self._stack.enter_async_context(open_app(self._spec.engine_args, core))
 
     def _picker(self) -> Picker:

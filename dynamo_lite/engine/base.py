@@ -57,7 +57,7 @@ class DecodeEngine(Protocol):
     def steps(self) -> AsyncIterator[list[TokenDelta]]:
         """One list per engine step, until the engine is closed. One reader.
 
-        Raises EngineDied (a StartupError) when the engine process is gone.
+        Raises EngineDied when the engine process is gone.
         """
         ...
 

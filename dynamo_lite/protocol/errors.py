@@ -13,6 +13,7 @@ DynamoLiteError
 ├── Refused                a worker answered, and said no
 ├── QueueFull              the prefill queue is at its hard cap: not queued
 ├── PushAmbiguous          the broker did not answer: queued or not, unknown
+├── EngineDied             the engine's process is gone
 ├── LeaseLost              this process's lease is gone: it must stop acting
 └── TransferError          a KV transfer failed
     └── IncompatiblePeer   two engines' KV layouts cannot be mapped
@@ -87,6 +88,10 @@ class QueueFull(DynamoLiteError):
 
 class PushAmbiguous(DynamoLiteError):
     """The push was sent, and no answer came: the job may or may not be queued."""
+
+
+class EngineDied(DynamoLiteError):
+    """The engine's process ended by itself."""
 
 
 class LeaseLost(DynamoLiteError):

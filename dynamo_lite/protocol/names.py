@@ -66,11 +66,11 @@ def writer_done_subject(namespace: str, engine_id: str) -> str:
     return f"{namespace}_engine.{engine_id}.writer_done"
 
 
-def attempt_events_subject(namespace: str, engine_id: str) -> str:
-    """Notices from a prefill engine to the component that runs it."""
-    return f"{namespace}_engine.{engine_id}.attempts"
-
-
 def cancel_subject(namespace: str, writer_lease_id: int) -> str:
     """Notices from decode engines to one prefill worker: stop that attempt."""
     return f"{namespace}_prefill.{writer_lease_id:x}.cancel"
+
+
+def describe_subject(namespace: str, engine_id: str) -> str:
+    """Requests to an engine's process: who are you, and how is your block pool?"""
+    return f"{namespace}_engine.{engine_id}.describe"

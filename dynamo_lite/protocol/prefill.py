@@ -11,6 +11,7 @@ import msgspec
 
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
 from dynamo_lite.protocol.generate import RequestId, TokenId
+from dynamo_lite.protocol.records import EngineMetadata
 
 Attempt = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -86,6 +87,25 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's answer to `describe`.
+
+    free_blocks, total_blocks: of its KV pool; prefix-cached blocks that nobody
+    uses count as free. waiting: requests that wait for remote KV. quarantined:
+    attempts whose blocks are held back because a writer may still touch them.
+    queue_jobs: jobs on the prefill queue as this engine last saw it; None when
+    it has not seen it lately.
+    """
+
+    metadata: EngineMetadata
+    free_blocks: int
+    total_blocks: int
+    waiting: int = 0
+    quarantined: int = 0
+    queue_jobs: int | None = None
+
+
+decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)
 decode_job: Decoder[RemotePrefillRequest] = Decoder(RemotePrefillRequest)
 decode_claim: Decoder[Claim] = Decoder(Claim)
 decode_claim_reply: Decoder[Granted | ClaimRefused] = Decoder(Granted | ClaimRefused)

@@ -15,6 +15,23 @@ from dynamo_lite.protocol.records import KvRegion, RankMetadata
 Descriptors = npt.NDArray[np.uint64]
 
 
+def block_dimension(shape: Sequence[int], num_blocks: int) -> int:
+    """Which dimension of a KV tensor counts blocks. Raises ValueError if none does."""
+    for dim in range(min(2, len(shape))):
+        if shape[dim] == num_blocks:
+            return dim
+    raise ValueError(
+        f"KV tensor of shape {tuple(shape)}: neither of its first two dimensions is"
+        f" {num_blocks} blocks"
+    )
+
+
+def block_order(shape: Sequence[int], strides: Sequence[int], num_blocks: int) -> str:
+    """The order of elements inside a block, as text that equal layouts share."""
+    behind = block_dimension(shape, num_blocks) + 1
+    return f"{list(shape[behind:])}/{list(strides[behind:])}"
+
+
 def regions_of_tensor(
     layer: str,
     *,
@@ -31,10 +48,7 @@ def regions_of_tensor(
     any order. Raises ValueError, naming the shape, for anything else.
     """
     what = f"layer {layer}: KV tensor of shape {tuple(shape)}, strides {tuple(strides_bytes)}"
-    block_dims = [i for i in range(min(2, len(shape))) if shape[i] == num_blocks]
-    if not block_dims:
-        raise ValueError(f"{what}: neither of the first two dimensions is {num_blocks} blocks")
-    dim = block_dims[0]
+    dim = block_dimension(shape, num_blocks)
     inner = sorted(zip(strides_bytes[dim + 1 :], shape[dim + 1 :], strict=True))
     block_bytes = item_bytes
     for stride, size in inner:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import SimpleNamespace
-from typing import Protocol
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -30,18 +29,11 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.generate import GenerateClient
 
 logger = logging.getLogger(__name__)
 
 _MAX_REQUEST_ID = 256
-
-
-class Transport(Protocol):
-    """What takes requests to workers (`runtime.generate.GenerateClient`)."""
-
-    async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None: ...
-
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -56,26 +48,23 @@ def unavailable(message: str) -> GracefulHTTPError:
 
 
 class RemoteCore(EngineCoreClient):
-    """members: the live workers. client_id: names this frontend to the workers.
+    """members: the live workers.
 
     `on_deltas` and `on_lost` are the transport's callbacks; `connect` must be
     called before the first request. `fail` is set by the engine client: it ends
     one request with an error and returns the other sequences that die with it.
     """
 
-    def __init__(
-        self, *, client_id: str, members: Callable[[], Sequence[EndpointRecord]], picker: Picker
-    ):
+    def __init__(self, *, members: Callable[[], Sequence[EndpointRecord]], picker: Picker):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self.fail: Callable[[str, Exception], list[str]] = lambda request_id, error: []
-        self._client_id = client_id
         self._members = members
         self._picker = picker
-        self._transport: Transport | None = None
+        self._transport: GenerateClient | None = None
         self._received: asyncio.Queue[list[TokenDelta] | _Lost] = asyncio.Queue()
 
-    def connect(self, transport: Transport) -> None:
+    def connect(self, transport: GenerateClient) -> None:
         self._transport = transport
 
     def on_deltas(self, deltas: list[TokenDelta]) -> None:
@@ -85,7 +74,7 @@ class RemoteCore(EngineCoreClient):
         self._received.put_nowait(_Lost(list(request_ids), why))
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> GenerateClient:
         assert self._transport is not None, "connect() comes first"
         return self._transport
 
@@ -105,19 +94,12 @@ class RemoteCore(EngineCoreClient):
         """
         if request.abort_immediately:
             return  # releases blocks of vLLM's own KV transfer, which is not used here
-        message = self._message(request)
         try:
-            await self._submit(message)
+            await self._submit(self._message(request))
         except Refused as exc:
             raise VLLMValidationError(exc.reason) from exc
-        except (Unavailable, OSError) as exc:
+        except (Unavailable, DeadlineExceeded) as exc:
             raise unavailable(f"No worker took the request: {exc}") from exc
-        except (DeadlineExceeded, asyncio.CancelledError) as exc:
-            # It may have been accepted all the same.
-            await self.transport.abort([message.request_id])
-            if isinstance(exc, DeadlineExceeded):
-                raise unavailable(f"No worker took the request in time: {exc}") from exc
-            raise
 
     async def _submit(self, message: GenerateRequest) -> None:
         """Asks each live worker at most once; raises what the last one said."""
@@ -127,13 +109,14 @@ class RemoteCore(EngineCoreClient):
             candidates = [m for m in self._members() if m.lease_id not in tried]
             if not candidates and failure is not None:
                 raise failure
+            # Nobody at all is the picker's NoWorkers.
             picked = self._picker.pick(candidates)
             tried.add(picked.member.lease_id)
             try:
                 await self.transport.submit(picked.member, message)
             except BrokerUnavailable:
                 raise  # the same for every worker
-            except (Unavailable, OSError) as exc:
+            except (Unavailable, DeadlineExceeded) as exc:
                 failure = exc
             except Refused as exc:
                 if not exc.elsewhere:
@@ -170,7 +153,7 @@ class RemoteCore(EngineCoreClient):
             raise VLLMValidationError(f"Not served here: {exc}") from exc
         return GenerateRequest(
             request_id=request.request_id,
-            client_id=self._client_id,
+            client_id="",  # the transport's to fill in
             prompt_token_ids=request.prompt_token_ids or [],
             sampling=sampling,
             arrival_time=request.arrival_time,

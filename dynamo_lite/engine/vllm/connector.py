@@ -1,0 +1,243 @@
+"""The out-of-tree KV connector that stock vLLM loads: a shell.
+
+vLLM makes one in the scheduler's process and one in every worker; the shell
+picks the half that belongs there (decode or prefill, scheduler or rank) and
+passes vLLM's hooks on to it.
+"""
+
+import ctypes
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from dynamo_lite.engine.vllm.decode_rank import DecodeRank
+from dynamo_lite.engine.vllm.decode_scheduler import DecodeScheduler
+from dynamo_lite.engine.vllm.fingerprint import fingerprint
+from dynamo_lite.engine.vllm.link import LINK_FILE, DecodeLink, PrefillLink, read_link
+from dynamo_lite.engine.vllm.messages import DecodeStep, PrefillStep
+from dynamo_lite.engine.vllm.prefill_rank import PrefillRank
+from dynamo_lite.engine.vllm.prefill_scheduler import PrefillScheduler
+from dynamo_lite.engine.vllm.stats import ConnectorStats
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.runtime.fence import FenceReader
+from dynamo_lite.transfer.layout import block_order, regions_of_tensor
+from dynamo_lite.transfer.nixl import NixlMover
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_PR_SET_PDEATHSIG = 1
+_BRIDGE_START_S = 15.0
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """A rank's memory (RankMetadata, msgpack) and the order of bytes in a block."""
+
+    rank: bytes
+    kv_layout: str
+
+
+def _die_with_parent() -> None:
+    """An engine process must not outlive the component that runs it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class DynamoLiteConnector(KVConnectorBase_V1):
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ):
+        super().__init__(vllm_config, role, kv_cache_config)
+        _die_with_parent()
+        assert vllm_config.kv_transfer_config is not None
+        self._link = read_link(vllm_config.kv_transfer_config.kv_connector_extra_config[LINK_FILE])
+        self._scheduler: DecodeScheduler | PrefillScheduler | None = None
+        self._rank: DecodeRank | PrefillRank | None = None
+        self._handshake: RankHandshake | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            half = DecodeScheduler if isinstance(self._link.role, DecodeLink) else PrefillScheduler
+            self._scheduler = half(self._link, vllm_config.cache_config.block_size)
+
+    @property
+    def _decode(self) -> DecodeScheduler | None:
+        return self._scheduler if isinstance(self._scheduler, DecodeScheduler) else None
+
+    @property
+    def _prefill(self) -> PrefillScheduler | None:
+        return self._scheduler if isinstance(self._scheduler, PrefillScheduler) else None
+
+    # Worker half.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        rank_index = get_tensor_model_parallel_rank()
+        tensors = list(kv_caches.values())
+        memory = "DRAM" if tensors[0].device.type == "cpu" else "VRAM"
+        device = tensors[0].device.index or 0
+        regions: list[KvRegion] = []
+        for layer, tensor in kv_caches.items():
+            regions += regions_of_tensor(
+                layer,
+                address=tensor.data_ptr(),
+                shape=tensor.shape,
+                strides_bytes=[s * tensor.element_size() for s in tensor.stride()],
+                item_bytes=tensor.element_size(),
+                num_blocks=self._kv_cache_config.num_blocks,
+            )
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        mover = NixlMover(f"{self._link.engine_id}-{rank_index}")
+        mover.register(sorted(storages.items()), memory, device)
+        own = RankMetadata(
+            agent=mover.metadata(), memory=memory, device=device, regions=tuple(regions)
+        )
+        first = tensors[0]
+        order = block_order(first.shape, first.stride(), self._kv_cache_config.num_blocks)
+        self._handshake = RankHandshake(encode(own), order)
+        if isinstance(self._link.role, PrefillLink):
+            fence = FenceReader(Path(self._link.role.fence_path))
+            self._rank = PrefillRank(mover, own, rank_index, fence.open)
+        else:
+            self._rank = DecodeRank(mover)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._handshake
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Remote KV is written by the peer: nothing to start here."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before a request is scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are written after the step, all layers together."""
+
+    def wait_for_save(self) -> None:
+        if isinstance(self._rank, PrefillRank):
+            step = self._get_connector_metadata()
+            assert isinstance(step, PrefillStep)
+            self._rank.step(step, _step_ended(self._rank))
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(self._rank, PrefillRank) and isinstance(kv_connector_metadata, PrefillStep):
+            self._rank.drain_preempted(kv_connector_metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if isinstance(self._rank, DecodeRank):
+            step = self._get_connector_metadata()
+            assert isinstance(step, DecodeStep)
+            self._rank.step(step)
+        return KVConnectorTransferResults() if self._rank is None else self._rank.results()
+
+    def build_connector_worker_meta(self) -> Any:
+        return self._rank.report() if isinstance(self._rank, PrefillRank) else None
+
+    # Scheduler half.
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """All ranks are up: the engine can be described, and meets the outside."""
+        assert self._scheduler is not None
+        shakes = [metadata[rank] for rank in sorted(metadata)]
+        assert all(isinstance(shake, RankHandshake) for shake in shakes)
+        self._scheduler.metadata = EngineMetadata(
+            engine_id=self._link.engine_id,
+            lease_id=self._link.lease_id,
+            fingerprint=fingerprint(self._vllm_config, shakes[0].kv_layout),
+            block_size_tokens=self._vllm_config.cache_config.block_size,
+            num_blocks=self._kv_cache_config.num_blocks,
+            ranks=tuple(msgspec.msgpack.decode(s.rank, type=RankMetadata) for s in shakes),
+        )
+        self._scheduler.bridge.start(_BRIDGE_START_S)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._decode is not None:
+            self._decode.bind_block_pool(kv_cache_manager.block_pool)
+        if self._prefill is not None:
+            self._prefill.bind_kv_cache_manager(kv_cache_manager)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._decode is None:
+            return 0, False
+        return self._decode.num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        if self._decode is not None:
+            self._decode.state_after_alloc(request, blocks, num_external_tokens)
+        if self._prefill is not None:
+            self._prefill.state_after_alloc(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self._decode is not None:
+            return self._decode.build_step()
+        assert self._prefill is not None
+        return self._prefill.build_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.worker_output(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._decode is not None:
+            self._decode.request_finished(request.request_id)
+            return False, None
+        assert self._prefill is not None
+        return self._prefill.request_finished(request.request_id), None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.busy
+
+    # Both.
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        half = self._scheduler if self._rank is None else self._rank
+        return None if half is None else half.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data or {})
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bridge.close()
+        if self._rank is not None:
+            self._rank.close()
+
+
+def _step_ended(rank: PrefillRank) -> Any:
+    """When the blocks of the step just launched really hold their KV.
+
+    On a CPU the step has ended. On a GPU it is queued: an event behind it tells.
+    """
+    if not rank.on_gpu:
+        return _at_once
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
+
+
+def _at_once() -> bool:
+    return True

@@ -1,0 +1,271 @@
+"""Stock vLLM behind the engine seam.
+
+The component's process holds vLLM's engine-core client, and nothing of vLLM's
+front half: prompts come in as token ids, and outputs leave as the engine
+produced them, one batch per step. Detokenisation happens at the edge.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad
+from dynamo_lite.engine.vllm.link import LINK_FILE, DecodeLink, EngineLink, write_link
+from dynamo_lite.engine.vllm.stats import ENDED, ConnectorMetrics
+from dynamo_lite.engine.vllm.wire import delta_from_output, sampling_from_bytes
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import (
+    EngineDied,
+    NoResponders,
+    ProtocolError,
+    Refused,
+    StartupError,
+)
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, decode_engine_status
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.messaging import Messaging
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+_DESCRIBE_S = 5.0
+_CONNECTOR = "DynamoLiteConnector"
+_CONNECTOR_MODULE = "dynamo_lite.engine.vllm.connector"
+
+
+class VllmEngine:
+    """A decode or prefill engine; what it may do is in its link.
+
+    engine_args: flags as `vllm serve` takes them. link: None for an engine that
+    neither asks for nor writes remote KV. link_path: where the link is left for
+    the engine's processes.
+    """
+
+    def __init__(
+        self,
+        engine_args: list[str],
+        *,
+        link: EngineLink | None,
+        link_path: Path,
+        messaging: Messaging,
+        registry: CollectorRegistry,
+    ):
+        self._args, self._link, self._link_path = engine_args, link, link_path
+        self._messaging = messaging
+        self._metrics = ConnectorMetrics(registry)
+        self._client: Any = None
+        self._config: VllmConfig | None = None
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
+        self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
+        self.load = EngineLoad()
+        self.metadata: EngineMetadata | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._link is not None:
+            write_link(self._link_path, self._link)
+        loop = asyncio.get_running_loop()
+        try:
+            # Loading takes many seconds, and the lease must be kept alive meanwhile.
+            self._client = await loop.run_in_executor(self._starter, self._load)
+            if self._link is not None:
+                self.metadata = (await self.describe()).metadata
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._close()
+
+    @property
+    def config(self) -> VllmConfig:
+        assert self._config is not None
+        return self._config
+
+    async def describe(self) -> EngineStatus:
+        """Asks the engine's process. Raises Unavailable, DeadlineExceeded, ProtocolError."""
+        assert self._link is not None
+        subject = names.describe_subject(self._link.namespace, self._link.engine_id)
+        try:
+            reply = await self._messaging.request(subject, b"", timeout_s=_DESCRIBE_S)
+        except NoResponders as exc:
+            raise StartupError("the engine's process does not answer on NATS") from exc
+        return decode_engine_status(reply)
+
+    async def submit(self, request: GenerateRequest) -> None:
+        """Raises Refused when this engine cannot take the request."""
+        try:
+            sampling = sampling_from_bytes(request.sampling)
+        except ProtocolError as exc:
+            raise Refused(str(exc), elsewhere=False) from exc
+        self._check(request, sampling)
+        await self._add(
+            EngineCoreRequest(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                mm_features=None,
+                sampling_params=sampling,
+                pooling_params=None,
+                arrival_time=request.arrival_time,
+                lora_request=None,
+                cache_salt=request.cache_salt,
+                data_parallel_rank=None,
+                priority=request.priority,
+                trace_headers=request.trace_headers,
+                external_req_id=request.request_id,
+            )
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._client.abort_requests_async(list(request_ids))
+
+    async def steps(self) -> AsyncIterator[list[TokenDelta]]:
+        """Raises EngineDied when the engine's process is gone."""
+        while True:
+            outputs = await self._next()
+            if outputs.outputs:
+                stamp = outputs.timestamp
+                yield [delta_from_output(output, stamp) for output in outputs.outputs]
+
+    async def run_prefills(self) -> None:
+        """Drives the engine for `prefill`: nobody reads its tokens. Raises EngineDied."""
+        while True:
+            await self._next()
+
+    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
+        """One claimed attempt; `run_prefills` must be running."""
+        ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
+        self._attempts[job.attempt] = ended
+        try:
+            await self._add(self._prefill_request(job, target))
+            return await ended
+        finally:
+            self._attempts.pop(job.attempt, None)
+
+    async def abandon(self, attempt: str) -> None:
+        await self._client.abort_requests_async([attempt])
+
+    def _prefill_request(
+        self, job: RemotePrefillRequest, target: EngineMetadata
+    ) -> EngineCoreRequest:
+        params = {
+            "attempt": job.attempt,
+            "engine_id": job.engine_id,
+            "num_computed_tokens": job.num_computed_tokens,
+            "block_ids": job.block_ids,
+            "target": encode(target),
+        }
+        return EngineCoreRequest(
+            request_id=job.attempt,
+            prompt_token_ids=job.prompt_token_ids,
+            mm_features=None,
+            sampling_params=SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                detokenize=False,
+                extra_args={"kv_transfer_params": params},
+            ),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=job.cache_salt,
+            data_parallel_rank=None,
+            priority=job.priority,
+            trace_headers=job.trace_headers,
+            external_req_id=job.request_id,
+        )
+
+    def _check(self, request: GenerateRequest, sampling: SamplingParams) -> None:
+        """What would break the engine's step is refused at its door."""
+        model = self.config.model_config
+        prompt = request.prompt_token_ids
+        if not prompt or len(prompt) >= model.max_model_len:
+            raise Refused(
+                f"prompt of {len(prompt)} tokens; this model takes 1 to {model.max_model_len - 1}",
+                elsewhere=False,
+            )
+        if max(prompt) >= model.get_vocab_size():
+            raise Refused(f"token id {max(prompt)} is outside the vocabulary", elsewhere=False)
+        if sampling.n != 1:
+            raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
+
+    async def _add(self, request: EngineCoreRequest) -> None:
+        try:
+            await self._client.add_request_async(request)
+        except EngineDeadError as exc:
+            raise Refused("the engine's process is gone", elsewhere=True) from exc
+
+    async def _next(self) -> EngineCoreOutputs:
+        try:
+            outputs: EngineCoreOutputs = await self._client.get_output_async()
+        except EngineDeadError as exc:
+            raise EngineDied(str(exc)) from exc
+        if (stats := outputs.scheduler_stats) is not None:
+            self.load = EngineLoad(
+                running=stats.num_running_reqs,
+                waiting=stats.num_waiting_reqs,
+                kv_usage=stats.kv_cache_usage,
+            )
+            if stats.kv_connector_stats:
+                self._metrics.apply(stats.kv_connector_stats)
+                self._settle(stats.kv_connector_stats.get(ENDED, ()))
+        return outputs
+
+    def _settle(self, ended: Sequence[Sequence[str]]) -> None:
+        for attempt, outcome, detail in ended:
+            waiting = self._attempts.get(attempt)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(AttemptOutcome(attempt, outcome, detail))
+
+    def _load(self) -> Any:
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+        engine_args = AsyncEngineArgs.from_cli_args(parser.parse_args(self._args))
+        if self._link is not None:
+            decodes = isinstance(self._link.role, DecodeLink)
+            engine_args.kv_transfer_config = KVTransferConfig(
+                kv_connector=_CONNECTOR,
+                kv_connector_module_path=_CONNECTOR_MODULE,
+                kv_role="kv_consumer" if decodes else "kv_producer",
+                engine_id=self._link.engine_id,
+                kv_connector_extra_config={LINK_FILE: str(self._link_path)},
+                kv_load_failure_policy="recompute",
+            )
+        self._config = engine_args.create_engine_config()
+        return EngineCoreClient.make_async_mp_client(
+            vllm_config=self._config,
+            executor_class=Executor.get_class(self._config),
+            log_stats=True,
+        )
+
+    async def _close(self) -> None:
+        for waiting in self._attempts.values():
+            waiting.cancel()
+        if self._client is not None:
+            loop = asyncio.get_running_loop()
+            client, self._client = self._client, None
+            await loop.run_in_executor(self._starter, client.shutdown)
+        self._starter.shutdown(wait=False)
+        with contextlib.suppress(FileNotFoundError):
+            self._link_path.unlink()

@@ -1,0 +1,197 @@
+"""The decode engine's network side: pushes jobs, answers claims, watches writers.
+
+It runs on the bridge's event loop. The ledger is shared with the scheduler half
+under one lock; instructions that concern the engine's blocks are left for its
+next step, the others are carried out here.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
+from dynamo_lite.policy.disagg import QueueView
+from dynamo_lite.policy.ledger import CancelWriter, DeleteJob, Instruction, Ledger
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    DynamoLiteError,
+    PushAmbiguous,
+    QueueFull,
+)
+from dynamo_lite.protocol.prefill import (
+    CancelAttempt,
+    ClaimRefused,
+    EngineStatus,
+    Granted,
+    RemotePrefillRequest,
+    decode_claim,
+    decode_writer_done,
+)
+from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.roster import Roster
+
+logger = logging.getLogger(__name__)
+
+#: How often the queue's depth is read. The broker itself holds the hard cap; the
+#: view only saves pushes that would be refused.
+_VIEW_PERIOD_S = 0.25
+
+
+class LockedLedger:
+    """The ledger with its lock, and the engine-side instructions waiting for a step."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self.lock = threading.Lock()
+        self._for_engine: list[Instruction] = []
+
+    def leave_for_engine(self, instructions: Iterable[Instruction]) -> None:
+        """Call with the lock held."""
+        self._for_engine += instructions
+
+    def take_for_engine(self) -> list[Instruction]:
+        """Call with the lock held."""
+        taken, self._for_engine = self._for_engine, []
+        return taken
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must keep stepping for the ledger's sake."""
+        return bool(self._for_engine) or self.ledger.quarantined > 0
+
+
+class DecodeLinkSession:
+    """Use `session()` as the bridge's context.
+
+    status: makes the answer to `describe` (called on the bridge's thread).
+    """
+
+    def __init__(
+        self, link: EngineLink, book: LockedLedger, status: Callable[[], EngineStatus | None]
+    ):
+        assert isinstance(link.role, DecodeLink)
+        self._link, self._role, self._book, self._status = link, link.role, book, status
+        self._queue: PrefillQueue | None = None
+        self._messaging: Messaging | None = None
+        self._deferred: list[Instruction] = []
+        self.view: QueueView | None = None
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        link = self._link
+        subject = link.namespace, link.engine_id
+        async with contextlib.AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            messaging = await enter(NatsMessaging(link.nats_url))
+            self._queue = await enter(
+                JetStreamQueue(
+                    link.nats_url,
+                    stream=names.prefill_stream(link.namespace),
+                    subject=names.prefill_jobs_subject(link.namespace),
+                    config=self._role.queue,
+                )
+            )
+            store = await enter(EtcdStore(link.etcd_url))
+            prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
+            writers = await enter(Roster(store, prefix))
+            writers.on_change(lambda _joined, left: self._writers_left(left))
+            self._messaging = messaging
+            await enter(messaging.serve(names.claim_subject(*subject), self._on_claim))
+            await enter(messaging.serve(names.writer_done_subject(*subject), self._on_done))
+            await enter(messaging.serve(names.describe_subject(*subject), self._on_describe))
+            watcher = asyncio.create_task(self._watch_queue(writers), name="queue-view")
+            try:
+                yield
+            finally:
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
+
+    async def push(self, job: RemotePrefillRequest) -> None:
+        """Queues the job; anything but a clear yes makes the prompt local."""
+        assert self._queue is not None
+        try:
+            sequence = await self._queue.push(encode(job), message_id=job.attempt)
+        except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
+            logger.info("request %s: prefilled here, %s", job.request_id, exc)
+            await self._settle(lambda ledger: ledger.not_published(job.attempt))
+        except Exception:
+            await self._settle(lambda ledger: ledger.not_published(job.attempt))
+            raise
+        else:
+            if self.view is not None:
+                self.view = QueueView(
+                    self.view.jobs + 1, self.view.prefill_workers, self.view.read_at
+                )
+            await self._settle(lambda ledger: ledger.published(job.attempt, sequence))
+
+    async def carry_out(self, instructions: list[Instruction]) -> None:
+        """The instructions that need the network; best effort, the claim is the guard."""
+        for instruction in instructions:
+            try:
+                if isinstance(instruction, DeleteJob) and self._queue is not None:
+                    await self._queue.delete(instruction.sequence)
+                elif isinstance(instruction, CancelWriter) and self._messaging is not None:
+                    await self._messaging.publish(
+                        names.cancel_subject(self._link.namespace, instruction.writer_lease_id),
+                        encode(
+                            CancelAttempt(
+                                attempt=instruction.attempt, engine_id=self._link.engine_id
+                            )
+                        ),
+                    )
+            except DynamoLiteError as exc:
+                logger.warning("%s not carried out: %s", instruction, exc)
+
+    async def _settle(self, event: Callable[[Ledger], list[Instruction]]) -> None:
+        with self._book.lock:
+            instructions = event(self._book.ledger)
+            self._book.leave_for_engine(instructions)
+        await self.carry_out(instructions)
+
+    async def _on_claim(self, payload: bytes) -> bytes:
+        claim = decode_claim(payload)
+        with self._book.lock:
+            refusal = self._book.ledger.claim(
+                claim.attempt, claim.writer_lease_id, time.monotonic()
+            )
+        return encode(Granted() if refusal is None else ClaimRefused(reason=refusal))
+
+    async def _on_done(self, payload: bytes) -> None:
+        done = decode_writer_done(payload)
+        written = done.outcome == "written"
+        if not written:
+            logger.info("attempt %s: writer says %s: %s", done.attempt, done.outcome, done.detail)
+        await self._settle(lambda ledger: ledger.writer_done(done.attempt, written=written))
+
+    async def _on_describe(self, _payload: bytes) -> bytes | None:
+        status = self._status()
+        return None if status is None else encode(status)
+
+    def _writers_left(self, lease_ids: frozenset[int]) -> None:
+        instructions: list[Instruction] = []
+        with self._book.lock:
+            for lease_id in lease_ids:
+                instructions += self._book.ledger.writer_gone(lease_id, time.monotonic())
+            self._book.leave_for_engine(instructions)
+        self._deferred += instructions
+
+    async def _watch_queue(self, writers: Roster) -> None:
+        while True:
+            try:
+                assert self._queue is not None
+                depth = await self._queue.depth()
+                self.view = QueueView(depth.total, len(writers.members), time.monotonic())
+            except DynamoLiteError as exc:
+                logger.debug("queue depth not read: %s", exc)
+            deferred, self._deferred = self._deferred, []
+            await self.carry_out(deferred)
+            await asyncio.sleep(_VIEW_PERIOD_S)

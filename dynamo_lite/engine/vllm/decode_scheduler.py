@@ -1,0 +1,206 @@
+"""The scheduler half of a decode engine.
+
+vLLM asks it about every new prompt, with the exact prefix-cache hit; it decides
+local or remote, turns the allocated blocks into a job, and lets the engine go
+on when the KV has come or when nobody should wait for it any longer. All
+methods run on the engine's thread and never wait.
+"""
+
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from dynamo_lite.engine.vllm.bridge import Bridge
+from dynamo_lite.engine.vllm.decode_link import DecodeLinkSession, LockedLedger
+from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
+from dynamo_lite.engine.vllm.messages import DecodeStep
+from dynamo_lite.engine.vllm.stats import DECISION, REMOTE, ConnectorStats
+from dynamo_lite.policy.disagg import Local, Reason, Remote, Thresholds, Verdict, decide
+from dynamo_lite.policy.ledger import (
+    CancelWriter,
+    DeleteJob,
+    Ended,
+    GiveUp,
+    Hold,
+    Instruction,
+    Ledger,
+    Release,
+)
+from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
+from dynamo_lite.protocol.records import EngineMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeScheduler:
+    """block_size: in tokens."""
+
+    def __init__(self, link: EngineLink, block_size: int):
+        assert isinstance(link.role, DecodeLink)
+        self._link, self._role, self._block_size = link, link.role, block_size
+        self._thresholds = Thresholds(
+            max_local_prefill_length_tokens=link.role.max_local_prefill_length_tokens,
+            max_prefill_queue_size=link.role.max_prefill_queue_size,
+            queue_view_max_age_s=link.role.queue_view_max_age_s,
+        )
+        self._book = LockedLedger(Ledger(writer_grace_s=link.lease_ttl_s))
+        self._net = DecodeLinkSession(link, self._book, self._status)
+        self.bridge = Bridge(self._net.session)
+        self.stats = ConnectorStats()
+        self.metadata: EngineMetadata | None = None
+        self._pool: BlockPool | None = None
+        self._held: dict[str, list[KVCacheBlock]] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._decided: set[str] = set()
+        self._step = DecodeStep()
+
+    def bind_block_pool(self, pool: "BlockPool") -> None:
+        self._pool = pool
+
+    def num_new_matched_tokens(self, request: "Request", cached: int) -> tuple[int, bool]:
+        """How many tokens beyond `cached` will come from a prefill worker.
+
+        All but the last one: that one the engine computes, and samples from.
+        """
+        if request.request_id in self._decided:
+            return 0, False
+        verdict = self._decide(request, cached)
+        self._verdicts[request.request_id] = verdict
+        if isinstance(verdict, Local):
+            return 0, False
+        return request.num_prompt_tokens - 1 - cached, True
+
+    def state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
+        """vLLM reserved blocks for `external` tokens: ask for them."""
+        verdict = self._verdicts.pop(request.request_id, None)
+        if verdict is None:
+            return
+        self._decided.add(request.request_id)
+        kind = "remote" if isinstance(verdict, Remote) else "local"
+        self.stats.add(f"{DECISION}/{kind}/{verdict.reason.value}")
+        if external:
+            self._ask(request, blocks.get_block_ids()[0], external)
+
+    def build_step(self) -> DecodeStep:
+        """Runs every step, and so does the ledger's housekeeping."""
+        with self._book.lock:
+            due = self._book.ledger.tick(time.monotonic())
+            left = self._book.take_for_engine()
+            self._step.poll = bool(self._book.ledger.waiting or self._book.ledger.quarantined)
+        self._apply(left)
+        self._apply(due, fresh=True)
+        step, self._step = self._step, DecodeStep()
+        return step
+
+    def worker_output(self, output: "KVConnectorOutput") -> None:
+        """What the worker halves have received."""
+        failed = output.failed_recving or set()
+        for request_id in set(output.finished_recving or ()) - failed:
+            with self._book.lock:
+                instructions = self._book.ledger.received(request_id)
+            self._apply(instructions, fresh=True)
+
+    def request_finished(self, request_id: str) -> None:
+        self._verdicts.pop(request_id, None)
+        self._decided.discard(request_id)
+        with self._book.lock:
+            instructions = self._book.ledger.request_finished(request_id)
+        self._apply(instructions, fresh=True)
+
+    @property
+    def busy(self) -> bool:
+        return self._book.busy or bool(self._step.give_up)
+
+    def _decide(self, request: "Request", cached: int) -> Verdict:
+        if (
+            request.skip_reading_prefix_cache
+            or request.mm_features
+            or request.lora_request is not None
+            or request.prompt_embeds is not None
+            or request.prompt_token_ids is None
+        ):
+            return Local(Reason.NOT_TRANSFERABLE)
+        return decide(
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=cached,
+            queue=self._net.view,
+            thresholds=self._thresholds,
+            now=time.monotonic(),
+        )
+
+    def _ask(self, request: "Request", block_ids: list[int], external: int) -> None:
+        wanted = request.num_prompt_tokens - 1
+        computed = wanted - external
+        first = computed // self._block_size
+        end = -(-wanted // self._block_size)
+        targets = tuple(block_ids[first:end])
+        attempt = uuid.uuid4().hex
+        timeout = self._role.remote_prefill_timeout_s
+        with self._book.lock:
+            self._book.ledger.allocated(
+                request.request_id, attempt, targets, time.monotonic() + timeout
+            )
+        self._step.expect[attempt] = request.request_id
+        assert request.prompt_token_ids is not None
+        job = RemotePrefillRequest(
+            engine_id=self._link.engine_id,
+            request_id=request.request_id,
+            attempt=attempt,
+            prompt_token_ids=request.prompt_token_ids[:wanted],
+            num_computed_tokens=computed,
+            block_ids=list(targets),
+            deadline=time.time() + timeout,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        self.bridge.submit(self._net.push(job))
+
+    def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
+        """The engine's part of the instructions; fresh ones also go to the network."""
+        for instruction in instructions:
+            if isinstance(instruction, Hold):
+                self._hold(instruction)
+            elif isinstance(instruction, Release):
+                self._release(instruction)
+            elif isinstance(instruction, GiveUp):
+                self._step.give_up.append((instruction.attempt, instruction.request_id))
+            elif isinstance(instruction, Ended):
+                self.stats.add(f"{REMOTE}/{instruction.outcome.value}")
+        network = [i for i in instructions if isinstance(i, DeleteJob | CancelWriter)]
+        if fresh and network:
+            self.bridge.submit(self._net.carry_out(network))
+
+    def _hold(self, hold: Hold) -> None:
+        assert self._pool is not None
+        blocks = [self._pool.blocks[i] for i in hold.block_ids]
+        self._pool.touch(blocks)
+        self._held[hold.attempt] = blocks
+
+    def _release(self, release: Release) -> None:
+        assert self._pool is not None
+        self._pool.free_blocks(reversed(self._held.pop(release.attempt)))
+
+    def _status(self) -> EngineStatus | None:
+        """Runs on the bridge's thread; reads of single numbers only."""
+        if self.metadata is None or self._pool is None:
+            return None
+        view, ledger = self._net.view, self._book.ledger
+        fresh = view is not None and (
+            time.monotonic() - view.read_at <= self._role.queue_view_max_age_s
+        )
+        return EngineStatus(
+            metadata=self.metadata,
+            free_blocks=self._pool.get_num_free_blocks(),
+            total_blocks=self._pool.num_gpu_blocks,
+            waiting=ledger.waiting,
+            quarantined=ledger.quarantined,
+            queue_jobs=view.jobs if fresh and view is not None else None,
+        )

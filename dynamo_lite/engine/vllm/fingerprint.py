@@ -1,0 +1,53 @@
+"""What two engines must have in common before one writes KV into the other."""
+
+import platform
+from collections.abc import Mapping
+from pathlib import PurePath
+
+from dynamo_lite.protocol.errors import IncompatiblePeer
+from dynamo_lite.protocol.records import EngineMetadata
+from vllm import __version__ as vllm_version
+from vllm.config import VllmConfig
+
+
+def fingerprint(config: VllmConfig, kv_layout: str) -> dict[str, str]:
+    """Readable `name: value` pairs. kv_layout: order of the bytes inside a block.
+
+    The model is named by the last part of its path, because two hosts may keep
+    it in different places.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    text = model.hf_text_config
+    return {
+        "model": PurePath(model.model).name,
+        "revision": str(model.revision or ""),
+        "architecture": ",".join(model.architectures or ()),
+        "layers": str(getattr(text, "num_hidden_layers", "")),
+        "kv_heads": str(model.get_total_num_kv_heads()),
+        "head_size": str(model.get_head_size()),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "block_size": str(config.cache_config.block_size),
+        "kv_layout": kv_layout,
+        "tensor_parallel_size": str(parallel.tensor_parallel_size),
+        "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
+        "machine": platform.machine(),
+        "vllm": vllm_version,
+    }
+
+
+def check_peer(own: EngineMetadata, peer: EngineMetadata) -> None:
+    """Raises IncompatiblePeer, naming every difference with both values."""
+    differences = [
+        f"{name}: {mine!r} here, {theirs!r} there"
+        for name, mine, theirs in _pairs(own.fingerprint, peer.fingerprint)
+        if mine != theirs
+    ]
+    if differences:
+        raise IncompatiblePeer(peer.engine_id, "; ".join(differences))
+
+
+def _pairs(
+    own: Mapping[str, str], peer: Mapping[str, str]
+) -> list[tuple[str, str | None, str | None]]:
+    return [(name, own.get(name), peer.get(name)) for name in sorted({*own, *peer})]

@@ -1,0 +1,58 @@
+"""What the connector halves inside vLLM's processes must know of the outside.
+
+It travels as a file that only its owner can read, because server URLs may hold
+credentials and vLLM logs its configuration; the configuration names the file.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.queue.base import QueueConfig
+
+#: Key of `kv_connector_extra_config` that holds the file's path.
+LINK_FILE = "dynamo_lite_link"
+
+
+class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A decode engine. Times in seconds; see `VllmWorkerConfig` for the thresholds.
+
+    prefill_component: whose members are the writers.
+    """
+
+    max_local_prefill_length_tokens: int
+    max_prefill_queue_size: int
+    remote_prefill_timeout_s: float
+    queue_view_max_age_s: float
+    prefill_component: str
+    queue: QueueConfig
+
+
+class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A prefill engine. fence_path: the lease's fence (`runtime/fence.py`)."""
+
+    fence_path: str
+
+
+class EngineLink(msgspec.Struct, frozen=True, kw_only=True):
+    """lease_id, lease_ttl_s: of the component that runs the engine."""
+
+    namespace: str
+    engine_id: str
+    lease_id: int
+    lease_ttl_s: float
+    nats_url: str
+    etcd_url: str
+    role: DecodeLink | PrefillLink
+
+
+def write_link(path: Path, link: EngineLink) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(encode_json(link))
+
+
+def read_link(path: str) -> EngineLink:
+    return decode_json(Path(path).read_bytes(), EngineLink)

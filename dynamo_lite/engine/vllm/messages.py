@@ -1,0 +1,67 @@
+"""What the scheduler half tells the worker halves each step, and what they answer.
+
+vLLM carries these between its own processes.
+"""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass
+class DecodeStep(KVConnectorMetadata):
+    """expect: attempt -> request id, of attempts allocated since the last step.
+
+    give_up: (attempt, request id) whose KV nobody waits for any more.
+    poll: whether any remote write may be under way.
+    """
+
+    expect: dict[str, str] = field(default_factory=dict)
+    give_up: list[tuple[str, str]] = field(default_factory=list)
+    poll: bool = False
+
+
+@dataclass
+class BlockWrite:
+    """Blocks of one attempt that are complete after this step.
+
+    local_ids[i] goes to remote_ids[i] of the target engine. last: nothing
+    follows; the write carries the commit. num_blocks: of the whole attempt.
+    """
+
+    attempt: str
+    request_id: str
+    target_engine: str
+    local_ids: list[int]
+    remote_ids: list[int]
+    last: bool
+    num_blocks: int
+
+
+@dataclass
+class PrefillStep(KVConnectorMetadata):
+    """targets: engine id -> its metadata (msgpack), with an attempt's first write.
+
+    ended: (attempt, request id, complete) of requests that finished; complete is
+    False when the request was stopped early. preempted: attempts whose blocks
+    are about to be reused.
+    """
+
+    writes: list[BlockWrite] = field(default_factory=list)
+    targets: dict[str, bytes] = field(default_factory=dict)
+    ended: list[tuple[str, str, bool]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """failures: attempt -> what went wrong in writing it."""
+
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(failures={**self.failures, **other.failures})

@@ -1,0 +1,182 @@
+"""The worker half of a prefill engine: one rank that writes KV into peers.
+
+Writes of an attempt go out as their blocks complete. The last one carries the
+commit notice; since no order holds between writes, it starts only when all
+earlier ones have ended. Nothing is written unless this process's lease is
+certainly alive.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dynamo_lite.engine.vllm.messages import BlockWrite, PrefillStep, WorkerReport
+from dynamo_lite.engine.vllm.stats import BYTES, DESCRIPTORS, FENCED, SECONDS, ConnectorStats
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
+from dynamo_lite.protocol.prefill import Committed
+from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+from dynamo_lite.transfer.base import Mover, Write
+from dynamo_lite.transfer.layout import check_compatible, plan_copy
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+logger = logging.getLogger(__name__)
+
+_PREEMPTION_DRAIN_S = 2.0
+
+#: Says whether the step that filled the blocks has really ended (GPU work is queued).
+Ready = Callable[[], bool]
+
+
+@dataclass
+class _Attempt:
+    queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
+    flying: list[tuple[Write, float]] = field(default_factory=list)
+    failure: str | None = None
+
+
+class PrefillRank:
+    """own: this rank's memory; rank: its index; alive: the lease's fence."""
+
+    def __init__(self, mover: Mover, own: RankMetadata, rank: int, alive: Callable[[], bool]):
+        self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
+        self.stats = ConnectorStats()
+        self.on_gpu = own.memory == "VRAM"
+        self._peers: dict[str, RankMetadata] = {}
+        self._attempts: dict[str, _Attempt] = {}
+        self._ended: dict[str, str] = {}
+        self._failures: dict[str, str] = {}
+
+    def step(self, step: PrefillStep, ready: Ready) -> None:
+        """Takes this step's writes and endings, and starts what can start."""
+        for write in step.writes:
+            attempt = self._attempts.setdefault(write.attempt, _Attempt())
+            self._meet(write.target_engine, step.targets, attempt)
+            attempt.queue.append((write, ready))
+        for attempt_id, request_id, complete in step.ended:
+            self._ended[attempt_id] = request_id
+            if not complete and (attempt := self._attempts.get(attempt_id)) is not None:
+                attempt.queue.clear()
+        self._pump()
+
+    def drain_preempted(self, step: PrefillStep) -> None:
+        """Blocks of these attempts are about to be overwritten: no write may read them."""
+        deadline = time.monotonic() + _PREEMPTION_DRAIN_S
+        for attempt in [self._attempts[a] for a in step.preempted if a in self._attempts]:
+            attempt.queue.clear()
+            while attempt.flying and time.monotonic() < deadline:
+                self._poll(attempt)
+            if attempt.flying:
+                attempt.failure = "preempted while a write was under way"
+
+    def results(self) -> KVConnectorTransferResults:
+        """Requests whose writes have all ended, each once."""
+        self._pump()
+        if self._attempts:
+            self._mover.notices()
+        sent: set[str] = set()
+        for attempt_id, request_id in list(self._ended.items()):
+            attempt = self._attempts.get(attempt_id)
+            if attempt is not None and (attempt.flying or attempt.queue):
+                continue
+            if attempt is not None and attempt.failure is not None:
+                self._failures[attempt_id] = attempt.failure
+            self._attempts.pop(attempt_id, None)
+            del self._ended[attempt_id]
+            sent.add(request_id)
+        return KVConnectorTransferResults(finished_sending=sent)
+
+    def report(self) -> WorkerReport | None:
+        """Failures of what `results` has just ended."""
+        if not self._failures:
+            return None
+        failures, self._failures = self._failures, {}
+        return WorkerReport(failures=failures)
+
+    def close(self) -> None:
+        self._mover.close()
+
+    def _meet(self, engine_id: str, targets: dict[str, bytes], attempt: _Attempt) -> None:
+        """First contact with a decode engine: check that blocks map, load its agent."""
+        if engine_id in self._peers or attempt.failure is not None:
+            return
+        try:
+            metadata = msgspec.msgpack.decode(targets[engine_id], type=EngineMetadata)
+            if len(metadata.ranks) <= self._rank:
+                raise IncompatiblePeer(
+                    engine_id, f"it has {len(metadata.ranks)} ranks, this is rank {self._rank}"
+                )
+            remote = metadata.ranks[self._rank]
+            check_compatible(engine_id, self._own, remote)
+            self._mover.add_peer(engine_id, remote.agent)
+        except (KeyError, msgspec.DecodeError, TransferError) as exc:
+            attempt.failure = f"peer not usable: {exc}"
+            logger.warning("engine %s: %s", engine_id, attempt.failure)
+        else:
+            self._peers[engine_id] = remote
+
+    def _pump(self) -> None:
+        for attempt in self._attempts.values():
+            self._poll(attempt)
+            while attempt.queue and self._start_next(attempt):
+                pass
+            self._poll(attempt)
+
+    def _start_next(self, attempt: _Attempt) -> bool:
+        """Starts the attempt's next write if it may start now."""
+        write, ready = attempt.queue[0]
+        if attempt.failure is None and (not ready() or (write.last and attempt.flying)):
+            return False
+        attempt.queue.popleft()
+        if attempt.failure is not None:
+            return True
+        if not self._alive():
+            attempt.failure = "this worker's lease is not certain: nothing is written"
+            self.stats.add(FENCED)
+            return True
+        try:
+            attempt.flying.append((self._write(write), time.monotonic()))
+        except (TransferError, ValueError, IndexError) as exc:
+            self._fail(attempt, write.target_engine, exc)
+        return True
+
+    def _write(self, write: BlockWrite) -> Write:
+        remote = self._peers[write.target_engine]
+        local_side, remote_side = plan_copy(self._own, remote, write.local_ids, write.remote_ids)
+        notice = b""
+        if write.last:
+            notice = encode(
+                Committed(attempt=write.attempt, rank=self._rank, num_blocks=write.num_blocks)
+            )
+        self.stats.add(BYTES, int(local_side[:, 1].sum()))
+        self.stats.add(DESCRIPTORS, len(local_side))
+        return self._mover.write(
+            write.target_engine,
+            local_side,
+            remote_side,
+            memory=(self._own.memory, remote.memory),
+            notice=notice,
+        )
+
+    def _poll(self, attempt: _Attempt) -> None:
+        still: list[tuple[Write, float]] = []
+        for flying, started in attempt.flying:
+            try:
+                if not flying.done():
+                    still.append((flying, started))
+                    continue
+                self.stats.append(SECONDS, time.monotonic() - started)
+            except TransferError as exc:
+                self._fail(attempt, exc.peer, exc)
+        attempt.flying = still
+
+    def _fail(self, attempt: _Attempt, engine_id: str, why: Exception) -> None:
+        """A failed peer is forgotten: it may be dead, and is met again at its next job."""
+        attempt.failure = str(why)
+        attempt.queue.clear()
+        self._peers.pop(engine_id, None)
+        self._mover.remove_peer(engine_id)
