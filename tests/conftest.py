@@ -1,14 +1,16 @@
 """Real servers, unique names, and the check that a test leaves no task behind."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 
@@ -54,16 +56,44 @@ class PrivateServer:
         await self.start()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def nats_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    async with EmbeddedNats(tmp_path_factory.mktemp("nats")) as server:
-        yield server.url
+@contextlib.contextmanager
+def running(server: EmbeddedEtcd | EmbeddedNats) -> Iterator[str]:
+    """Runs a server from a thread with a loop of its own, so that any fixture may ask for it."""
+    started: Future[str] = Future()
+    stop = threading.Event()
+
+    async def run() -> None:
+        async with server:
+            started.set_result(server.url)
+            await asyncio.to_thread(stop.wait)
+
+    def body() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as exc:
+            if started.done():
+                raise
+            started.set_exception(exc)
+
+    thread = threading.Thread(target=body, name=server.name)
+    thread.start()
+    try:
+        yield started.result(timeout=60)
+    finally:
+        stop.set()
+        thread.join()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    async with EmbeddedEtcd(tmp_path_factory.mktemp("etcd")) as server:
-        yield server.url
+@pytest.fixture(scope="session")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running(EmbeddedNats(tmp_path_factory.mktemp("nats"))) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running(EmbeddedEtcd(tmp_path_factory.mktemp("etcd"))) as url:
+        yield url
 
 
 @pytest.fixture
