@@ -1,0 +1,133 @@
+"""The worker's TCP listener: connections to sessions, deltas to frames."""
+
+import asyncio
+import logging
+import socket
+from typing import TYPE_CHECKING, Protocol
+
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import ProtocolError, StartupError
+from dynamo_lite.protocol.generate import (
+    Cancel,
+    Deltas,
+    Hello,
+    TokenDelta,
+    Welcome,
+    decode_client_frame,
+)
+from dynamo_lite.runtime.stream import FrameConnection, format_address, frame
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dynamo_lite.runtime.generate.server import Outlet, Session
+
+_log = logging.getLogger(__name__)
+
+
+class _Sessions(Protocol):
+    def open_session(self, client_id: str, outlet: "Outlet") -> "Session": ...
+
+    def close_session(self, session: "Session") -> None: ...
+
+    def cancel(self, session: "Session", request_ids: "Sequence[str]") -> None: ...
+
+
+class _ConnectionOutlet:
+    """Sends a session's deltas over its connection: one frame, encoded once."""
+
+    def __init__(self, connection: FrameConnection):
+        self._connection = connection
+
+    def deliver(self, deltas: list[TokenDelta]) -> list[str]:
+        payload = encode(Deltas(deltas=deltas))
+        if len(payload) <= MAX_MESSAGE_BYTES:
+            self._connection.send(frame(payload))
+            return []
+        if len(deltas) > 1:
+            half = len(deltas) // 2
+            return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
+        request_id = deltas[0].request_id
+        _log.error("request %s: a delta of %d bytes is too large", request_id, len(payload))
+        failed = TokenDelta(request_id=request_id, token_ids=[], finish_reason="error")
+        self._connection.send(frame(encode(Deltas(deltas=[failed]))))
+        return [request_id]
+
+    def closed(self, request_ids: list[str], why: str) -> None:
+        self._connection.close(why)
+
+
+class Listener:
+    """Accepts connections; each becomes a session at its Hello."""
+
+    def __init__(self, sessions: _Sessions, bind_host: str, advertise_host: str = ""):
+        self._sessions = sessions
+        self._bind_host = bind_host
+        self._advertise_host = advertise_host or _reachable(bind_host)
+        self._server: asyncio.Server | None = None
+        self._connections: dict[FrameConnection, Session | None] = {}
+        self._all_closed = asyncio.Event()
+        self.address = ""
+
+    async def open(self) -> None:
+        """Raises StartupError when the host cannot be listened on."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: FrameConnection(self, on_open=self._opened), self._bind_host, 0
+            )
+        except OSError as exc:
+            raise StartupError(f"cannot listen on {self._bind_host}: {exc}") from exc
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = format_address(self._advertise_host, port)
+
+    async def close(self) -> None:
+        """Lets connections send what is queued, for a moment, then cuts them."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in list(self._connections):
+            connection.close("the worker closed the stream")
+        try:
+            async with asyncio.timeout(1.0):
+                while self._connections:
+                    self._all_closed.clear()
+                    await self._all_closed.wait()
+        except TimeoutError:
+            for connection in list(self._connections):
+                connection.abort("the worker closed the stream")
+
+    def _opened(self, connection: FrameConnection) -> None:
+        self._connections[connection] = None
+
+    # FrameReceiver
+
+    def frame_received(self, connection: FrameConnection, payload: bytes) -> None:
+        match decode_client_frame(payload):
+            case Hello(client_id=client_id, wire_version=version):
+                if version != WIRE_VERSION:
+                    raise ProtocolError(f"wire version {version} is not spoken")
+                if self._connections.get(connection) is not None:
+                    raise ProtocolError("a second Hello")
+                self._connections[connection] = self._sessions.open_session(
+                    client_id, _ConnectionOutlet(connection)
+                )
+                connection.send(frame(encode(Welcome())))
+            case Cancel(request_ids=request_ids):
+                session = self._connections.get(connection)
+                if session is None:
+                    raise ProtocolError("a Cancel before the Hello")
+                self._sessions.cancel(session, request_ids)
+
+    def connection_closed(self, connection: FrameConnection, why: str) -> None:
+        session = self._connections.pop(connection, None)
+        if session is not None:
+            _log.info("stream of client %s ended: %s", session.client_id, why)
+            self._sessions.close_session(session)
+        if not self._connections:
+            self._all_closed.set()
+
+
+def _reachable(bind_host: str) -> str:
+    """The name by which others reach a listener on `bind_host`."""
+    return socket.getfqdn() if bind_host in ("", "0.0.0.0", "::") else bind_host

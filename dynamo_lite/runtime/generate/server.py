@@ -1,0 +1,272 @@
+"""The worker's side: who asked for which request, and where its deltas go.
+
+Requests come in over NATS and are bound to the session (a TCP connection, or a
+client in the same process) that they name; deltas go out through it, one frame
+per engine step and session. A session that ends aborts what it asked for.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import DynamoLiteError, Refused
+from dynamo_lite.protocol.generate import (
+    Accepted,
+    GenerateRequest,
+    RequestRefused,
+    TokenDelta,
+    decode_generate_request,
+)
+from dynamo_lite.runtime.generate.base import NO_STREAM, GenerateHandler
+from dynamo_lite.runtime.generate.listener import Listener
+from dynamo_lite.runtime.messaging import Messaging
+
+_log = logging.getLogger(__name__)
+
+#: Cancels remembered per session for requests that have not arrived yet.
+_MAX_EARLY_CANCELS = 1024
+
+#: How long closing waits for the engine to take or abort what it was given.
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Outlet(Protocol):
+    """Where a session's deltas go."""
+
+    def deliver(self, deltas: list[TokenDelta]) -> list[str]:
+        """Returns the ids of requests that could not be delivered and must end."""
+        ...
+
+    def closed(self, request_ids: list[str], why: str) -> None:
+        """The server ended the session while these requests ran."""
+        ...
+
+
+class Session:
+    """One client of the server. Only GenerateServer changes it."""
+
+    def __init__(self, client_id: str, outlet: Outlet):
+        self.client_id = client_id
+        self.outlet = outlet
+        self.request_ids: set[str] = set()
+        self.early_cancels: dict[str, None] = {}
+
+
+class GenerateServer:
+    """Async context manager: listens while it lasts.
+
+    `in_flight` counts requests from their arrival until their last delta, their
+    cancel, or their session's end.
+    """
+
+    def __init__(
+        self,
+        messaging: Messaging,
+        handler: GenerateHandler,
+        bind_host: str = "127.0.0.1",
+        *,
+        advertise_host: str = "",
+    ):
+        self._messaging = messaging
+        self._handler = handler
+        self._listener = Listener(self, bind_host, advertise_host)
+        self._sessions: dict[str, Session] = {}
+        self._owners: dict[str, Session] = {}
+        self._submitting: set[str] = set()
+        self._aborts: dict[asyncio.Task[None], list[str]] = {}
+        self._refusal: str | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def __aenter__(self) -> "GenerateServer":
+        await self._listener.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.refuse_new("the worker is closed")
+        for session in list(self._sessions.values()):
+            self._dismiss(session, "the worker closed the stream")
+        await self._listener.close()
+        if not await self.wait_idle(_CLOSE_TIMEOUT_S):
+            _log.warning("closed while the engine was still taking or aborting requests")
+
+    @property
+    def stream_address(self) -> str:
+        """HOST:PORT of the token stream, for the endpoint's record."""
+        return self._listener.address
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._owners) + sum(i not in self._owners for i in self._submitting)
+
+    def has_client(self, client_id: str) -> bool:
+        """Whether a session of this client is open."""
+        return client_id in self._sessions
+
+    def refuse_new(self, reason: str) -> None:
+        """From here on every new request is refused; other workers may take it."""
+        self._refusal = reason
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Whether nothing was in flight any more within `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @asynccontextmanager
+    async def serve(self, subject: str) -> AsyncIterator[None]:
+        """Takes requests on `subject` while the context lasts."""
+        async with self._messaging.serve(subject, self._on_request):
+            yield
+
+    def deliver(self, deltas: list[TokenDelta]) -> None:
+        """One engine step's output. Deltas of unknown (cancelled) requests are dropped."""
+        owners = self._owners
+        by_session: dict[Session, list[TokenDelta]] = {}
+        for delta in deltas:
+            session = owners.get(delta.request_id)
+            if session is None:
+                continue
+            mine = by_session.get(session)
+            if mine is None:
+                by_session[session] = [delta]
+            else:
+                mine.append(delta)
+            if delta.finish_reason is not None:
+                del owners[delta.request_id]
+                session.request_ids.discard(delta.request_id)
+        for session, mine in by_session.items():
+            undeliverable = session.outlet.deliver(mine)
+            if undeliverable:
+                self.cancel(session, [i for i in undeliverable if owners.get(i) is session])
+        self._update_idle()
+
+    # Sessions
+
+    def open_session(self, client_id: str, outlet: Outlet) -> Session:
+        """A client that is already known is replaced: its old session is dead."""
+        known = self._sessions.get(client_id)
+        if known is not None:
+            self._dismiss(known, "the same client connected again")
+        session = self._sessions[client_id] = Session(client_id, outlet)
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """Aborts everything that was asked through it."""
+        if self._sessions.get(session.client_id) is session:
+            del self._sessions[session.client_id]
+            self.cancel(session, list(session.request_ids))
+
+    def _dismiss(self, session: Session, why: str) -> None:
+        running = list(session.request_ids)
+        self.close_session(session)
+        session.outlet.closed(running, why)
+
+    def cancel(self, session: Session, request_ids: Sequence[str]) -> None:
+        """Nobody waits for these any more: no delta of them goes out after this."""
+        running: list[str] = []
+        for request_id in request_ids:
+            if self._owners.get(request_id) is session:
+                del self._owners[request_id]
+                session.request_ids.discard(request_id)
+                running.append(request_id)
+            else:
+                # TCP may overtake NATS: the request itself may be yet to come.
+                session.early_cancels[request_id] = None
+                if len(session.early_cancels) > _MAX_EARLY_CANCELS:
+                    del session.early_cancels[next(iter(session.early_cancels))]
+        # Requests that the handler is still taking are aborted when it has them.
+        taken = [i for i in running if i not in self._submitting]
+        if taken:
+            self._abort_soon(taken)
+        self._update_idle()
+
+    async def admit(self, session: Session, request: GenerateRequest) -> None:
+        """Raises Refused, or what the handler raised; then the request runs nowhere."""
+        request_id = request.request_id
+        if self._refusal is not None:
+            raise Refused(self._refusal, elsewhere=True)
+        if self._sessions.get(session.client_id) is not session:
+            raise Refused(NO_STREAM, elsewhere=False)
+        if self._knows(request_id):
+            raise Refused(f"request {request_id} runs here already", elsewhere=True)
+        if request_id in session.early_cancels:
+            del session.early_cancels[request_id]
+            raise Refused(f"request {request_id} was cancelled", elsewhere=True)
+        self._owners[request_id] = session
+        session.request_ids.add(request_id)
+        self._submitting.add(request_id)
+        try:
+            await self._handler.submit(request)
+            # Finished and cancelled requests have both lost their owner by now;
+            # to abort a finished one does nothing.
+            if request_id not in self._owners:
+                self._abort_soon([request_id])
+        except BaseException as exc:
+            self._owners.pop(request_id, None)
+            session.request_ids.discard(request_id)
+            if isinstance(exc, asyncio.CancelledError):
+                self._abort_soon([request_id])
+            raise
+        finally:
+            self._submitting.discard(request_id)
+            self._update_idle()
+
+    # Requests over NATS
+
+    async def _on_request(self, payload: bytes) -> bytes:
+        request = decode_generate_request(payload)
+        try:
+            await self._admit_remote(request)
+        except Refused as exc:
+            return encode(RequestRefused(reason=exc.reason, elsewhere=exc.elsewhere))
+        except DynamoLiteError as exc:
+            return encode(RequestRefused(reason=str(exc), elsewhere=True))
+        except Exception:
+            _log.exception("request %s could not be started", request.request_id)
+            return encode(RequestRefused(reason="internal error of the worker", elsewhere=False))
+        return encode(Accepted())
+
+    async def _admit_remote(self, request: GenerateRequest) -> None:
+        if request.wire_version != WIRE_VERSION:
+            raise Refused(f"wire version {request.wire_version} is not spoken", elsewhere=True)
+        session = self._sessions.get(request.client_id)
+        if session is None:
+            raise Refused(NO_STREAM, elsewhere=False)
+        await self.admit(session, request)
+
+    # Bookkeeping
+
+    def _knows(self, request_id: str) -> bool:
+        return (
+            request_id in self._owners
+            or request_id in self._submitting
+            or any(request_id in ids for ids in self._aborts.values())
+        )
+
+    def _abort_soon(self, request_ids: list[str]) -> None:
+        task = asyncio.create_task(self._abort(request_ids), name="generate-abort")
+        self._aborts[task] = request_ids
+        task.add_done_callback(self._abort_done)
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        try:
+            await self._handler.abort(request_ids)
+        except Exception:
+            _log.exception("the engine could not abort %s", request_ids)
+
+    def _abort_done(self, task: asyncio.Task[None]) -> None:
+        del self._aborts[task]
+        self._update_idle()
+
+    def _update_idle(self) -> None:
+        if self._owners or self._submitting or self._aborts:
+            self._idle.clear()
+        else:
+            self._idle.set()

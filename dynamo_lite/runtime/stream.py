@@ -1,0 +1,246 @@
+"""The direct TCP token plane: frames, their parser, and one connection.
+
+A frame is a 4-byte big-endian length and that many bytes of msgpack. This
+module owns framing, back-pressure and liveness; what the frames mean is its
+user's business. Bytes that cannot be a frame end that connection and nothing
+else.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
+from dynamo_lite.protocol.errors import ProtocolError
+
+_log = logging.getLogger(__name__)
+
+_HEADER_BYTES = 4
+
+#: A connection with more unsent bytes than this is closed.
+MAX_UNSENT_BYTES = 64 << 20
+#: A connection whose peer takes no byte for this long, while some wait, is closed.
+STALL_TIMEOUT_S = 20.0
+#: The first frame must arrive within this time.
+FIRST_FRAME_TIMEOUT_S = 5.0
+
+
+def frame(payload: bytes) -> bytes:
+    """Raises ProtocolError when `payload` is empty or over MAX_MESSAGE_BYTES."""
+    if not 0 < len(payload) <= MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"frame of {len(payload)} bytes (1 to {MAX_MESSAGE_BYTES} allowed)")
+    return len(payload).to_bytes(_HEADER_BYTES, "big") + payload
+
+
+def format_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Raises ProtocolError when `address` is not HOST:PORT."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ProtocolError(f"not a HOST:PORT address: {address!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class FrameParser:
+    """Cuts a byte stream into payloads; holds at most one unfinished frame."""
+
+    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES):
+        self._max_bytes = max_bytes
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that `data` completes, in order.
+
+        Raises ProtocolError at a length that no frame has; the stream is out of
+        step then, and the parser must not be fed again.
+        """
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted(self._rest, 0):
+                return []
+            data = bytes(self._rest)
+            self._rest = bytearray()
+        payloads: list[bytes] = []
+        at = 0
+        while (end := at + self._wanted(data, at)) <= len(data):
+            payloads.append(data[at + _HEADER_BYTES : end])
+            at = end
+        self._rest += data[at:]
+        return payloads
+
+    def _wanted(self, data: bytes | bytearray, at: int) -> int:
+        """Bytes of the frame at `at`, header included, as far as they are known."""
+        if len(data) - at < _HEADER_BYTES:
+            return _HEADER_BYTES
+        length = int.from_bytes(data[at : at + _HEADER_BYTES], "big")
+        if not 0 < length <= self._max_bytes:
+            raise ProtocolError(f"frame length {length} (1 to {self._max_bytes} allowed)")
+        return _HEADER_BYTES + length
+
+
+class FrameReceiver(Protocol):
+    """The owner of a connection. Called on the event loop; must not block."""
+
+    def frame_received(self, connection: "FrameConnection", payload: bytes) -> None:
+        """Raises ProtocolError to have the connection closed."""
+        ...
+
+    def connection_closed(self, connection: "FrameConnection", why: str) -> None:
+        """Called exactly once per connection that was made."""
+        ...
+
+
+class FrameConnection(asyncio.Protocol):
+    """One TCP connection. `send` never waits; a peer that does not read is cut off.
+
+    States: new -> open -> closed; `repr` shows the state and what is unsent.
+    """
+
+    def __init__(
+        self,
+        receiver: FrameReceiver,
+        *,
+        first_frame_timeout_s: float = FIRST_FRAME_TIMEOUT_S,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        max_unsent_bytes: int = MAX_UNSENT_BYTES,
+        on_open: Callable[["FrameConnection"], None] | None = None,
+    ):
+        self._receiver = receiver
+        self._first_frame_timeout_s = first_frame_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._max_unsent_bytes = max_unsent_bytes
+        self._on_open = on_open
+        self._parser = FrameParser()
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._frames_received = 0
+        self._bytes_sent = 0
+        self._bytes_flushed = 0
+        self._paused = False
+        self._closed = False
+        self._why = ""
+        self.peer = "?"
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self._transport else "new"
+        return f"<FrameConnection {state} peer={self.peer} unsent={self._unsent()}>"
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._closed
+
+    @property
+    def frames_received(self) -> int:
+        return self._frames_received
+
+    def send(self, data: bytes) -> None:
+        """Queues whole frames; dropped silently when the connection is closed."""
+        if self._closed or self._transport is None:
+            return
+        self._transport.write(data)
+        self._bytes_sent += len(data)
+        if self._paused and self._unsent() > self._max_unsent_bytes:
+            self.abort(f"the peer left {self._unsent()} bytes unread")
+
+    def close(self, why: str) -> None:
+        """Sends what is queued, then closes; a peer that does not read is cut off."""
+        if self._transport is None or self._closed:
+            return
+        self._why = self._why or why
+        self._transport.close()
+        if not self._paused:
+            self._watch_stall()
+
+    def abort(self, why: str) -> None:
+        """Closes at once; what is queued is lost."""
+        if self._transport is not None and not self._closed:
+            self._why = self._why or why
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self.peer = format_address(peer[0], peer[1]) if peer else "?"
+        _keep_alive(transport.get_extra_info("socket"))
+        self._timer = asyncio.get_running_loop().call_later(
+            self._first_frame_timeout_s,
+            self.abort,
+            f"no frame within {self._first_frame_timeout_s:g} s",
+        )
+        if self._on_open is not None:
+            self._on_open(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._parser.feed(data):
+                if self._frames_received == 0 and not self._paused:
+                    self._cancel_timer()
+                self._frames_received += 1
+                self._receiver.frame_received(self, payload)
+                if self._transport is None or self._transport.is_closing():
+                    return
+        except ProtocolError as exc:
+            _log.warning("closing the connection with %s: %s", self.peer, exc)
+            self.abort(str(exc))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        self._cancel_timer()
+        why = self._why or (f"connection lost: {exc}" if exc else "the peer closed the connection")
+        self._receiver.connection_closed(self, why)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        self._watch_stall()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._transport is not None and not self._transport.is_closing():
+            self._cancel_timer()
+
+    # Liveness
+
+    def _unsent(self) -> int:
+        return (
+            0
+            if self._transport is None or self._closed
+            else (self._transport.get_write_buffer_size())
+        )
+
+    def _watch_stall(self) -> None:
+        """A slow peer is fine; one that took nothing since the last look is not."""
+        self._cancel_timer()
+        self._bytes_flushed = self._bytes_sent - self._unsent()
+        self._timer = asyncio.get_running_loop().call_later(
+            self._stall_timeout_s, self._check_stall
+        )
+
+    def _check_stall(self) -> None:
+        if self._bytes_sent - self._unsent() > self._bytes_flushed:
+            self._watch_stall()
+            return
+        why = f"the peer read nothing for {self._stall_timeout_s:g} s"
+        _log.warning("closing the connection with %s: %s", self.peer, why)
+        self.abort(why)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _keep_alive(sock: socket.socket | None) -> None:
+    """Notices within about 15 s a host that vanished without closing."""
+    if sock is None or sock.family == getattr(socket, "AF_UNIX", None):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,484 @@
+"""GenerateClient and GenerateServer: over NATS and TCP, over memory and TCP, in one process."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, encode
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    NoResponders,
+    Refused,
+    Unavailable,
+)
+from dynamo_lite.protocol.generate import (
+    Accepted,
+    Cancel,
+    Deltas,
+    GenerateRequest,
+    Hello,
+    LogprobRows,
+    TokenDelta,
+    Welcome,
+    decode_worker_frame,
+)
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.generate import (
+    GenerateClient,
+    GenerateServer,
+    LocalGenerateClient,
+    RemoteGenerateClient,
+)
+from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.stream import frame
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+SUBJECT = "generate-test.generate-1"
+
+
+class FakeEngine:
+    """Takes what it is given; says what it was told to abort."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, GenerateRequest] = {}
+        self.aborted: list[str] = []
+        self.refusal: Exception | None = None
+        self.gate: asyncio.Event | None = None
+        self.changed = asyncio.Event()
+
+    async def submit(self, request: GenerateRequest) -> None:
+        self.changed.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        self.running[request.request_id] = request
+        self.changed.set()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+        for request_id in request_ids:
+            self.running.pop(request_id, None)
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Outputs:
+    """What a client was pushed."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[TokenDelta]] = []
+        self.lost: list[tuple[list[str], str]] = []
+        self.changed = asyncio.Event()
+
+    def on_deltas(self, deltas: list[TokenDelta]) -> None:
+        self.batches.append(deltas)
+        self.changed.set()
+
+    def on_lost(self, request_ids: list[str], why: str) -> None:
+        self.lost.append((request_ids, why))
+        self.changed.set()
+
+    @property
+    def deltas(self) -> list[TokenDelta]:
+        return [delta for batch in self.batches for delta in batch]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@dataclass
+class Setup:
+    kind: str
+    messaging: Messaging
+    engine: FakeEngine
+    server: GenerateServer
+    outputs: Outputs
+    client: GenerateClient
+    member: EndpointRecord
+    stop_server: Callable[[], object]
+
+
+def member_at(stream: str | None, subject: str = SUBJECT) -> EndpointRecord:
+    return EndpointRecord(
+        component="VllmWorker",
+        endpoint="generate",
+        namespace="generate-test",
+        lease_id=1,
+        transport=EndpointTransport(nats_tcp=subject, stream=stream),
+    )
+
+
+def request_of(request_id: str, client_id: str = "") -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        client_id=client_id,
+        prompt_token_ids=[1, 2, 3],
+        sampling=b"\x80",
+        arrival_time=1.0,
+    )
+
+
+def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> TokenDelta:
+    return TokenDelta(request_id=request_id, token_ids=list(token_ids), finish_reason=finish)
+
+
+async def open_setup(kind: str, stack: AsyncExitStack, nats_url: str, namespace: str) -> Setup:
+    messaging: Messaging
+    if kind == "nats":
+        messaging = await stack.enter_async_context(NatsMessaging(nats_url))
+    else:
+        messaging = MemoryMessaging()
+    subject = f"{namespace}.{SUBJECT}"
+    engine, outputs = FakeEngine(), Outputs()
+    serving = await stack.enter_async_context(AsyncExitStack())
+    server = await serving.enter_async_context(GenerateServer(messaging, engine))
+    await serving.enter_async_context(server.serve(subject))
+    client: GenerateClient
+    if kind == "local":
+        client = LocalGenerateClient(server, outputs.on_deltas, outputs.on_lost)
+    else:
+        client = RemoteGenerateClient(
+            messaging, "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0
+        )
+    await stack.enter_async_context(client)
+    member = member_at(server.stream_address, subject)
+    return Setup(kind, messaging, engine, server, outputs, client, member, serving.aclose)
+
+
+@pytest.fixture(params=["nats", "memory", "local"])
+async def setup(
+    request: pytest.FixtureRequest, nats_url: str, namespace: str
+) -> AsyncIterator[Setup]:
+    async with AsyncExitStack() as stack:
+        yield await open_setup(request.param, stack, nats_url, namespace)
+
+
+@pytest.fixture
+async def remote(nats_url: str, namespace: str) -> AsyncIterator[Setup]:
+    async with AsyncExitStack() as stack:
+        yield await open_setup("memory", stack, nats_url, namespace)
+
+
+# Every implementation
+
+
+async def test_a_request_gets_its_deltas_one_batch_per_step(setup: Setup):
+    for request_id in ("a", "b"):
+        await setup.client.submit(setup.member, request_of(request_id))
+    assert set(setup.engine.running) == {"a", "b"}
+    assert setup.server.in_flight == 2
+    steps = [
+        [tokens("a", 1), tokens("b", 2)],
+        [tokens("a", 3, 4, finish="stop"), tokens("b", 5)],
+        [tokens("b", 6, finish="length")],
+    ]
+    for step in steps:
+        setup.server.deliver(step)
+    await setup.outputs.until(lambda: len(setup.outputs.batches) == 3)
+    assert setup.outputs.batches == steps
+    assert setup.server.in_flight == 0
+    assert setup.outputs.lost == []
+
+
+async def test_deltas_of_unknown_and_ended_requests_are_dropped(setup: Setup):
+    await setup.client.submit(setup.member, request_of("a"))
+    setup.server.deliver([tokens("nobody", 1), tokens("a", 2, finish="stop")])
+    setup.server.deliver([tokens("a", 3)])
+    await setup.client.submit(setup.member, request_of("b"))
+    setup.server.deliver([tokens("b", 4, finish="stop")])
+    await setup.outputs.until(lambda: len(setup.outputs.batches) == 2)
+    assert setup.outputs.deltas == [tokens("a", 2, finish="stop"), tokens("b", 4, finish="stop")]
+
+
+async def test_an_aborted_request_ends_at_once_and_in_the_engine(setup: Setup):
+    for request_id in ("a", "b"):
+        await setup.client.submit(setup.member, request_of(request_id))
+    await setup.client.abort(["a", "unknown"])
+    setup.server.deliver([tokens("a", 1), tokens("b", 1)])
+    await setup.engine.until(lambda: "a" in setup.engine.aborted)
+    await setup.outputs.until(lambda: bool(setup.outputs.deltas))
+    assert setup.outputs.deltas == [tokens("b", 1)]
+    assert setup.server.in_flight == 1
+    assert setup.outputs.lost == []
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+async def test_the_engines_refusal_reaches_the_client(setup: Setup, elsewhere: bool):
+    setup.engine.refusal = Refused("too long", elsewhere=elsewhere)
+    with pytest.raises(Refused, match="too long") as caught:
+        await setup.client.submit(setup.member, request_of("a"))
+    assert caught.value.elsewhere is elsewhere
+    assert setup.server.in_flight == 0
+    setup.engine.refusal = None
+    await setup.client.submit(setup.member, request_of("a"))
+
+
+async def test_an_engines_bug_refuses_that_request_only(setup: Setup):
+    setup.engine.refusal = ZeroDivisionError("bug")
+    with pytest.raises(Refused, match="internal error"):
+        await setup.client.submit(setup.member, request_of("a"))
+    setup.engine.refusal = None
+    await setup.client.submit(setup.member, request_of("b"))
+
+
+async def test_a_draining_worker_sends_new_requests_elsewhere(setup: Setup):
+    await setup.client.submit(setup.member, request_of("a"))
+    setup.server.refuse_new("draining")
+    with pytest.raises(Refused, match="draining") as caught:
+        await setup.client.submit(setup.member, request_of("b"))
+    assert caught.value.elsewhere
+    assert not await setup.server.wait_idle(0.01)
+    setup.server.deliver([tokens("a", 1, finish="stop")])
+    assert await setup.server.wait_idle(5)
+    await setup.outputs.until(lambda: setup.outputs.deltas == [tokens("a", 1, finish="stop")])
+
+
+async def test_a_running_id_is_not_taken_twice(setup: Setup):
+    await setup.client.submit(setup.member, request_of("a"))
+    with pytest.raises(Refused, match="runs"):
+        await setup.client.submit(setup.member, request_of("a"))
+    setup.server.deliver([tokens("a", 1, finish="stop")])
+    await setup.outputs.until(lambda: bool(setup.outputs.deltas))
+    await setup.client.submit(setup.member, request_of("a"))
+
+
+async def test_abort_while_the_engine_is_taking_the_request(setup: Setup):
+    setup.engine.gate = asyncio.Event()
+    submitting = asyncio.create_task(setup.client.submit(setup.member, request_of("a")))
+    await setup.engine.until(lambda: setup.server.in_flight == 1)
+    await setup.client.abort(["a"])
+    setup.engine.gate.set()
+    await submitting
+    await setup.engine.until(lambda: "a" in setup.engine.aborted)
+    assert await setup.server.wait_idle(5)
+    assert setup.engine.running == {}
+    assert setup.outputs.batches == [] and setup.outputs.lost == []
+
+
+async def test_cancelling_a_submit_leaves_nothing_running(setup: Setup):
+    setup.engine.gate = asyncio.Event()
+    submitting = asyncio.create_task(setup.client.submit(setup.member, request_of("a")))
+    await setup.engine.until(lambda: setup.server.in_flight == 1)
+    submitting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await submitting
+    setup.engine.gate.set()
+    await setup.engine.until(lambda: "a" in setup.engine.aborted)
+    assert await setup.server.wait_idle(5)
+    assert setup.engine.running == {} and setup.outputs.lost == []
+
+
+async def test_a_worker_that_closes_loses_each_running_request_once(setup: Setup):
+    for request_id in ("a", "b", "c"):
+        await setup.client.submit(setup.member, request_of(request_id))
+    setup.server.deliver([tokens("c", 1, finish="stop")])
+    await setup.outputs.until(lambda: bool(setup.outputs.deltas))
+    await setup.stop_server()
+    await setup.outputs.until(lambda: bool(setup.outputs.lost))
+    assert sorted(i for ids, _ in setup.outputs.lost for i in ids) == ["a", "b"]
+    assert sorted(setup.engine.aborted) == ["a", "b"]
+    with pytest.raises(Unavailable):
+        await setup.client.submit(setup.member, request_of("d"))
+
+
+async def test_a_client_that_leaves_aborts_what_it_asked_for(setup: Setup):
+    for request_id in ("a", "b"):
+        await setup.client.submit(setup.member, request_of(request_id))
+    await setup.client.__aexit__(None, None, None)
+    await setup.engine.until(lambda: sorted(setup.engine.aborted) == ["a", "b"])
+    assert await setup.server.wait_idle(5)
+    assert setup.outputs.lost == []
+
+
+# Over TCP
+
+
+async def test_a_member_without_subscriber_has_no_responders(remote: Setup):
+    gone = member_at(remote.server.stream_address, "nobody.home")
+    with pytest.raises(NoResponders):
+        await remote.client.submit(gone, request_of("a"))
+    await remote.client.submit(remote.member, request_of("a"))
+
+
+@pytest.mark.parametrize("stream", [None, "nonsense", "127.0.0.1:1"])
+async def test_a_member_without_reachable_stream_is_unavailable(remote: Setup, stream: str | None):
+    with pytest.raises(Unavailable):
+        await remote.client.submit(member_at(stream), request_of("a"))
+
+
+async def test_one_connection_carries_concurrent_requests(remote: Setup):
+    async with asyncio.TaskGroup() as group:
+        for i in range(50):
+            group.create_task(remote.client.submit(remote.member, request_of(f"r{i}")))
+    assert len({request.client_id for request in remote.engine.running.values()}) == 1
+
+
+async def test_an_answer_that_does_not_come_cancels_the_request(remote: Setup):
+    client = RemoteGenerateClient(
+        remote.messaging,
+        "hasty",
+        remote.outputs.on_deltas,
+        remote.outputs.on_lost,
+        request_timeout_s=0.05,
+    )
+    remote.engine.gate = asyncio.Event()
+    async with client:
+        with pytest.raises(DeadlineExceeded):
+            await client.submit(remote.member, request_of("a"))
+        remote.engine.gate.set()
+        await remote.engine.until(lambda: "a" in remote.engine.aborted)
+        assert await remote.server.wait_idle(5)
+
+
+async def test_a_delta_before_the_answer_proves_acceptance(remote: Setup):
+    remote.engine.gate = asyncio.Event()
+    submitting = asyncio.create_task(remote.client.submit(remote.member, request_of("a")))
+    await remote.engine.until(lambda: remote.server.in_flight == 1)
+    remote.server.deliver([tokens("a", 1)])
+    await remote.outputs.until(lambda: bool(remote.outputs.deltas))
+    closing = asyncio.create_task(remote.server.__aexit__(None, None, None))
+    await submitting
+    assert [ids for ids, _ in remote.outputs.lost] == [["a"]]
+    remote.engine.gate.set()
+    await closing
+
+
+async def test_a_worker_that_dies_before_the_answer_fails_the_submit_at_once(remote: Setup):
+    remote.engine.gate = asyncio.Event()
+    submitting = asyncio.create_task(remote.client.submit(remote.member, request_of("a")))
+    await remote.engine.until(lambda: remote.server.in_flight == 1)
+    closing = asyncio.create_task(remote.server.__aexit__(None, None, None))
+    async with asyncio.timeout(1):
+        with pytest.raises(Unavailable, match="broke"):
+            await submitting
+    remote.engine.gate.set()
+    await closing
+    assert remote.outputs.lost == []
+
+
+async def test_an_oversized_step_is_split_and_an_oversized_delta_is_an_error(remote: Setup):
+    for request_id in ("a", "b", "c"):
+        await remote.client.submit(remote.member, request_of(request_id))
+    big = LogprobRows(1, 1, bytes(MAX_MESSAGE_BYTES // 2), b"", b"")
+    huge = LogprobRows(1, 1, bytes(MAX_MESSAGE_BYTES + 1), b"", b"")
+    remote.server.deliver(
+        [
+            TokenDelta(request_id="a", token_ids=[1], prompt_logprobs=big),
+            TokenDelta(request_id="b", token_ids=[1], prompt_logprobs=big),
+            TokenDelta(request_id="c", token_ids=[1], prompt_logprobs=huge),
+        ]
+    )
+    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 3)
+    assert remote.outputs.deltas[2] == tokens("c", finish="error")
+    await remote.engine.until(lambda: remote.engine.aborted == ["c"])
+    assert remote.server.in_flight == 2
+
+
+async def test_connections_to_members_that_left_close_when_idle(remote: Setup):
+    await remote.client.submit(remote.member, request_of("a"))
+    remote.client.retain([])
+    remote.server.deliver([tokens("a", 1)])
+    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 1)
+    remote.client.retain([remote.member])
+    remote.client.retain([])
+    remote.server.deliver([tokens("a", 2, finish="stop")])
+    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 2)
+    before = remote.engine.running["a"].client_id
+    while remote.server.has_client(before):
+        await asyncio.sleep(0)
+    await remote.client.submit(remote.member, request_of("b"))
+    assert remote.engine.running["b"].client_id != before
+    assert remote.outputs.lost == []
+
+
+# A peer that is not ours
+
+
+async def dial(setup: Setup) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = setup.server.stream_address.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Welcome | Deltas:
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    return decode_worker_frame(await reader.readexactly(length))
+
+
+async def ask(setup: Setup, request_id: str) -> bytes:
+    request = request_of(request_id, "raw")
+    subject = setup.member.transport.nats_tcp
+    return await setup.messaging.request(subject, encode(request), timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        frame(b"\xc1"),
+        frame(encode(Accepted())),
+        frame(encode(Cancel(request_ids=["a"]))),
+        frame(encode(Hello(client_id="x", wire_version=999))),
+        frame(encode(Hello(client_id="x"))) * 2,
+        frame(msgspec.msgpack.encode({"type": "Hello", "client_id": ""})),
+    ],
+)
+async def test_a_foreign_peer_is_cut_off_and_others_go_on(remote: Setup, opening: bytes):
+    await remote.client.submit(remote.member, request_of("a"))
+    reader, writer = await dial(remote)
+    writer.write(opening)
+    async with asyncio.timeout(5):
+        try:
+            await reader.read()
+        except ConnectionResetError:
+            pass
+    writer.close()
+    remote.server.deliver([tokens("a", 1)])
+    await remote.outputs.until(lambda: bool(remote.outputs.deltas))
+    assert remote.outputs.lost == []
+
+
+async def test_the_wire_of_a_whole_request(remote: Setup):
+    reader, writer = await dial(remote)
+    async with asyncio.timeout(5):
+        writer.write(frame(encode(Hello(client_id="raw"))))
+        assert await read_frame(reader) == Welcome()
+        assert await ask(remote, "a") == encode(Accepted())
+        remote.server.deliver([tokens("a", 7)])
+        assert await read_frame(reader) == Deltas(deltas=[tokens("a", 7)])
+        writer.close()
+        await remote.engine.until(lambda: remote.engine.aborted == ["a"])
+
+
+async def test_a_cancel_may_overtake_its_request(remote: Setup):
+    reader, writer = await dial(remote)
+    async with asyncio.timeout(5):
+        writer.write(frame(encode(Hello(client_id="raw"))))
+        assert await read_frame(reader) == Welcome()
+        await ask(remote, "b")
+        # Cancelled in one frame: once "b" is aborted, the cancel of "a" was read too.
+        writer.write(frame(encode(Cancel(request_ids=["a", "b"]))))
+        await remote.engine.until(lambda: remote.engine.aborted == ["b"])
+        assert b"was cancelled" in await ask(remote, "a")
+    writer.close()
+    assert remote.engine.running == {}
+
+
+async def test_a_request_without_stream_is_refused(remote: Setup):
+    assert b"no stream" in await ask(remote, "a")
+    assert remote.engine.running == {}

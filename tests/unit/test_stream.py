@@ -1,0 +1,163 @@
+"""The token plane's frames and connections, fed with good and bad bytes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.runtime.stream import (
+    FrameConnection,
+    FrameParser,
+    format_address,
+    frame,
+    parse_address,
+)
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self.payloads: asyncio.Queue[bytes] = asyncio.Queue()
+        self.closed: asyncio.Queue[str] = asyncio.Queue()
+        self.connection: FrameConnection | None = None
+
+    def frame_received(self, connection: FrameConnection, payload: bytes) -> None:
+        self.connection = connection
+        self.payloads.put_nowait(payload)
+
+    def connection_closed(self, connection: FrameConnection, why: str) -> None:
+        self.closed.put_nowait(why)
+
+
+@asynccontextmanager
+async def listening(receiver: Receiver, **options: float) -> AsyncIterator[int]:
+    server = await asyncio.get_running_loop().create_server(
+        lambda: FrameConnection(receiver, **options), "127.0.0.1", 0
+    )
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@asynccontextmanager
+async def peer(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+@given(st.lists(st.binary(min_size=1, max_size=300), max_size=20), st.data())
+def test_any_cut_of_the_stream_gives_the_same_frames(payloads: list[bytes], data: st.DataObject):
+    stream = b"".join(frame(payload) for payload in payloads)
+    parser = FrameParser()
+    got: list[bytes] = []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        got += parser.feed(stream[:size])
+        stream = stream[size:]
+    assert got == payloads
+
+
+@given(st.lists(st.binary(max_size=64), max_size=20))
+def test_arbitrary_bytes_give_frames_or_a_protocol_error(chunks: list[bytes]):
+    parser = FrameParser(max_bytes=32)
+    try:
+        for chunk in chunks:
+            assert all(0 < len(payload) <= 32 for payload in parser.feed(chunk))
+    except ProtocolError:
+        pass
+
+
+def test_a_truncated_frame_is_not_given_out():
+    parser = FrameParser()
+    assert parser.feed(frame(b"abc")[:-1]) == []
+    assert parser.feed(b"c") == [b"abc"]
+
+
+@pytest.mark.parametrize("length", [0, MAX_MESSAGE_BYTES + 1, 0xFFFFFFFF])
+def test_a_length_out_of_bounds_is_refused_before_its_bytes_arrive(length: int):
+    with pytest.raises(ProtocolError):
+        FrameParser().feed(length.to_bytes(4, "big"))
+
+
+@pytest.mark.parametrize("payload", [b"", bytes(MAX_MESSAGE_BYTES + 1)])
+def test_a_frame_out_of_bounds_is_not_made(payload: bytes):
+    with pytest.raises(ProtocolError):
+        frame(payload)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:80", "[::1]:65535", "worker-1:9"])
+def test_addresses_round_trip(address: str):
+    assert format_address(*parse_address(address)) == address
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:65536"])
+def test_other_addresses_are_refused(address: str):
+    with pytest.raises(ProtocolError):
+        parse_address(address)
+
+
+async def test_frames_travel_in_both_directions():
+    receiver = Receiver()
+    async with listening(receiver) as port, peer(port) as (reader, writer):
+        writer.write(frame(b"one") + frame(b"two"))
+        async with asyncio.timeout(5):
+            assert [await receiver.payloads.get() for _ in range(2)] == [b"one", b"two"]
+            assert receiver.connection is not None
+            receiver.connection.send(frame(b"three"))
+            assert await reader.readexactly(9) == frame(b"three")
+            receiver.connection.close("enough")
+            assert await reader.read() == b""
+            assert await receiver.closed.get() == "enough"
+    assert "closed" in repr(receiver.connection)
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", bytes(8), b"\x16\x03\x01\x02\x00"])
+async def test_foreign_bytes_close_that_connection_only(garbage: bytes):
+    receiver = Receiver()
+    async with listening(receiver) as port, peer(port) as (_, good):
+        good.write(frame(b"hello"))
+        async with asyncio.timeout(5):
+            assert await receiver.payloads.get() == b"hello"
+            async with peer(port) as (_, bad):
+                bad.write(garbage)
+                assert "frame length" in await receiver.closed.get()
+            good.write(frame(b"again"))
+            assert await receiver.payloads.get() == b"again"
+    assert receiver.closed.qsize() <= 1
+
+
+async def test_a_silent_peer_is_cut_off():
+    receiver = Receiver()
+    async with listening(receiver, first_frame_timeout_s=0.05) as port, peer(port):
+        async with asyncio.timeout(5):
+            assert "no frame within" in await receiver.closed.get()
+
+
+async def test_a_peer_that_stops_reading_is_cut_off():
+    receiver = Receiver()
+    async with listening(receiver, stall_timeout_s=0.1) as port, peer(port) as (_, writer):
+        writer.write(frame(b"hello"))
+        async with asyncio.timeout(10):
+            await receiver.payloads.get()
+            assert receiver.connection is not None
+            for _ in range(16):
+                receiver.connection.send(frame(bytes(1 << 20)))
+            assert "read nothing" in await receiver.closed.get()
+
+
+async def test_a_peer_that_leaves_too_much_unread_is_cut_off():
+    receiver = Receiver()
+    async with listening(receiver, max_unsent_bytes=4 << 20) as port, peer(port) as (_, writer):
+        writer.write(frame(b"hello"))
+        async with asyncio.timeout(10):
+            await receiver.payloads.get()
+            assert receiver.connection is not None
+            for _ in range(16):
+                receiver.connection.send(frame(bytes(1 << 20)))
+            assert "unread" in await receiver.closed.get()
