@@ -40,11 +40,14 @@ class Dispatcher:
             while self._tasks:
                 await asyncio.wait(self._tasks)
         except asyncio.CancelledError:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             raise
+
+    def cancel(self) -> None:
+        """Cancels the running handlers; `join` waits for their end."""
+        for task in self._tasks:
+            task.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

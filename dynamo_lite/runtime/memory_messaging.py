@@ -76,6 +76,9 @@ class MemoryMessaging:
         self._served.setdefault(subject, []).append(dispatcher)
         try:
             yield
+        except BaseException:
+            dispatcher.cancel()
+            raise
         finally:
             self._served[subject].remove(dispatcher)
             if not self._served[subject]:

@@ -33,6 +33,6 @@ class Messaging(Protocol):
 
         A handler that raises ProtocolError is logged and the message dropped;
         any other exception is logged with its traceback. On exit running
-        handlers are awaited.
+        handlers are awaited; when the exit is an exception they are cancelled first.
         """
         ...

@@ -104,6 +104,9 @@ class NatsMessaging:
             await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
         try:
             yield
+        except BaseException:
+            dispatcher.cancel()
+            raise
         finally:
             try:
                 # What the server sent before it heard of this is still handled.

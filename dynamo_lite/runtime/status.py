@@ -1,0 +1,123 @@
+"""The status server of one process: `GET /health` and `GET /metrics`."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.address import advertised_host, host_port
+
+_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 2.0
+
+
+class StatusServer:
+    """Async context manager. `health` returns facts; `ok` False or absent answers 503."""
+
+    def __init__(
+        self,
+        health: Callable[[], Mapping[str, Any]],
+        registry: CollectorRegistry,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ):
+        self._health = health
+        self._registry = registry
+        self._host = host
+        self._port = port
+        self._task: asyncio.Task[None] | None = None
+        self._server: _Server | None = None
+
+    def __repr__(self) -> str:
+        return f"StatusServer({self.url})"
+
+    @property
+    def url(self) -> str:
+        return f"http://{host_port(advertised_host(self._host), self._port)}"
+
+    async def __aenter__(self) -> Self:
+        """Raises StartupError when the address cannot be bound."""
+        listener = bind_listener(self._host, self._port)
+        self._port = listener.getsockname()[1]
+        app = Starlette(
+            routes=[Route("/health", self._get_health), Route("/metrics", self._get_metrics)]
+        )
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server.serve([listener]), name="status server")
+        self._server, self._task = server, task
+        started = asyncio.create_task(server.up.wait())
+        try:
+            await asyncio.wait(
+                {started, task}, timeout=_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            started.cancel()
+        if not server.up.is_set():
+            await self.__aexit__()
+            raise StartupError(f"the status server on {self.url} did not start")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        server, task = self._server, self._task
+        self._server = self._task = None
+        if server is None or task is None:
+            return
+        server.should_exit = True
+        _, running = await asyncio.wait({task}, timeout=_STOP_TIMEOUT_S)
+        if running:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _get_health(self, _: Request) -> Response:
+        facts = self._health()
+        return JSONResponse(dict(facts), status_code=200 if facts.get("ok") else 503)
+
+    async def _get_metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn that leaves the process's signals alone, and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """A bound, not yet listening TCP socket. Raises StartupError naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as exc:
+        listener.close()
+        raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
+    listener.setblocking(False)
+    return listener

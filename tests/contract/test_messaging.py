@@ -1,0 +1,235 @@
+"""What every messaging must do; and what NATS must do when its server dies or is missing."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    NoResponders,
+    ProtocolError,
+    StartupError,
+)
+from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def messaging(request: pytest.FixtureRequest) -> AsyncIterator[Messaging]:
+    if request.param == "memory":
+        async with MemoryMessaging(max_handlers=2) as memory:
+            yield memory
+    else:
+        async with NatsMessaging(request.getfixturevalue("nats_url"), max_handlers=2) as real:
+            yield real
+
+
+async def echo(payload: bytes) -> bytes:
+    return b"echo " + payload
+
+
+async def wait_for_connection(messaging: Messaging, connected: bool) -> None:
+    async with asyncio.timeout(10):
+        while messaging.connected is not connected:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_is_answered(messaging: Messaging, namespace: str) -> None:
+    assert messaging.connected
+    async with messaging.serve(f"{namespace}.chat/completions-1a", echo):
+        reply = await messaging.request(f"{namespace}.chat/completions-1a", b"hi", timeout_s=2)
+        assert reply == b"echo hi"
+    with pytest.raises(NoResponders):
+        await messaging.request(f"{namespace}.chat/completions-1a", b"hi", timeout_s=2)
+
+
+async def test_no_answer_ends_at_the_deadline(messaging: Messaging, namespace: str) -> None:
+    async def silent(_: bytes) -> None:
+        return None
+
+    async with messaging.serve(f"{namespace}.s", silent):
+        with pytest.raises(DeadlineExceeded):
+            await messaging.request(f"{namespace}.s", b"", timeout_s=0.1)
+
+
+async def test_a_notice_reaches_every_server(messaging: Messaging, namespace: str) -> None:
+    got: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+
+    async def first(payload: bytes) -> None:
+        await got.put(("first", payload))
+
+    async def second(payload: bytes) -> bytes:
+        await got.put(("second", payload))
+        return b"unwanted"
+
+    subject = f"{namespace}.n"
+    await messaging.publish(subject, b"nobody listens")
+    async with messaging.serve(subject, first), messaging.serve(subject, second):
+        await messaging.publish(subject, b"x")
+        async with asyncio.timeout(5):
+            assert {await got.get(), await got.get()} == {("first", b"x"), ("second", b"x")}
+
+
+async def test_handlers_run_side_by_side_up_to_the_limit(
+    messaging: Messaging, namespace: str
+) -> None:
+    running = most = 0
+    full = asyncio.Event()
+    go = asyncio.Event()
+
+    async def handler(payload: bytes) -> bytes:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == 2:
+            full.set()
+        await go.wait()
+        running -= 1
+        return payload
+
+    async with messaging.serve(f"{namespace}.s", handler), asyncio.TaskGroup() as group:
+        asked = [
+            group.create_task(messaging.request(f"{namespace}.s", bytes([i]), timeout_s=5))
+            for i in range(6)
+        ]
+        async with asyncio.timeout(5):
+            await full.wait()
+        go.set()
+    assert [task.result() for task in asked] == [bytes([i]) for i in range(6)]
+    assert most == 2
+
+
+async def test_bad_messages_and_failing_handlers_do_not_stop_the_service(
+    messaging: Messaging, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handler(payload: bytes) -> bytes:
+        if payload == b"garbage":
+            raise ProtocolError("not ours")
+        if payload == b"bug":
+            raise KeyError("bug")
+        return payload
+
+    subject = f"{namespace}.s"
+    with caplog.at_level(logging.WARNING):
+        async with messaging.serve(subject, handler):
+            for _ in range(50):
+                await messaging.publish(subject, b"garbage")
+            await messaging.publish(subject, b"bug")
+            assert await messaging.request(subject, b"fine", timeout_s=5) == b"fine"
+    lines = [record for record in caplog.records if subject in record.getMessage()]
+    assert len(lines) == 1
+    assert "not ours" in lines[0].getMessage()
+
+
+async def test_leaving_waits_for_running_handlers(messaging: Messaging, namespace: str) -> None:
+    started = asyncio.Event()
+    go = asyncio.Event()
+    done = False
+
+    async def handler(_: bytes) -> bytes:
+        nonlocal done
+        started.set()
+        await go.wait()
+        done = True
+        return b"late"
+
+    async def ask() -> bytes:
+        return await messaging.request(f"{namespace}.s", b"", timeout_s=5)
+
+    async with asyncio.TaskGroup() as group:
+        async with messaging.serve(f"{namespace}.s", handler):
+            answer = group.create_task(ask())
+            async with asyncio.timeout(5):
+                await started.wait()
+            asyncio.get_running_loop().call_later(0.05, go.set)
+        assert done
+    assert answer.result() == b"late"
+
+
+@pytest.mark.parametrize("where", ["body", "exit"])
+async def test_a_cancelled_service_cancels_its_handlers(
+    messaging: Messaging, namespace: str, where: str
+) -> None:
+    started = asyncio.Event()
+    cancelled = asyncio.Event()
+
+    async def handler(_: bytes) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5), messaging.serve(f"{namespace}.s", handler):
+            await messaging.publish(f"{namespace}.s", b"")
+            await started.wait()
+            if where == "body":
+                await asyncio.Event().wait()
+    assert cancelled.is_set()
+
+
+async def test_an_oversized_message_is_refused(messaging: Messaging, namespace: str) -> None:
+    with pytest.raises(ProtocolError):
+        await messaging.publish(f"{namespace}.s", bytes((8 << 20) + 1))
+    with pytest.raises(ProtocolError):
+        await messaging.request(f"{namespace}.s", bytes((8 << 20) + 1), timeout_s=1)
+
+
+async def test_an_outage_of_the_twin_raises(namespace: str) -> None:
+    messaging = MemoryMessaging()
+    async with messaging.serve("s", echo):
+        messaging.set_connected(False)
+        assert not messaging.connected
+        with pytest.raises(BrokerUnavailable):
+            await messaging.request("s", b"", timeout_s=1)
+        messaging.set_connected(True)
+        assert await messaging.request("s", b"", timeout_s=1) == b"echo "
+
+
+# NATS's own ways to fail
+
+
+async def test_an_outage_raises_at_once_and_ends_by_itself(
+    nats_server, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
+        await nats_server.kill()
+        await wait_for_connection(messaging, False)
+        started = time.monotonic()
+        with pytest.raises(BrokerUnavailable):
+            await messaging.publish("s", b"")
+        with pytest.raises(BrokerUnavailable):
+            await messaging.request("s", b"", timeout_s=5)
+        assert time.monotonic() - started < 0.5
+        await nats_server.restart()
+        await wait_for_connection(messaging, True)
+        assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
+        await messaging.client.flush()
+    lines = [r.getMessage() for r in caplog.records if r.name == "dynamo_lite.runtime.nats"]
+    assert sum("disconnected" in line for line in lines) == 1
+    assert len(lines) <= 3
+
+
+async def test_leaving_during_an_outage_is_bounded(nats_server) -> None:
+    async with asyncio.timeout(8):
+        async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
+            await nats_server.kill()
+            await wait_for_connection(messaging, False)
+
+
+async def test_a_missing_server_is_named_without_credentials() -> None:
+    messaging = NatsMessaging("nats://me:secret@127.0.0.1:1", connect_timeout_s=0.3)
+    with pytest.raises(StartupError, match=r"nats://127\.0\.0\.1:1") as failure:
+        await messaging.__aenter__()
+    assert "secret" not in str(failure.value)
+    assert not messaging.connected
+    with pytest.raises(BrokerUnavailable):
+        await messaging.publish("s", b"")

@@ -1,0 +1,116 @@
+"""The roster on every store."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.errors import DeadlineExceeded
+from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, endpoint_subject
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.store import Store
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        async with MemoryStore() as memory:
+            yield memory
+    else:
+        async with EtcdStore(request.getfixturevalue("etcd_url")) as etcd:
+            yield etcd
+
+
+def record(namespace: str, lease_id: int, model: str = "") -> tuple[str, EndpointRecord]:
+    name = (namespace, "Worker", "generate", lease_id)
+    return endpoint_key(*name), EndpointRecord(
+        component="Worker",
+        endpoint="generate",
+        namespace=namespace,
+        lease_id=lease_id,
+        transport=EndpointTransport(nats_tcp=endpoint_subject(*name)),
+        model=model,
+    )
+
+
+async def put(store: Store, namespace: str, lease_id: int, model: str = "") -> EndpointRecord:
+    key, member = record(namespace, lease_id, model)
+    await store.put(key, encode_json(member))
+    return member
+
+
+async def test_members_join_change_and_leave(store: Store, namespace: str) -> None:
+    first = await put(store, namespace, 0x1A)
+    changes: list[tuple[set[int], set[int]]] = []
+    async with Roster(store, endpoint_prefix(namespace, "Worker", "generate")) as roster:
+        roster.on_change(lambda joined, left: changes.append((set(joined), set(left))))
+        assert roster.members == (first,)
+        version = roster.version
+        second = await put(store, namespace, 0x2B)
+        assert await roster.wait(lambda members: len(members) == 2, 5) == (first, second)
+        assert roster.version == version + 1
+        assert roster.get(0x2B) == second
+        changed = await put(store, namespace, 0x2B, model="m")
+        await roster.wait(lambda members: changed in members, 5)
+        await store.delete(record(namespace, 0x1A)[0])
+        await roster.wait(lambda members: len(members) == 1, 5)
+        assert roster.get(0x1A) is None
+    assert changes == [({0x2B}, set()), (set(), {0x1A})]
+
+
+async def test_malformed_records_are_skipped(
+    store: Store, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix = endpoint_prefix(namespace, "Worker", "generate")
+    await store.put(f"{prefix}1", b"\xff{")
+    await store.put(f"{prefix}2", encode_json(record(namespace, 0x3)[1]))
+    async with Roster(store, prefix) as roster:
+        assert roster.members == ()
+        good = await put(store, namespace, 0x4)
+        assert await roster.wait(bool, 5) == (good,)
+        await store.put(record(namespace, 0x4)[0], b"{}")
+        assert await roster.wait(lambda members: not members, 5) == ()
+    assert caplog.text.count("skipped the record") == 3
+
+
+async def test_a_failing_listener_does_not_stop_the_roster(store: Store, namespace: str) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("listener")
+
+    async with Roster(store, endpoint_prefix(namespace, "Worker", "generate")) as roster:
+        roster.on_change(fail)
+        await put(store, namespace, 0x1)
+        await roster.wait(lambda members: len(members) == 1, 5)
+        await put(store, namespace, 0x2)
+        await roster.wait(lambda members: len(members) == 2, 5)
+
+
+async def test_waiting_in_vain_ends(store: Store, namespace: str) -> None:
+    async with Roster(store, f"{namespace}/") as roster:
+        with pytest.raises(DeadlineExceeded):
+            await roster.wait(bool, 0.05)
+
+
+async def test_members_stay_during_an_outage_and_leave_after_it(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url) as store:
+        member = await put(store, "n", 0x1)
+        async with Roster(store, endpoint_prefix("n", "Worker", "generate")) as roster:
+            await etcd_server.kill()
+            with pytest.raises(DeadlineExceeded):
+                await roster.wait(lambda members: not members, 0.3)
+            assert roster.members == (member,)
+            await etcd_server.restart(wiped=True)
+            assert await roster.wait(lambda members: not members, 10) == ()
+
+
+async def test_two_waiters_see_the_same_change(store: Store, namespace: str) -> None:
+    async with Roster(store, f"{namespace}/") as roster, asyncio.TaskGroup() as group:
+        waits = [group.create_task(roster.wait(bool, 5)) for _ in range(2)]
+        member = await put(store, namespace, 0x1)
+    assert [wait.result() for wait in waits] == [(member,), (member,)]

@@ -1,0 +1,331 @@
+"""What every store must do; and what etcd must do when its server dies, hangs or is wiped."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynamo_lite.protocol.errors import (
+    ConfigError,
+    LeaseLost,
+    StartupError,
+    StoreUnavailable,
+)
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        async with MemoryStore() as memory:
+            yield memory
+    else:
+        async with EtcdStore(request.getfixturevalue("etcd_url")) as etcd:
+            yield etcd
+
+
+async def take(events: AsyncIterator[WatchEvent], timeout_s: float = 10.0) -> WatchEvent:
+    async with asyncio.timeout(timeout_s):
+        return await anext(events)
+
+
+async def take_until(events: AsyncIterator[WatchEvent], last: WatchEvent) -> list[WatchEvent]:
+    taken = [await take(events)]
+    while taken[-1] != last:
+        taken.append(await take(events))
+    return taken
+
+
+async def put_when_back(store: Store, key: str, value: bytes) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return await store.put(key, value)
+            except StoreUnavailable:
+                await asyncio.sleep(0.02)
+
+
+# Keys
+
+
+async def test_values_come_back_and_go(store: Store, namespace: str) -> None:
+    key = f"{namespace}/a"
+    assert await store.get(key) is None
+    await store.put(key, b"\x00\xff")
+    await store.put(f"{namespace}/b", b"")
+    assert await store.get(key) == b"\x00\xff"
+    assert await store.get_prefix(f"{namespace}/") == {key: b"\x00\xff", f"{namespace}/b": b""}
+    assert await store.delete(key) is True
+    assert await store.delete(key) is False
+
+
+async def test_only_one_create_wins(store: Store, namespace: str) -> None:
+    tries = [store.create(f"{namespace}/one", str(i).encode()) for i in range(20)]
+    won = await asyncio.gather(*tries)
+    assert won.count(True) == 1
+    assert await store.get(f"{namespace}/one") == str(won.index(True)).encode()
+
+
+# Leases
+
+
+async def test_a_closed_lease_takes_its_keys_along(store: Store, namespace: str) -> None:
+    async with store.lease(5) as lease:
+        assert lease.loss is None
+        assert 0 < lease.remaining_s() <= lease.ttl_s
+        await store.put(f"{namespace}/put", b"1", lease=lease)
+        assert await store.create(f"{namespace}/created", b"1", lease=lease)
+        await store.put(f"{namespace}/free", b"1")
+        assert await lease.verify() is None
+    assert lease.loss is LeaseLoss.CLOSED
+    assert await lease.lost() is LeaseLoss.CLOSED
+    assert await store.get_prefix(f"{namespace}/") == {f"{namespace}/free": b"1"}
+
+
+async def test_a_revoked_lease_is_noticed_on_verify(store: Store, namespace: str) -> None:
+    async with store.lease(30) as lease, store.watch(f"{namespace}/") as events:
+        assert await take(events) == Snapshot({})
+        await store.put(f"{namespace}/own", b"1", lease=lease)
+        assert await take(events) == Put(f"{namespace}/own", b"1")
+        started = time.monotonic()
+        assert await store.revoke(lease.id) is True
+        assert await take(events) == Delete(f"{namespace}/own")
+        assert await lease.verify() is LeaseLoss.REVOKED
+        assert await lease.lost() is LeaseLoss.REVOKED
+        assert time.monotonic() - started < 1.0
+        assert lease.remaining_s() == 0
+        with pytest.raises(LeaseLost):
+            await store.put(f"{namespace}/late", b"1", lease=lease)
+        with pytest.raises(LeaseLost):
+            await store.create(f"{namespace}/late", b"1", lease=lease)
+        assert await store.revoke(lease.id) is False
+
+
+async def test_a_revoked_lease_is_noticed_by_its_keepalive(store: Store) -> None:
+    async with store.lease(2) as lease:
+        await store.revoke(lease.id)
+        async with asyncio.timeout(3):
+            assert await lease.lost() is LeaseLoss.REVOKED
+
+
+async def test_a_lease_outlives_its_time_to_live(store: Store, namespace: str) -> None:
+    async with store.lease(1) as lease:
+        await store.put(f"{namespace}/own", b"1", lease=lease)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(lease.ttl_s * 1.5):
+                await lease.lost()
+        assert lease.remaining_s() > 0
+        assert await store.get(f"{namespace}/own") == b"1"
+
+
+async def test_a_memory_lease_runs_out_by_the_clock(namespace: str) -> None:
+    now = 100.0
+    store = MemoryStore(clock=lambda: now)
+    async with store.lease(10) as lease, store.watch("") as events:
+        await store.put("k", b"1", lease=lease)
+        await take_until(events, Put("k", b"1"))
+        store.set_available(False)
+        now += 11
+        store.expire_due()
+        assert lease.loss is LeaseLoss.EXPIRED
+        store.set_available(True)
+        assert await take(events) == Snapshot({})
+
+
+# Watches
+
+
+async def test_a_watch_lists_and_then_tells_in_order(store: Store, namespace: str) -> None:
+    prefix = f"{namespace}/"
+    await store.put(f"{prefix}old", b"0")
+    async with store.watch(prefix) as events:
+        assert await take(events) == Snapshot({f"{prefix}old": b"0"})
+        await store.put(f"{namespace}-other/x", b"0")
+        for i in range(50):
+            await store.put(f"{prefix}{i % 5}", str(i).encode())
+        await store.delete(f"{prefix}old")
+        told = [await take(events) for _ in range(51)]
+    expected: list[WatchEvent] = [Put(f"{prefix}{i % 5}", str(i).encode()) for i in range(50)]
+    assert told == [*expected, Delete(f"{prefix}old")]
+
+
+async def test_a_closed_watch_ends_its_reader(store: Store, namespace: str) -> None:
+    async with store.watch(f"{namespace}/") as events:
+        assert await take(events) == Snapshot({})
+        reader = asyncio.create_task(anext(events))
+        await asyncio.sleep(0)
+    with pytest.raises(StopAsyncIteration):
+        await reader
+
+
+async def test_waiting_for_an_event_may_be_cancelled(store: Store, namespace: str) -> None:
+    async with store.watch(f"{namespace}/") as events:
+        assert await take(events) == Snapshot({})
+        with pytest.raises(TimeoutError):
+            await take(events, timeout_s=0.05)
+        await store.put(f"{namespace}/a", b"1")
+        assert await take(events) == Put(f"{namespace}/a", b"1")
+
+
+# etcd's own ways to fail
+
+
+async def test_a_watch_goes_on_after_kill_9(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
+        assert await take(events) == Snapshot({})
+        written: list[WatchEvent] = []
+        for round_ in range(3):
+            for i in range(10):
+                await put_when_back(store, f"n/{round_}-{i}", b"x")
+                written.append(Put(f"n/{round_}-{i}", b"x"))
+            await etcd_server.kill()
+            with pytest.raises(StoreUnavailable):
+                await store.get("n/0")
+            await etcd_server.restart()
+        await put_when_back(store, "n/last", b"x")
+        assert await take_until(events, Put("n/last", b"x")) == [*written, Put("n/last", b"x")]
+
+
+async def test_a_wiped_server_resyncs_the_watch(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
+        assert await take(events) == Snapshot({})
+        for i in range(3):
+            await store.put(f"n/{i}", b"x")
+        await take_until(events, Put("n/2", b"x"))
+        await etcd_server.kill()
+        await etcd_server.restart(wiped=True)
+        await put_when_back(store, "n/new", b"y")
+        told = await take(events)
+        if told == Snapshot({}):
+            told = await take(events)
+        assert told in (Snapshot({"n/new": b"y"}), Put("n/new", b"y"))
+
+
+async def test_a_wiped_server_that_is_ahead_resyncs_the_watch(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
+        assert await take(events) == Snapshot({})
+        await store.put("n/ghost", b"x")
+        assert await take(events) == Put("n/ghost", b"x")
+        await etcd_server.kill()
+        await etcd_server.restart(wiped=True)
+        async with EtcdStore(etcd_server.url) as other:
+            for i in range(20):
+                await other.put(f"m/{i}", b"y")
+        told = await take(events)
+        assert isinstance(told, Snapshot)
+        assert "n/ghost" not in told.entries
+
+
+async def test_compaction_during_an_outage_resyncs_the_watch(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
+        assert await take(events) == Snapshot({})
+        await store.put("n/a", b"1")
+        assert await take(events) == Put("n/a", b"1")
+        await etcd_server.kill()
+        await etcd_server.restart()
+        async with EtcdStore(etcd_server.url) as other:
+            # The watch may be back already: then it tells the puts instead.
+            for i in range(10):
+                await other.put("n/a", str(i).encode())
+            client = other._client
+            await client.compact((await client.get(b"n/a")).mod_revision, physical=True)
+        last = await take(events)
+        while last not in (Snapshot({"n/a": b"9"}), Put("n/a", b"9")):
+            last = await take(events)
+        await put_when_back(store, "n/b", b"1")
+        assert await take(events) == Put("n/b", b"1")
+
+
+async def test_a_lease_expires_by_the_local_clock(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url, timeout_s=0.5) as store, store.lease(2) as lease:
+        started = time.monotonic()
+        await etcd_server.kill()
+        async with asyncio.timeout(5):
+            assert await lease.lost() is LeaseLoss.EXPIRED
+        assert time.monotonic() - started < lease.ttl_s + 0.5
+        assert lease.remaining_s() == 0
+
+
+async def test_a_lease_survives_a_restart(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.lease(4) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        await etcd_server.kill()
+        await etcd_server.restart()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(lease.ttl_s + 1):
+                await lease.lost()
+        assert await store.get("n/own") == b"1"
+
+
+async def test_a_wiped_server_is_no_revocation(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.lease(10) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        await store.put("n/own", b"2", lease=lease)
+        assert await lease.verify() is None
+        await etcd_server.kill()
+        await etcd_server.restart(wiped=True)
+        async with asyncio.timeout(5):
+            assert await lease.lost() is LeaseLoss.EXPIRED
+
+
+async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:
+    holder = await EtcdStore(etcd_server.url).__aenter__()
+    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
+        assert await take(events) == Snapshot({})
+        lease = await holder._grant(2)  # nobody keeps it alive
+        await holder.put("n/own", b"1", lease=lease)
+        assert await take(events) == Put("n/own", b"1")
+        await holder.__aexit__()
+        assert await take(events, timeout_s=6) == Delete("n/own")
+
+
+async def test_a_hung_server_is_unavailable_in_time(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url, timeout_s=0.3) as store:
+        os.kill(etcd_server.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                await store.get("k")
+            assert time.monotonic() - started < 1.0
+        finally:
+            os.kill(etcd_server.pid, signal.SIGCONT)
+
+
+async def test_a_missing_server_is_named_without_credentials() -> None:
+    store = EtcdStore("http://me:secret@127.0.0.1:1", connect_timeout_s=0.2)
+    with pytest.raises(StartupError, match=r"http://127\.0\.0\.1:1") as failure:
+        await store.__aenter__()
+    assert "secret" not in str(failure.value)
+    with pytest.raises(StoreUnavailable):
+        await store.get("k")
+
+
+def test_urls_that_are_not_etcd_are_refused() -> None:
+    for url in ("https://h:1", "http://", "http://h:port", "http://a:1,http://b:2", "http://u@h"):
+        with pytest.raises(ConfigError):
+            EtcdStore(url)
+
+
+def test_the_store_works_in_a_thread_of_its_own(etcd_url: str, namespace: str) -> None:
+    results: list[object] = []
+
+    async def use() -> None:
+        async with EtcdStore(etcd_url) as store, store.lease(5) as lease:
+            async with store.watch(f"{namespace}/") as events:
+                assert await take(events) == Snapshot({})
+                await store.put(f"{namespace}/k", b"1", lease=lease)
+                assert await take(events) == Put(f"{namespace}/k", b"1")
+            results.append(await store.get(f"{namespace}/k"))
+
+    thread = threading.Thread(target=lambda: asyncio.run(use()))
+    thread.start()
+    thread.join(timeout=20)
+    assert results == [b"1"]
