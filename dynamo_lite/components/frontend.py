@@ -11,6 +11,7 @@ import msgspec
 
 from dynamo_lite.components.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.components.http import HttpServer, bind, url_of
+from dynamo_lite.components.processor import ENDPOINTS, Processor
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.generate import RemoteGenerateClient
@@ -85,11 +86,7 @@ class Frontend:
         return url_of(sock)
 
     async def _serve_processor(self, host: Host, app: "OpenAiApp") -> None:
-        from dynamo_lite.components.processor import ENDPOINTS, Processor
-
-        processor = await self._stack.enter_async_context(
-            Processor(self._processor_config, app.asgi, api_key=app.api_key)
-        )
+        processor = Processor(self._processor_config, app.asgi, api_key=app.api_key)
         for endpoint in ENDPOINTS:
             subject = names.endpoint_subject(
                 self._spec.namespace, "Processor", endpoint, host.lease.id

@@ -14,6 +14,9 @@ from dynamo_lite.protocol.errors import StartupError
 
 _BACKLOG = 2048
 
+#: How long the app may take to notice that its clients are gone.
+_HANG_UP_S = 5.0
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Raises StartupError when the port is taken or the address is not ours."""
@@ -63,12 +66,23 @@ class HttpServer(uvicorn.Server):
         self._ticks = asyncio.create_task(self.main_loop(), name="http-ticks")
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no more, waits for open responses, then cancels the rest."""
+        """Accepts no more, waits for open responses, then hangs up on the rest.
+
+        Hanging up, not cancelling: a disconnect is what makes vLLM's app abort
+        a request at its worker.
+        """
         ticks, self._ticks = self._ticks, None
         if ticks is None:
             return
         self.should_exit = True
-        # uvicorn types this as whole seconds but only waits on it.
-        self.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
-        await self.shutdown(sockets=[self._sock])
-        await ticks
+        stopping = asyncio.create_task(self.shutdown(sockets=[self._sock]), name="http-stop")
+        try:
+            await asyncio.wait({stopping}, timeout=grace_s)
+        finally:
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait({stopping}, timeout=_HANG_UP_S)
+            # Makes uvicorn's own waits end, whatever is left.
+            self.force_exit = True
+            await stopping
+            await ticks

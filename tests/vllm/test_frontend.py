@@ -1,0 +1,390 @@
+"""vLLM's OpenAI app over scripted workers: no engine, real HTTP where it matters."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from dynamo_lite.components.config import ProcessorConfig
+from dynamo_lite.components.http import HttpServer, bind, url_of
+from dynamo_lite.components.processor import Processor
+from dynamo_lite.engine.vllm.openai_app import OpenAiApp, frontend_config, open_app, parse_args
+from dynamo_lite.engine.vllm.remote_core import RemoteCore
+from dynamo_lite.engine.vllm.wire import sampling_from_bytes
+from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.protocol.errors import ConfigError, DeadlineExceeded, Refused, StartupError
+from dynamo_lite.protocol.generate import LogprobRows
+from tests.vllm.front_half import MAX_MODEL_LEN, Workers, byte_id, flags, write_model
+
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 5,
+    "temperature": 0,
+}
+TEXT = {"model": "tiny", "prompt": "hello", "max_tokens": 5, "temperature": 0}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+class Front:
+    """The app over `workers`, and an HTTP client of it within the process."""
+
+    def __init__(self, app: OpenAiApp, workers: Workers, core: RemoteCore):
+        self.app, self.workers, self.core = app, workers, core
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app.asgi), base_url="http://app"
+        )
+
+    async def post(self, path: str, body: dict) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+    async def idle(self) -> None:
+        """Returns when no request is known any more."""
+        async with asyncio.timeout(10):
+            while self.app.client.get_num_unfinished_requests():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def open_front(model: Path, *extra: str, leases=(1,)) -> AsyncIterator[Front]:
+    workers = Workers(leases)
+    core = RemoteCore(members=lambda: workers.members, picker=RoundRobin())
+    workers.connect(core)
+    async with open_app([*flags(model), *extra], core) as app:
+        front = Front(app, workers, core)
+        try:
+            yield front
+        finally:
+            await front.http.aclose()
+            await workers.close()
+
+
+@pytest.fixture
+async def front(model: Path, no_leaked_tasks) -> AsyncIterator[Front]:
+    async with open_front(model) as front:
+        yield front
+
+
+@asynccontextmanager
+async def listening(front: Front) -> AsyncIterator[tuple[HttpServer, str]]:
+    sock = bind("127.0.0.1", 0)
+    server = HttpServer(front.app.asgi, sock, access_log=False, keep_alive_s=5)
+    front.app.asgi.state.server = server
+    await server.start()
+    try:
+        yield server, url_of(sock)
+    finally:
+        await server.stop(0.0)
+        sock.close()
+
+
+def events(body: str) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+# What a client asks for
+
+
+async def test_chat(front: Front):
+    answer = (await front.post("/v1/chat/completions", CHAT)).json()
+    assert answer["choices"][0]["message"]["content"] == "abcde"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+async def test_streamed_chat(front: Front):
+    body = (await front.post("/v1/chat/completions", CHAT | {"stream": True})).text
+    chunks = events(body)
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert text == "abcde" and chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_several_choices_are_separate_requests_to_workers(front: Front):
+    answer = (
+        await front.post("/v1/completions", TEXT | {"n": 3, "seed": 7, "temperature": 1})
+    ).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["abcde"] * 3
+    params = [sampling_from_bytes(request.sampling) for _, request in front.workers.asked]
+    assert [(p.n, p.seed) for p in params] == [(1, 7), (1, 8), (1, 9)]
+
+
+async def test_a_stop_string_ends_the_request_at_the_worker(front: Front):
+    front.workers.script = b"abcdefgh"
+    body = TEXT | {"stop": ["cd"], "max_tokens": 100}
+    answer = (await front.post("/v1/completions", body)).json()
+    assert answer["choices"][0]["text"] == "ab"
+    assert answer["choices"][0]["stop_reason"] == "cd"
+    await front.workers.wait_aborted(1)
+
+
+async def test_logprobs(front: Front):
+    def rows(token: int) -> LogprobRows:
+        return LogprobRows(
+            rows=1,
+            width=3,
+            token_ids=np.array([token, token, byte_id(ord("z"))], "<i8").tobytes(),
+            logprobs=np.array([-0.5, -0.5, -2.0], "<f4").tobytes(),
+            ranks=np.array([1], "<i8").tobytes(),
+        )
+
+    front.workers.logprobs = rows
+    answer = (
+        await front.post("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2})
+    ).json()
+    first = answer["choices"][0]["logprobs"]["content"][0]
+    assert first["token"] == "a" and first["logprob"] == -0.5
+    assert [top["token"] for top in first["top_logprobs"]] == ["a", "z"]
+
+
+async def test_a_tool_schema_reaches_the_worker_as_a_grammar(front: Front):
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+    choice = {"type": "function", "function": {"name": "weather"}}
+    front.workers.script = b'{"city":"Oslo"}'
+    answer = await front.post(
+        "/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": choice, "max_tokens": 15}
+    )
+    assert answer.status_code == 200, answer.text
+    print(answer.text)
+    call = answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert call == {"name": "weather", "arguments": '{"city":"Oslo"}'}
+    params = sampling_from_bytes(front.workers.asked[0][1].sampling)
+    assert params.structured_outputs is not None and params.structured_outputs.json
+
+
+async def test_a_client_cannot_steer_block_writes(front: Front):
+    body = TEXT | {"kv_transfer_params": {"do_remote_prefill": True}, "vllm_xargs": {"mine": 1}}
+    assert (await front.post("/v1/completions", body)).status_code == 200
+    params = sampling_from_bytes(front.workers.asked[0][1].sampling)
+    assert params.extra_args == {"mine": 1}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (TEXT | {"prompt": "x" * (MAX_MODEL_LEN + 1)}, 400, "maximum context length"),
+        (TEXT | {"prompt": [5] * (MAX_MODEL_LEN + 1)}, 400, "maximum context length"),
+        (TEXT | {"prompt": [100000]}, 400, "vocab"),
+        (TEXT | {"temperature": -1}, 400, "temperature"),
+        (TEXT | {"model": "other"}, 404, "does not exist"),
+        (TEXT | {"structured_outputs": {"grammar": "root ::= ("}}, 400, "grammar"),
+        (TEXT | {"structured_outputs": {"json": {"type": "nonsense"}}}, 400, ""),
+        (TEXT | {"request_id": "x" * 300}, 400, "request id"),
+    ],
+)
+async def test_bad_requests_get_vllms_own_errors(front: Front, body, status, words):
+    answer = await front.post("/v1/completions", body)
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert not front.workers.asked
+    await front.idle()
+
+
+async def test_what_needs_an_engine_here_is_answered_not_crashed(front: Front):
+    with pytest.raises(NotImplementedError):
+        await front.app.client.sleep()
+    with pytest.raises(NotImplementedError):
+        await front.app.client.collective_rpc("anything")
+    assert (await front.post("/v1/completions", TEXT)).status_code == 200
+
+
+def test_wrong_flags_and_a_missing_model_are_clear_errors(model: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="no-such-flag"):
+        parse_args([*flags(model), "--no-such-flag=1"])
+    with pytest.raises(ConfigError, match="invalid tool call parser"):
+        parse_args([f"--model={model}", "--enable-auto-tool-choice", "--tool-call-parser=nope"])
+    with pytest.raises(StartupError, match="nowhere"):
+        frontend_config(parse_args([f"--model={tmp_path}/nowhere"]))
+
+
+# Workers come, go and refuse
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_worker_is_a_503_that_says_when_to_retry(front: Front, stream):
+    front.workers.members = []
+    answer = await front.post("/v1/completions", TEXT | {"stream": stream})
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert "No worker" in answer.json()["error"]["message"]
+    front.workers.members = Workers().members
+    assert (await front.post("/v1/completions", TEXT)).status_code == 200
+
+
+async def test_another_worker_takes_what_one_refuses(model: Path):
+    async with open_front(model, leases=(1, 2, 3)) as front:
+        front.workers.refusals = {
+            1: Refused("draining", elsewhere=True),
+            2: DeadlineExceeded("worker 2", 5.0),
+        }
+        assert (await front.post("/v1/completions", TEXT)).status_code == 200
+        assert [lease for lease, _ in front.workers.asked] == [1, 2, 3]
+
+
+async def test_every_worker_is_asked_once_then_503(model: Path):
+    async with open_front(model, leases=(1, 2)) as front:
+        refusal = Refused("draining", elsewhere=True)
+        front.workers.refusals = {1: refusal, 2: refusal}
+        answer = await front.post("/v1/completions", TEXT)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert "draining" in answer.json()["error"]["message"]
+        assert [lease for lease, _ in front.workers.asked] == [1, 2]
+        await front.idle()
+
+
+async def test_a_refusal_for_good_is_a_400_and_is_not_retried(model: Path):
+    async with open_front(model, leases=(1, 2)) as front:
+        front.workers.refusals = {1: Refused("no such grammar", elsewhere=False)}
+        answer = await front.post("/v1/completions", TEXT)
+        assert answer.status_code == 400 and "no such grammar" in answer.text
+        assert len(front.workers.asked) == 1
+        await front.idle()
+
+
+async def test_a_lost_worker_ends_its_requests_with_a_clear_error(front: Front):
+    front.workers.hold = True
+    asking = asyncio.create_task(front.post("/v1/completions", TEXT | {"n": 2, "temperature": 1}))
+    await asyncio.wait_for(front.workers.first_token.wait(), 10)
+    ids = [request.request_id for _, request in front.workers.asked]
+    front.core.on_lost(ids[:1], "connection reset")
+    answer = await asyncio.wait_for(asking, 10)
+    assert answer.status_code == 503 and "connection reset" in answer.text
+    await front.workers.wait_aborted(1)
+    assert front.workers.aborted == ids[1:]
+    await front.idle()
+
+
+async def test_a_lost_worker_ends_a_stream_with_an_error_event(front: Front):
+    front.workers.hold = True
+    asking = asyncio.create_task(front.post("/v1/completions", TEXT | {"stream": True}))
+    await asyncio.wait_for(front.workers.first_token.wait(), 10)
+    front.core.on_lost([front.workers.asked[0][1].request_id], "connection reset")
+    chunks = events((await asyncio.wait_for(asking, 10)).text)
+    assert chunks[0]["choices"][0]["text"] == "a"
+    assert chunks[-1]["error"]["code"] == 503
+
+
+async def test_a_delta_that_makes_no_sense_fails_only_its_request(front: Front):
+    front.workers.logprobs = lambda token: LogprobRows(1, 1, b"", b"", b"")
+    answer = await front.post("/v1/completions", TEXT)
+    assert answer.status_code == 500
+    front.workers.logprobs = None
+    assert (await front.post("/v1/completions", TEXT)).status_code == 200
+
+
+# Over a socket
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_aborts_its_request(front: Front, stream):
+    front.workers.hold = True
+    async with listening(front) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps(TEXT | {"stream": stream}).encode()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        await asyncio.wait_for(front.workers.first_token.wait(), 10)
+        if stream:
+            await asyncio.wait_for(reader.readuntil(b'"text":"a"'), 10)
+        writer.transport.abort()
+        await front.workers.wait_aborted(1)
+        assert front.workers.aborted == [front.workers.asked[0][1].request_id]
+        await front.idle()
+
+
+async def test_health_models_and_metrics(front: Front):
+    async with listening(front) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+        assert (await http.post("/v1/completions", json=TEXT)).status_code == 200
+        metrics = (await http.get("/metrics")).text
+    for line in (
+        'vllm:time_to_first_token_seconds_count{engine="0",model_name="tiny"} ',
+        'vllm:request_queue_time_seconds_sum{engine="0",model_name="tiny"} 0.5',
+        'vllm:request_prefill_time_seconds_sum{engine="0",model_name="tiny"} 0.25',
+    ):
+        assert line in metrics
+
+
+async def test_stop_lets_open_responses_finish(front: Front):
+    async with listening(front) as (server, url), httpx.AsyncClient(base_url=url) as http:
+        gate = asyncio.Event()
+        front.workers.gate = gate
+        asking = asyncio.create_task(http.post("/v1/completions", json=TEXT))
+        await asyncio.wait_for(front.workers.first_token.wait(), 10)
+        stopping = asyncio.create_task(server.stop(10.0))
+        with pytest.raises(httpx.ConnectError):
+            async with asyncio.timeout(10), httpx.AsyncClient(base_url=url) as late:
+                while True:
+                    await late.get("/health")
+        assert not stopping.done()
+        gate.set()
+        assert (await asking).json()["choices"][0]["text"] == "abcde"
+        await asyncio.wait_for(stopping, 10)
+
+
+async def test_stop_cancels_what_does_not_finish(front: Front):
+    front.workers.hold = True
+    async with listening(front) as (server, url), httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post("/v1/completions", json=TEXT | {"stream": True}))
+        await asyncio.wait_for(front.workers.first_token.wait(), 10)
+        await asyncio.wait_for(server.stop(0.1), 10)
+        await front.workers.wait_aborted(1)
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+# The Processor's endpoints
+
+
+async def test_processor_answers_as_the_app_does(front: Front):
+    processor = Processor(ProcessorConfig(), front.app.asgi)
+    chat = json.loads(await processor.answer("chat/completions", json.dumps(CHAT).encode()))
+    assert chat["choices"][0]["message"]["content"] == "abcde"
+    text = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
+    assert text["choices"][0]["text"] == "abcde"
+    wrong = json.dumps(TEXT | {"model": "other"}).encode()
+    assert json.loads(await processor.answer("completions", wrong))["error"]["code"] == 404
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xff", b"[]", b'{"stream": true}', b"[" * 100000])
+async def test_processor_refuses_what_it_cannot_answer(front: Front, payload):
+    processor = Processor(ProcessorConfig(), front.app.asgi)
+    error = json.loads(await processor.answer("completions", payload))["error"]
+    assert error["code"] == 400 and error["message"]
+
+
+async def test_processor_gives_up_in_time_and_aborts(front: Front):
+    front.workers.hold = True
+    processor = Processor(ProcessorConfig(request_timeout_s=0.2), front.app.asgi)
+    error = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
+    assert error["error"]["code"] == 504
+    await front.workers.wait_aborted(1)
+
+
+async def test_the_apps_key_opens_it_to_the_processor_too(model: Path):
+    async with open_front(model, "--api-key=secret") as front:
+        assert (await front.post("/v1/completions", TEXT)).status_code == 401
+        processor = Processor(ProcessorConfig(), front.app.asgi, api_key=front.app.api_key)
+        answer = json.loads(await processor.answer("completions", json.dumps(TEXT).encode()))
+        assert answer["choices"][0]["text"] == "abcde"
