@@ -11,6 +11,7 @@ from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenD
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 
 MAX_MODEL_LEN = 256
+_SPECIAL = 256
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
@@ -21,7 +22,7 @@ _CHAT_TEMPLATE = (
 def write_model(directory: Path) -> Path:
     """A Llama configuration and a byte-level tokenizer with a chat template.
 
-    Token ids 0..255 are GPT-2's byte alphabet in sorted order; 256 is end of text.
+    Token ids 0..255 are GPT-2's byte alphabet in sorted order, then two special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -129,9 +130,11 @@ class Workers:
         count = params.max_tokens or 0
         text = self.script or bytes(97 + i % 26 for i in range(count))
         tokens = [byte_id(b) for b in text[:count]]
+        if len(tokens) < count:
+            tokens.append(_SPECIAL)  # an end of text, which no client sees
         for i, token in enumerate(tokens):
             last = i == len(tokens) - 1
-            reason = ("length" if len(tokens) == count else "stop") if last else None
+            reason = ("stop" if token == _SPECIAL else "length") if last else None
             self._on_deltas(
                 [
                     TokenDelta(
