@@ -67,11 +67,13 @@ class StatusServer:
             await asyncio.wait(
                 {started, task}, timeout=_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
             )
+            if not server.up.is_set():
+                raise StartupError(f"the status server on {self.url} did not start")
+        except BaseException:
+            await self.__aexit__()
+            raise
         finally:
             started.cancel()
-        if not server.up.is_set():
-            await self.__aexit__()
-            raise StartupError(f"the status server on {self.url} did not start")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -80,10 +82,9 @@ class StatusServer:
         if server is None or task is None:
             return
         server.should_exit = True
-        _, running = await asyncio.wait({task}, timeout=_STOP_TIMEOUT_S)
-        if running:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait({task}, timeout=_STOP_TIMEOUT_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     async def _get_health(self, _: Request) -> Response:
         facts = self._health()

@@ -1,0 +1,218 @@
+"""What one process is told (`ProcessSpec`), what runs in it (`Component`), and what that
+gets to work with (`Host`)."""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
+from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
+
+logger = logging.getLogger(__name__)
+
+#: Takes one line for the supervisor.
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """All that a child process needs to know; plain data.
+
+    component: the service's name, "VllmWorker"; instance: 0 .. workers-1.
+    bind_host: where the status server and the token stream listen.
+    grace_s: longest drain.
+    config: this service's own options; engine_args: flags for vLLM.
+    inner: options of the services that run inside this process, by name.
+    watch_component: whose `generate` endpoint a frontend calls.
+    """
+
+    namespace: str
+    component: str
+    instance: int
+    nats_url: str
+    etcd_url: str
+    state_dir: str
+    bind_host: str = "127.0.0.1"
+    lease_ttl_s: float = 10.0
+    grace_s: float = 30.0
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    engine_args: list[str] = field(default_factory=list[str])
+    inner: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    watch_component: str = ""
+
+
+class Component(Protocol):
+    """The work of one process. All calls come from one task, in this order."""
+
+    async def start(self, host: "Host") -> Mapping[str, Any]:
+        """Brings everything up and registers it. Returns facts for the supervisor.
+
+        Cancelled when the process is asked to stop meanwhile.
+        """
+        ...
+
+    async def drain(self, grace_s: float) -> None:
+        """Stops taking work, waits up to `grace_s` for what runs, then cancels the rest.
+
+        Called after a successful start; the endpoints are deregistered already.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Frees everything; called on every path, also after a failed start."""
+        ...
+
+    def health(self) -> Mapping[str, Any]:
+        """Facts for /health; `ok` says whether the component can work."""
+        ...
+
+
+class Host:
+    """The process as its component sees it."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        store: Store,
+        messaging: Messaging,
+        lease: Lease,
+        registry: CollectorRegistry,
+        report: Report,
+        stop: StopRequest,
+    ):
+        self.spec = spec
+        self.store = store
+        self.messaging = messaging
+        self.lease = lease
+        self.registry = registry
+        self.status_url = ""
+        self._report = report
+        self._stop = stop
+        self._registered: dict[str, bytes] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __repr__(self) -> str:
+        name = f"{self.spec.namespace}/{self.spec.component}[{self.spec.instance}]"
+        return f"Host({name}, endpoints={len(self._registered)}, tasks={len(self._tasks)})"
+
+    async def register(
+        self, endpoint: str, *, stream: str | None = None, model: str = ""
+    ) -> EndpointRecord:
+        """Announces an endpoint under the lease; call it when the endpoint is being served.
+
+        stream: HOST:PORT of the token stream. Raises LeaseLost or StoreUnavailable.
+        """
+        name = (self.spec.namespace, self.spec.component, endpoint, self.lease.id)
+        record = EndpointRecord(
+            component=self.spec.component,
+            endpoint=endpoint,
+            namespace=self.spec.namespace,
+            lease_id=self.lease.id,
+            transport=EndpointTransport(nats_tcp=names.endpoint_subject(*name), stream=stream),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            status_url=self.status_url,
+            started_at=time.time(),
+            model=model,
+        )
+        key, value = names.endpoint_key(*name), encode_json(record)
+        await self.store.put(key, value, lease=self.lease)
+        self._registered[key] = value
+        if len(self._registered) == 1:
+            self.spawn(self._guard(key), f"guard {key}")
+        return record
+
+    async def deregister(self) -> None:
+        """Deletes what was registered; without a store the keys go with the lease."""
+        registered, self._registered = self._registered, {}
+        if self.lease.loss is not None:
+            return
+        for key in registered:
+            try:
+                await self.store.delete(key)
+            except StoreUnavailable as exc:
+                logger.warning("%s is left to its lease: %s", key, exc)
+                return
+
+    def progress(self, text: str) -> None:
+        """Tells the supervisor what the start is at."""
+        self._report({"state": "starting", "detail": text})
+
+    def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Runs an owned task; if it fails the process drains and exits 70.
+
+        It is cancelled after the component is closed.
+        """
+        task = asyncio.create_task(coro, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def stop(self, reason: str, code: int = 0) -> None:
+        """Asks for a drain, then an exit with `code`. The first call counts."""
+        self._stop.set(reason, code)
+
+    async def cancel_tasks(self) -> None:
+        """Ends the owned tasks."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        exc = None if task.cancelled() else task.exception()
+        if exc is None:
+            return
+        loss = self.lease.loss
+        if loss is not None:
+            self.stop(f"lease {loss.value}", loss_exit_code(loss))
+            return
+        logger.error("%s failed", task.get_name(), exc_info=exc)
+        self.stop(f"{task.get_name()} failed: {exc}", EXIT_OWNED_TASK_FAILED)
+
+    async def _guard(self, key: str) -> None:
+        """Watches an own key: its deletion is the first sign of a revoked lease."""
+        async with self.store.watch(key) as events:
+            async for event in events:
+                if not self._registered:
+                    return
+                if _shows_absent(event, key) and not await self._restore():
+                    return
+
+    async def _restore(self) -> bool:
+        """Puts deleted keys back if the lease is still held. Whether to go on guarding."""
+        if await self.lease.verify() is not None:
+            return False
+        logger.warning("an own key was deleted under a live lease; putting it back")
+        try:
+            for key, value in self._registered.items():
+                await self.store.put(key, value, lease=self.lease)
+        except LeaseLost:
+            return False
+        except StoreUnavailable as exc:
+            logger.warning("%s", exc)
+        return True
+
+
+def _shows_absent(event: WatchEvent, key: str) -> bool:
+    match event:
+        case Snapshot(entries):
+            return key not in entries
+        case Delete(deleted):
+            return deleted == key
+        case _:
+            return False

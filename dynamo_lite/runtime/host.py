@@ -1,0 +1,211 @@
+"""The life of one process: connect, start, ready, drain, close, exit code."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
+
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.runtime.component import Component, Host, ProcessSpec, Report
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.status import StatusServer
+from dynamo_lite.runtime.stop import (
+    EXIT_START_FAILED,
+    Interrupted,
+    StopRequest,
+    loss_exit_code,
+    stop_on_signals,
+)
+from dynamo_lite.runtime.store import Lease, Store
+
+__all__ = ["Component", "Host", "ProcessSpec", "Report", "run_process"]
+
+logger = logging.getLogger(__name__)
+
+#: Beyond the grace: for the component to cancel what is left, and to free what it holds.
+_DRAIN_MARGIN_S = 5.0
+_CLOSE_TIMEOUT_S = 30.0
+
+OpenStore = Callable[[ProcessSpec], AbstractAsyncContextManager[Store]]
+OpenMessaging = Callable[[ProcessSpec], AbstractAsyncContextManager[Messaging]]
+
+
+def _open_etcd(spec: ProcessSpec) -> AbstractAsyncContextManager[Store]:
+    return EtcdStore(spec.etcd_url)
+
+
+def _open_nats(spec: ProcessSpec) -> AbstractAsyncContextManager[Messaging]:
+    return NatsMessaging(spec.nats_url)
+
+
+async def run_process(
+    spec: ProcessSpec,
+    component: Component,
+    report: Report,
+    *,
+    open_store: OpenStore = _open_etcd,
+    open_messaging: OpenMessaging = _open_nats,
+) -> int:
+    """Runs `component` until it is told to stop. Returns the exit code (see `stop.py`).
+
+    `report` gets `{"state": "starting" | "ready" | "draining" | "failed", ...}`.
+    """
+    stop = StopRequest()
+    with stop_on_signals(stop):
+        async with AsyncExitStack() as stack:
+            process = _Process(spec, component, report, stop)
+            try:
+                async with stop.interrupts():
+                    await process.open(stack, open_store, open_messaging)
+            except Interrupted:
+                return stop.code
+            except Exception as exc:
+                return process.failed(exc)
+            return await process.run()
+
+
+class _Process:
+    """One run of one component. state: "starting", "ready" or "draining"."""
+
+    host: Host
+
+    def __init__(self, spec: ProcessSpec, component: Component, report: Report, stop: StopRequest):
+        self._spec = spec
+        self._component = component
+        self._report = report
+        self._stop = stop
+        self._state = "starting"
+
+    async def open(
+        self, stack: AsyncExitStack, open_store: OpenStore, open_messaging: OpenMessaging
+    ) -> None:
+        """Connects everything that is outside; `stack` closes it in reverse."""
+        self._report({"state": "starting", "detail": "connecting"})
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        store = await stack.enter_async_context(open_store(self._spec))
+        messaging = await stack.enter_async_context(open_messaging(self._spec))
+        lease = await stack.enter_async_context(store.lease(self._spec.lease_ttl_s))
+        self.host = Host(
+            self._spec,
+            store=store,
+            messaging=messaging,
+            lease=lease,
+            registry=registry,
+            report=self._report,
+            stop=self._stop,
+        )
+        _add_gauges(registry, lease, messaging)
+        status = StatusServer(self._health, registry, self._spec.bind_host)
+        await stack.enter_async_context(status)
+        self.host.status_url = status.url
+        # Outlives the owned tasks' failures: it decides between their code and its own.
+        stack.push_async_callback(_cancel, asyncio.create_task(self._await_loss()))
+
+    async def run(self) -> int:
+        """Start, wait, drain, close."""
+        try:
+            try:
+                async with self._stop.interrupts():
+                    facts = await self._component.start(self.host)
+            except Interrupted:
+                self._report({"state": "draining", "reason": self._stop.reason})
+                return self._stop.code
+            except Exception as exc:
+                return self.failed(exc)
+            self._ready(facts)
+            await self._stop.wait()
+            await self._drain()
+            return self._stop.code
+        finally:
+            self._state = "draining"
+            await self.host.deregister()
+            await self._close()
+            await self.host.cancel_tasks()
+
+    def failed(self, exc: Exception) -> int:
+        """Reports a start that went wrong."""
+        if isinstance(exc, DynamoLiteError):
+            error = str(exc)
+        else:
+            logger.error("the start failed", exc_info=exc)
+            error = f"{type(exc).__name__}: {exc}"
+        self._report({"state": "failed", "error": error})
+        return EXIT_START_FAILED
+
+    def _ready(self, facts: Mapping[str, Any]) -> None:
+        self._state = "ready"
+        self._report(
+            {
+                "state": "ready",
+                "status_url": self.host.status_url,
+                "lease": f"{self.host.lease.id:x}",
+                "pid": os.getpid(),
+                **facts,
+            }
+        )
+
+    async def _drain(self) -> None:
+        self._state = "draining"
+        grace_s = self._spec.grace_s
+        logger.info("draining for up to %g s: %s", grace_s, self._stop.reason)
+        self._report({"state": "draining", "reason": self._stop.reason})
+        await self.host.deregister()
+        try:
+            async with asyncio.timeout(grace_s + _DRAIN_MARGIN_S):
+                await self._component.drain(grace_s)
+        except Exception:
+            logger.exception("the drain did not end well")
+
+    async def _close(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._component.close()
+        except Exception:
+            logger.exception("%s did not close well", self._spec.component)
+
+    async def _await_loss(self) -> None:
+        loss = await self.host.lease.lost()
+        self._stop.set(f"lease {loss.value}", loss_exit_code(loss))
+
+    def _health(self) -> dict[str, Any]:
+        try:
+            facts = dict(self._component.health())
+        except Exception as exc:
+            # Half-started components may not know their state yet.
+            facts = {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
+        connected = self.host.messaging.connected
+        healthy = facts.pop("ok", True) and connected and self._state == "ready"
+        return {
+            "ok": bool(healthy),
+            "state": self._state,
+            "namespace": self._spec.namespace,
+            "component": self._spec.component,
+            "instance": self._spec.instance,
+            "lease": f"{self.host.lease.id:x}",
+            "pid": os.getpid(),
+            "nats_connected": connected,
+            **facts,
+        }
+
+
+def _add_gauges(registry: CollectorRegistry, lease: Lease, messaging: Messaging) -> None:
+    remaining = Gauge(
+        "dynamo_lite_lease_remaining_seconds",
+        "Time that this process's lease certainly still lives.",
+        registry=registry,
+    )
+    remaining.set_function(lease.remaining_s)
+    connected = Gauge("dynamo_lite_nats_connected", "1 while NATS is connected.", registry=registry)
+    connected.set_function(lambda: float(messaging.connected))
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,99 @@
+"""Why a process ends, and with which exit code."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from dynamo_lite.runtime.store import LeaseLoss
+
+logger = logging.getLogger(__name__)
+
+EXIT_STOPPED = 0
+EXIT_START_FAILED = 1
+EXIT_OWNED_TASK_FAILED = 70
+EXIT_LEASE_EXPIRED = 75
+EXIT_FORCED = 130
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def loss_exit_code(loss: LeaseLoss) -> int:
+    """75 asks the supervisor for a new process; a revoked one is not to come back."""
+    return EXIT_LEASE_EXPIRED if loss is LeaseLoss.EXPIRED else EXIT_STOPPED
+
+
+class Interrupted(Exception):
+    """The stop came while something else was waited for."""
+
+
+class StopRequest:
+    """Set once: the first reason counts."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.code = EXIT_STOPPED
+        self._event = asyncio.Event()
+        self._on_set: Callable[[], object] = lambda: None
+
+    def __repr__(self) -> str:
+        return f"StopRequest({self.reason!r}, {self.code})" if self.is_set else "StopRequest()"
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def set(self, reason: str, code: int) -> None:
+        if not self.is_set:
+            self.reason, self.code = reason, code
+            self._event.set()
+            self._on_set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    @contextlib.asynccontextmanager
+    async def interrupts(self) -> AsyncIterator[None]:
+        """Cancels the body when the stop comes, and raises Interrupted in its place."""
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._on_set = lambda: limit.reschedule(0)
+                if self.is_set:
+                    limit.reschedule(0)
+                try:
+                    yield
+                finally:
+                    self._on_set = lambda: None
+        except TimeoutError:
+            if limit.expired():
+                raise Interrupted from None
+            raise
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: StopRequest) -> Iterator[None]:
+    """The first SIGTERM or SIGINT asks for a drain, the second ends the process at once."""
+    loop = asyncio.get_running_loop()
+    seen = False
+
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal seen
+        if seen:
+            os._exit(EXIT_FORCED)
+        seen = True
+        stop.set(number.name, EXIT_STOPPED)
+
+    installed: list[signal.Signals] = []
+    for number in _SIGNALS:
+        # Only the main thread's loop can take signals; elsewhere the owner calls `stop`.
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+            loop.add_signal_handler(number, on_signal, number)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)
