@@ -109,15 +109,18 @@ class Host:
         return f"Host({name}, endpoints={len(self._registered)}, tasks={len(self._tasks)})"
 
     async def register(
-        self, endpoint: str, *, stream: str | None = None, model: str = ""
+        self, endpoint: str, *, component: str = "", stream: str | None = None, model: str = ""
     ) -> EndpointRecord:
         """Announces an endpoint under the lease; call it when the endpoint is being served.
 
-        stream: HOST:PORT of the token stream. Raises LeaseLost or StoreUnavailable.
+        component: of a service that runs inside this process; this process's own
+        when empty. stream: HOST:PORT of the token stream. Raises LeaseLost or
+        StoreUnavailable.
         """
-        name = (self.spec.namespace, self.spec.component, endpoint, self.lease.id)
+        component = component or self.spec.component
+        name = (self.spec.namespace, component, endpoint, self.lease.id)
         record = EndpointRecord(
-            component=self.spec.component,
+            component=component,
             endpoint=endpoint,
             namespace=self.spec.namespace,
             lease_id=self.lease.id,
