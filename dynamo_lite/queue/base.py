@@ -15,12 +15,17 @@ class QueueConfig:
     ack_wait_s: a job neither acknowledged nor extended for this long is
     delivered again. max_deliver: deliveries before the job is dropped.
     push_timeout_s: how long a push waits for the broker's answer.
+    max_age_s: the broker drops older jobs, pulled or not: those of engines that
+    died, and those whose push was ambiguous, must not eat the cap for ever.
+
+    All but push_timeout_s belong to the queue: its users must agree on them.
     """
 
     max_depth: int = 64
     ack_wait_s: float = 10.0
     max_deliver: int = 3
     push_timeout_s: float = 1.0
+    max_age_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,11 @@ class QueueDepth:
 
 
 class Job(Protocol):
-    """A pulled job. Exactly one of ack, nak, term ends it."""
+    """A pulled job. The first of ack, nak, term ends it; later ones do nothing.
+
+    All raise BrokerUnavailable, and nothing else: the broker did not hear, and
+    will deliver the job again when ack_wait is over (unless it lost the job).
+    """
 
     @property
     def payload(self) -> bytes: ...
@@ -67,7 +76,12 @@ class Job(Protocol):
 
 
 class PrefillQueue(Protocol):
-    """An async context manager; leaving it naks what was pulled and not ended."""
+    """An async context manager; leaving it naks what was pulled and not ended.
+
+    Entering raises StartupError when the broker cannot be used, or has the queue
+    with another configuration. Sequences are never used twice, not even when
+    the broker lost the queue.
+    """
 
     async def push(self, payload: bytes, *, message_id: str) -> int:
         """Returns the job's sequence. A repeated `message_id` queues nothing new.
@@ -78,13 +92,21 @@ class PrefillQueue(Protocol):
         ...
 
     async def delete(self, sequence: int) -> bool:
-        """Removes a job, pulled or not. Returns whether it was there."""
+        """Removes a job, pulled or not. Returns whether it was there.
+
+        Raises BrokerUnavailable.
+        """
         ...
 
-    async def depth(self) -> QueueDepth: ...
+    async def depth(self) -> QueueDepth:
+        """One cheap question to the broker. Raises BrokerUnavailable."""
+        ...
 
     async def pull(self, *, timeout_s: float) -> Job | None:
-        """The next job, or None after `timeout_s`. Never cancelled half-way by itself."""
+        """The next job, or None after `timeout_s`.
+
+        May be cancelled: a job that was on its way is kept for the next pull.
+        """
         ...
 
     async def stop_pulling(self) -> None:

@@ -1,0 +1,199 @@
+"""The prefill queue on JetStream: one stream, one consumer, a connection of its own."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Self
+
+from nats import errors
+from nats.js import JetStreamContext
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    PushAmbiguous,
+    QueueFull,
+    StartupError,
+)
+from dynamo_lite.queue.base import QueueConfig, QueueDepth
+from dynamo_lite.queue.job import JetStreamJob
+from dynamo_lite.queue.puller import Puller
+from dynamo_lite.queue.topology import CONSUMER, Topology
+from dynamo_lite.runtime.nats import NatsMessaging
+
+_log = logging.getLogger(__name__)
+
+_MAX_MESSAGES = 10077
+_NO_SUCH_MESSAGE = (10037, 10043)
+_API_TIMEOUT_S = 2.0
+_REPAIR_INTERVAL_S = 0.1
+
+
+class _Connection(NatsMessaging):
+    """A connection that says when it comes and goes."""
+
+    def __init__(self, url: str, on_down: Callable[[], None], on_up: Callable[[], None]):
+        super().__init__(url)
+        self._on_down = on_down
+        self._on_up = on_up
+
+    async def _on_disconnected(self) -> None:
+        await super()._on_disconnected()
+        self._on_down()
+
+    async def _on_reconnected(self) -> None:
+        await super()._on_reconnected()
+        self._on_up()
+
+
+class JetStreamQueue:
+    """Implements PrefillQueue.
+
+    stream, subject: see `protocol.names`. The stream is kept in the broker's
+    memory; when the broker lost it, it is created anew, empty.
+    """
+
+    def __init__(self, url: str, *, stream: str, subject: str, config: QueueConfig | None = None):
+        self._config = config or QueueConfig()
+        self._topology = Topology(stream, subject, self._config)
+        self._connection = _Connection(url, self._on_down, self._on_missing)
+        self._missing = asyncio.Event()
+        self._ensuring = asyncio.Lock()
+        self._resources = contextlib.AsyncExitStack()
+        self._js: JetStreamContext | None = None
+        self._puller: Puller | None = None
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._connection)
+            client = self._connection.client
+            self._js = client.jetstream(timeout=_API_TIMEOUT_S)
+            try:
+                await self._ensure()
+            except BrokerUnavailable as exc:
+                raise StartupError(f"JetStream cannot be used: {exc}") from exc
+            self._puller = Puller(client, self._topology, self._missing.set)
+            await stack.enter_async_context(self._puller)
+            keeper = asyncio.create_task(self._keep(), name=f"keep {self._topology.stream}")
+            stack.push_async_callback(_cancel, keeper)
+            self._resources = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._resources.aclose()
+
+    async def push(self, payload: bytes, *, message_id: str) -> int:
+        try:
+            return await self._publish(payload, message_id)
+        except NoStreamResponseError:
+            await self._ensure()
+        try:
+            return await self._publish(payload, message_id)
+        except NoStreamResponseError as exc:
+            raise BrokerUnavailable(f"no stream takes {self._topology.subject}") from exc
+
+    async def _publish(self, payload: bytes, message_id: str) -> int:
+        """As `push`, but raises NoStreamResponseError when nothing takes the subject."""
+        js = self._connected_js()
+        timeout_s = self._config.push_timeout_s
+        try:
+            answer = await js.publish(
+                self._topology.subject,
+                payload,
+                timeout=timeout_s,
+                headers={"Nats-Msg-Id": message_id},
+            )
+        except NoStreamResponseError:
+            raise
+        except errors.TimeoutError as exc:
+            raise PushAmbiguous(f"no answer to the push within {timeout_s:g} s") from exc
+        except APIError as exc:
+            if exc.err_code == _MAX_MESSAGES:
+                raise QueueFull(f"the queue holds {self._config.max_depth} jobs") from exc
+            raise BrokerUnavailable(f"push refused: {exc.description}") from exc
+        except (errors.OutboundBufferLimitError, errors.MaxPayloadError) as exc:
+            raise BrokerUnavailable(f"push not sent: {exc}") from exc
+        except (errors.Error, OSError, ValueError) as exc:
+            raise PushAmbiguous(f"push failed half-way: {exc!r}") from exc
+        return answer.seq
+
+    async def delete(self, sequence: int) -> bool:
+        with self._errors("delete"):
+            try:
+                async with asyncio.timeout(_API_TIMEOUT_S):
+                    return await self._connected_js().delete_msg(self._topology.stream, sequence)
+            except NotFoundError:
+                return False
+            except APIError as exc:
+                if exc.err_code in _NO_SUCH_MESSAGE:
+                    return False
+                raise
+
+    async def depth(self) -> QueueDepth:
+        with self._errors("depth"):
+            try:
+                info = await self._connected_js().consumer_info(self._topology.stream, CONSUMER)
+            except NotFoundError:
+                self._missing.set()
+                return QueueDepth(waiting=0, in_flight=0)
+        return QueueDepth(waiting=info.num_pending or 0, in_flight=info.num_ack_pending or 0)
+
+    async def pull(self, *, timeout_s: float) -> JetStreamJob | None:
+        if self._puller is None:
+            raise BrokerUnavailable("the queue is closed")
+        return await self._puller.pull(timeout_s)
+
+    async def stop_pulling(self) -> None:
+        if self._puller is not None:
+            await self._puller.stop()
+
+    # The broker's side of the queue
+
+    def _on_down(self) -> None:
+        if self._puller is not None:
+            self._puller.pause()
+
+    def _on_missing(self) -> None:
+        self._missing.set()
+
+    async def _keep(self) -> None:
+        """Creates again what the broker lost, and lets pulls go on."""
+        while True:
+            await self._missing.wait()
+            self._missing.clear()
+            try:
+                await self._ensure()
+            except BrokerUnavailable as exc:
+                _log.warning("queue %s: %s", self._topology.stream, exc)
+                self._missing.set()
+            except StartupError as exc:
+                _log.error("%s", exc)
+                self._missing.set()
+            else:
+                assert self._puller is not None
+                self._puller.resume()
+            await asyncio.sleep(_REPAIR_INTERVAL_S)
+
+    async def _ensure(self) -> None:
+        async with self._ensuring:
+            with self._errors("creating the queue"):
+                await self._topology.ensure(self._connected_js())
+
+    def _connected_js(self) -> JetStreamContext:
+        if self._js is None or not self._connection.connected:
+            raise BrokerUnavailable("NATS is disconnected")
+        return self._js
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (errors.Error, OSError, TimeoutError) as exc:
+            reason = str(exc) or type(exc).__name__
+            raise BrokerUnavailable(f"{what}: {reason}") from exc
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})

@@ -1,0 +1,239 @@
+"""The prefill queue's in-process twin: a broker in memory, with outages on demand."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Self
+
+from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
+from dynamo_lite.queue.base import QueueConfig, QueueDepth
+
+
+@dataclass
+class _Entry:
+    """timer: gives the job to somebody else when its holder is silent."""
+
+    sequence: int
+    payload: bytes
+    expires_at: float
+    deliveries: int = 0
+    waiting: bool = True
+    timer: asyncio.TimerHandle | None = None
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class _Stream:
+    """All state of one queue, shared by its users."""
+
+    def __init__(self, config: QueueConfig):
+        self.config = config
+        self.entries: dict[int, _Entry] = {}
+        self.order: deque[int] = deque()
+        self.message_ids: dict[str, int] = {}
+        self.last_sequence = 0
+        self.changed = asyncio.Event()
+
+    def expire(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for entry in list(self.entries.values()):
+            if entry.expires_at > now:
+                break
+            self.remove(entry.sequence)
+
+    def remove(self, sequence: int) -> bool:
+        entry = self.entries.pop(sequence, None)
+        if entry is not None:
+            entry.stop_timer()
+        return entry is not None
+
+    def wait_again(self, entry: _Entry) -> None:
+        """Redeliveries come before jobs that nobody had yet."""
+        entry.stop_timer()
+        if self.entries.get(entry.sequence) is entry and not entry.waiting:
+            entry.waiting = True
+            self.order.appendleft(entry.sequence)
+            self.changed.set()
+
+    def hold(self, entry: _Entry, seconds: float) -> None:
+        entry.stop_timer()
+        loop = asyncio.get_running_loop()
+        entry.timer = loop.call_later(seconds, self.wait_again, entry)
+
+    def take(self) -> _Entry | None:
+        self.expire()
+        while self.order:
+            entry = self.entries.get(self.order.popleft())
+            if entry is None:
+                continue
+            entry.waiting = False
+            entry.deliveries += 1
+            if entry.deliveries > self.config.max_deliver:
+                self.remove(entry.sequence)
+                continue
+            self.hold(entry, self.config.ack_wait_s)
+            return entry
+        return None
+
+
+class MemoryBroker:
+    """The streams of one event loop; queues that share it share their jobs."""
+
+    def __init__(self) -> None:
+        self.connected = True
+        self._streams: dict[str, _Stream] = {}
+
+    def set_connected(self, connected: bool) -> None:
+        """False: calls raise BrokerUnavailable, pulls get nothing."""
+        self.connected = connected
+        for stream in self._streams.values():
+            stream.changed.set()
+
+    def check_connected(self) -> None:
+        if not self.connected:
+            raise BrokerUnavailable("the memory broker is disconnected")
+
+    def stream(self, name: str, config: QueueConfig) -> _Stream:
+        """Raises StartupError when the stream has another configuration."""
+        stream = self._streams.setdefault(name, _Stream(config))
+        if _shared(stream.config) != _shared(config):
+            raise StartupError(
+                f"the queue {name} exists with another configuration: "
+                f"{stream.config} there and {config} here"
+            )
+        return stream
+
+
+def _shared(config: QueueConfig) -> tuple[float, ...]:
+    return (config.max_depth, config.ack_wait_s, config.max_deliver, config.max_age_s)
+
+
+class MemoryJob:
+    """Implements Job."""
+
+    def __init__(self, broker: MemoryBroker, stream: _Stream, entry: _Entry):
+        self._broker = broker
+        self._stream = stream
+        self._entry = entry
+        self.payload = entry.payload
+        self.sequence = entry.sequence
+        self.deliveries = entry.deliveries
+        self.ended = False
+
+    async def ack(self) -> None:
+        # As with JetStream, an ack is no fence: a former holder's counts too.
+        if self._end():
+            self._stream.remove(self.sequence)
+
+    async def nak(self, *, delay_s: float = 0.0) -> None:
+        if self._end() and self._is_current():
+            if delay_s > 0:
+                self._stream.hold(self._entry, delay_s)
+            else:
+                self._stream.wait_again(self._entry)
+
+    async def term(self) -> None:
+        await self.ack()
+
+    async def extend(self) -> None:
+        self._broker.check_connected()
+        if not self.ended and self._is_current():
+            self._stream.hold(self._entry, self._stream.config.ack_wait_s)
+
+    def _end(self) -> bool:
+        """Whether this call is the one that ends the job."""
+        if self.ended:
+            return False
+        self._broker.check_connected()
+        self.ended = True
+        return True
+
+    def _is_current(self) -> bool:
+        entry = self._entry
+        return (
+            self._stream.entries.get(self.sequence) is entry
+            and not entry.waiting
+            and entry.deliveries == self.deliveries
+        )
+
+
+class MemoryQueue:
+    """Implements PrefillQueue."""
+
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        *,
+        stream: str,
+        subject: str,
+        config: QueueConfig | None = None,
+    ):
+        self._broker = broker
+        self._name = stream
+        self._subject = subject
+        self._config = config or QueueConfig()
+        self._stream = _Stream(self._config)
+        self._held: list[MemoryJob] = []
+        self._stopped = False
+
+    async def __aenter__(self) -> Self:
+        self._stream = self._broker.stream(self._name, self._config)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop_pulling()
+        if self._broker.connected:
+            for job in self._held:
+                await job.nak()
+
+    async def push(self, payload: bytes, *, message_id: str) -> int:
+        self._broker.check_connected()
+        stream = self._stream
+        stream.expire()
+        if (known := stream.message_ids.get(message_id)) is not None:
+            return known
+        if len(stream.entries) >= self._config.max_depth:
+            raise QueueFull(f"the queue holds {self._config.max_depth} jobs")
+        stream.last_sequence += 1
+        sequence = stream.message_ids[message_id] = stream.last_sequence
+        expires_at = asyncio.get_running_loop().time() + self._config.max_age_s
+        stream.entries[sequence] = _Entry(sequence, payload, expires_at)
+        stream.order.append(sequence)
+        stream.changed.set()
+        return sequence
+
+    async def delete(self, sequence: int) -> bool:
+        self._broker.check_connected()
+        self._stream.expire()
+        return self._stream.remove(sequence)
+
+    async def depth(self) -> QueueDepth:
+        self._broker.check_connected()
+        self._stream.expire()
+        waiting = sum(entry.waiting for entry in self._stream.entries.values())
+        return QueueDepth(waiting=waiting, in_flight=len(self._stream.entries) - waiting)
+
+    async def pull(self, *, timeout_s: float) -> MemoryJob | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._stopped:
+                    if self._broker.connected and (entry := self._stream.take()) is not None:
+                        return self._hold(entry)
+                    self._stream.changed.clear()
+                    await self._stream.changed.wait()
+        except TimeoutError:
+            pass
+        return None
+
+    async def stop_pulling(self) -> None:
+        self._stopped = True
+        self._stream.changed.set()
+
+    def _hold(self, entry: _Entry) -> MemoryJob:
+        self._held = [job for job in self._held if not job.ended]
+        job = MemoryJob(self._broker, self._stream, entry)
+        self._held.append(job)
+        return job

@@ -1,0 +1,115 @@
+"""The stream and the consumer of one queue: created when absent, checked when present."""
+
+import time
+
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+from nats.js.errors import BadRequestError, NotFoundError
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.queue.base import QueueConfig
+
+CONSUMER = "prefill_workers"
+
+_NAME_IN_USE = 10058
+_DUPLICATE_WINDOW_S = 120.0
+
+
+class Topology:
+    """What must exist on the broker for one queue.
+
+    The stream's metadata holds the whole QueueConfig, so that whoever created it
+    first decides, atomically, and everybody else can tell the difference.
+    """
+
+    def __init__(self, stream: str, subject: str, config: QueueConfig):
+        self.stream = stream
+        self.subject = subject
+        self.config = config
+
+    async def ensure(self, js: JetStreamContext) -> None:
+        """Idempotent. Raises StartupError on a queue that is configured otherwise.
+
+        Errors of the client pass through.
+        """
+        found = await self._metadata(js)
+        if found is None:
+            try:
+                await js.add_stream(self._stream_config())
+            except BadRequestError as exc:
+                if exc.err_code != _NAME_IN_USE:
+                    raise
+                found = await self._metadata(js)
+        if found is not None:
+            self._check(found)
+        await js.add_consumer(self.stream, self._consumer_config())
+
+    async def _metadata(self, js: JetStreamContext) -> dict[str, str] | None:
+        try:
+            info = await js.stream_info(self.stream)
+        except NotFoundError:
+            return None
+        return info.config.metadata or {}
+
+    def _check(self, found: dict[str, str]) -> None:
+        wrong = [
+            f"{name} is {found.get(name, 'unknown')} there and {value} here"
+            for name, value in shared_settings(self.config).items()
+            if found.get(name) != value
+        ]
+        if wrong:
+            raise StartupError(mismatch_text(self.stream, wrong))
+
+    def _stream_config(self) -> StreamConfig:
+        config = self.config
+        return StreamConfig(
+            name=self.stream,
+            subjects=[self.subject],
+            retention=RetentionPolicy.WORK_QUEUE,
+            storage=StorageType.MEMORY,
+            discard=DiscardPolicy.NEW,
+            max_msgs=config.max_depth,
+            max_age=config.max_age_s,
+            duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
+            # A broker that lost its memory would count from 1 again, and a late
+            # ack or delete of a lost job would hit a new one.
+            first_seq=time.time_ns() // 1000,
+            metadata=shared_settings(config),
+        )
+
+    def _consumer_config(self) -> ConsumerConfig:
+        return ConsumerConfig(
+            durable_name=CONSUMER,
+            deliver_policy=DeliverPolicy.ALL,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=self.config.ack_wait_s,
+            # The broker would leave an exhausted job in the stream, where it eats the
+            # cap; so it delivers once more, and the puller terminates it.
+            max_deliver=-1,
+            max_ack_pending=-1,
+        )
+
+
+def shared_settings(config: QueueConfig) -> dict[str, str]:
+    """What every user of a queue must agree on, as text."""
+    return {
+        "max_depth": str(config.max_depth),
+        "ack_wait_s": f"{config.ack_wait_s:g}",
+        "max_deliver": str(config.max_deliver),
+        "max_age_s": f"{config.max_age_s:g}",
+    }
+
+
+def mismatch_text(stream: str, wrong: list[str]) -> str:
+    return (
+        f"the queue {stream} exists with another configuration: {', '.join(wrong)}; "
+        "give every service the same queue options, or delete the stream if it is a left-over"
+    )

@@ -1,0 +1,416 @@
+"""PrefillQueue: on a real JetStream, and its twin in memory."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Protocol
+
+import pytest
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    PushAmbiguous,
+    QueueFull,
+    StartupError,
+)
+from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+_ids = itertools.count()
+
+DEFAULT = QueueConfig()
+
+
+class Opener(Protocol):
+    """Opens one more user of the test's queue; it is closed with the test."""
+
+    def __call__(self, config: QueueConfig = ...) -> Awaitable[PrefillQueue]: ...
+
+
+@pytest.fixture(params=["jetstream", "memory"])
+async def open_queue(
+    request: pytest.FixtureRequest, nats_url: str, namespace: str
+) -> AsyncIterator[Opener]:
+    broker = MemoryBroker()
+    stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
+    async with AsyncExitStack() as stack:
+
+        async def open_one(config: QueueConfig = DEFAULT) -> PrefillQueue:
+            if request.param == "jetstream":
+                queue = JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
+            else:
+                queue = MemoryQueue(broker, stream=stream, subject=subject, config=config)
+            return await stack.enter_async_context(queue)
+
+        yield open_one
+
+
+async def push(queue: PrefillQueue, payload: bytes) -> int:
+    return await queue.push(payload, message_id=f"m{next(_ids)}")
+
+
+async def pull(queue: PrefillQueue, timeout_s: float = 5.0) -> Job:
+    job = await queue.pull(timeout_s=timeout_s)
+    assert job is not None
+    return job
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Acks and naks take effect in the broker a moment after they are sent."""
+    async with asyncio.timeout(5):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+async def until_total(queue: PrefillQueue, total: int) -> None:
+    async def reached() -> bool:
+        return (await queue.depth()).total == total
+
+    await eventually(reached)
+
+
+async def test_jobs_arrive_in_order_and_leave_at_their_ack(open_queue: Opener):
+    decode, prefill = await open_queue(), await open_queue()
+    sequences = [await push(decode, payload) for payload in (b"a", b"b")]
+    first, second = await pull(prefill), await pull(prefill)
+    assert [first.payload, second.payload] == [b"a", b"b"]
+    assert [first.sequence, second.sequence] == sequences
+    assert first.deliveries == 1
+    depth = await decode.depth()
+    assert (depth.waiting, depth.in_flight) == (0, 2)
+    await first.ack()
+    await second.ack()
+    await until_total(decode, 0)
+
+
+async def test_depth_tells_waiting_from_in_flight(open_queue: Opener):
+    queue = await open_queue()
+    for payload in (b"a", b"b", b"c"):
+        await push(queue, payload)
+    await pull(queue)
+    depth = await queue.depth()
+    assert (depth.waiting, depth.in_flight, depth.total) == (2, 1, 3)
+
+
+async def test_a_waiting_pull_gets_the_next_job(open_queue: Opener):
+    queue = await open_queue()
+    pulling = asyncio.create_task(queue.pull(timeout_s=5))
+    sequence = await push(queue, b"a")
+    job = await pulling
+    assert job is not None and job.sequence == sequence
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.05])
+async def test_a_pull_of_an_empty_queue_gives_up(open_queue: Opener, timeout_s: float):
+    queue = await open_queue()
+    async with asyncio.timeout(2):
+        assert await queue.pull(timeout_s=timeout_s) is None
+    await push(queue, b"a")
+    assert (await pull(queue, timeout_s)).payload == b"a"
+
+
+async def test_concurrent_pulls_share_the_jobs(open_queue: Opener):
+    queues = [await open_queue(), await open_queue()]
+    pulling = [asyncio.create_task(pull(queue)) for queue in queues for _ in range(4)]
+    for i in range(8):
+        await push(queues[0], bytes([i]))
+    jobs = await asyncio.gather(*pulling)
+    assert sorted(job.payload for job in jobs) == [bytes([i]) for i in range(8)]
+
+
+async def test_a_cancelled_pull_loses_nothing(open_queue: Opener):
+    queue = await open_queue()
+    for i in range(10):
+        pulling = asyncio.create_task(queue.pull(timeout_s=5))
+        await asyncio.sleep(0)
+        pushing = asyncio.create_task(push(queue, bytes([i])))
+        for _ in range(i):
+            await asyncio.sleep(0)
+        pulling.cancel()
+        await asyncio.wait({pulling, pushing})
+        job = await pull(queue) if pulling.cancelled() else pulling.result()
+        assert job is not None and (job.payload, job.deliveries) == (bytes([i]), 1)
+        await job.ack()
+
+
+async def test_the_cap_is_exact(open_queue: Opener):
+    config = QueueConfig(max_depth=10, push_timeout_s=5.0)
+    queues = [await open_queue(config), await open_queue(config)]
+    results = await asyncio.gather(
+        *(push(queues[i % 2], b"x") for i in range(400)), return_exceptions=True
+    )
+    accepted = [result for result in results if isinstance(result, int)]
+    assert len(accepted) == 10
+    assert all(isinstance(result, int | QueueFull) for result in results)
+    job = await pull(queues[0])
+    with pytest.raises(QueueFull):
+        await push(queues[1], b"in flight jobs count")
+    await job.ack()
+    await push(queues[1], b"there is room again")
+
+
+async def test_a_repeated_message_id_queues_nothing(open_queue: Opener):
+    queue = await open_queue(QueueConfig(max_depth=1))
+    sequence = await queue.push(b"a", message_id="once")
+    assert await queue.push(b"a", message_id="once") == sequence
+    assert (await queue.depth()).total == 1
+    await (await pull(queue)).ack()
+    assert await queue.push(b"a", message_id="once") == sequence
+    await until_total(queue, 0)
+
+
+async def test_a_silent_holder_loses_its_job(open_queue: Opener):
+    queue = await open_queue(QueueConfig(ack_wait_s=0.2))
+    await push(queue, b"a")
+    lost = await pull(queue)
+    again = await pull(queue)
+    assert (again.sequence, again.deliveries) == (lost.sequence, 2)
+    await again.ack()
+    await lost.ack()
+    await until_total(queue, 0)
+
+
+async def test_extending_keeps_a_job(open_queue: Opener):
+    queue = await open_queue(QueueConfig(ack_wait_s=0.4))
+    await push(queue, b"a")
+    job = await pull(queue)
+    for _ in range(6):
+        assert await queue.pull(timeout_s=0.1) is None
+        await job.extend()
+    await job.ack()
+    assert await queue.pull(timeout_s=0.5) is None
+
+
+async def test_a_nak_gives_the_job_to_somebody_else(open_queue: Opener):
+    holder, other = await open_queue(), await open_queue()
+    await push(holder, b"a")
+    job = await pull(holder)
+    pulling = asyncio.create_task(pull(other))
+    await job.nak()
+    again = await pulling
+    assert again.deliveries == 2
+
+
+async def test_a_nak_may_be_delayed(open_queue: Opener):
+    queue = await open_queue()
+    await push(queue, b"a")
+    await (await pull(queue)).nak(delay_s=0.4)
+    assert await queue.pull(timeout_s=0.1) is None
+    assert (await queue.depth()).total == 1
+    assert (await pull(queue)).deliveries == 2
+
+
+async def test_term_removes_a_job(open_queue: Opener):
+    queue = await open_queue(QueueConfig(max_depth=1))
+    await push(queue, b"a")
+    await (await pull(queue)).term()
+    await until_total(queue, 0)
+    await push(queue, b"b")
+
+
+async def test_only_the_first_end_of_a_job_counts(open_queue: Opener):
+    queue = await open_queue()
+    await push(queue, b"a")
+    job = await pull(queue)
+    await job.nak()
+    await job.ack()
+    await job.term()
+    await job.extend()
+    assert (await pull(queue)).deliveries == 2
+
+
+async def test_an_exhausted_job_does_not_eat_the_cap(open_queue: Opener):
+    queue = await open_queue(QueueConfig(max_depth=1, max_deliver=2))
+    await push(queue, b"poison")
+    for delivery in (1, 2):
+        job = await pull(queue)
+        assert job.deliveries == delivery
+        await job.nak()
+    assert await queue.pull(timeout_s=0.2) is None
+    await until_total(queue, 0)
+    await push(queue, b"next")
+    assert (await pull(queue)).payload == b"next"
+
+
+async def test_an_old_job_is_dropped(open_queue: Opener):
+    queue = await open_queue(QueueConfig(max_depth=1, max_age_s=0.3))
+    await push(queue, b"a")
+
+    async def room() -> bool:
+        try:
+            await push(queue, b"b")
+        except QueueFull:
+            return False
+        return True
+
+    await eventually(room)
+
+
+async def test_deleting_a_waiting_job(open_queue: Opener):
+    queue = await open_queue(QueueConfig(max_depth=1))
+    sequence = await push(queue, b"a")
+    assert await queue.delete(sequence)
+    assert not await queue.delete(sequence)
+    assert not await queue.delete(sequence + 1000)
+    assert await queue.pull(timeout_s=0.05) is None
+    assert (await queue.depth()).total == 0
+    await push(queue, b"b")
+
+
+async def test_deleting_a_job_in_flight(open_queue: Opener):
+    queue = await open_queue(QueueConfig(max_depth=1, ack_wait_s=0.3))
+    sequence = await push(queue, b"a")
+    job = await pull(queue)
+    assert await queue.delete(sequence)
+    await push(queue, b"b")
+    await job.ack()
+    assert (await pull(queue)).payload == b"b"
+    await until_total(queue, 1)
+    assert (await pull(queue)).payload == b"b"
+
+
+async def test_stop_pulling_ends_a_waiting_pull_and_keeps_held_jobs(open_queue: Opener):
+    stopping, other = await open_queue(), await open_queue()
+    await push(stopping, b"held")
+    held = await pull(stopping)
+    pulling = asyncio.create_task(stopping.pull(timeout_s=30))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(2):
+        await stopping.stop_pulling()
+        assert await pulling is None
+        assert await stopping.pull(timeout_s=30) is None
+    await push(other, b"next")
+    job = await pull(other)
+    assert (job.payload, job.deliveries) == (b"next", 1)
+    await held.ack()
+    await job.ack()
+    await until_total(other, 0)
+
+
+async def test_leaving_naks_what_was_not_ended(open_queue: Opener):
+    other = await open_queue()
+    leaving = await open_queue()
+    await push(other, b"a")
+    await push(other, b"b")
+    ended, held = await pull(leaving), await pull(leaving)
+    await ended.ack()
+    await leaving.__aexit__(None, None, None)
+    again = await pull(other, 2.0)
+    assert (again.payload, again.deliveries) == (held.payload, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        QueueConfig(max_depth=8),
+        QueueConfig(ack_wait_s=1.5),
+        QueueConfig(max_deliver=9),
+        QueueConfig(max_age_s=60.0),
+    ],
+)
+async def test_two_services_must_agree_on_the_queue(open_queue: Opener, other: QueueConfig):
+    queue = await open_queue()
+    with pytest.raises(StartupError, match="another configuration"):
+        await open_queue(other)
+    await open_queue(QueueConfig(push_timeout_s=9.0))
+    await push(queue, b"a")
+
+
+# JetStream only: the broker dies
+
+
+class Broker(Protocol):
+    url: str
+
+    async def kill(self) -> None: ...
+    async def restart(self) -> None: ...
+
+
+def jetstream(server: Broker, namespace: str, **config: float) -> JetStreamQueue:
+    return JetStreamQueue(
+        server.url,
+        stream=names.prefill_stream(namespace),
+        subject=names.prefill_jobs_subject(namespace),
+        config=QueueConfig(**{"push_timeout_s": 0.5} | config),
+    )
+
+
+async def push_again(queue: PrefillQueue, payload: bytes) -> int:
+    """Pushes until the broker is back."""
+    while True:
+        try:
+            return await push(queue, payload)
+        except (BrokerUnavailable, PushAmbiguous):
+            await asyncio.sleep(0.02)
+
+
+async def test_the_queue_comes_back_after_the_broker_was_killed(
+    nats_server: Broker, namespace: str
+):
+    async with jetstream(nats_server, namespace) as decode:
+        async with jetstream(nats_server, namespace) as prefill:
+            old_sequence = await push(decode, b"lost")
+            held = await pull(prefill)
+            pulling = asyncio.create_task(pull(prefill, 30))
+            await nats_server.kill()
+            with pytest.raises((BrokerUnavailable, PushAmbiguous)):
+                await push(decode, b"never")
+            with pytest.raises(BrokerUnavailable):
+                await held.extend()
+            await nats_server.restart()
+            async with asyncio.timeout(15):
+                new_sequence = await push_again(decode, b"new")
+                job = await pulling
+            assert job.payload == b"new"
+            assert new_sequence > old_sequence
+            for end in (held.extend, held.ack, held.nak):
+                try:
+                    await end()
+                except BrokerUnavailable:
+                    pass
+            assert not await decode.delete(old_sequence)
+            assert (await decode.depth()).total == 1
+            await job.ack()
+            await until_total(decode, 0)
+
+
+async def test_pushes_and_depth_fail_fast_while_the_broker_is_away(
+    nats_server: Broker, namespace: str
+):
+    async with jetstream(nats_server, namespace) as queue:
+        await nats_server.kill()
+        with pytest.raises((BrokerUnavailable, PushAmbiguous)):
+            await push(queue, b"a")
+        async with asyncio.timeout(0.2):
+            with pytest.raises(BrokerUnavailable):
+                await push(queue, b"a")
+            with pytest.raises(BrokerUnavailable):
+                await queue.depth()
+            with pytest.raises(BrokerUnavailable):
+                await queue.delete(1)
+            assert await queue.pull(timeout_s=0.05) is None
+
+
+async def test_a_deleted_stream_is_created_again(nats_server: Broker, namespace: str):
+    async with jetstream(nats_server, namespace) as queue:
+        pulling = asyncio.create_task(pull(queue, 30))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert queue._js is not None
+        await queue._js.delete_stream(names.prefill_stream(namespace))
+        async with asyncio.timeout(10):
+            await push(queue, b"a")
+            assert (await pulling).payload == b"a"
+
+
+async def test_an_unreachable_broker_is_a_startup_error(nats_server: Broker, namespace: str):
+    queue = jetstream(nats_server, namespace)
+    queue._connection._connect_timeout_s = 0.3
+    await nats_server.kill()
+    with pytest.raises(StartupError, match="NATS"):
+        await queue.__aenter__()
