@@ -1,5 +1,6 @@
 """The Frontend: vLLM's OpenAI app over the live decode workers."""
 
+import asyncio
 import random
 import socket
 from collections.abc import Mapping
@@ -52,7 +53,9 @@ class Frontend:
         return {"url": url, "model": self._app.served_model}
 
     async def _open_app(self, host: Host, roster: Roster) -> "OpenAiApp":
-        # vLLM takes seconds to import; a taken port or a dead store is reported before.
+        # vLLM takes seconds to import: a taken port or a dead store is reported
+        # before, and the lease must not starve meanwhile.
+        await asyncio.to_thread(__import__, "dynamo_lite.engine.vllm.openai_app")
         from dynamo_lite.engine.vllm.openai_app import open_app
         from dynamo_lite.engine.vllm.remote_core import RemoteCore
 

@@ -15,7 +15,7 @@ from dynamo_lite.protocol.errors import StartupError
 _BACKLOG = 2048
 
 #: How long the app may take to notice that its clients are gone.
-_HANG_UP_S = 5.0
+_HANG_UP_S = 3.0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -60,9 +60,14 @@ class HttpServer(uvicorn.Server):
         self._ticks: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        """Raises StartupError when the socket cannot listen."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
-        await self.startup(sockets=[self._sock])
+        try:
+            await self.startup(sockets=[self._sock])
+        except OSError as exc:
+            await self.lifespan.shutdown()
+            raise StartupError(f"cannot listen: {exc.strerror}") from exc
         self._ticks = asyncio.create_task(self.main_loop(), name="http-ticks")
 
     async def stop(self, grace_s: float) -> None:

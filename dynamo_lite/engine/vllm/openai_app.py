@@ -6,6 +6,7 @@ engine core. Routes, request validation, templates, tools and error bodies are
 vLLM's.
 """
 
+import asyncio
 import logging
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
@@ -103,16 +104,22 @@ def frontend_config(args: Namespace) -> VllmConfig:
     return config
 
 
-@asynccontextmanager
-async def open_app(flags: Sequence[str], core: RemoteCore) -> AsyncIterator[OpenAiApp]:
-    """The app while the context lasts. Raises ConfigError or StartupError."""
-    args = parse_args(flags)
-    client = RemoteEngineClient(
+def _make_client(args: Namespace, core: RemoteCore) -> RemoteEngineClient:
+    return RemoteEngineClient(
         frontend_config(args),
         core,
         log_stats=not args.disable_log_stats,
         log_requests=args.enable_log_requests,
     )
+
+
+@asynccontextmanager
+async def open_app(flags: Sequence[str], core: RemoteCore) -> AsyncIterator[OpenAiApp]:
+    """The app while the context lasts. Raises ConfigError or StartupError."""
+    args = parse_args(flags)
+    # A model from the hub may have to be fetched first; the loop must go on meanwhile.
+    client = await asyncio.to_thread(_make_client, args, core)
+    client.start()
     try:
         tasks = await client.get_supported_tasks()
         args.middleware = [*args.middleware, f"{__name__}.{RetryAfter.__name__}"]

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class RemoteEngineClient(AsyncLLM):
-    """The engine client of the OpenAI app. Must be made inside the event loop.
+    """The engine client of the OpenAI app.
 
+    It reads the tokenizer when it is made, which may take seconds, and needs no
+    event loop for that; `start` and everything else does.
     log_stats: whether vLLM's request metrics are kept (`/metrics` of the app).
     """
 
@@ -57,6 +59,9 @@ class RemoteEngineClient(AsyncLLM):
         self._profile_session_active = False
         self._frontend_profiler_injected = False
         self.output_handler: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to hand the workers' outputs to the requests."""
         self._run_output_handler()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:

@@ -1,0 +1,193 @@
+"""The Frontend as a component: roster, real token streams and null engines, one process."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components.frontend import Frontend
+from dynamo_lite.components.http import bind
+from dynamo_lite.engine.null import NullEngine
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.generate import GenerateServer
+from dynamo_lite.runtime.host import Host, ProcessSpec
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.stop import StopRequest
+from tests.vllm.front_half import flags, write_model
+
+TEXT = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+class Cluster:
+    """Processes that share this event loop, a store and a broker."""
+
+    def __init__(self, namespace: str):
+        self.spec = ProcessSpec(
+            namespace=namespace,
+            component="Frontend",
+            instance=0,
+            nats_url="",
+            etcd_url="",
+            state_dir="",
+            watch_component="VllmWorker",
+            config={"port": 0, "request_timeout_s": 2.0},
+            inner={"Processor": {"request_timeout_s": 20.0}},
+        )
+        self.store = MemoryStore()
+        self.messaging = MemoryMessaging()
+
+    @asynccontextmanager
+    async def host(self, spec: ProcessSpec) -> AsyncIterator[Host]:
+        async with self.store.lease(10.0) as lease:
+            host = Host(
+                spec,
+                store=self.store,
+                messaging=self.messaging,
+                lease=lease,
+                registry=CollectorRegistry(),
+                report=lambda line: None,
+                stop=StopRequest(),
+            )
+            try:
+                yield host
+            finally:
+                await host.deregister()
+                await host.cancel_tasks()
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[GenerateServer]:
+        async with AsyncExitStack() as stack:
+            host = await stack.enter_async_context(
+                self.host(replace(self.spec, component="VllmWorker"))
+            )
+            engine = await stack.enter_async_context(NullEngine(token_id=70))
+            server = await stack.enter_async_context(GenerateServer(self.messaging, engine))
+
+            async def deliver() -> None:
+                async for deltas in engine.steps():
+                    server.deliver(deltas)
+
+            host.spawn(deliver(), "steps")
+            subject = names.endpoint_subject(
+                self.spec.namespace, "VllmWorker", "generate", host.lease.id
+            )
+            await stack.enter_async_context(server.serve(subject))
+            await host.register("generate", stream=server.stream_address)
+            yield server
+
+    @asynccontextmanager
+    async def frontend(self, model: Path) -> AsyncIterator[tuple[Frontend, str]]:
+        spec = replace(self.spec, engine_args=flags(model))
+        async with self.host(spec) as host:
+            component = Frontend(spec.config, spec)
+            try:
+                facts = await component.start(host)
+                yield component, facts["url"]
+            finally:
+                await component.close()
+
+    async def records(self) -> dict[str, EndpointRecord]:
+        entries = await self.store.get_prefix(names.components_prefix(self.spec.namespace))
+        return {key: decode_json(value, EndpointRecord) for key, value in entries.items()}
+
+
+@pytest.fixture
+def cluster(namespace: str) -> Cluster:
+    return Cluster(namespace)
+
+
+async def answered(http: httpx.AsyncClient, status: int) -> httpx.Response:
+    """The first answer with this status; the roster needs a moment."""
+    async with asyncio.timeout(10):
+        while True:
+            answer = await http.post("/v1/completions", json=TEXT)
+            if answer.status_code == status:
+                return answer
+            await asyncio.sleep(0.01)
+
+
+async def test_from_http_through_a_worker_and_back(cluster: Cluster, model: Path, no_leaked_tasks):
+    async with (
+        cluster.frontend(model) as (component, url),
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        nobody = await http.post("/v1/completions", json=TEXT)
+        assert nobody.status_code == 503 and nobody.headers["retry-after"]
+        assert component.health() == {"ok": True, "workers": 0, "requests": 0}
+        async with cluster.worker():
+            answer = (await answered(http, 200)).json()
+            assert answer["usage"]["completion_tokens"] == 4
+            assert component.health()["workers"] == 1
+            answers = await asyncio.gather(
+                *(http.post("/v1/completions", json=TEXT) for _ in range(20))
+            )
+            assert {a.json()["choices"][0]["text"] for a in answers} == {
+                answer["choices"][0]["text"]
+            }
+        await answered(http, 503)
+        assert component.health() == {"ok": True, "workers": 0, "requests": 0}
+
+
+async def test_requests_move_from_a_draining_worker_to_the_other(cluster: Cluster, model: Path):
+    async with (
+        cluster.worker() as first,
+        cluster.worker() as second,
+        cluster.frontend(model) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        await answered(http, 200)
+        first.refuse_new("draining")
+        answers = [await http.post("/v1/completions", json=TEXT) for _ in range(6)]
+        assert [a.status_code for a in answers] == [200] * 6
+        second.refuse_new("draining")
+        last = await http.post("/v1/completions", json=TEXT)
+        assert last.status_code == 503 and "draining" in last.text
+
+
+async def test_endpoints_are_announced_and_the_processor_answers(cluster: Cluster, model: Path):
+    async with cluster.worker(), cluster.frontend(model) as (_, url):
+        records = await cluster.records()
+        mine = {(r.component, r.endpoint): r for r in records.values()}
+        assert set(mine) == {
+            ("VllmWorker", "generate"),
+            ("Frontend", "http"),
+            ("Processor", "chat/completions"),
+            ("Processor", "completions"),
+        }
+        assert url == f"http://{mine['Frontend', 'http'].transport.stream}"
+        assert mine["Frontend", "http"].lease_id == mine["Processor", "completions"].lease_id
+        subject = mine["Processor", "completions"].transport.nats_tcp
+        reply = await cluster.messaging.request(subject, json.dumps(TEXT).encode(), timeout_s=20)
+        assert json.loads(reply)["usage"]["completion_tokens"] == 4
+        body = json.dumps(TEXT | {"stream": True}).encode()
+        refused = json.loads(await cluster.messaging.request(subject, body, timeout_s=20))
+        assert refused["error"]["param"] == "stream"
+
+
+async def test_a_taken_port_is_reported_before_anything_is_loaded(cluster: Cluster, tmp_path: Path):
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        cluster.spec = replace(cluster.spec, config={"port": taken.getsockname()[1]})
+        with pytest.raises(StartupError, match=r"cannot listen on 127\.0\.0\.1"):
+            async with cluster.frontend(tmp_path / "no-model"):
+                pass
+
+
+async def test_a_missing_model_is_one_clear_error(cluster: Cluster, tmp_path: Path):
+    with pytest.raises(StartupError, match="nowhere"):
+        async with cluster.frontend(tmp_path / "nowhere"):
+            pass
