@@ -86,23 +86,24 @@ def _parser(kind: str) -> argparse.ArgumentParser:
 
 def _judge(parser: argparse.ArgumentParser, key: str, value: Any) -> tuple[str, list[str]]:
     """What is wrong with one key, with the nearest accepted ones; ("", []) if nothing."""
-    known = sorted(
-        {
-            option.removeprefix("--")
-            for action in parser._actions
-            for option in action.option_strings
-            if option.startswith("--") and "_" not in option
-        }
-    )
-    positive = [name for name in known if not (name.startswith("no-") and name[3:] in known)]
-    if key not in positive:
-        return "unknown key", difflib.get_close_matches(key, positive, n=5, cutoff=0.5)
+    flags = {
+        option.removeprefix("--"): action
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--") and "_" not in option
+    }
+    accepted = [name for name in flags if not (name.startswith("no-") and name[3:] in flags)]
+    if key not in accepted:
+        return "unknown key", difflib.get_close_matches(key, accepted, n=5, cutoff=0.6)
+    if flags[key].nargs == 0 and not isinstance(value, bool):
+        return f"expected true or false, got {value!r}", []
     errors = io.StringIO()
     try:
         with redirect_stderr(errors), redirect_stdout(io.StringIO()):
             parser.parse_args(_flag(key, value))
     except SystemExit:
-        said = errors.getvalue().strip().rpartition("error: ")[2].replace("\n", " ")
+        said = errors.getvalue().strip().rpartition("error: ")[2]
+        said = " ".join(said.split()).removeprefix(f"argument --{key}: ")
         return said or "vLLM does not accept this value", []
     except (ValueError, TypeError, argparse.ArgumentError) as exc:
         return str(exc), []
