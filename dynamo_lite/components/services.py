@@ -7,7 +7,7 @@ class is named by its dotted path and imported by the child process alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,7 +22,9 @@ from dynamo_lite.components.config import (
 #: the engine's (AsyncEngineArgs) or those of vLLM's whole OpenAI server.
 FlagKind = Literal["none", "engine", "frontend"]
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+def _nothing() -> Mapping[str, Any]:
+    return MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class Service:
     flags: FlagKind = "none"
     reserved: frozenset[str] = frozenset()
     calls: str = ""
-    defaults: Mapping[str, Any] = _NOTHING
+    defaults: Mapping[str, Any] = field(default_factory=_nothing)
     max_workers: int | None = None
 
     def with_defaults(self, **options: Any) -> "Service":

@@ -1,0 +1,75 @@
+"""Entry point of every child process: `python -m dynamo_lite.serve.child`.
+
+Reads its plan from a file, sets up logging, imports one component and hands
+over to the process host. Reports go to the supervisor as JSON lines on a pipe.
+"""
+
+import argparse
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from dynamo_lite.runtime.component import ProcessSpec
+
+Report = Callable[[dict[str, Any]], None]
+
+
+class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """component: "module:Class". log_level: a name of the logging module."""
+
+    component: str
+    spec: ProcessSpec
+    log_level: str = "INFO"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="dynamo_lite.serve.child")
+    parser.add_argument("--spec", type=Path, required=True)
+    parser.add_argument("--report-fd", type=int, required=True)
+    args = parser.parse_args()
+    # Engine processes must not inherit the pipe.
+    os.set_inheritable(args.report_fd, False)
+    plan = msgspec.json.decode(args.spec.read_bytes(), type=ChildPlan)
+    report = _reporter(args.report_fd)
+    logging.basicConfig(
+        level=plan.log_level,
+        format=f"%(asctime)s %(levelname)s {plan.spec.component}-{plan.spec.instance} "
+        "%(name)s: %(message)s",
+    )
+    try:
+        component = _load(plan.component)(plan.spec.config, plan.spec)
+    except Exception as exc:
+        logging.getLogger(__name__).exception("cannot create %s", plan.component)
+        report({"state": "failed", "error": f"{plan.component}: {exc}"})
+        return 1
+    # Only the child itself needs the clients of NATS and etcd; the supervisor, which
+    # reads this module for ChildPlan, stays free of gRPC.
+    from dynamo_lite.runtime.host import run_process
+
+    return uvloop.run(run_process(plan.spec, component, report))
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _reporter(descriptor: int) -> Report:
+    def report(line: dict[str, Any]) -> None:
+        # A supervisor that is gone has sent its death signal; nobody needs the line.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(descriptor, msgspec.json.encode(line) + b"\n")
+
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The command `dynamo-lite`.
+
+Exit codes: 0 done or drained, 1 could not start or operate, 2 bad input, 130
+forced by a second signal. Heavy modules are imported by the command that needs
+them: `--help` must be quick.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dynamo_lite import __version__
+from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="dynamo-lite",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Queue-driven conditional disaggregation for LLM serving on stock vLLM.",
+)
+
+StateDir = Annotated[Path, typer.Option(help="Logs, run.json, data of embedded servers.")]
+Namespace = Annotated[str | None, typer.Option(help="Prefix of etcd keys and NATS subjects.")]
+EtcdUrl = Annotated[str | None, typer.Option(help="http://HOST:PORT[,HOST:PORT...]")]
+NatsUrl = Annotated[str | None, typer.Option(help="nats://HOST:PORT[,nats://...]")]
+
+_DEFAULT_STATE_DIR = Path(".dynamo-lite")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dynamo-lite {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    graph: Annotated[str, typer.Argument(help="MODULE:NAME, e.g. graphs.disagg:Frontend")],
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="YAML configuration.")] = None,
+    service_name: Annotated[str | None, typer.Option(help="Start this service alone.")] = None,
+    nats_url: NatsUrl = None,
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = _DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved graph; start nothing.")] = False,
+    verbose: Annotated[bool, typer.Option(help="Debug lines in the logs.")] = False,
+) -> None:
+    """Start a graph of services, and keep it running until Ctrl-C.
+
+    Single values of the file are overridden by --Service.key=value, for example
+    --Frontend.port=8080 or --VllmWorker.ServiceArgs.workers=2. Without URLs an
+    embedded nats-server and etcd are started.
+    """
+    from dynamo_lite.serve.command import ServeRequest, run
+    from dynamo_lite.serve.config import resolve
+    from dynamo_lite.serve.document import read_document
+    from dynamo_lite.serve.graphs import load_graph
+    from dynamo_lite.serve.preflight import check_url_syntax, check_vllm_arguments
+
+    check_url_syntax(nats_url, etcd_url)
+    value = load_graph(graph)
+    document = read_document(file, context.args)
+    config = resolve(value, document, namespace=namespace, only=service_name)
+    check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
+    if dry_run:
+        print(_as_yaml(graph, config), end="")
+        return
+    request = ServeRequest(
+        graph_name=graph,
+        graph=value,
+        config=config,
+        state_dir=state_dir,
+        nats_url=nats_url,
+        etcd_url=etcd_url,
+        only=service_name,
+        log_level="DEBUG" if verbose else "INFO",
+    )
+    raise typer.Exit(run(request))
+
+
+@app.command()
+def ps(
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = _DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the live members of a graph."""
+    import asyncio
+
+    from dynamo_lite.serve.listing import as_rows, as_table, find_place, members
+
+    rows = as_rows(asyncio.run(members(find_place(state_dir, etcd_url, namespace))))
+    print(json.dumps(rows, indent=2) if as_json else as_table(rows))
+
+
+def _as_yaml(graph: str, config: Any) -> str:
+    import yaml
+
+    from dynamo_lite.serve.config import describe
+
+    return yaml.safe_dump(
+        {"graph": graph, **describe(config)}, sort_keys=False, default_flow_style=False
+    )
+
+
+def main() -> None:
+    """Entry point: turns every deliberate error into lines and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except ConfigError as exc:
+        for mistake in exc.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except DynamoLiteError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

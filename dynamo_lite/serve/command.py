@@ -1,0 +1,180 @@
+"""`dynamo-lite serve` from a resolved configuration to an exit code."""
+
+import asyncio
+import os
+import shutil
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dynamo_lite.components.services import Graph
+from dynamo_lite.engine.vllm.args import engine_flags
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.runtime.address import redact
+from dynamo_lite.runtime.component import ProcessSpec
+from dynamo_lite.serve import preflight
+from dynamo_lite.serve.child import ChildPlan
+from dynamo_lite.serve.child_process import Launch
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
+from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+from dynamo_lite.serve.progress import Progress
+from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run, write_private
+from dynamo_lite.serve.supervisor import EXIT_DRAINED, Server, StopSignals, Supervisor
+
+_MAX_LONE_SERVICES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest:
+    """only: the one service to start here, or None for the whole graph.
+
+    nats_url, etcd_url: None for embedded servers (or those of the running graph
+    when `only` is given).
+    """
+
+    graph_name: str
+    graph: Graph
+    config: GraphConfig
+    state_dir: Path
+    nats_url: str | None = None
+    etcd_url: str | None = None
+    only: str | None = None
+    log_level: str = "INFO"
+
+
+async def serve(request: ServeRequest) -> int:
+    """Runs until stopped. Raises ConfigError and StartupError, leaving nothing behind."""
+    signals = StopSignals()
+    progress = Progress()
+    started = _services_here(request)
+    for service in started:
+        preflight.check_port(service)
+        if service.service.flags != "none":
+            preflight.check_model(service)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(signals.installed())
+        directory = _lock_directory(request, stack)
+        nats_url, etcd_url, servers = await _connect(request, stack, progress)
+        if signals.stop.is_set():
+            return EXIT_DRAINED
+        run = RunFile(
+            directory / "run.json",
+            RunState(
+                pid=os.getpid(),
+                started_at=time.time(),
+                graph=request.graph_name,
+                namespace=request.config.shared.namespace,
+                nats=nats_url,
+                etcd=etcd_url,
+            ),
+        )
+        stack.callback(run.remove)
+        tiers = [_launches(request, s, directory, nats_url, etcd_url) for s in started]
+        supervisor = Supervisor(
+            tiers, servers, run, signals, progress, grace_s=request.config.shared.grace_s
+        )
+        return await supervisor.run()
+
+
+def _services_here(request: ServeRequest) -> list[ServiceConfig]:
+    """The services with processes of their own that this command starts, in drain order."""
+    outer = [c for c in request.config.services if c.service.component]
+    if request.only is None:
+        return outer
+    return [c for c in outer if c.service.name == request.only]
+
+
+def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
+    """Locks the state directory, or one of its own for a lone service."""
+    if request.only is None:
+        if stack.enter_context(lock(request.state_dir)):
+            return request.state_dir
+        holder = read_run(request.state_dir)
+        who = f" (pid {holder.pid}, {holder.http or holder.graph})" if holder else ""
+        message = f"a graph runs on state directory {request.state_dir}{who}"
+        raise StartupError(f"{message}; stop it or use --state-dir")
+    for number in range(_MAX_LONE_SERVICES):
+        directory = request.state_dir / "lone" / f"{request.only}-{number}"
+        if stack.enter_context(lock(directory)):
+            return directory
+    raise StartupError(f"too many lone services in {request.state_dir}")
+
+
+async def _connect(
+    request: ServeRequest, stack: AsyncExitStack, progress: Progress
+) -> tuple[str, str, list[Server]]:
+    """URLs of NATS and etcd, and the servers that were started for them."""
+    nats_url, etcd_url = request.nats_url, request.etcd_url
+    if request.only is not None and (nats_url is None or etcd_url is None):
+        running = read_run(request.state_dir)
+        if running is None:
+            message = "--service-name needs --nats-url and --etcd-url"
+            raise ConfigError([f"{message}: no graph runs on {request.state_dir}"])
+        nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
+    servers: list[Server] = []
+    if nats_url is not None:
+        await preflight.check_reachable("NATS", nats_url, 4222)
+    if etcd_url is not None:
+        await preflight.check_reachable("etcd", etcd_url, 2379)
+    if nats_url is None:
+        nats = await stack.enter_async_context(EmbeddedNats(_fresh(request.state_dir / "nats")))
+        nats_url = nats.url
+        servers.append(nats)
+    if etcd_url is None:
+        etcd = await stack.enter_async_context(EmbeddedEtcd(_fresh(request.state_dir / "etcd")))
+        etcd_url = etcd.url
+        servers.append(etcd)
+    progress.line("serve", f"NATS {redact(nats_url)}, etcd {redact(etcd_url)}")
+    return nats_url, etcd_url, servers
+
+
+def _fresh(directory: Path) -> Path:
+    """What an embedded server stored belongs to the run that is over."""
+    shutil.rmtree(directory, ignore_errors=True)
+    return directory
+
+
+def _launches(
+    request: ServeRequest, config: ServiceConfig, directory: Path, nats_url: str, etcd_url: str
+) -> list[Launch]:
+    service, shared = config.service, request.config.shared
+    inner = {s.name: request.config.get(s.name) for s in request.graph.inner(service)}
+    launches: list[Launch] = []
+    for folder in ("logs", "plans"):
+        (directory / folder).mkdir(parents=True, exist_ok=True)
+    for instance, env in enumerate(config.env):
+        spec = ProcessSpec(
+            namespace=shared.namespace,
+            component=service.name,
+            instance=instance,
+            nats_url=nats_url,
+            etcd_url=etcd_url,
+            state_dir=str(directory.resolve()),
+            bind_host=shared.bind_host,
+            lease_ttl_s=shared.lease_ttl_s,
+            grace_s=shared.grace_s,
+            config=config.options,
+            engine_args=engine_flags(config.flags),
+            inner={name: c.options for name, c in inner.items() if c is not None},
+            watch_component=service.calls,
+        )
+        plan = ChildPlan(component=service.component, spec=spec, log_level=request.log_level)
+        name = f"{service.name}-{instance}"
+        launch = Launch(
+            service=service.name,
+            instance=instance,
+            plan_path=directory / "plans" / f"{name}.json",
+            log_path=directory / "logs" / f"{name}.log",
+            env=child_environment(env),
+        )
+        write_private(launch.plan_path, msgspec.json.encode(plan))
+        launch.log_path.write_bytes(b"")
+        launches.append(launch)
+    return launches
+
+
+def run(request: ServeRequest) -> int:
+    return asyncio.run(serve(request))

@@ -1,0 +1,240 @@
+"""From the user's document and a graph to the configuration of every process.
+
+Every mistake is collected and reported at once, with its origin. This module is
+also the only reader of the process environment.
+
+A section holds a service's own options (its dataclass) and, for services that
+run vLLM, vLLM's own arguments. `common-configs: [key, ...]` takes keys from the
+section `Common`; a key of the service itself wins over a common one.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dynamo_lite.components.services import Graph, Service
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.serve.document import Document
+from dynamo_lite.serve.fields import field_keys, fill, kebab, unknown_key
+from dynamo_lite.serve.options import GraphOptions, ServiceArgs
+
+#: Sections and keys with a meaning of their own.
+_SHARED_SECTIONS = ("Graph", "Common")
+_SERVICE_KEYS = ("ServiceArgs", "common-configs")
+
+#: Own options or vLLM arguments that must be the same wherever they occur.
+_MUST_AGREE = ("queue", "model")
+
+#: Set for every child unless the user's environment or YAML says otherwise.
+_CHILD_DEFAULTS = {"GRPC_ENABLE_FORK_SUPPORT": "0", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """One service, resolved.
+
+    options: its own, snake_case, defaults filled in. flags: vLLM's, kebab-case.
+    env: one mapping per worker.
+    """
+
+    service: Service
+    workers: int
+    env: tuple[Mapping[str, str], ...]
+    options: dict[str, Any]
+    flags: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """A graph, resolved: its shared options and its services in drain order."""
+
+    shared: GraphOptions
+    services: tuple[ServiceConfig, ...]
+
+    def get(self, name: str) -> ServiceConfig | None:
+        return next((c for c in self.services if c.service.name == name), None)
+
+
+def resolve(
+    graph: Graph, document: Document, *, namespace: str | None = None, only: str | None = None
+) -> GraphConfig:
+    """Raises ConfigError with every mistake found without asking vLLM.
+
+    only: a service that shall be started alone; it must have a process of its own.
+    """
+    _check_sections(graph, document)
+    startable = [service.name for service in graph.services if service.component]
+    if only is not None and only not in startable:
+        accepted = ", ".join(startable)
+        document.mistakes.append(f"--service-name {only}: unknown service; accepted: {accepted}")
+    shared = _shared_options(document, namespace)
+    common = _mapping(document, "Common", document.tree.get("Common"))
+    used: set[str] = set()
+    services = tuple(_resolve_service(s, document, common, used) for s in graph.services)
+    for key in common:
+        if key not in used:
+            document.complain(("Common", str(key)), "no service lists it in its common-configs")
+    _check_agreement(document, services)
+    if document.mistakes:
+        raise ConfigError(document.mistakes)
+    return GraphConfig(shared=shared, services=services)
+
+
+def describe(config: GraphConfig) -> dict[str, Any]:
+    """The resolved configuration as the YAML file would have it."""
+    described: dict[str, Any] = {"Graph": _kebab_keys(asdict(config.shared))}
+    for c in config.services:
+        described[c.service.name] = {**_kebab_keys(c.options), **c.flags}
+        if c.service.inside:
+            described[c.service.name]["runs-inside"] = c.service.inside
+        else:
+            described[c.service.name]["ServiceArgs"] = {
+                "workers": c.workers,
+                "env": [dict(env) for env in c.env],
+            }
+    return described
+
+
+def child_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child process: ours, our defaults, then the service's own."""
+    return {**_CHILD_DEFAULTS, **os.environ, **own}
+
+
+def _check_sections(graph: Graph, document: Document) -> None:
+    accepted = [*_SHARED_SECTIONS, *(service.name for service in graph.services)]
+    for section in document.tree:
+        if section not in accepted:
+            message = unknown_key(str(section), accepted).replace("key", "section", 1)
+            document.complain((str(section),), message)
+
+
+def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
+    given = _mapping(document, "Graph", document.tree.get("Graph"))
+    if namespace is not None:
+        given = {**given, "namespace": namespace}
+        document.origins["Graph", "namespace"] = "--namespace"
+    filled = fill(document, ("Graph",), GraphOptions, given)
+    options = GraphOptions(**filled)
+    if not names.is_namespace(options.namespace):
+        message = "a namespace has lower-case letters, digits and dashes, at most 63"
+        document.complain(("Graph", "namespace"), f"{message}; got {options.namespace!r}")
+    return options
+
+
+def _resolve_service(
+    service: Service, document: Document, common: dict[str, Any], used: set[str]
+) -> ServiceConfig:
+    section = _mapping(document, service.name, document.tree.get(service.name))
+    content = {
+        **_from_common(service, document, section, common, used),
+        **{key: value for key, value in section.items() if key not in _SERVICE_KEYS},
+    }
+    own = set(field_keys(service.config))
+    if service.flags == "none":
+        options, flags = content, {}
+        _reject_foreign(service, document, options)
+    else:
+        options = {key: value for key, value in content.items() if key in own}
+        flags = {key: value for key, value in content.items() if key not in own}
+        _check_flags(service, document, flags)
+    known = {key: value for key, value in options.items() if key in own}
+    filled = fill(document, (service.name,), service.config, known, service.defaults)
+    workers, env = _service_args(service, document, section)
+    return ServiceConfig(service=service, workers=workers, env=env, options=filled, flags=flags)
+
+
+def _from_common(
+    service: Service,
+    document: Document,
+    section: dict[str, Any],
+    common: dict[str, Any],
+    used: set[str],
+) -> dict[str, Any]:
+    listed = section.get("common-configs", [])
+    where = (service.name, "common-configs")
+    if not isinstance(listed, list):
+        document.complain(where, f"expected a list of keys of Common, got {listed!r}")
+        return {}
+    taken: dict[str, Any] = {}
+    for key in listed:
+        if isinstance(key, str) and key in common:
+            taken[key] = common[key]
+            used.add(key)
+            document.origins.setdefault((service.name, key), document.where(("Common", key)))
+        else:
+            document.complain(where, f"{key}: {unknown_key(str(key), common)}")
+    return taken
+
+
+def _reject_foreign(service: Service, document: Document, options: dict[str, Any]) -> None:
+    """Complains about keys of a service that takes nothing but its own options."""
+    own = field_keys(service.config)
+    for key in options:
+        if key not in own:
+            document.complain((service.name, str(key)), unknown_key(str(key), _accepted(service)))
+
+
+def _check_flags(service: Service, document: Document, flags: dict[str, Any]) -> None:
+    """What can be said about vLLM's arguments without vLLM."""
+    for key in flags:
+        where = (service.name, str(key))
+        if key in service.reserved:
+            document.complain(where, "set by dynamo-lite itself; remove it")
+        elif str(key) != kebab(str(key)):
+            document.complain(where, f"keys are written in kebab-case: {kebab(str(key))}")
+    if not isinstance(flags.get("model"), str):
+        document.complain((service.name, "model"), "expected a path or a name of a model")
+
+
+def _service_args(
+    service: Service, document: Document, section: dict[str, Any]
+) -> tuple[int, tuple[dict[str, str], ...]]:
+    path = (service.name, "ServiceArgs")
+    given = _mapping(document, ".".join(path), section.get("ServiceArgs"))
+    if service.inside and given:
+        document.complain(path, f"{service.name} runs inside {service.inside}: set it there")
+    args = ServiceArgs(**fill(document, path, ServiceArgs, given))
+    if service.max_workers is not None and args.workers > service.max_workers:
+        message = f"at most {service.max_workers}, got {args.workers}"
+        document.complain((*path, "workers"), message)
+    for name, value in args.env.items():
+        if isinstance(value, list) and len(value) != args.workers:
+            message = f"a list has one value per worker ({args.workers}), got {len(value)}"
+            document.complain((*path, "env", name), message)
+            return 0, ()
+    each = (
+        {k: str(v[i] if isinstance(v, list) else v) for k, v in args.env.items()}
+        for i in range(args.workers)
+    )
+    return (0, ()) if service.inside else (args.workers, tuple(each))
+
+
+def _check_agreement(document: Document, services: tuple[ServiceConfig, ...]) -> None:
+    for key in _MUST_AGREE:
+        values = {
+            c.service.name: c.flags.get(key, c.options.get(key))
+            for c in services
+            if key in c.flags or key in c.options
+        }
+        if len({repr(value) for value in values.values()}) > 1:
+            said = "; ".join(f"{name} has {value!r}" for name, value in values.items())
+            document.complain((next(iter(values)), key), f"must be the same everywhere: {said}")
+
+
+def _kebab_keys(options: Any) -> Any:
+    if isinstance(options, dict):
+        return {kebab(str(key)): _kebab_keys(value) for key, value in options.items()}
+    return options
+
+
+def _mapping(document: Document, name: str, value: Any) -> dict[str, Any]:
+    if value is None or isinstance(value, dict):
+        return value or {}
+    document.complain(tuple(name.split(".")), f"expected keys and values, got {value!r}")
+    return {}
+
+
+def _accepted(service: Service) -> list[str]:
+    return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]

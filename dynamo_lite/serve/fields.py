@@ -1,0 +1,81 @@
+"""Checks the kebab-case keys of a section against the dataclass that they fill.
+
+Every mistake is reported, with the accepted keys and the nearest one.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from dynamo_lite.serve.document import Document, KeyPath
+
+
+def kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def field_keys(kind: type) -> list[str]:
+    """The YAML keys of a dataclass."""
+    return [kebab(field.name) for field in dataclasses.fields(kind)]
+
+
+def unknown_key(key: str, accepted: Iterable[str]) -> str:
+    """A sentence that says which keys would have been accepted."""
+    names = list(accepted)
+    near = difflib.get_close_matches(kebab(key), names, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"unknown key; {hint}accepted: {', '.join(names) or 'none'}"
+
+
+def fill(
+    document: Document,
+    path: KeyPath,
+    kind: type,
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The options of `kind` in snake_case with every default filled in.
+
+    `given` has kebab-case keys. Mistakes go to `document`; then the result is
+    what could be made of the rest and must not be used.
+    """
+    names = _snake(document, path, kind, given)
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    try:
+        # Strict JSON mode: no "5" for 5, no 1 for true, yet 5 for 5.0.
+        value = adapter.validate_json(
+            json.dumps({**(defaults or {}), **names}, default=str), strict=True
+        )
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False):
+            where = (*path, *(kebab(str(step)) for step in error["loc"]))
+            got = json.dumps(error["input"], default=str)
+            document.complain(where, f"{_lower(error['msg'])}, got {got}")
+        return {}
+    return dataclasses.asdict(value)
+
+
+def _snake(
+    document: Document, path: KeyPath, kind: type, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`given` with field names for keys, nested dataclasses included."""
+    accepted = {kebab(field.name): field.name for field in dataclasses.fields(kind)}
+    hints = get_type_hints(kind)
+    result: dict[str, Any] = {}
+    for key, value in given.items():
+        name = accepted.get(str(key))
+        if name is None:
+            document.complain((*path, str(key)), unknown_key(str(key), accepted))
+        elif isinstance(value, dict) and dataclasses.is_dataclass(hints[name]):
+            result[name] = _snake(document, (*path, str(key)), hints[name], value)
+        else:
+            result[name] = value
+    return result
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]

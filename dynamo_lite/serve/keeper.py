@@ -1,0 +1,146 @@
+"""Keeps one instance of a service running: restarts what crashed, not what left."""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from dynamo_lite.policy.backoff import Backoff
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.serve.child_process import ChildProcess, Launch
+from dynamo_lite.serve.progress import Progress
+from dynamo_lite.serve.run_state import ProcessState
+
+_LOG_TAIL_LINES = 12
+
+
+class Keeper:
+    """One instance: a loop of spawn, watch, and perhaps wait and spawn again.
+
+    state: its line in run.json; `on_change` is called after each change.
+    ready: set at its first readiness. done: set when it will not run any more.
+    facts: what the component said when it became ready ({"url": ...}).
+    """
+
+    def __init__(
+        self, launch: Launch, backoff: Backoff, progress: Progress, on_change: Callable[[], None]
+    ):
+        self.launch = launch
+        self.state = ProcessState(
+            service=launch.service, instance=launch.instance, log=str(launch.log_path)
+        )
+        self.facts: dict[str, Any] = {}
+        self.ready = asyncio.Event()
+        self.done = asyncio.Event()
+        self._backoff = backoff
+        self._progress = progress
+        self._on_change = on_change
+        self._stopping = asyncio.Event()
+        self._child: ChildProcess | None = None
+        self._error = ""
+
+    def __repr__(self) -> str:
+        return f"Keeper({self.launch.name}, {self.state.state}, pid={self.state.pid})"
+
+    async def keep(self) -> None:
+        """Runs until the instance left in order or `stop` was called.
+
+        Raises StartupError when it ends before it was ever ready.
+        """
+        failures = 0
+        try:
+            while not self._stopping.is_set():
+                began = time.monotonic()
+                code = await self._run_once()
+                if self._stopping.is_set():
+                    return
+                if not self.ready.is_set():
+                    raise StartupError(self._start_failure(code))
+                if code == 0:
+                    self._progress.line(self.launch.name, "left the graph (exit 0)")
+                    return
+                restart = self._backoff.after_exit(failures, time.monotonic() - began)
+                failures = restart.failures
+                await self._pause(code, restart.delay_s)
+        finally:
+            self._change("stopped")
+            self.done.set()
+
+    def stop(self) -> None:
+        """Asks it to drain and not to come back. Idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        if self._child is not None:
+            self._child.terminate()
+
+    def kill(self) -> None:
+        """Ends it and its whole process group at once."""
+        self._stopping.set()
+        if self._child is not None:
+            self._child.kill()
+
+    async def _run_once(self) -> int:
+        self._error = ""
+        async with ChildProcess(self.launch) as child:
+            self._child = child
+            self.state.pid = child.pid
+            self._change("starting")
+            try:
+                if self._stopping.is_set():
+                    child.terminate()
+                return await child.run(self._take)
+            finally:
+                self._child = None
+
+    async def _pause(self, code: int, delay_s: float) -> None:
+        self.state.restarts += 1
+        self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
+        self._change("backoff")
+        why = f": {self._error}" if self._error else ""
+        self._progress.line(
+            self.launch.name, f"ended ({_exit_text(code)}){why}; again in {delay_s:g} s"
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._stopping.wait()
+
+    def _take(self, report: dict[str, Any]) -> None:
+        match report.get("state"):
+            case "starting":
+                self._progress.line(self.launch.name, str(report.get("detail", "")))
+            case "ready":
+                self.state.lease = str(report.get("lease", ""))
+                self.state.status_url = str(report.get("status_url", ""))
+                self.facts = report
+                self._change("ready")
+                self._progress.line(self.launch.name, "ready")
+                self.ready.set()
+            case "draining":
+                self._change("draining")
+                self._progress.line(self.launch.name, f"draining: {report.get('reason', '')}")
+            case "failed":
+                self._error = str(report.get("error", ""))
+
+    def _change(self, state: str) -> None:
+        if self.state.state != state:
+            self.state.state = state
+            self._on_change()
+
+    def _start_failure(self, code: int) -> str:
+        said = self._error or f"ended before it was ready ({_exit_text(code)})"
+        return f"{self.launch.name}: {said}\n{self._log_tail()}"
+
+    def _log_tail(self) -> str:
+        try:
+            with self.launch.log_path.open(encoding="utf-8", errors="replace") as log:
+                lines = deque(log, maxlen=_LOG_TAIL_LINES)
+        except OSError:
+            lines = []
+        return f"{self.launch.log_path} ends:\n" + "".join(f"  {line}" for line in lines)
+
+
+def _exit_text(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit {code}"

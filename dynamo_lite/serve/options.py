@@ -1,0 +1,38 @@
+"""Sections of the YAML file that are no service's own: `Graph` and `ServiceArgs`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import annotated_types as at
+
+Positive = Annotated[float, at.Gt(0)]
+
+Scalar = str | int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions:
+    """Section `Graph`: what all processes of a graph share.
+
+    namespace: prefix of every etcd key and NATS subject. bind_host: where status
+    servers and token streams listen; an address that other nodes can reach when
+    services run on several. lease_ttl_s: a dead process disappears from etcd
+    after this long. grace_s: longest drain of one process.
+    """
+
+    namespace: str = "dynamo"
+    bind_host: str = "127.0.0.1"
+    lease_ttl_s: Annotated[float, at.Ge(2)] = 10.0
+    grace_s: Positive = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceArgs:
+    """Section `Service.ServiceArgs`: how its processes are started.
+
+    workers: how many. env: environment variables; a list gives each worker its
+    own value, e.g. `CUDA_VISIBLE_DEVICES: [0, 1]` for two workers.
+    """
+
+    workers: Annotated[int, at.Ge(0)] = 1
+    env: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)

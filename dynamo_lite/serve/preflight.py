@@ -1,0 +1,150 @@
+"""What can be checked before any process starts: ports, servers, models.
+
+Each failure is one clear StartupError; nothing has to be undone.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dynamo_lite.engine.vllm.args import vllm_version
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.runtime.address import parse_etcd_url, redact
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
+from dynamo_lite.serve.document import Document
+from dynamo_lite.serve.processes import can_listen
+from dynamo_lite.serve.run_state import write_private
+
+_REACH_TIMEOUT_S = 3.0
+_VLLM_TIMEOUT_S = 180.0
+_VERDICTS_KEPT = 16
+
+
+def check_port(service: ServiceConfig) -> None:
+    """Raises StartupError when the service's HTTP port cannot be listened on."""
+    host, port = service.options.get("host"), service.options.get("port")
+    if not isinstance(host, str) or not isinstance(port, int) or service.workers == 0:
+        return
+    try:
+        free = can_listen(host, port)
+    except OSError as exc:
+        raise StartupError(f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+    if not free:
+        name = service.service.name
+        raise StartupError(f"port {port} on {host} is taken; choose another: --{name}.port=PORT")
+
+
+def check_model(service: ServiceConfig) -> None:
+    """Raises StartupError when `model` is a path and no model lies there."""
+    model = service.flags.get("model", "")
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith((".", "/", "~"))
+    if looks_like_path and not (path / "config.json").is_file():
+        hint = "; `make setup` makes the tiny model" if path.name == "tiny" else ""
+        raise StartupError(f"{service.service.name}.model: no model at {path}{hint}")
+
+
+def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
+    """Raises ConfigError."""
+    mistakes: list[str] = []
+    for url in nats_url.split(",") if nats_url else ():
+        try:
+            parts = urlsplit(url.strip())
+            good = parts.scheme in ("nats", "tls") and bool(parts.hostname)
+            _ = parts.port
+        except ValueError:
+            good = False
+        if not good:
+            mistakes.append(f"--nats-url {redact(url)}: expected nats://HOST:PORT")
+    if etcd_url:
+        try:
+            parse_etcd_url(etcd_url)
+        except ConfigError as exc:
+            mistakes += exc.mistakes
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+async def check_reachable(what: str, urls: str, default_port: int) -> None:
+    """Raises StartupError unless one of the comma-separated servers accepts a connection."""
+    problems: list[str] = []
+    for url in urls.split(","):
+        parts = urlsplit(url.strip())
+        try:
+            async with asyncio.timeout(_REACH_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(
+                    parts.hostname, parts.port or default_port
+                )
+        except TimeoutError:
+            problems.append(f"no answer within {_REACH_TIMEOUT_S:g} s")
+        except OSError as exc:
+            problems.append(exc.strerror or str(exc))
+        else:
+            writer.close()
+            return
+    raise StartupError(f"{what} at {redact(urls)} is unreachable: {'; '.join(problems)}")
+
+
+def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -> None:
+    """Lets vLLM's own parsers judge all arguments that are theirs.
+
+    Importing them takes seconds, so verdicts are remembered in the file `cache`.
+    Raises ConfigError with every mistake, StartupError without vLLM.
+    """
+    sections = {
+        c.service.name: {"kind": c.service.flags, "args": c.flags}
+        for c in config.services
+        if c.service.flags != "none"
+    }
+    if not sections:
+        return
+    version = vllm_version()
+    if not version:
+        raise StartupError("vLLM is not installed; run `make setup`")
+    question = json.dumps(sections, sort_keys=True, default=str)
+    key = sha256(f"{version}\n{question}".encode()).hexdigest()
+    verdicts = _read_verdicts(cache)
+    if key not in verdicts:
+        verdicts[key] = _ask_vllm(question)
+        kept = dict(list(verdicts.items())[-_VERDICTS_KEPT:])
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_private(cache, msgspec.json.encode(kept))
+    for mistake in verdicts[key]:
+        near = mistake["accepted"]
+        hint = f"; nearest accepted keys: {', '.join(near)}" if near else ""
+        document.complain((mistake["section"], mistake["key"]), mistake["message"] + hint)
+    if document.mistakes:
+        raise ConfigError(document.mistakes)
+
+
+def _read_verdicts(cache: Path) -> dict[str, list[dict[str, Any]]]:
+    try:
+        return msgspec.json.decode(cache.read_bytes(), type=dict[str, list[dict[str, Any]]])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _ask_vllm(question: str) -> list[dict[str, Any]]:
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", "dynamo_lite.engine.vllm.args"],
+            input=question,
+            capture_output=True,
+            text=True,
+            timeout=_VLLM_TIMEOUT_S,
+            check=True,
+            env=child_environment({}),
+        )
+        return json.loads(answer.stdout)["mistakes"]
+    except subprocess.CalledProcessError as exc:
+        last = exc.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise StartupError(f"vLLM's argument parser failed: {last[0]}") from exc
+    except (subprocess.TimeoutExpired, ValueError, KeyError) as exc:
+        raise StartupError(f"vLLM's argument parser gave no verdict: {exc}") from exc

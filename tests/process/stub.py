@@ -1,0 +1,66 @@
+"""A graph of tiny components: real process host, real servers, no engine."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_lite.components.services import Service
+from dynamo_lite.protocol.errors import StartupError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StubConfig:
+    """fail: "start" to be refused, "crash" to die at the start by a signal.
+
+    grandchild: also run a process in the same group that ignores SIGTERM.
+    drain_s: how long the drain waits for `release` (a file name) to appear.
+    """
+
+    fail: str = ""
+    grandchild: bool = False
+    release: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+class StubComponent:
+    def __init__(self, config: dict[str, Any], spec: Any):
+        self._config = config
+        self._spec = spec
+        self._child: subprocess.Popen[bytes] | None = None
+
+    async def start(self, host: Any) -> dict[str, Any]:
+        if self._config["fail"] == "start":
+            print("the last line of the log", flush=True)
+            raise StartupError("told to fail")
+        if self._config["fail"] == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._config["grandchild"]:
+            self._child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait; wait"])
+        host.progress("stubbing")
+        await host.register("generate")
+        return {"url": "http://127.0.0.1:1", "model": "stub"} if self._spec.watch_component else {}
+
+    async def drain(self, grace_s: float) -> None:
+        release = self._config["release"]
+        if release:
+            print(f"drain began pid={os.getpid()}", flush=True)
+            while not os.path.exists(release):
+                await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        print(f"closed {self._spec.component}", flush=True)
+
+    def health(self) -> dict[str, Any]:
+        return {"ok": True}
+
+
+def _service(name: str, *, calls: str = "") -> Service:
+    component = "tests.process.stub:StubComponent"
+    return Service(name=name, config=StubConfig, component=component, calls=calls)
+
+
+Front = _service("Front", calls="Back").link(_service("Back"))
