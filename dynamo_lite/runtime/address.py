@@ -10,17 +10,15 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from dynamo_lite.protocol.errors import ConfigError
 
-_CREDENTIALS = re.compile(r"//[^/@\s]*@|^[^/@\s]*@")
+#: Up to the last @ of a URL: passwords in the wild hold @, / and commas, unescaped.
+_CREDENTIALS = re.compile(r"([a-z+]+://)?(?:(?!,[a-z+]+://)\S)*@")
 _ETCD_PORT = 2379
 _IPV4 = re.compile(r"\d{1,3}(\.\d{1,3}){3}")
 
 
-def redact(url: str) -> str:
-    """`url` (or several, comma-separated) without user names, passwords and tokens."""
-    return ",".join(
-        _CREDENTIALS.sub(lambda hit: "//" if hit[0].startswith("//") else "", part)
-        for part in url.split(",")
-    )
+def redact(text: str) -> str:
+    """`text`, a URL or a sentence with URLs, without user names, passwords and tokens."""
+    return _CREDENTIALS.sub(lambda hit: hit[1] or "", text)
 
 
 @dataclass(frozen=True)

@@ -2,73 +2,14 @@
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Self
 
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
+from dynamo_lite.runtime.memory_lease import MemoryLease
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot, WatchEvent
-
-_REFRESHES_PER_TTL = 3
-_lease_ids = itertools.count(0x1A2B3C01)
-
-
-class MemoryLease:
-    """A lease of a `MemoryStore`."""
-
-    def __init__(self, store: "MemoryStore", ttl_s: float):
-        self._store = store
-        self._id = next(_lease_ids)
-        self._ttl_s = ttl_s
-        self._deadline = store.clock() + ttl_s
-        self._loss: LeaseLoss | None = None
-        self._lost = asyncio.Event()
-
-    @property
-    def id(self) -> int:
-        return self._id
-
-    @property
-    def ttl_s(self) -> float:
-        return self._ttl_s
-
-    @property
-    def loss(self) -> LeaseLoss | None:
-        if self._loss is None and self._store.clock() >= self._deadline:
-            self._store.end_lease(self, LeaseLoss.EXPIRED)
-        return self._loss
-
-    def remaining_s(self) -> float:
-        return 0.0 if self._loss else max(0.0, self._deadline - self._store.clock())
-
-    async def lost(self) -> LeaseLoss:
-        await self._lost.wait()
-        assert self._loss is not None
-        return self._loss
-
-    async def verify(self) -> LeaseLoss | None:
-        self.refresh()
-        return self.loss
-
-    def refresh(self) -> None:
-        """Starts the time-to-live anew, if the store is there and the lease is not lost."""
-        if self.loss is None and self._store.available:
-            self._deadline = self._store.clock() + self._ttl_s
-
-    def end(self, loss: LeaseLoss) -> None:
-        if self._loss is None:
-            self._loss = loss
-            self._lost.set()
-
-    async def keep_alive(self) -> None:
-        while self.loss is None:
-            self.refresh()
-            pause_s = min(self._ttl_s / _REFRESHES_PER_TTL, max(self.remaining_s(), 0.001))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._lost.wait()
 
 
 class MemoryWatch(AsyncIterator[WatchEvent]):
@@ -107,7 +48,7 @@ class MemoryStore:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic):
-        self.clock = clock
+        self.now = clock
         self._available = True
         self._entries: dict[str, _Entry] = {}
         self._leases: dict[int, MemoryLease] = {}

@@ -255,7 +255,7 @@ async def test_a_lease_expires_by_the_local_clock(etcd_server) -> None:
 
 
 async def test_a_lease_survives_a_restart(etcd_server) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.lease(4) as lease:
+    async with EtcdStore(etcd_server.url) as store, store.lease(3) as lease:
         await store.put("n/own", b"1", lease=lease)
         await etcd_server.kill()
         await etcd_server.restart()
@@ -266,7 +266,7 @@ async def test_a_lease_survives_a_restart(etcd_server) -> None:
 
 
 async def test_a_wiped_server_is_no_revocation(etcd_server) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.lease(10) as lease:
+    async with EtcdStore(etcd_server.url) as store, store.lease(5) as lease:
         await store.put("n/own", b"1", lease=lease)
         await store.put("n/own", b"2", lease=lease)
         assert await lease.verify() is None

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
+import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -315,3 +317,37 @@ async def test_an_etcd_outage_longer_than_the_lease_exits_75(nats_url: str, etcd
     await etcd_server.kill()
     assert (await run.until("draining"))["reason"] == "lease expired"
     assert await exit_code == 75
+
+
+async def test_a_second_signal_ends_the_process_at_once() -> None:
+    program = textwrap.dedent(
+        """
+        import asyncio
+        from dynamo_lite.runtime.stop import StopRequest, stop_on_signals
+
+        async def main():
+            stop = StopRequest()
+            with stop_on_signals(stop):
+                print("up", flush=True)
+                await stop.wait()
+                print(stop.reason, flush=True)
+                await asyncio.Event().wait()
+
+        asyncio.run(main())
+        """
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout
+    try:
+        async with asyncio.timeout(30):
+            assert await process.stdout.readline() == b"up\n"
+            process.send_signal(signal.SIGINT)
+            assert await process.stdout.readline() == b"SIGINT\n"
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 130
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

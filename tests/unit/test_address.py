@@ -1,0 +1,49 @@
+"""URLs: what they mean, and that their credentials stay out of sight."""
+
+import pytest
+
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.address import EtcdAddress, host_port, parse_etcd_url, redact
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("nats://127.0.0.1:4222", "nats://127.0.0.1:4222"),
+        ("nats://me:secret@h:4222", "nats://h:4222"),
+        ("nats://token@h:4222,nats://me:secret@i:4222", "nats://h:4222,nats://i:4222"),
+        ("me:secret@h:4222", "h:4222"),
+        ("nats://me:se@cret@h:4222", "nats://h:4222"),
+        ("nats://me:p/ss@h:4222", "nats://h:4222"),
+        ("nats://me:a,b@h:4222", "nats://h:4222"),
+        ("cannot reach nats://me:secret@h:1 now", "cannot reach nats://h:1 now"),
+    ],
+)
+def test_credentials_are_not_shown(url: str, shown: str) -> None:
+    assert redact(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://h:1", EtcdAddress("h", 1)),
+        ("http://h", EtcdAddress("h", 2379)),
+        ("h:1", EtcdAddress("h", 1)),
+        ("http://[::1]:1", EtcdAddress("[::1]", 1)),
+        ("http://1.1.1.1:1,http://2.2.2.2:2", EtcdAddress("ipv4:1.1.1.1:1,2.2.2.2", 2)),
+        ("http://me:p%40ss@h:1", EtcdAddress("h", 1, "me", "p@ss")),
+    ],
+)
+def test_etcd_urls(url: str, address: EtcdAddress) -> None:
+    assert parse_etcd_url(url) == address
+    assert "p@ss" not in repr(parse_etcd_url(url))
+
+
+@pytest.mark.parametrize("url", ["", "https://h:1", "http://h:x", "http://a:1,http://b:1"])
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_etcd_url(url)
+
+
+def test_ipv6_is_bracketed() -> None:
+    assert (host_port("::1", 5), host_port("h", 5)) == ("[::1]:5", "h:5")
