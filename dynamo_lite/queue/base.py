@@ -5,7 +5,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,10 @@ class PrefillQueue(Protocol):
     with another configuration. Sequences are never used twice, not even when
     the broker lost the queue.
     """
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc_info: object) -> None: ...
 
     async def push(self, payload: bytes, *, message_id: str) -> int:
         """Returns the job's sequence. A repeated `message_id` queues nothing new.

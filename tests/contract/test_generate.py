@@ -1,7 +1,7 @@
 """GenerateClient and GenerateServer: over NATS and TCP, over memory and TCP, in one process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -111,7 +111,7 @@ class Setup:
     outputs: Outputs
     client: GenerateClient
     member: EndpointRecord
-    stop_server: Callable[[], object]
+    stop_server: Callable[[], Awaitable[None]]
 
 
 def member_at(stream: str | None, subject: str = SUBJECT) -> EndpointRecord:
@@ -320,6 +320,16 @@ async def test_a_member_without_subscriber_has_no_responders(remote: Setup):
 async def test_a_member_without_reachable_stream_is_unavailable(remote: Setup, stream: str | None):
     with pytest.raises(Unavailable):
         await remote.client.submit(member_at(stream), request_of("a"))
+
+
+async def test_a_request_too_large_to_send_is_refused_for_good(setup: Setup):
+    if setup.kind == "local":
+        pytest.skip("nothing is sent")
+    request = msgspec.structs.replace(request_of("a"), cache_salt="x" * (MAX_MESSAGE_BYTES + 1))
+    with pytest.raises(Refused) as caught:
+        await setup.client.submit(setup.member, request)
+    assert not caught.value.elsewhere
+    await setup.client.submit(setup.member, request_of("a"))
 
 
 async def test_one_connection_carries_concurrent_requests(remote: Setup):

@@ -331,12 +331,12 @@ class Broker(Protocol):
     async def restart(self) -> None: ...
 
 
-def jetstream(server: Broker, namespace: str, **config: float) -> JetStreamQueue:
+def jetstream(server: Broker, namespace: str) -> JetStreamQueue:
     return JetStreamQueue(
         server.url,
         stream=names.prefill_stream(namespace),
         subject=names.prefill_jobs_subject(namespace),
-        config=QueueConfig(**{"push_timeout_s": 0.5} | config),
+        config=QueueConfig(push_timeout_s=0.5),
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,7 +35,7 @@ class Receiver:
 
 
 @asynccontextmanager
-async def listening(receiver: Receiver, **options: float) -> AsyncIterator[int]:
+async def listening(receiver: Receiver, **options: Any) -> AsyncIterator[int]:
     server = await asyncio.get_running_loop().create_server(
         lambda: FrameConnection(receiver, **options), "127.0.0.1", 0
     )

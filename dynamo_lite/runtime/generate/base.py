@@ -5,7 +5,7 @@ Implementations of GenerateClient: `client.py` (another process) and `local.py`
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
@@ -26,6 +26,10 @@ class GenerateClient(Protocol):
     finish_reason, `abort`, or `on_lost`. A request whose `submit` raised runs
     nowhere. Deltas may arrive before `submit` returns.
     """
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc_info: object) -> None: ...
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
         """Has `member` run `request`; `request.client_id` is filled in here.

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest
@@ -44,7 +45,7 @@ class RemoteGenerateClient:
         self._connections_made = 0
         self._closed = False
 
-    async def __aenter__(self) -> "RemoteGenerateClient":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -100,12 +100,10 @@ class Link:
             if request_id in self._pending:
                 self._wanted.discard(request_id)
                 raise
-        except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
+        except (Unavailable, DeadlineExceeded):
             # The worker may have the request; if it has shown so, it runs.
             if request_id in self._pending:
                 self.cancel([request_id])
-                if isinstance(exc, ProtocolError):
-                    raise Unavailable(f"unreadable answer of the worker: {exc}") from exc
                 raise
         except BaseException:
             self.cancel([request_id])
@@ -127,7 +125,14 @@ class Link:
                 await asyncio.wait({asking})
         if asking.cancelled():
             return
-        reply = decode_generate_reply(asking.result())
+        try:
+            answer = asking.result()
+        except ProtocolError as exc:  # too large to be sent
+            raise Refused(str(exc), elsewhere=False) from exc
+        try:
+            reply = decode_generate_reply(answer)
+        except ProtocolError as exc:
+            raise Unavailable(f"unreadable answer of the worker: {exc}") from exc
         if isinstance(reply, RequestRefused):
             if reply.reason == NO_STREAM:
                 self._connection.abort("the worker does not know this stream")

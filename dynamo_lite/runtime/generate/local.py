@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
@@ -29,7 +30,7 @@ class LocalGenerateClient:
         self._client_id = client_id
         self._session: Session | None = None
 
-    async def __aenter__(self) -> "LocalGenerateClient":
+    async def __aenter__(self) -> Self:
         self._session = self._server.open_session(self._client_id, self)
         return self
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Protocol, Self
 
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused
@@ -81,7 +81,7 @@ class GenerateServer:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def __aenter__(self) -> "GenerateServer":
+    async def __aenter__(self) -> Self:
         await self._listener.open()
         return self
 
