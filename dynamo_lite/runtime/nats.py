@@ -100,6 +100,7 @@ class NatsMessaging:
             await dispatcher.submit(message.data, reply)
 
         with self._errors(subject, _CLOSE_TIMEOUT_S):
+            self._check_connected()
             subscription = await self.client.subscribe(subject, cb=deliver)
             await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
         try:
