@@ -7,6 +7,7 @@ vLLM's.
 """
 
 import asyncio
+import gc
 import logging
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
@@ -61,6 +62,7 @@ class OpenAiApp:
 def parse_args(flags: Sequence[str]) -> Namespace:
     """The flags of `vllm serve`. Raises ConfigError for wrong ones."""
     args = make_arg_parser(_Parser(prog="vllm serve")).parse_args(list(flags))
+    assert args is not None  # vLLM's parser is typed as if it could be
     if args.model_tag is not None:
         args.model = args.model_tag
     try:
@@ -136,6 +138,9 @@ async def open_app(flags: Sequence[str], core: RemoteCore) -> AsyncIterator[Open
         )
     finally:
         await client.close()
+        # The app's start freezes the heap; left so, the interpreter's exit
+        # reports everything in it as leaked.
+        gc.unfreeze()
 
 
 class RetryAfter:

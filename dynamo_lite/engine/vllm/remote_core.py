@@ -15,6 +15,7 @@ from http import HTTPStatus
 from types import SimpleNamespace
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
@@ -83,7 +84,7 @@ class RemoteCore(EngineCoreClient):
         if not self._members():
             raise unavailable("No worker is available. Please try again later.")
 
-    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+    async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:

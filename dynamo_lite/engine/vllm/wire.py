@@ -120,10 +120,11 @@ def output_from_delta(delta: TokenDelta, now: float) -> EngineCoreOutput:
     if delta.logprobs is not None:
         output.new_logprobs = LogprobsLists(*_arrays(delta.logprobs))
     if delta.prompt_logprobs is not None:
-        arrays = _arrays(delta.prompt_logprobs)
-        output.new_prompt_logprobs_tensors = LogprobsTensors(
-            *(torch.from_numpy(array.copy()) for array in arrays)
+        # Copied: torch wants writable memory.
+        ids, logprobs, ranks = (
+            torch.from_numpy(array.copy()) for array in _arrays(delta.prompt_logprobs)
         )
+        output.new_prompt_logprobs_tensors = LogprobsTensors(ids, logprobs, ranks)
     return output
 
 
