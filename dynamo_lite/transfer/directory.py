@@ -18,6 +18,8 @@ class MetadataDirectory:
         self._store, self._namespace = store, namespace
         self._known: dict[str, EngineMetadata] = {}
         self._loading: dict[str, asyncio.Lock] = {}
+        self._loads = 0
+        self._left_meanwhile: set[int] = set()
 
     async def get(self, engine_id: str) -> EngineMetadata | None:
         """None when the engine has left. Raises StoreUnavailable, ProtocolError."""
@@ -26,22 +28,31 @@ class MetadataDirectory:
         if not names.is_engine_id(engine_id):
             return None
         lock = self._loading.setdefault(engine_id, asyncio.Lock())
+        self._loads += 1
         try:
             async with lock:
-                if engine_id not in self._known:
-                    raw = await self._store.get(
-                        names.nixl_metadata_key(self._namespace, engine_id)
-                    )
-                    if raw is None:
-                        return None
-                    self._known[engine_id] = decode_json(raw, EngineMetadata)
-                return self._known[engine_id]
+                return self._known.get(engine_id) or await self._load(engine_id)
         finally:
             self._loading.pop(engine_id, None)
+            self._loads -= 1
+            if not self._loads:
+                self._left_meanwhile.clear()
 
     def forget_leases(self, lease_ids: frozenset[int]) -> list[str]:
         """Drops the engines of workers that left. Returns their engine ids."""
+        if self._loads:
+            self._left_meanwhile |= lease_ids
         gone = [e for e, m in self._known.items() if m.lease_id in lease_ids]
         for engine_id in gone:
             del self._known[engine_id]
         return gone
+
+    async def _load(self, engine_id: str) -> EngineMetadata | None:
+        raw = await self._store.get(names.nixl_metadata_key(self._namespace, engine_id))
+        if raw is None:
+            return None
+        metadata = decode_json(raw, EngineMetadata)
+        if metadata.lease_id in self._left_meanwhile:
+            return None
+        self._known[engine_id] = metadata
+        return metadata

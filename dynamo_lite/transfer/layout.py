@@ -125,4 +125,8 @@ def plan_copy(
                 to = target.base + (remote_start + offset) * target.stride_bytes
                 here.append((at, length, local.device))
                 there.append((to, length, remote.device))
-    return np.array(here, dtype=np.uint64), np.array(there, dtype=np.uint64)
+    return _descriptors(here), _descriptors(there)
+
+
+def _descriptors(rows: list[tuple[int, int, int]]) -> Descriptors:
+    return np.array(rows, dtype=np.uint64).reshape(-1, 3)

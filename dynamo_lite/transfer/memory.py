@@ -17,12 +17,16 @@ class MemoryFabric:
 class MemoryWrite:
     """Applied when it is first polled, as a slow wire would."""
 
-    def __init__(self, target: "MemoryMover", copies: list[tuple[int, int, int]], notice: bytes):
-        self._target, self._copies, self._notice = target, copies, notice
+    def __init__(
+        self, peer: str, target: "MemoryMover", copies: list[tuple[int, int, int]], notice: bytes
+    ):
+        self._peer, self._target, self._copies, self._notice = peer, target, copies, notice
         self._done = False
 
     def done(self) -> bool:
         if not self._done:
+            if self._target.closed:
+                raise TransferError(self._peer, "write failed: the peer is gone")
             for source, destination, length in self._copies:
                 ctypes.memmove(destination, source, length)
             if self._notice:
@@ -37,6 +41,7 @@ class MemoryMover:
         self._spans: list[tuple[int, int]] = []
         self._peers: dict[str, str] = {}
         self.inbox: list[bytes] = []
+        self.closed = False
         fabric.agents[name] = self
 
     def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
@@ -66,6 +71,8 @@ class MemoryMover:
         target = self._fabric.agents.get(self._peers.get(peer, ""))
         if target is None:
             raise TransferError(peer, "no such peer")
+        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
+            raise TransferError(peer, "write not started: the two sides differ or are empty")
         copies: list[tuple[int, int, int]] = []
         for (source, length, _), (destination, room, _) in zip(
             local.tolist(), remote.tolist(), strict=True
@@ -73,14 +80,16 @@ class MemoryMover:
             if not (self._covers(source, length) and target._covers(destination, room)):
                 raise TransferError(peer, "write not started: memory is not registered")
             copies.append((source, destination, length))
-        return MemoryWrite(target, copies, notice)
+        return MemoryWrite(peer, target, copies, notice)
 
     def notices(self) -> list[bytes]:
         arrived, self.inbox = self.inbox, []
         return arrived
 
     def close(self) -> None:
-        self._fabric.agents.pop(self._name, None)
+        self.closed = True
+        if self._fabric.agents.get(self._name) is self:
+            del self._fabric.agents[self._name]
         self._peers.clear()
 
     def _covers(self, address: int, length: int) -> bool:

@@ -23,16 +23,20 @@ class NixlWrite:
 
     def __init__(self, agent: Any, peer: str, handle: Any, status: str):
         self._agent, self._peer, self._handle = agent, peer, handle
+        self._failure: str | None = None
         self._settle(status)
 
     def done(self) -> bool:
+        if self._failure is not None:
+            raise TransferError(self._peer, self._failure)
         if self._handle is None:
             return True
         try:
             status = self._agent.check_xfer_state(self._handle)
         except Exception as exc:
             self._release()
-            raise TransferError(self._peer, f"write failed: {exc}") from exc
+            self._failure = f"write failed: {exc}"
+            raise TransferError(self._peer, self._failure) from exc
         return self._settle(status)
 
     def _settle(self, status: str) -> bool:
@@ -40,7 +44,8 @@ class NixlWrite:
             return False
         self._release()
         if status != "DONE":
-            raise TransferError(self._peer, f"write ended in state {status}")
+            self._failure = f"write ended in state {status}"
+            raise TransferError(self._peer, self._failure)
         return True
 
     def _release(self) -> None:
@@ -106,7 +111,13 @@ class NixlMover:
         return NixlWrite(self._agent, peer, handle, status)
 
     def notices(self) -> list[bytes]:
-        return [n for from_peer in self._agent.get_new_notifs().values() for n in from_peer]
+        try:
+            arrived = self._agent.get_new_notifs()
+        except Exception as exc:
+            # The caller is an engine's step: a broken peer must not end it.
+            logger.warning("reading NIXL notices: %s", exc)
+            return []
+        return [notice for from_peer in arrived.values() for notice in from_peer]
 
     def close(self) -> None:
         for peer in list(self._peers):

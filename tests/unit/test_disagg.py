@@ -1,0 +1,64 @@
+"""The local-or-remote decision: every reason, and where exactly it changes."""
+
+import pytest
+
+from dynamo_lite.policy.disagg import Local, QueueView, Reason, Remote, Thresholds, decide
+
+LIMITS = Thresholds(
+    max_local_prefill_length_tokens=100, max_prefill_queue_size=4, queue_view_max_age_s=2.0
+)
+NOW = 1000.0
+
+
+def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=LIMITS):
+    view = QueueView(jobs=jobs, prefill_workers=workers, read_at=NOW - age) if queue else None
+    return decide(
+        prompt_tokens=prompt, cached_tokens=cached, queue=view, thresholds=limits, now=NOW
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (verdict(101), Remote(Reason.LONG)),
+        (verdict(100), Local(Reason.SHORT)),
+        (verdict(1), Local(Reason.SHORT)),
+        # A prefix hit shortens the prompt to what is left to compute.
+        (verdict(164, 64), Local(Reason.CACHED)),
+        (verdict(165, 64), Remote(Reason.LONG)),
+        (verdict(101, 96), Local(Reason.CACHED)),
+        (verdict(100, 96), Local(Reason.SHORT)),
+        (verdict(5000, 4992), Local(Reason.CACHED)),
+        # The queue has room for the fourth job, not for a fifth.
+        (verdict(101, jobs=3), Remote(Reason.LONG)),
+        (verdict(101, jobs=4), Local(Reason.QUEUE_FULL)),
+        (verdict(101, jobs=5), Local(Reason.QUEUE_FULL)),
+        (verdict(101, workers=0), Local(Reason.NO_PREFILL_WORKER)),
+        (verdict(101, workers=7), Remote(Reason.LONG)),
+        # A view is good up to its age limit, and no view is no help.
+        (verdict(101, age=2.0), Remote(Reason.LONG)),
+        (verdict(101, age=2.001), Local(Reason.QUEUE_UNKNOWN)),
+        (verdict(101, queue=False), Local(Reason.QUEUE_UNKNOWN)),
+        # Which reason is told when several hold.
+        (verdict(50, jobs=9, workers=0, age=9), Local(Reason.SHORT)),
+        (verdict(101, jobs=9, workers=0, age=9), Local(Reason.QUEUE_UNKNOWN)),
+        (verdict(101, jobs=9, workers=0), Local(Reason.NO_PREFILL_WORKER)),
+    ],
+)
+def test_verdicts(asked, expected):
+    assert asked == expected
+
+
+def test_a_queue_of_size_zero_turns_remote_prefill_off():
+    limits = Thresholds(
+        max_local_prefill_length_tokens=0, max_prefill_queue_size=0, queue_view_max_age_s=2.0
+    )
+    assert verdict(10_000, limits=limits) == Local(Reason.QUEUE_FULL)
+
+
+def test_a_local_length_of_zero_sends_every_uncached_token_away():
+    limits = Thresholds(
+        max_local_prefill_length_tokens=0, max_prefill_queue_size=1, queue_view_max_age_s=2.0
+    )
+    assert verdict(1, limits=limits) == Remote(Reason.LONG)
+    assert verdict(64, 64, limits=limits) == Local(Reason.CACHED)

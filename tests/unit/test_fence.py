@@ -1,0 +1,75 @@
+"""The fence: open only while the lease certainly lives, with no message needed."""
+
+import time
+
+import pytest
+
+from dynamo_lite.runtime.fence import FenceHolder, FenceReader
+
+
+@pytest.fixture
+def fence(tmp_path, monkeypatch):
+    clock = [5000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    holder = FenceHolder(tmp_path / "fence")
+    reader = FenceReader(tmp_path / "fence")
+    yield holder, reader, clock
+    reader.close()
+
+
+def test_it_is_closed_until_the_holder_extends_it(fence):
+    holder, reader, _ = fence
+    assert not reader.open()
+    holder.extend(10.0)
+    assert reader.open()
+
+
+def test_it_closes_by_itself_when_the_holder_is_silent(fence):
+    holder, reader, clock = fence
+    holder.extend(10.0)
+    clock[0] += 9.999
+    assert reader.open()
+    clock[0] += 0.001
+    assert not reader.open()
+
+
+def test_extending_moves_the_deadline_from_the_present(fence):
+    holder, reader, clock = fence
+    holder.extend(10.0)
+    clock[0] += 8.0
+    holder.extend(10.0)
+    clock[0] += 8.0
+    assert reader.open()
+    holder.extend(1.0)
+    clock[0] += 1.0
+    assert not reader.open()
+
+
+@pytest.mark.parametrize("remaining", [0.0, -3.0])
+def test_nothing_remaining_fences_at_once(fence, remaining):
+    holder, reader, _ = fence
+    holder.extend(10.0)
+    holder.extend(remaining)
+    assert not reader.open()
+
+
+def test_closing_fences_readers_that_still_look_and_removes_the_file(fence):
+    holder, reader, _ = fence
+    holder.extend(10.0)
+    holder.close()
+    assert not reader.open()
+    assert not holder.path.exists()
+
+
+def test_every_reader_sees_the_same_deadline(fence):
+    holder, reader, _ = fence
+    other = FenceReader(holder.path)
+    holder.extend(10.0)
+    assert reader.open() and other.open()
+    other.close()
+    assert reader.open()
+
+
+def test_a_missing_fence_is_an_error_and_not_an_open_one(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        FenceReader(tmp_path / "none")
