@@ -80,6 +80,7 @@ def serve(
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
     check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
+    document.raise_mistakes()
     if dry_run:
         print(_as_yaml(graph, config), end="")
         return

@@ -15,7 +15,6 @@ from typing import Any
 
 from dynamo_lite.components.services import Graph, Service
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.options import GraphOptions, ServiceArgs
@@ -60,7 +59,8 @@ class GraphConfig:
 def resolve(
     graph: Graph, document: Document, *, namespace: str | None = None, only: str | None = None
 ) -> GraphConfig:
-    """Raises ConfigError with every mistake found without asking vLLM.
+    """What the document says about the graph. Every mistake goes to the document:
+    call its `raise_mistakes` before the result is used for more than further checks.
 
     only: a service that shall be started alone; it must have a process of its own.
     """
@@ -77,8 +77,6 @@ def resolve(
         if key not in used:
             document.complain(("Common", str(key)), "no service lists it in its common-configs")
     _check_agreement(document, services)
-    if document.mistakes:
-        raise ConfigError(document.mistakes)
     return GraphConfig(shared=shared, services=services)
 
 
@@ -137,8 +135,7 @@ def _resolve_service(
         _reject_foreign(service, document, options)
     else:
         options = {key: value for key, value in content.items() if key in own}
-        flags = {key: value for key, value in content.items() if key not in own}
-        _check_flags(service, document, flags)
+        flags = _flags(service, document, {k: v for k, v in content.items() if k not in own})
     known = {key: value for key, value in options.items() if key in own}
     filled = fill(document, (service.name,), service.config, known, service.defaults)
     workers, env = _service_args(service, document, section)
@@ -176,16 +173,21 @@ def _reject_foreign(service: Service, document: Document, options: dict[str, Any
             document.complain((service.name, str(key)), unknown_key(str(key), _accepted(service)))
 
 
-def _check_flags(service: Service, document: Document, flags: dict[str, Any]) -> None:
-    """What can be said about vLLM's arguments without vLLM."""
-    for key in flags:
+def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[str, Any]:
+    """Checks vLLM's arguments as far as that is possible without vLLM. Returns the
+    ones that only vLLM can judge."""
+    flags: dict[str, Any] = {}
+    for key, value in given.items():
         where = (service.name, str(key))
         if key in service.reserved:
             document.complain(where, "set by dynamo-lite itself; remove it")
         elif str(key) != kebab(str(key)):
             document.complain(where, f"keys are written in kebab-case: {kebab(str(key))}")
+        else:
+            flags[str(key)] = value
     if not isinstance(flags.get("model"), str):
         document.complain((service.name, "model"), "expected a path or a name of a model")
+    return flags
 
 
 def _service_args(

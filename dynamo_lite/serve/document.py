@@ -32,7 +32,16 @@ class Document:
         return self.source
 
     def complain(self, path: KeyPath, message: str) -> None:
-        self.mistakes.append(f"{self.where(path)}: {'.'.join(path) or '(top)'}: {message}")
+        where, name = self.where(path), ".".join(path)
+        # The flag of an override is the path already.
+        self.mistakes.append(
+            f"{where}: {message}" if where == f"--{name}" else f"{where}: {name}: {message}"
+        )
+
+    def raise_mistakes(self) -> None:
+        """Raises ConfigError if there are any."""
+        if self.mistakes:
+            raise ConfigError(self.mistakes)
 
 
 def read_document(file: Path | None, overrides: list[str]) -> Document:

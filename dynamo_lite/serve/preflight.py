@@ -96,7 +96,7 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
     """Lets vLLM's own parsers judge all arguments that are theirs.
 
     Importing them takes seconds, so verdicts are remembered in the file `cache`.
-    Raises ConfigError with every mistake, StartupError without vLLM.
+    Mistakes go to the document. Raises StartupError without vLLM.
     """
     sections = {
         c.service.name: {"kind": c.service.flags, "args": c.flags}
@@ -120,8 +120,6 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
         near = mistake["accepted"]
         hint = f"; nearest accepted keys: {', '.join(near)}" if near else ""
         document.complain((mistake["section"], mistake["key"]), mistake["message"] + hint)
-    if document.mistakes:
-        raise ConfigError(document.mistakes)
 
 
 def _read_verdicts(cache: Path) -> dict[str, list[dict[str, Any]]]:

@@ -1,0 +1,115 @@
+"""Asks processes to leave the graph by revoking their leases.
+
+    .venv/bin/python scripts/revoke_lease.py                      list the live members
+    .venv/bin/python scripts/revoke_lease.py 694d9a2f3c4e8a05     revoke that lease
+    .venv/bin/python scripts/revoke_lease.py --component PrefillWorker [--wait]
+
+With --wait it returns when the processes are gone: their keys, and where they
+ran on this host the processes themselves. Exit codes: 0 done, 1 no such lease
+or no answer, 2 bad input.
+"""
+
+import argparse
+import asyncio
+import socket
+import sys
+import time
+from pathlib import Path
+
+from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.serve.listing import Place, as_rows, as_table, find_place, members
+from dynamo_lite.serve.processes import is_alive
+
+_POLL_S = 0.1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("lease", nargs="?", help="lease id in hexadecimal, as `dynamo-lite ps`")
+    parser.add_argument("--component", help="revoke the leases of all processes of a component")
+    parser.add_argument("--wait", action="store_true", help="return when they are gone")
+    parser.add_argument("--timeout", type=float, default=60.0, help="longest --wait, seconds")
+    parser.add_argument("--etcd-url")
+    parser.add_argument("--namespace")
+    parser.add_argument("--state-dir", type=Path, default=Path(".dynamo-lite"))
+    return parser.parse_args()
+
+
+async def revoke(args: argparse.Namespace) -> None:
+    """Raises ConfigError, StartupError or Unavailable."""
+    if args.lease and args.component:
+        raise ConfigError(["give a lease or --component, not both"])
+    wanted = _lease_id(args.lease) if args.lease else None
+    place = find_place(args.state_dir, args.etcd_url, args.namespace)
+    records = await members(place)
+    if not args.lease and not args.component:
+        print(as_table(as_rows(records)))
+        return
+    chosen = [r for r in records if r.lease_id == wanted or r.component == args.component]
+    if not chosen:
+        raise StartupError(_nobody(args, records))
+    async with EtcdStore(place.etcd_url) as store:
+        for lease_id in sorted({record.lease_id for record in chosen}):
+            if await store.revoke(lease_id):
+                print(f"revoked {lease_id:x}")
+            else:
+                print(f"lease {lease_id:x} was gone already")
+    if args.wait:
+        await _until_gone(place, chosen, args.timeout)
+
+
+async def _until_gone(place: Place, chosen: list[EndpointRecord], timeout_s: float) -> None:
+    leases = {record.lease_id for record in chosen}
+    here = socket.gethostname()
+    pids = {record.pid for record in chosen if record.host == here and record.pid}
+    deadline = time.monotonic() + timeout_s
+    while True:
+        present = {record.lease_id for record in await members(place)} & leases
+        running = {pid for pid in pids if is_alive(pid)}
+        if not present and not running:
+            print("gone")
+            return
+        if time.monotonic() > deadline:
+            left = [*(f"lease {lease:x}" for lease in present), *(f"pid {p}" for p in running)]
+            raise StartupError(f"still there after {timeout_s:g} s: {', '.join(left)}")
+        await asyncio.sleep(_POLL_S)
+
+
+def _lease_id(text: str) -> int:
+    try:
+        value = int(text, 16)
+    except ValueError:
+        value = 0
+    if not 0 < value < 1 << 63:
+        raise ConfigError([f"{text}: not a lease id; they are hexadecimal, as `ps` shows them"])
+    return value
+
+
+def _nobody(args: argparse.Namespace, records: list[EndpointRecord]) -> str:
+    if args.component:
+        known = ", ".join(sorted({record.component for record in records})) or "none"
+        return f"no live process of component {args.component}; live: {known}"
+    known = ", ".join(sorted({f"{record.lease_id:x}" for record in records})) or "none"
+    return f"no live process has lease {args.lease}; live: {known}"
+
+
+def main() -> None:
+    try:
+        asyncio.run(revoke(_arguments()))
+    except ConfigError as exc:
+        for mistake in exc.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        sys.exit(2)
+    except DynamoLiteError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
