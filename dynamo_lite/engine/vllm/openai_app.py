@@ -7,7 +7,6 @@ vLLM's.
 """
 
 import asyncio
-import gc
 import logging
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
@@ -138,9 +137,6 @@ async def open_app(flags: Sequence[str], core: RemoteCore) -> AsyncIterator[Open
         )
     finally:
         await client.close()
-        # The app's start freezes the heap; left so, the interpreter's exit
-        # reports everything in it as leaked.
-        gc.unfreeze()
 
 
 class RetryAfter:
