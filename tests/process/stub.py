@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_lite.components.services import Service
+from dynamo_lite.components.services import Graph, Service
 from dynamo_lite.protocol.errors import StartupError
 
 
@@ -16,7 +16,7 @@ class StubConfig:
     """fail: "start" to be refused, "crash" to die at the start by a signal.
 
     grandchild: also run a process in the same group that ignores SIGTERM.
-    drain_s: how long the drain waits for `release` (a file name) to appear.
+    release: a file for which the drain waits.
     """
 
     fail: str = ""
@@ -62,5 +62,13 @@ def _service(name: str, *, calls: str = "") -> Service:
     component = "tests.process.stub:StubComponent"
     return Service(name=name, config=StubConfig, component=component, calls=calls)
 
+
+Modelled = Graph(
+    services=(
+        Service(
+            name="Vllm", config=StubConfig, component="tests.process.stub:Stub", flags="engine"
+        ),
+    )
+)
 
 Front = _service("Front", calls="Back").link(_service("Back"))

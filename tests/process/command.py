@@ -1,0 +1,148 @@
+"""Runs `dynamo-lite` as a person would, in a process of its own."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+STUB = "tests.process.stub:Front"
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+
+
+def run(*arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "dynamo_lite.serve.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+    """Asks until `condition` is true and returns what it gave."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+def group_members(group: int) -> list[int]:
+    """Process ids, zombies apart, of a process group."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+class Serving:
+    """A running `dynamo-lite serve`, its output line by line, and its run.json."""
+
+    def __init__(self, process: subprocess.Popen[str], state_dir: Path):
+        self.process = process
+        self.state_dir = state_dir
+        self.output: list[str] = []
+        self.groups: set[int] = set()
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._readers = [
+            threading.Thread(target=self._read, args=(pipe,))
+            for pipe in (process.stdout, process.stderr)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_line(self, text: str) -> str:
+        """The next line that contains `text`."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {text!r} in: {''.join(self.output)}") from None
+            if text in line:
+                return line
+
+    def run_json(self) -> dict[str, Any]:
+        return json.loads((self.state_dir / "run.json").read_text())
+
+    def processes(self) -> dict[str, dict[str, Any]]:
+        """Entries of run.json by name; remembers their process groups for the last check."""
+        entries = {f"{p['service']}-{p['instance']}": p for p in self.run_json()["processes"]}
+        self.groups |= {entry["pid"] for entry in entries.values() if entry["pid"]}
+        return entries
+
+    def when(self, name: str, condition: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+        """Waits until the entry `name` of run.json satisfies `condition`."""
+
+        def look() -> dict[str, Any] | None:
+            entry = self.processes()[name]
+            return entry if condition(entry) else None
+
+        return eventually(look, f"{name} of {self.state_dir}/run.json")
+
+    def signal(self, sig: int) -> None:
+        self.process.send_signal(sig)
+
+    def end(self) -> int:
+        """Waits for the end and returns the exit code."""
+        code = self.process.wait(timeout=PATIENCE_S)
+        for reader in self._readers:
+            reader.join()
+        return code
+
+    def nothing_left(self) -> bool:
+        return not any(group_members(group) for group in self.groups)
+
+    def _read(self, pipe: Any) -> None:
+        with pipe:
+            for line in pipe:
+                self.output.append(line)
+                self._lines.put(line)
+
+
+@contextmanager
+def serving(state_dir: Path, *arguments: str, graph: str = STUB) -> Iterator[Serving]:
+    """Starts a graph; on the way out everything of it must be gone."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "dynamo_lite.serve.cli", "serve", graph),
+            *("--state-dir", str(state_dir), *arguments),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    running = Serving(process, state_dir)
+    try:
+        yield running
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        running.end()
+        eventually(running.nothing_left, f"process groups {running.groups} are empty")
+    finally:
+        for group in (process.pid, *running.groups):
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        running.end()

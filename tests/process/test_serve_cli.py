@@ -1,0 +1,147 @@
+"""Bad input, refused starts, lone services, ps and lease revocation."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.command import ROOT, STUB, eventually, run, serving
+
+
+def revoke_lease(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = ROOT / "scripts" / "revoke_lease.py"
+    return subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_bad_input_names_every_mistake_and_starts_nothing(tmp_path: Path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("Front: {prot: 1}\nBack: {port: -x}\nBock: {}\n")
+    state = tmp_path / "state"
+    result = run("serve", STUB, "-f", str(file), "--state-dir", str(state), "--Back.host=7")
+    assert result.returncode == 2
+    lines = result.stderr.splitlines()
+    assert len(lines) == 4
+    assert any(line.startswith(f"error: {file}:1: Front.prot: unknown key") for line in lines)
+    assert not state.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "tests.process.stub:Nothing"], "graphs there: Front"),
+        (["serve", STUB, "--service-name", "Bock"], "unknown service; accepted: Front, Back"),
+        (["serve", STUB, "--nats-url", "http://x"], "expected nats://HOST:PORT"),
+        (["serve", STUB, "--etcd-url", "nats://x"], "expected http://HOST:PORT"),
+        (["serve", STUB, "--namespace", "Not Good"], "a namespace has"),
+        (["serve", STUB, "-f", "absent.yaml"], "absent.yaml: cannot be read"),
+        (["serve"], "Missing argument"),
+    ],
+)
+def test_bad_flags(tmp_path: Path, arguments: list[str], message: str):
+    result = run(*arguments, *(["--state-dir", str(tmp_path)] if len(arguments) > 1 else []))
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_a_taken_port(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", STUB, "--state-dir", str(tmp_path), f"--Front.port={port}")
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        f"error: port {port} on 127.0.0.1 is taken; choose another: --Front.port=PORT"
+    ]
+
+
+@pytest.mark.parametrize(("flag", "scheme"), [("--nats-url", "nats"), ("--etcd-url", "http")])
+def test_an_unreachable_server(tmp_path: Path, flag: str, scheme: str):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"{scheme}://user:secret@127.0.0.1:{closed.getsockname()[1]}"
+        result = run("serve", STUB, "--state-dir", str(tmp_path), flag, url)
+    assert result.returncode == 1
+    assert "is unreachable" in result.stderr
+    assert "secret" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_missing_model_is_found_before_anything_starts(tmp_path: Path):
+    file = tmp_path / "graph.yaml"
+    file.write_text("Vllm: {model: ./absent}\n")
+    result = run(
+        "serve", "tests.process.stub:Modelled", "--state-dir", str(tmp_path), "-f", str(file)
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == ["error: Vllm.model: no model at absent"]
+
+
+def test_dry_run_prints_and_starts_nothing(tmp_path: Path):
+    result = run("serve", STUB, "--state-dir", str(tmp_path / "s"), "--dry-run", "--Back.host=h")
+    assert result.returncode == 0
+    assert "graph: tests.process.stub:Front" in result.stdout
+    assert "host: h" in result.stdout
+    assert not (tmp_path / "s").exists()
+
+
+def test_version_and_ps_without_a_graph(tmp_path: Path):
+    assert run("--version").stdout.startswith("dynamo-lite ")
+    result = run("ps", "--state-dir", str(tmp_path))
+    assert result.returncode == 1
+    assert "no graph runs on" in result.stderr
+
+
+def test_a_state_directory_serves_one_graph(tmp_path: Path):
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        result = run("serve", STUB, "--state-dir", str(tmp_path))
+        assert result.returncode == 1
+        assert f"a graph runs on state directory {tmp_path} (pid {graph.process.pid}" in (
+            result.stderr
+        )
+
+
+def test_members_come_and_go(tmp_path: Path):
+    """A lone service joins a running graph; ps shows it; revoking its lease ends it."""
+    here = ("--state-dir", str(tmp_path))
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        with serving(tmp_path, "--service-name", "Back") as lone:
+            lone.wait_line("ready Back-0")
+            rows = json.loads(run("ps", "--json", *here).stdout)
+            assert sorted(row["component"] for row in rows) == ["Back", "Back", "Front"]
+            theirs = graph.processes()["Back-0"]["lease"]
+            [joined] = [r for r in rows if r["component"] == "Back" and r["lease"] != theirs]
+            listing = revoke_lease(*here)
+            assert listing.returncode == 0
+            assert joined["lease"] in listing.stdout
+            assert revoke_lease(joined["lease"], "--wait", *here).returncode == 0
+            assert lone.end() == 0
+        rows = json.loads(run("ps", "--json", *here).stdout)
+        assert joined["lease"] not in {row["lease"] for row in rows}
+        result = revoke_lease("--component", "Back", "--wait", *here)
+        assert (result.returncode, "gone" in result.stdout) == (0, True)
+        graph.wait_line("left the graph (exit 0)")
+
+
+def test_leases_that_cannot_be_revoked(tmp_path: Path):
+    assert revoke_lease("--state-dir", str(tmp_path)).returncode == 1
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        here = ("--state-dir", str(tmp_path))
+        unknown = revoke_lease("1234", *here)
+        assert (unknown.returncode, "no live process has lease 1234" in unknown.stderr) == (1, True)
+        assert revoke_lease("xyz", *here).returncode == 2
+        assert revoke_lease("--component", "Bock", *here).returncode == 1
+
+
+def test_a_stop_during_the_start(tmp_path: Path):
+    with serving(tmp_path) as graph:
+        eventually(lambda: (tmp_path / "run.json").exists(), "the start began")
+        graph.signal(signal.SIGINT)
+        assert graph.end() == 0

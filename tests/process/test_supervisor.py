@@ -1,0 +1,129 @@
+"""What the supervisor promises about its processes, with stub components."""
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.serve.processes import is_alive
+from tests.process.command import eventually, group_members, serving
+
+
+def test_starts_tells_and_drains_in_order(tmp_path: Path):
+    with serving(tmp_path, "--Back.ServiceArgs.workers=2", "--Back.grandchild=true") as graph:
+        assert graph.wait_line("ready http://127.0.0.1:1")
+        assert graph.wait_line("curl http://127.0.0.1:1/v1/chat/completions")
+        state = graph.run_json()
+        assert stat.S_IMODE((tmp_path / "run.json").stat().st_mode) == 0o600
+        assert state["state"] == "ready"
+        assert state["http"] == "http://127.0.0.1:1"
+        assert state["nats"].startswith("nats://127.0.0.1:")
+        assert state["etcd"].startswith("http://127.0.0.1:")
+        entries = graph.processes()
+        assert set(entries) == {"Front-0", "Back-0", "Back-1"}
+        for entry in entries.values():
+            assert entry["state"] == "ready"
+            assert int(entry["lease"], 16) > 0
+            assert entry["status_url"].startswith("http://127.0.0.1:")
+        graph.signal(signal.SIGINT)
+        assert graph.end() == 0
+        text = "".join(graph.output)
+        assert text.index("Front-0          draining") < text.index("Back-0           draining")
+        assert not (tmp_path / "run.json").exists()
+    for name in entries:
+        assert "closed" in (tmp_path / "logs" / f"{name}.log").read_text()
+
+
+def test_restarts_what_crashed_with_its_grandchildren_swept(tmp_path: Path):
+    with serving(tmp_path, "--Back.grandchild=true") as graph:
+        graph.wait_line("ready http")
+        before = graph.processes()
+        first = before["Back-0"]
+        assert len(group_members(first["pid"])) >= 2
+        os.kill(first["pid"], signal.SIGKILL)
+        graph.wait_line("ended (signal 9); again in 0.5 s")
+        again = graph.when("Back-0", lambda p: p["state"] == "ready" and p["restarts"] == 1)
+        assert again["pid"] != first["pid"]
+        assert again["lease"] != first["lease"]
+        assert group_members(first["pid"]) == []
+        assert graph.processes()["Front-0"]["pid"] == before["Front-0"]["pid"]
+
+
+def test_does_not_restart_what_left_in_order(tmp_path: Path):
+    with serving(tmp_path, "--Back.ServiceArgs.workers=2") as graph:
+        graph.wait_line("ready http")
+        os.kill(graph.processes()["Back-0"]["pid"], signal.SIGTERM)
+        graph.wait_line("left the graph (exit 0)")
+        entry = graph.processes()["Back-0"]
+        assert (entry["state"], entry["restarts"]) == ("stopped", 0)
+        assert graph.processes()["Back-1"]["state"] == "ready"
+
+
+def test_ends_when_everything_has_left(tmp_path: Path):
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        for entry in graph.processes().values():
+            os.kill(entry["pid"], signal.SIGTERM)
+        assert graph.end() == 0
+
+
+def test_a_second_signal_forces(tmp_path: Path):
+    release = tmp_path / "never"
+    with serving(tmp_path / "state", f"--Front.release={release}") as graph:
+        graph.wait_line("ready http")
+        graph.processes()
+        graph.signal(signal.SIGINT)
+        graph.wait_line("draining")
+        graph.signal(signal.SIGTERM)
+        assert graph.end() == 130
+
+
+def test_a_drain_waits_for_what_runs(tmp_path: Path):
+    release = tmp_path / "release"
+    with serving(tmp_path / "state", f"--Front.release={release}") as graph:
+        graph.wait_line("ready http")
+        graph.signal(signal.SIGTERM)
+        graph.wait_line("Front-0          draining")
+        assert graph.processes()["Back-0"]["state"] == "ready"
+        release.touch()
+        assert graph.end() == 0
+
+
+@pytest.mark.parametrize("how", ["start", "crash"])
+def test_a_failed_start_ends_everything(tmp_path: Path, how: str):
+    with serving(tmp_path, f"--Back.fail={how}") as graph:
+        assert graph.end() == 1
+        text = "".join(graph.output)
+        if how == "start":
+            assert "error: Back-0: told to fail" in text
+            assert "the last line of the log" in text
+        else:
+            assert "error: Back-0: ended before it was ready (signal 9)" in text
+        assert "Traceback" not in text
+        assert not (tmp_path / "run.json").exists()
+
+
+def test_a_lost_server_ends_the_graph(tmp_path: Path):
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        graph.processes()
+        port = graph.run_json()["etcd"].rpartition(":")[2]
+        etcd = next(
+            int(p.parent.name)
+            for p in Path("/proc").glob("[0-9]*/cmdline")
+            if f"http://127.0.0.1:{port}".encode() in p.read_bytes().split(b"\0")
+        )
+        os.kill(etcd, signal.SIGKILL)
+        assert graph.end() == 1
+        assert "error: etcd ended unexpectedly" in "".join(graph.output)
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path):
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        pids = [entry["pid"] for entry in graph.processes().values()]
+        graph.signal(signal.SIGKILL)
+        graph.process.wait()
+        eventually(lambda: not any(is_alive(pid) for pid in pids), "children end with it")

@@ -1,0 +1,206 @@
+"""YAML and overrides to a resolved configuration; every mistake at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dynamo_lite.components.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.serve.config import GraphConfig, child_environment, describe, resolve
+from dynamo_lite.serve.document import read_document
+from dynamo_lite.serve.graphs import load_graph
+from graphs import agg, disagg
+
+ROOT = Path(__file__).resolve().parents[2]
+
+GOOD: dict[str, Any] = {
+    "Common": {"model": "m", "queue": {"max-jobs": 9}},
+    "Frontend": {"common-configs": ["model"], "port": 0},
+    "VllmWorker": {"common-configs": ["model", "queue"], "max-num-seqs": 4},
+    "PrefillWorker": {"common-configs": ["model", "queue"]},
+}
+
+
+class Loader:
+    """Resolves YAML text as the command line does, without asking vLLM."""
+
+    def __init__(self, directory: Path):
+        self.file = directory / "graph.yaml"
+
+    def __call__(
+        self, content: dict[str, Any] | str, *overrides: str, graph: Graph = disagg.Frontend
+    ) -> GraphConfig:
+        text = content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False)
+        self.file.write_text(text)
+        document = read_document(self.file, list(overrides))
+        config = resolve(graph, document)
+        document.raise_mistakes()
+        return config
+
+    def mistakes(self, *args: Any, **kwargs: Any) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            self(*args, **kwargs)
+        return [m.replace(str(self.file), "FILE") for m in caught.value.mistakes]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Loader:
+    return Loader(tmp_path)
+
+
+def test_own_options_are_filled_and_the_rest_goes_to_vllm(load: Loader):
+    worker = load(GOOD).get("VllmWorker")
+    assert worker is not None
+    assert worker.flags == {"model": "m", "max-num-seqs": 4}
+    assert worker.options["queue"] == {"max_jobs": 9, "ack_wait_s": 10.0, "max_deliver": 3}
+    assert worker.options["max_local_prefill_length"] == 512
+
+
+def test_a_key_of_the_service_wins_over_the_common_one(load: Loader):
+    config = load(
+        {"Common": {"model": "m", "dtype": "half"},
+         "Frontend": {"common-configs": ["model", "dtype"], "dtype": "float"},
+         "VllmWorker": {"common-configs": ["model", "dtype"]}},
+        graph=agg.Frontend,
+    )  # fmt: skip
+    assert [c.flags.get("dtype") for c in config.services] == ["float", None, "half"]
+
+
+def test_overrides_win_and_reach_nested_keys(load: Loader):
+    config = load(
+        GOOD,
+        "--VllmWorker.ServiceArgs.workers=2",
+        "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=[0, 1]",
+        "--Common.queue.max-jobs=5",
+        "--VllmWorker.hf-overrides={a: 1}",
+    )
+    worker = config.get("VllmWorker")
+    assert worker is not None
+    assert worker.workers == 2
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in worker.env] == ["0", "1"]
+    assert worker.options["queue"]["max_jobs"] == 5
+    assert worker.flags["hf-overrides"] == {"a": 1}
+
+
+def test_every_mistake_at_once_with_line_path_and_accepted_keys(load: Loader):
+    text = """\
+Common: {model: m, spare: 1}
+Frontent: {}
+Frontend:
+  common-configs: [model, modle]
+  port: "8000"
+VllmWorker:
+  common-configs: [model]
+  max-local-prefill-length: -5
+  max_model_len: 5
+  queue: {max-jobz: 5}
+  ServiceArgs: {workers: two}
+  kv-transfer-config: {}
+  dtype: half
+  dtype: float
+PrefillWorker:
+  model: other
+"""
+    found = load.mistakes(text, "--foo", "--Graph.namespace=Foo")
+    expected = [
+        "FILE:14: VllmWorker.dtype: written twice",
+        "--foo: not an option",
+        "FILE:2: Frontent: unknown section; did you mean Frontend? accepted: Graph, Common, ",
+        "--Graph.namespace: a namespace has lower-case letters",
+        "FILE:4: Frontend.common-configs: modle: unknown key; did you mean model?",
+        'FILE:5: Frontend.port: input should be a valid integer, got "8000"',
+        "FILE:8: VllmWorker.max-local-prefill-length: input should be greater than or equal to 0",
+        "FILE:9: VllmWorker.max_model_len: keys are written in kebab-case: max-model-len",
+        "FILE:10: VllmWorker.queue.max-jobz: unknown key; did you mean max-jobs? accepted: max-jo",
+        "FILE:11: VllmWorker.ServiceArgs.workers: input should be a valid integer",
+        "FILE:12: VllmWorker.kv-transfer-config: set by dynamo-lite itself",
+        "FILE:1: Common.spare: no service lists it",
+        "must be the same everywhere",
+    ]
+    for start in expected:
+        assert any(start in mistake for mistake in found), (start, found)
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--Frontend.ServiceArgs.workers=2", "at most 1, got 2"),
+        ("--Processor.ServiceArgs.workers=2", "Processor runs inside Frontend"),
+        ("--Processor.model=m", "accepted: request-timeout-s"),
+        ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "one value per worker (1), got 2"),
+        ("--VllmWorker.remote-prefill=1", "valid boolean"),
+        ("--VllmWorker.queue.max-jobs=8", "must be the same everywhere"),
+        ("--VllmWorker.queue.max-jobs=[", "not valid YAML"),
+        ("--Frontend=3", "not an option"),
+        ("--Frontend.common-configs=model", "expected a list"),
+        ("--Graph.lease-ttl-s=1", "greater than or equal to 2"),
+        ("--VllmWorker.model=null", "expected a path or a name"),
+    ],
+)
+def test_one_mistake(load: Loader, override: str, message: str):
+    assert any(message in mistake for mistake in load.mistakes(GOOD, override))
+
+
+@pytest.mark.parametrize("text", ["- 1", "a: [", "\x00", "a: &x *x"])
+def test_a_file_that_is_no_configuration(load: Loader, text: str):
+    assert load.mistakes(text)
+
+
+def test_a_missing_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_document(tmp_path / "absent.yaml", [])
+
+
+def test_graphs_do_not_interfere(load: Loader):
+    content = {k: v for k, v in GOOD.items() if k != "PrefillWorker"}
+    alone = load(content, graph=agg.Frontend).get("VllmWorker")
+    with_prefill = load(GOOD, graph=disagg.Frontend).get("VllmWorker")
+    asked = load(content, "--VllmWorker.remote-prefill=true", graph=agg.Frontend).get("VllmWorker")
+    assert alone and with_prefill and asked
+    assert not alone.options["remote_prefill"]
+    assert with_prefill.options["remote_prefill"]
+    assert asked.options["remote_prefill"]
+
+
+def test_a_graph_is_complete_and_without_doubles():
+    graph = FRONTEND.link(PROCESSOR)
+    assert graph.missing() == ["VllmWorker"]
+    with pytest.raises(ValueError, match="twice"):
+        graph.link(VLLM_WORKER).link(VLLM_WORKER)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("graphs.disagg", "expected MODULE:NAME"),
+        ("graphs.disag:Frontend", "modules in graphs: agg, disagg"),
+        ("nowhere.at.all:Frontend", "no module"),
+        ("graphs.disagg:Nothing", "graphs there: Frontend"),
+        ("dynamo_lite.components.services:FRONTEND", "has no graph"),
+    ],
+)
+def test_unknown_graphs(name: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_graph(name)
+
+
+@pytest.mark.parametrize(
+    ("file", "graph"),
+    [("agg", agg.Frontend), ("disagg", disagg.Frontend), ("disagg_gpu", disagg.Frontend)],
+)
+def test_shipped_configurations_resolve(file: str, graph: Graph):
+    document = read_document(ROOT / "configs" / f"{file}.yaml", [])
+    config = resolve(graph, document)
+    document.raise_mistakes()
+    assert set(describe(config)) == {"Graph", *(s.name for s in graph.services)}
+
+
+def test_the_service_environment_wins(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    assert child_environment({})["OMP_NUM_THREADS"] == "7"
+    assert child_environment({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
+    assert child_environment({})["VLLM_NO_USAGE_STATS"] == "1"
