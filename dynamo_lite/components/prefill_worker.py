@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,6 +34,7 @@ from dynamo_lite.protocol.prefill import (
     ClaimRefused,
     RemotePrefillRequest,
     WriterDone,
+    WriterStays,
     decode_cancel_attempt,
     decode_claim_reply,
     decode_job,
@@ -42,6 +44,7 @@ from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.fence import FenceHolder
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.store import LeaseLoss
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ _PULL_S = 2.0
 _CLAIM_S = 2.0
 _RETRY_DELAY_S = 0.5
 _BROKER_PAUSE_S = 0.2
+_PROMISE_S = 3.0
 #: Whose blocks are written.
 _DECODE_COMPONENT = "VllmWorker"
 
@@ -74,6 +78,7 @@ class PrefillWorker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._pulling = True
+        self._leaving = asyncio.Event()
 
     async def start(self, host: Host) -> dict[str, Any]:
         await asyncio.to_thread(__import__, "dynamo_lite.engine.vllm.core")
@@ -107,7 +112,7 @@ class PrefillWorker:
         self._directory = directory = MetadataDirectory(host.store, self._spec.namespace)
         prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
         decoders = await enter(Roster(host.store, prefix))
-        decoders.on_change(lambda _joined, left: directory.forget_leases(left))
+        decoders.on_change(partial(_forget_left, directory))
         cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
         await enter(host.messaging.serve(cancel, self._on_cancel))
         await host.register("prefill", model=engine.config.model_config.model)
@@ -119,6 +124,7 @@ class PrefillWorker:
     async def drain(self, grace_s: float) -> None:
         """Stops pulling; what was pulled is finished, its writes too."""
         self._pulling = False
+        self._leaving.set()
         if self._queue is not None:
             await self._queue.stop_pulling()
         with contextlib.suppress(TimeoutError):
@@ -151,10 +157,40 @@ class PrefillWorker:
         )
 
     async def _keep_fence(self, host: Host, fence: FenceHolder) -> None:
-        """The engine writes only while the lease certainly lives."""
-        while True:
+        """The engine writes only while the lease certainly lives, or as long as promised.
+
+        A worker that was asked to leave finishes what it has claimed. Its keys no
+        longer vouch for it, so it promises that to each decode engine, a few
+        seconds at a time, and never writes past the promise.
+        """
+        while host.lease.loss is None and self._pulling:
             fence.extend(host.lease.remaining_s())
-            await asyncio.sleep(host.lease.ttl_s / 10)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), host.lease.ttl_s / 10)
+        while host.lease.loss is not LeaseLoss.EXPIRED:
+            asked_at = time.monotonic()
+            if all([await self._promise(host, request) for request in self._requests()]):
+                fence.extend(asked_at + _PROMISE_S - time.monotonic())
+            await asyncio.sleep(_PROMISE_S / 6)
+        fence.extend(0.0)
+
+    def _requests(self) -> list[RemotePrefillRequest]:
+        return list(self._working.values())
+
+    async def _promise(self, host: Host, request: RemotePrefillRequest) -> bool:
+        """Whether the decode engine has heard it, or is not there to be protected."""
+        stays = WriterStays(
+            attempt=request.attempt, writer_lease_id=host.lease.id, for_s=_PROMISE_S
+        )
+        subject = names.writer_stays_subject(self._spec.namespace, request.engine_id)
+        try:
+            await host.messaging.request(subject, encode(stays), timeout_s=_PROMISE_S / 6)
+        except NoResponders:
+            return True
+        except (Unavailable, DeadlineExceeded) as exc:
+            logger.warning("attempt %s: promise to stay not heard: %s", request.attempt, exc)
+            return False
+        return True
 
     async def _watch_queue(self, host: Host) -> None:
         gauge = Gauge(
@@ -193,6 +229,10 @@ class PrefillWorker:
             logger.warning("job %d dropped: %s", job.sequence, exc)
             self._jobs.labels("malformed").inc()
             await _answer(job.term())
+            return
+        if request.attempt in self._working:
+            # Delivered again while it is being worked on: extending it failed for long.
+            await _answer(job.nak(delay_s=self._config.queue.ack_wait_s))
             return
         self._working[request.attempt] = request
         self._idle.clear()
@@ -278,6 +318,12 @@ class PrefillWorker:
         attempt = decode_cancel_attempt(payload).attempt
         if attempt in self._working and self._engine is not None:
             await self._engine.abandon(attempt)
+
+
+def _forget_left(
+    directory: MetadataDirectory, _joined: frozenset[int], left: frozenset[int]
+) -> None:
+    directory.forget_leases(left)
 
 
 async def _answer(answer: Any) -> None:

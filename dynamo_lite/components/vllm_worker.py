@@ -1,6 +1,7 @@
 """The decode worker: gets each request first, and keeps it."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -13,7 +14,7 @@ from dynamo_lite.components.config import VllmWorkerConfig
 from dynamo_lite.components.engine_files import engine_file, new_engine_id
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.errors import DynamoLiteError, StoreUnavailable
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.host import Host, ProcessSpec
@@ -38,8 +39,11 @@ class VllmWorker:
         self._stack = AsyncExitStack()
         self._engine: VllmEngine | None = None
         self._server: GenerateServer | None = None
+        self._host: Host | None = None
+        self._metadata_key = ""
 
     async def start(self, host: Host) -> dict[str, Any]:
+        self._host = host
         # vLLM takes seconds to import, which must not starve the lease.
         await asyncio.to_thread(__import__, "dynamo_lite.engine.vllm.core")
         from dynamo_lite.engine.vllm.core import VllmEngine
@@ -65,6 +69,10 @@ class VllmWorker:
         return {"model": engine.config.model_config.model}
 
     async def drain(self, grace_s: float) -> None:
+        """Finishes what it has; prompts that wait for help unclaimed become local."""
+        if self._metadata_key and self._host is not None and self._host.lease.loss is None:
+            with contextlib.suppress(StoreUnavailable):
+                await self._host.store.delete(self._metadata_key)
         if self._server is not None:
             self._server.refuse_new("this worker is draining")
             if not await self._server.wait_idle(grace_s):
@@ -114,8 +122,8 @@ class VllmWorker:
         """Metadata first: whoever sees the worker may write into its blocks."""
         namespace, lease = self._spec.namespace, host.lease
         if engine.metadata is not None:
-            key = names.nixl_metadata_key(namespace, engine.metadata.engine_id)
-            await host.store.put(key, encode_json(engine.metadata), lease=lease)
+            self._metadata_key = names.nixl_metadata_key(namespace, engine.metadata.engine_id)
+            await host.store.put(self._metadata_key, encode_json(engine.metadata), lease=lease)
         name = self._spec.component
         model = engine.config.model_config.model
         generate = names.endpoint_subject(namespace, name, "generate", lease.id)

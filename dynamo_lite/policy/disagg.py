@@ -19,6 +19,7 @@ class Reason(enum.Enum):
     QUEUE_UNKNOWN = "queue_unknown"
     NO_PREFILL_WORKER = "no_prefill_worker"
     FELL_BACK = "fell_back"
+    LEAVING = "leaving"
     NOT_TRANSFERABLE = "not_transferable"
 
 

@@ -19,6 +19,9 @@ that writer is done or certainly dead.
 import enum
 from dataclasses import dataclass, field
 
+#: Leases that are remembered as gone; a claim of theirs can only be seconds late.
+_MAX_GONE = 1024
+
 
 class State(enum.Enum):
     QUEUED = "queued"
@@ -35,6 +38,7 @@ class Outcome(enum.Enum):
     WRITER_FAILED = "writer_failed"
     WRITER_LOST = "writer_lost"
     CANCELLED = "cancelled"
+    LEAVING = "leaving"  # this engine is on its way out
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class DeleteJob:
 
 @dataclass(frozen=True)
 class CancelWriter:
-    """Tell the writer to stop and to say when it has."""
+    """Tell the writer to stop and to say when it has. Repeated: messages get lost."""
 
     writer_lease_id: int
     attempt: str
@@ -97,16 +101,25 @@ class _Entry:
     sequence: int | None = None
     writer: int | None = None
     writer_done: bool = False
+    cancel_at: float | None = None
+    lost_at: float | None = None
     release_at: float | None = None
 
 
 @dataclass
 class Ledger:
-    """writer_grace_s: how long after a writer's lease is gone a write of its may land."""
+    """writer_grace_s: how long after a writer's lease is gone a write of its may land,
+    and how long a cancelled writer may be silent before it is told again.
+
+    leaving_s: how long a writer whose keys vanished has to say that it stays for
+    what it has begun (a revoked worker does, a dead one cannot).
+    """
 
     writer_grace_s: float
-    _attempts: dict[str, _Entry] = field(default_factory=dict)
-    _by_request: dict[str, _Entry] = field(default_factory=dict)
+    leaving_s: float = 1.0
+    _attempts: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
+    _by_request: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
+    _gone: dict[int, None] = field(default_factory=dict[int, None])
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{e.attempt}:{e.state.value}" for e in self._attempts.values())
@@ -139,7 +152,7 @@ class Ledger:
         if entry is None:
             return [DeleteJob(sequence)]
         entry.sequence = sequence
-        return []
+        return [DeleteJob(sequence)] if entry.state is State.QUARANTINED else []
 
     def not_published(self, attempt: str) -> list[Instruction]:
         """The queue refused, or did not answer. A claim shows that it has it after all."""
@@ -149,7 +162,10 @@ class Ledger:
         return self._withdraw(entry, Outcome.REFUSED)
 
     def claim(self, attempt: str, writer_lease_id: int, now: float) -> str | None:
-        """A writer asks for the attempt. Returns None when granted, else why not."""
+        """A writer asks for the attempt. Returns None when granted, else why not.
+
+        It may ask again: the answer may have been lost.
+        """
         entry = self._attempts.get(attempt)
         if entry is None:
             return "unknown or ended attempt"
@@ -157,6 +173,10 @@ class Ledger:
             return "withdrawn"
         if now >= entry.deadline:
             return "past its deadline"
+        if writer_lease_id in self._gone:
+            return "the writer's lease is gone"
+        if entry.writer_done:
+            return "written already"
         if entry.state is State.CLAIMED and entry.writer != writer_lease_id:
             return f"claimed by {entry.writer:x}"
         entry.state, entry.writer = State.CLAIMED, writer_lease_id
@@ -186,32 +206,57 @@ class Ledger:
         entry.writer_done = True
         return [] if written else self._withdraw(entry, Outcome.WRITER_FAILED)
 
-    def writer_gone(self, writer_lease_id: int, now: float) -> list[Instruction]:
-        """The writer's lease is gone. What it sent before may still be landing."""
-        out: list[Instruction] = []
+    def writer_gone(self, writer_lease_id: int, now: float) -> None:
+        """The writer's keys are gone: it was revoked, or it is dead. `tick` settles it."""
+        self._gone[writer_lease_id] = None
+        if len(self._gone) > _MAX_GONE:
+            del self._gone[next(iter(self._gone))]
         for entry in [e for e in self._attempts.values() if e.writer == writer_lease_id]:
-            if entry.state is State.CLAIMED:
-                out += self._withdraw(entry, Outcome.WRITER_LOST)
-            entry.release_at = now + self.writer_grace_s
+            if entry.writer_done:
+                continue  # all of it was delivered; the engine is about to notice
+            entry.lost_at = now + self.leaving_s
+            entry.release_at = entry.lost_at + self.writer_grace_s
+
+    def writer_stays(self, attempt: str, writer_lease_id: int, for_s: float, now: float) -> None:
+        """A leaving writer promises to finish the attempt, or to be silent after `for_s`."""
+        entry = self._attempts.get(attempt)
+        if entry is None or entry.writer != writer_lease_id or entry.lost_at is None:
+            return
+        entry.lost_at = now + for_s
+        entry.release_at = now + for_s
+
+    def leave(self) -> list[Instruction]:
+        """This engine leaves: nobody will find it to write for attempts not yet claimed."""
+        out: list[Instruction] = []
+        for entry in [e for e in self._by_request.values() if e.state is State.QUEUED]:
+            out += self._withdraw(entry, Outcome.LEAVING)
         return out
 
     def tick(self, now: float) -> list[Instruction]:
-        """Deadlines that have passed."""
+        """Deadlines that have passed, and cancels that were not answered."""
         out: list[Instruction] = []
         for entry in list(self._by_request.values()):
             if now >= entry.deadline:
                 out += self._withdraw(entry, Outcome.DEADLINE)
-        for entry in list(self._attempts.values()):
-            if entry.release_at is not None and now >= entry.release_at:
+            elif entry.lost_at is not None and now >= entry.lost_at and not entry.writer_done:
+                out += self._withdraw(entry, Outcome.WRITER_LOST)
+        for entry in [e for e in self._attempts.values() if e.state is State.QUARANTINED]:
+            if entry.release_at is None:
+                out += self._remind(entry, now)
+            elif now >= entry.release_at:
                 del self._attempts[entry.attempt]
                 out.append(Release(entry.attempt))
         return out
 
-    def next_deadline(self) -> float | None:
-        """When `tick` next has something to do."""
-        times = [e.deadline for e in self._by_request.values()]
-        times += [e.release_at for e in self._attempts.values() if e.release_at is not None]
-        return min(times, default=None)
+    def _remind(self, entry: _Entry, now: float) -> list[Instruction]:
+        """The cancel of a quarantined attempt again, when its writer is silent for long."""
+        assert entry.writer is not None
+        if entry.cancel_at is None:
+            entry.cancel_at = now + self.writer_grace_s
+        if now < entry.cancel_at:
+            return []
+        entry.cancel_at = now + self.writer_grace_s
+        return [CancelWriter(entry.writer, entry.attempt)]
 
     def _withdraw(self, entry: _Entry, outcome: Outcome) -> list[Instruction]:
         del self._by_request[entry.request_id]

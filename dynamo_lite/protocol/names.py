@@ -66,6 +66,11 @@ def writer_done_subject(namespace: str, engine_id: str) -> str:
     return f"{namespace}_engine.{engine_id}.writer_done"
 
 
+def writer_stays_subject(namespace: str, engine_id: str) -> str:
+    """Requests to a decode engine: this leaving writer still finishes the attempt."""
+    return f"{namespace}_engine.{engine_id}.writer_stays"
+
+
 def cancel_subject(namespace: str, writer_lease_id: int) -> str:
     """Notices from decode engines to one prefill worker: stop that attempt."""
     return f"{namespace}_prefill.{writer_lease_id:x}.cancel"

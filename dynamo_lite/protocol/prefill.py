@@ -72,6 +72,19 @@ class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class WriterStays(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill worker that is leaving, to a decode engine: this attempt I still finish.
+
+    Its keys are gone already; this promise takes the lease's place. It writes
+    for at most `for_s` seconds from the moment it sent this, unless it sends
+    another one.
+    """
+
+    attempt: Attempt
+    writer_lease_id: int
+    for_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
+
+
 class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Decode engine to the writer that holds the claim: stop, then say `WriterDone`."""
 
@@ -110,5 +123,6 @@ decode_job: Decoder[RemotePrefillRequest] = Decoder(RemotePrefillRequest)
 decode_claim: Decoder[Claim] = Decoder(Claim)
 decode_claim_reply: Decoder[Granted | ClaimRefused] = Decoder(Granted | ClaimRefused)
 decode_writer_done: Decoder[WriterDone] = Decoder(WriterDone)
+decode_writer_stays: Decoder[WriterStays] = Decoder(WriterStays)
 decode_cancel_attempt: Decoder[CancelAttempt] = Decoder(CancelAttempt)
 decode_committed: Decoder[Committed] = Decoder(Committed)

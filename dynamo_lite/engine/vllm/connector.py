@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from dynamo_lite.engine.vllm.decode_rank import DecodeRank
 from dynamo_lite.engine.vllm.decode_scheduler import DecodeScheduler
@@ -27,14 +35,6 @@ from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
 from dynamo_lite.runtime.fence import FenceReader
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
 from dynamo_lite.transfer.nixl import NixlMover
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -154,8 +154,9 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     ) -> None:
         """All ranks are up: the engine can be described, and meets the outside."""
         assert self._scheduler is not None
-        shakes = [metadata[rank] for rank in sorted(metadata)]
-        assert all(isinstance(shake, RankHandshake) for shake in shakes)
+        shakes = [
+            shake for _, shake in sorted(metadata.items()) if isinstance(shake, RankHandshake)
+        ]
         self._scheduler.metadata = EngineMetadata(
             engine_id=self._link.engine_id,
             lease_id=self._link.lease_id,
@@ -180,9 +181,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             return 0, False
         return self._decode.num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._decode is not None:
             self._decode.state_after_alloc(request, blocks, num_external_tokens)
         if self._prefill is not None:

@@ -16,6 +16,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
 
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad
 from dynamo_lite.engine.vllm.link import LINK_FILE, DecodeLink, EngineLink, write_link
@@ -34,14 +42,6 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, decode_engine_status
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.messaging import Messaging
-from vllm import SamplingParams
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,8 @@ class VllmEngine:
                 priority=request.priority,
                 trace_headers=request.trace_headers,
                 external_req_id=request.request_id,
+                reasoning_ended=request.reasoning_ended,
+                reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             )
         )
 
@@ -241,7 +243,9 @@ class VllmEngine:
 
     def _load(self) -> Any:
         parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-        engine_args = AsyncEngineArgs.from_cli_args(parser.parse_args(self._args))
+        flags = parser.parse_args(self._args)
+        assert flags is not None
+        engine_args = AsyncEngineArgs.from_cli_args(flags)
         if self._link is not None:
             decodes = isinstance(self._link.role, DecodeLink)
             engine_args.kv_transfer_config = KVTransferConfig(

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
 from dynamo_lite.policy.disagg import QueueView
@@ -31,6 +31,7 @@ from dynamo_lite.protocol.prefill import (
     RemotePrefillRequest,
     decode_claim,
     decode_writer_done,
+    decode_writer_stays,
 )
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
@@ -38,6 +39,7 @@ from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.store import Delete, Store
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +84,8 @@ class DecodeLinkSession:
         self._link, self._role, self._book, self._status = link, link.role, book, status
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
-        self._deferred: list[Instruction] = []
         self.view: QueueView | None = None
+        self.leaving = False
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -108,12 +110,17 @@ class DecodeLinkSession:
             await enter(messaging.serve(names.claim_subject(*subject), self._on_claim))
             await enter(messaging.serve(names.writer_done_subject(*subject), self._on_done))
             await enter(messaging.serve(names.describe_subject(*subject), self._on_describe))
-            watcher = asyncio.create_task(self._watch_queue(writers), name="queue-view")
+            await enter(messaging.serve(names.writer_stays_subject(*subject), self._on_stays))
+            watchers = [
+                asyncio.create_task(self._watch_queue(writers), name="queue-view"),
+                asyncio.create_task(self._watch_own_metadata(store), name="own-metadata"),
+            ]
             try:
                 yield
             finally:
-                watcher.cancel()
-                await asyncio.gather(watcher, return_exceptions=True)
+                for watcher in watchers:
+                    watcher.cancel()
+                await asyncio.gather(*watchers, return_exceptions=True)
 
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job; anything but a clear yes makes the prompt local."""
@@ -133,7 +140,7 @@ class DecodeLinkSession:
                 )
             await self._settle(lambda ledger: ledger.published(job.attempt, sequence))
 
-    async def carry_out(self, instructions: list[Instruction]) -> None:
+    async def carry_out(self, instructions: Sequence[Instruction]) -> None:
         """The instructions that need the network; best effort, the claim is the guard."""
         for instruction in instructions:
             try:
@@ -176,13 +183,27 @@ class DecodeLinkSession:
         status = self._status()
         return None if status is None else encode(status)
 
+    async def _on_stays(self, payload: bytes) -> bytes:
+        stays = decode_writer_stays(payload)
+        with self._book.lock:
+            self._book.ledger.writer_stays(
+                stays.attempt, stays.writer_lease_id, stays.for_s, time.monotonic()
+            )
+        return b""
+
     def _writers_left(self, lease_ids: frozenset[int]) -> None:
-        instructions: list[Instruction] = []
         with self._book.lock:
             for lease_id in lease_ids:
-                instructions += self._book.ledger.writer_gone(lease_id, time.monotonic())
-            self._book.leave_for_engine(instructions)
-        self._deferred += instructions
+                self._book.ledger.writer_gone(lease_id, time.monotonic())
+
+    async def _watch_own_metadata(self, store: Store) -> None:
+        """The component deletes it when it leaves, or it goes with the lease."""
+        key = names.nixl_metadata_key(self._link.namespace, self._link.engine_id)
+        async with store.watch(key) as events:
+            async for event in events:
+                if isinstance(event, Delete):
+                    self.leaving = True
+                    await self._settle(lambda ledger: ledger.leave())
 
     async def _watch_queue(self, writers: Roster) -> None:
         while True:
@@ -192,6 +213,4 @@ class DecodeLinkSession:
                 self.view = QueueView(depth.total, len(writers.members), time.monotonic())
             except DynamoLiteError as exc:
                 logger.debug("queue depth not read: %s", exc)
-            deferred, self._deferred = self._deferred, []
-            await self.carry_out(deferred)
             await asyncio.sleep(_VIEW_PERIOD_S)

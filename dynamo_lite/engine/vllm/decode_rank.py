@@ -8,12 +8,13 @@ of the two is reported for each.
 import logging
 from collections import OrderedDict
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
 from dynamo_lite.engine.vllm.messages import DecodeStep
 from dynamo_lite.engine.vllm.stats import LATE, ConnectorStats
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import decode_committed
 from dynamo_lite.transfer.base import Mover
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 logger = logging.getLogger(__name__)
 

@@ -128,6 +128,8 @@ class DecodeScheduler:
             or request.prompt_token_ids is None
         ):
             return Local(Reason.NOT_TRANSFERABLE)
+        if self._net.leaving:
+            return Local(Reason.LEAVING)
         return decide(
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=cached,

@@ -4,10 +4,11 @@ import platform
 from collections.abc import Mapping
 from pathlib import PurePath
 
-from dynamo_lite.protocol.errors import IncompatiblePeer
-from dynamo_lite.protocol.records import EngineMetadata
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
+
+from dynamo_lite.protocol.errors import IncompatiblePeer
+from dynamo_lite.protocol.records import EngineMetadata
 
 
 def fingerprint(config: VllmConfig, kv_layout: str) -> dict[str, str]:

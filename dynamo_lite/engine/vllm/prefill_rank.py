@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from dynamo_lite.engine.vllm.messages import BlockWrite, PrefillStep, WorkerReport
 from dynamo_lite.engine.vllm.stats import BYTES, DESCRIPTORS, FENCED, SECONDS, ConnectorStats
@@ -22,7 +23,6 @@ from dynamo_lite.protocol.prefill import Committed
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.base import Mover, Write
 from dynamo_lite.transfer.layout import check_compatible, plan_copy
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class PrefillRank:
             return True
         try:
             attempt.flying.append((self._write(write), time.monotonic()))
-        except (TransferError, ValueError, IndexError) as exc:
+        except (TransferError, ValueError, LookupError) as exc:
             self._fail(attempt, write.target_engine, exc)
         return True
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 DECISION = "decision"  # + "/verdict/reason"
