@@ -14,7 +14,7 @@ from dynamo_lite.components.config import VllmWorkerConfig
 from dynamo_lite.components.engine_files import engine_file, new_engine_id
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.errors import DynamoLiteError, StoreUnavailable
+from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied, StoreUnavailable
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.host import Host, ProcessSpec
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POOL_PERIOD_S = 2.0
+#: Unanswered descriptions in a row after which the engine is not trusted any more.
+_MAX_SILENT = 5
 #: Whose members write KV for this worker.
 _PREFILL_COMPONENT = "PrefillWorker"
 
@@ -139,18 +141,27 @@ class VllmWorker:
         return msgspec.msgpack.encode(self._engine.load)
 
     async def _deliver(self, engine: "VllmEngine", server: GenerateServer) -> None:
-        async for deltas in engine.steps():
-            server.deliver(deltas)
+        try:
+            async for deltas in engine.steps():
+                server.deliver(deltas)
+        except EngineDied:
+            server.hang_up("the worker's engine died")
+            raise
 
     async def _watch_pool(self, host: Host, engine: "VllmEngine") -> None:
         """Asks the engine's process how its blocks stand, for the metrics."""
         gauge = _pool_gauges(host)
+        silent = 0
         while True:
             try:
                 status = await engine.describe()
             except DynamoLiteError as exc:
+                silent = silent + 1 if host.messaging.connected else 0
                 logger.warning("the engine did not describe itself: %s", exc)
+                if silent == _MAX_SILENT:
+                    raise EngineDied("the engine's bridge is silent") from exc
             else:
+                silent = 0
                 gauge["free"].set(status.free_blocks)
                 gauge["total"].set(status.total_blocks)
                 gauge["quarantined"].set(status.quarantined)

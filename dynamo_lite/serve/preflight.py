@@ -108,7 +108,7 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
     version = vllm_version()
     if not version:
         raise StartupError("vLLM is not installed; run `make setup`")
-    question = json.dumps(sections, sort_keys=True, default=str)
+    question = json.dumps(sections, default=str)
     key = sha256(f"{version}\n{question}".encode()).hexdigest()
     verdicts = _read_verdicts(cache)
     if key not in verdicts:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 STUB = "tests.process.stub:Front"
+MODELLED = "tests.process.stub:Modelled"
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 

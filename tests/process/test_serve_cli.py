@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.command import ROOT, STUB, eventually, run, serving
+from tests.process.command import MODELLED, ROOT, STUB, eventually, run, serving
 
 
 def revoke_lease(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,9 +74,7 @@ def test_an_unreachable_server(tmp_path: Path, flag: str, scheme: str):
 def test_a_missing_model_is_found_before_anything_starts(tmp_path: Path):
     file = tmp_path / "graph.yaml"
     file.write_text("Vllm: {model: ./absent}\n")
-    result = run(
-        "serve", "tests.process.stub:Modelled", "--state-dir", str(tmp_path), "-f", str(file)
-    )
+    result = run("serve", MODELLED, "--state-dir", str(tmp_path), "-f", str(file))
     assert result.returncode == 1
     assert result.stderr.splitlines() == ["error: Vllm.model: no model at absent"]
 
@@ -145,3 +143,23 @@ def test_a_stop_during_the_start(tmp_path: Path):
         eventually(lambda: (tmp_path / "run.json").exists(), "the start began")
         graph.signal(signal.SIGINT)
         assert graph.end() == 0
+
+
+def test_vllm_judges_its_own_arguments_once(tmp_path: Path):
+    """The verdict on an unchanged configuration is remembered."""
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "graph.yaml"
+    file.write_text(
+        f"Vllm: {{model: {tmp_path}/model, max-num-seqs: many, blok-size: 32, enforce-eager: 1}}\n"
+    )
+    arguments = ("serve", MODELLED, "--state-dir", str(tmp_path), "-f", str(file), "--dry-run")
+    first = run(*arguments, timeout_s=110.0)
+    assert first.returncode == 2
+    assert first.stderr.splitlines() == [
+        f"error: {file}:1: Vllm.max-num-seqs: invalid int value: 'many'",
+        f"error: {file}:1: Vllm.blok-size: unknown key; nearest accepted keys: block-size, "
+        "mamba-block-size, ubatch-size",
+        f"error: {file}:1: Vllm.enforce-eager: expected true or false, got 1",
+    ]
+    again = run(*arguments, timeout_s=5.0)
+    assert (again.returncode, again.stderr) == (2, first.stderr)

@@ -153,8 +153,13 @@ class VllmEngine:
 
     async def run_prefills(self) -> None:
         """Drives the engine for `prefill`: nobody reads its tokens. Raises EngineDied."""
-        while True:
-            await self._next()
+        try:
+            while True:
+                await self._next()
+        except EngineDied as exc:
+            # A dead process writes nothing: say so, rather than let anybody wait.
+            self._settle([(attempt, "failed", str(exc)) for attempt in self._attempts])
+            raise
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
         """One claimed attempt; `run_prefills` must be running."""

@@ -111,16 +111,14 @@ class DecodeLinkSession:
             await enter(messaging.serve(names.writer_done_subject(*subject), self._on_done))
             await enter(messaging.serve(names.describe_subject(*subject), self._on_describe))
             await enter(messaging.serve(names.writer_stays_subject(*subject), self._on_stays))
-            watchers = [
-                asyncio.create_task(self._watch_queue(writers), name="queue-view"),
-                asyncio.create_task(self._watch_own_metadata(store), name="own-metadata"),
-            ]
-            try:
+            async with asyncio.TaskGroup() as tasks:
+                watchers = [
+                    tasks.create_task(self._watch_queue(writers), name="queue-view"),
+                    tasks.create_task(self._watch_own_metadata(store), name="own-metadata"),
+                ]
                 yield
-            finally:
                 for watcher in watchers:
                     watcher.cancel()
-                await asyncio.gather(*watchers, return_exceptions=True)
 
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job; anything but a clear yes makes the prompt local."""

@@ -86,9 +86,7 @@ class GenerateServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.refuse_new("the worker is closed")
-        for session in list(self._sessions.values()):
-            self._dismiss(session, "the worker closed the stream")
+        self.hang_up("the worker closed the stream")
         await self._listener.close()
         if not await self.wait_idle(_CLOSE_TIMEOUT_S):
             _log.warning("closed while the engine was still taking or aborting requests")
@@ -109,6 +107,12 @@ class GenerateServer:
     def refuse_new(self, reason: str) -> None:
         """From here on every new request is refused; other workers may take it."""
         self._refusal = reason
+
+    def hang_up(self, why: str) -> None:
+        """The engine is gone: every client is told so now, and new requests are refused."""
+        self.refuse_new(why)
+        for session in list(self._sessions.values()):
+            self._dismiss(session, why)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Whether nothing was in flight any more within `timeout_s`."""
@@ -230,7 +234,7 @@ class GenerateServer:
             return encode(RequestRefused(reason=str(exc), elsewhere=True))
         except Exception:
             _log.exception("request %s could not be started", request.request_id)
-            return encode(RequestRefused(reason="internal error of the worker", elsewhere=False))
+            return encode(RequestRefused(reason="internal error of the worker", elsewhere=True))
         return encode(Accepted())
 
     async def _admit_remote(self, request: GenerateRequest) -> None:
