@@ -1,0 +1,19 @@
+import pytest
+
+from dynamo_lite.engine.vllm.args import engine_flags
+
+
+@pytest.mark.parametrize(
+    ("args", "flags"),
+    [
+        ({"enforce-eager": True}, ["--enforce-eager"]),
+        ({"enforce-eager": False}, ["--no-enforce-eager"]),
+        ({"max-model-len": 4096}, ["--max-model-len=4096"]),
+        ({"chat-template": "-x"}, ["--chat-template=-x"]),
+        ({"hf-overrides": {"a": [1, True]}}, ["--hf-overrides", '{"a": [1, true]}']),
+        ({"served-model-name": ["a", "b"]}, ["--served-model-name", "a", "b"]),
+        ({"seed": None}, []),
+    ],
+)
+def test_flags(args: dict[str, object], flags: list[str]):
+    assert engine_flags(args) == flags
