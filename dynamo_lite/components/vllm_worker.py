@@ -11,11 +11,10 @@ import msgspec
 from prometheus_client import Gauge
 
 from dynamo_lite.components.config import VllmWorkerConfig
-from dynamo_lite.components.engine_files import engine_file, new_engine_id
+from dynamo_lite.components.engine_setup import engine_file, engine_link, queue_config
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied, StoreUnavailable
-from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.host import Host, ProcessSpec
 
@@ -96,29 +95,18 @@ class VllmWorker:
         }
 
     def _link(self, host: Host) -> "EngineLink":
-        from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
+        from dynamo_lite.engine.vllm.link import DecodeLink
 
-        config, queue = self._config, self._config.queue
-        return EngineLink(
-            namespace=self._spec.namespace,
-            engine_id=new_engine_id(),
-            lease_id=host.lease.id,
-            lease_ttl_s=self._spec.lease_ttl_s,
-            nats_url=self._spec.nats_url,
-            etcd_url=self._spec.etcd_url,
-            role=DecodeLink(
-                max_local_prefill_length_tokens=config.max_local_prefill_length,
-                max_prefill_queue_size=config.max_prefill_queue_size,
-                remote_prefill_timeout_s=config.remote_prefill_timeout_s,
-                queue_view_max_age_s=config.queue_view_max_age_s,
-                prefill_component=_PREFILL_COMPONENT,
-                queue=QueueConfig(
-                    max_depth=queue.max_jobs,
-                    ack_wait_s=queue.ack_wait_s,
-                    max_deliver=queue.max_deliver,
-                ),
-            ),
+        config = self._config
+        role = DecodeLink(
+            max_local_prefill_length_tokens=config.max_local_prefill_length,
+            max_prefill_queue_size=config.max_prefill_queue_size,
+            remote_prefill_timeout_s=config.remote_prefill_timeout_s,
+            queue_view_max_age_s=config.queue_view_max_age_s,
+            prefill_component=_PREFILL_COMPONENT,
+            queue=queue_config(config.queue),
         )
+        return engine_link(self._spec, host.lease.id, role)
 
     async def _register(self, host: Host, engine: "VllmEngine", server: GenerateServer) -> None:
         """Metadata first: whoever sees the worker may write into its blocks."""

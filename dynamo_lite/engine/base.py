@@ -72,7 +72,10 @@ class PrefillEngine(Protocol):
     def metadata(self) -> EngineMetadata | None: ...
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        """Computes and writes one claimed attempt; returns when no write is under way."""
+        """Computes and writes one claimed attempt; returns when no write is under way.
+
+        Raises Refused or IncompatiblePeer when nothing was begun.
+        """
         ...
 
     async def abandon(self, attempt: str) -> None:

@@ -204,7 +204,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             self._decode.request_finished(request.request_id)
             return False, None
         assert self._prefill is not None
-        return self._prefill.request_finished(request.request_id), None
+        return self._prefill.request_finished(request), None
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy

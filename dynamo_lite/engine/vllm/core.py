@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad
+from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.engine.vllm.link import LINK_FILE, DecodeLink, EngineLink, write_link
 from dynamo_lite.engine.vllm.stats import ENDED, ConnectorMetrics
 from dynamo_lite.engine.vllm.wire import delta_from_output, sampling_from_bytes
@@ -162,7 +163,14 @@ class VllmEngine:
             raise
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        """One claimed attempt; `run_prefills` must be running."""
+        """One claimed attempt; `run_prefills` must be running.
+
+        Raises Refused for a prompt that this engine cannot take, IncompatiblePeer
+        for a target that it must not write to.
+        """
+        assert self.metadata is not None
+        check_peer(self.metadata, target)
+        self._check_prompt(job.prompt_token_ids)
         ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self._attempts[job.attempt] = ended
         try:
@@ -206,8 +214,12 @@ class VllmEngine:
 
     def _check(self, request: GenerateRequest, sampling: SamplingParams) -> None:
         """What would break the engine's step is refused at its door."""
+        self._check_prompt(request.prompt_token_ids)
+        if sampling.n != 1:
+            raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
         model = self.config.model_config
-        prompt = request.prompt_token_ids
         if not prompt or len(prompt) >= model.max_model_len:
             raise Refused(
                 f"prompt of {len(prompt)} tokens; this model takes 1 to {model.max_model_len - 1}",
@@ -215,8 +227,6 @@ class VllmEngine:
             )
         if max(prompt) >= model.get_vocab_size():
             raise Refused(f"token id {max(prompt)} is outside the vocabulary", elsewhere=False)
-        if sampling.n != 1:
-            raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
 
     async def _add(self, request: EngineCoreRequest) -> None:
         try:

@@ -89,10 +89,13 @@ class PrefillScheduler:
                 self._add_write(step, job, job.request.num_computed_tokens + tokens)
         return step
 
-    def request_finished(self, request_id: str) -> bool:
+    def request_finished(self, request: "Request") -> bool:
         """Returns whether the blocks must stay until the writes have ended."""
+        request_id, params = request.request_id, request.kv_transfer_params
         job = self._jobs.pop(request_id, None)
         if job is None:
+            if params:  # stopped before it was ever scheduled
+                self.stats.append(ENDED, [params["attempt"], "abandoned", ""])
             return False
         if not job.announced:
             self._tell(job, "abandoned")

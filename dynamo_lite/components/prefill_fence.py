@@ -1,0 +1,65 @@
+"""Until when a prefill worker's engine may write, kept in the lease's fence.
+
+While the worker serves, that is as long as its lease certainly lives. A worker
+that was asked to leave finishes what it has claimed, but its keys no longer
+vouch for it: it promises each decode engine to stay, a few seconds at a time,
+and never lets its engine write past a promise that was heard.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from dynamo_lite.components.prefill_jobs import PrefillJobs
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import DeadlineExceeded, NoResponders, Unavailable
+from dynamo_lite.protocol.prefill import RemotePrefillRequest, WriterStays
+from dynamo_lite.runtime.fence import FenceHolder
+from dynamo_lite.runtime.host import Host
+from dynamo_lite.runtime.store import LeaseLoss
+
+logger = logging.getLogger(__name__)
+
+_PROMISE_S = 3.0
+
+
+class FenceKeeper:
+    """leaving: set it when the worker begins to leave. jobs: None until there can be any."""
+
+    def __init__(self, host: Host, fence: FenceHolder):
+        self._host, self._fence = host, fence
+        self.leaving = asyncio.Event()
+        self.jobs: PrefillJobs | None = None
+
+    async def keep(self) -> None:
+        lease = self._host.lease
+        while lease.loss is None and not self.leaving.is_set():
+            self._fence.extend(lease.remaining_s())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.leaving.wait(), lease.ttl_s / 10)
+        while lease.loss is not LeaseLoss.EXPIRED:
+            asked_at = time.monotonic()
+            if all([await self._promise(request) for request in self._claimed()]):
+                self._fence.extend(asked_at + _PROMISE_S - time.monotonic())
+            await asyncio.sleep(_PROMISE_S / 6)
+        self._fence.extend(0.0)
+
+    def _claimed(self) -> list[RemotePrefillRequest]:
+        return [] if self.jobs is None else list(self.jobs.working.values())
+
+    async def _promise(self, request: RemotePrefillRequest) -> bool:
+        """Whether the decode engine has heard it, or is not there to be protected."""
+        stays = WriterStays(
+            attempt=request.attempt, writer_lease_id=self._host.lease.id, for_s=_PROMISE_S
+        )
+        subject = names.writer_stays_subject(self._host.spec.namespace, request.engine_id)
+        try:
+            await self._host.messaging.request(subject, encode(stays), timeout_s=_PROMISE_S / 6)
+        except NoResponders:
+            return True
+        except (Unavailable, DeadlineExceeded) as exc:
+            logger.warning("attempt %s: promise to stay not heard: %s", request.attempt, exc)
+            return False
+        return True

@@ -1,0 +1,213 @@
+"""The jobs that a prefill worker holds, from the pull to the one answer.
+
+A job is acknowledged when it is over: written, refused at its claim, expired,
+or handed back to the decode engine as failed. A worker that dies leaves it
+unacknowledged, and the queue delivers it again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from typing import Protocol
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter
+
+from dynamo_lite.engine.base import AttemptOutcome
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    DynamoLiteError,
+    NoResponders,
+    ProtocolError,
+    Unavailable,
+)
+from dynamo_lite.protocol.prefill import (
+    Claim,
+    ClaimRefused,
+    RemotePrefillRequest,
+    WriterDone,
+    decode_cancel_attempt,
+    decode_claim_reply,
+    decode_job,
+)
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.queue.base import Job, PrefillQueue
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+logger = logging.getLogger(__name__)
+
+_PULL_S = 2.0
+_CLAIM_S = 2.0
+_RETRY_DELAY_S = 0.5
+_BROKER_PAUSE_S = 0.2
+
+
+class Prefiller(Protocol):
+    """The part of a prefill engine that jobs need."""
+
+    async def prefill(
+        self, job: RemotePrefillRequest, target: EngineMetadata
+    ) -> AttemptOutcome: ...
+
+    async def abandon(self, attempt: str) -> None: ...
+
+
+class PrefillJobs:
+    """working: attempt -> job, of what was pulled and is not over. idle: nothing is."""
+
+    def __init__(
+        self,
+        *,
+        namespace: str,
+        lease_id: int,
+        ack_wait_s: float,
+        queue: PrefillQueue,
+        engine: Prefiller,
+        directory: MetadataDirectory,
+        messaging: Messaging,
+        registry: CollectorRegistry,
+    ):
+        self._namespace, self._lease_id, self._ack_wait_s = namespace, lease_id, ack_wait_s
+        self._queue, self._engine = queue, engine
+        self._directory, self._messaging = directory, messaging
+        self._ended = Counter(
+            "dynamo_lite_prefill_jobs",
+            "Prefill jobs pulled, by how they ended",
+            ["outcome"],
+            registry=registry,
+        )
+        self._pulling = True
+        self.working: dict[str, RemotePrefillRequest] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def run(self) -> None:
+        """One job after the other, until `stop`. Run several for several at a time."""
+        while self._pulling:
+            try:
+                job = await self._queue.pull(timeout_s=_PULL_S)
+            except Unavailable as exc:
+                logger.debug("no job pulled: %s", exc)
+                await asyncio.sleep(_BROKER_PAUSE_S)
+                continue
+            if job is not None:
+                await self._do(job)
+
+    async def stop(self) -> None:
+        """Pulls nothing more; what was pulled goes on."""
+        self._pulling = False
+        await self._queue.stop_pulling()
+
+    async def on_cancel(self, payload: bytes) -> None:
+        attempt = decode_cancel_attempt(payload).attempt
+        if attempt in self.working:
+            await self._engine.abandon(attempt)
+
+    async def _do(self, job: Job) -> None:
+        try:
+            request = decode_job(job.payload)
+            if request.wire_version != WIRE_VERSION:
+                raise ProtocolError(f"wire version {request.wire_version} is not spoken")
+        except ProtocolError as exc:
+            logger.warning("job %d dropped: %s", job.sequence, exc)
+            self._ended.labels("malformed").inc()
+            await _answer(job.term())
+            return
+        if request.attempt in self.working:
+            # Delivered again while it is being worked on: extending it failed for long.
+            await _answer(job.nak(delay_s=self._ack_wait_s))
+            return
+        self.working[request.attempt] = request
+        self.idle.clear()
+        keeper = asyncio.create_task(self._extend(job), name=f"extend-{job.sequence}")
+        try:
+            outcome = await self._prefill(request)
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+            del self.working[request.attempt]
+            if not self.working:
+                self.idle.set()
+        self._ended.labels(outcome).inc()
+        await _answer(job.nak(delay_s=_RETRY_DELAY_S) if outcome == "retry" else job.ack())
+
+    async def _extend(self, job: Job) -> None:
+        while True:
+            await asyncio.sleep(self._ack_wait_s / 3)
+            await _answer(job.extend())
+
+    async def _prefill(self, request: RemotePrefillRequest) -> str:
+        """Claims, computes, writes. Returns the outcome that the counter shows."""
+        if time.time() >= request.deadline:
+            return "expired"
+        try:
+            target = await self._directory.get(request.engine_id)
+            if target is None:
+                return "engine_gone"
+            refusal = await self._claim(request)
+        except NoResponders:
+            return "engine_gone"
+        except (Unavailable, DeadlineExceeded) as exc:
+            logger.warning("attempt %s not claimed: %s", request.attempt, exc)
+            return "retry"
+        except ProtocolError as exc:
+            logger.warning("engine %s: %s", request.engine_id, exc)
+            return "malformed"
+        if refusal is not None:
+            logger.info("attempt %s refused: %s", request.attempt, refusal)
+            return "refused"
+        try:
+            _check_blocks(request, target)
+            ended = await self._engine.prefill(request, target)
+        except DynamoLiteError as exc:
+            ended = AttemptOutcome(request.attempt, "failed", str(exc))
+        if ended.outcome != "written":
+            logger.warning("attempt %s %s: %s", request.attempt, ended.outcome, ended.detail)
+        await self._say_done(request, ended)
+        return ended.outcome
+
+    async def _claim(self, request: RemotePrefillRequest) -> str | None:
+        """Returns why it was refused, or None. Raises Unavailable, DeadlineExceeded."""
+        reply = await self._messaging.request(
+            names.claim_subject(self._namespace, request.engine_id),
+            encode(Claim(attempt=request.attempt, writer_lease_id=self._lease_id)),
+            timeout_s=_CLAIM_S,
+        )
+        answer = decode_claim_reply(reply)
+        return answer.reason if isinstance(answer, ClaimRefused) else None
+
+    async def _say_done(self, request: RemotePrefillRequest, ended: AttemptOutcome) -> None:
+        """From here on no write of this attempt comes from this worker."""
+        done = msgspec.convert(ended, WriterDone, from_attributes=True)
+        subject = names.writer_done_subject(self._namespace, request.engine_id)
+        try:
+            await self._messaging.publish(subject, encode(done))
+        except Unavailable as exc:
+            # The decode engine keeps the blocks back, and asks again.
+            logger.warning("end of attempt %s not told: %s", request.attempt, exc)
+
+
+def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None:
+    """Raises ProtocolError unless the blocks cover the wanted tokens, inside the pool."""
+    size = target.block_size_tokens
+    first, rest = divmod(request.num_computed_tokens, size)
+    wanted = -(-len(request.prompt_token_ids) // size) - first
+    if rest or wanted <= 0 or len(request.block_ids) != wanted:
+        raise ProtocolError(
+            f"{len(request.block_ids)} blocks of {size} tokens for tokens"
+            f" {request.num_computed_tokens} to {len(request.prompt_token_ids)}"
+        )
+    if max(request.block_ids) >= target.num_blocks:
+        raise ProtocolError(f"block {max(request.block_ids)} of {target.num_blocks}")
+
+
+async def _answer(answer: Awaitable[None]) -> None:
+    """An answer that cannot be given is the same as a dead worker's: redelivery."""
+    try:
+        await answer
+    except DynamoLiteError as exc:
+        logger.warning("job not answered: %s", exc)
