@@ -38,6 +38,7 @@ class Keeper:
         self._progress = progress
         self._on_change = on_change
         self._stopping = asyncio.Event()
+        self._forced = False
         self._child: ChildProcess | None = None
         self._error = ""
 
@@ -78,6 +79,7 @@ class Keeper:
 
     def kill(self) -> None:
         """Ends it and its whole process group at once."""
+        self._forced = True
         self._stopping.set()
         if self._child is not None:
             self._child.kill()
@@ -89,7 +91,10 @@ class Keeper:
             self.state.pid = child.pid
             self._change("starting")
             try:
-                if self._stopping.is_set():
+                # A stop that came during the spawn had no child to turn to.
+                if self._forced:
+                    child.kill()
+                elif self._stopping.is_set():
                     child.terminate()
                 return await child.run(self._take)
             finally:
