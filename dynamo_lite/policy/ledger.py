@@ -218,12 +218,15 @@ class Ledger:
             entry.release_at = entry.lost_at + self.writer_grace_s
 
     def writer_stays(self, attempt: str, writer_lease_id: int, for_s: float, now: float) -> None:
-        """A leaving writer promises to finish the attempt, or to be silent after `for_s`."""
+        """A leaving writer promises to finish the attempt, or to start no write after `for_s`.
+
+        What it started just before may land later, as after the end of a lease.
+        """
         entry = self._attempts.get(attempt)
         if entry is None or entry.writer != writer_lease_id or entry.lost_at is None:
             return
         entry.lost_at = now + for_s
-        entry.release_at = now + for_s
+        entry.release_at = entry.lost_at + self.writer_grace_s
 
     def leave(self) -> list[Instruction]:
         """This engine leaves: nobody will find it to write for attempts not yet claimed."""
