@@ -38,6 +38,7 @@ class Outcome(enum.Enum):
     WRITER_FAILED = "writer_failed"
     WRITER_LOST = "writer_lost"
     CANCELLED = "cancelled"
+    NO_WRITER = "no_writer"  # the last prefill worker left
     LEAVING = "leaving"  # this engine is on its way out
 
 
@@ -228,11 +229,11 @@ class Ledger:
         entry.lost_at = now + for_s
         entry.release_at = entry.lost_at + self.writer_grace_s
 
-    def leave(self) -> list[Instruction]:
-        """This engine leaves: nobody will find it to write for attempts not yet claimed."""
+    def withdraw_queued(self, outcome: Outcome) -> list[Instruction]:
+        """Nobody will claim what is still queued: there is no writer, or we leave."""
         out: list[Instruction] = []
         for entry in [e for e in self._by_request.values() if e.state is State.QUEUED]:
-            out += self._withdraw(entry, Outcome.LEAVING)
+            out += self._withdraw(entry, outcome)
         return out
 
     def tick(self, now: float) -> list[Instruction]:

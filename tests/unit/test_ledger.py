@@ -5,14 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dynamo_lite.policy.ledger import (
     CancelWriter,
@@ -131,11 +124,12 @@ def test_writers_that_leave_do_not_touch_a_queued_attempt(queued):
     assert queued.state("a") is State.QUEUED
 
 
-def test_an_engine_that_leaves_takes_back_what_nobody_claimed(queued):
+@pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER])
+def test_what_nobody_claimed_is_taken_back_when_nobody_will(queued, why):
     queued.allocated("s", "b", (7,), deadline=100.0)
     queued.claim("b", WRITER, now=1.0)
-    assert queued.leave() == [DeleteJob(9), *withdrawn(Outcome.LEAVING)]
-    assert queued.leave() == []
+    assert queued.withdraw_queued(why) == [DeleteJob(9), *withdrawn(why)]
+    assert queued.withdraw_queued(why) == []
     assert queued.state("b") is State.CLAIMED
 
 
@@ -322,12 +316,14 @@ def test_time_alone_never_releases_but_the_writer_is_told_again(quarantined):
 class Fact:
     """What the model knows of one attempt."""
 
+    attempt: str
     request: str
     deadline: float
     wanted: bool = True
     writer: int | None = None
     writer_ended: bool = False
     quiet_at: float | None = None  # when the writer, dead or leaving, starts its last write
+    pushing: bool = True
     held: bool = False
     released: bool = False
     endings: list[Outcome] = field(default_factory=list)
@@ -339,100 +335,97 @@ class Fact:
         return self.quiet_at is None or now < self.quiet_at + GRACE
 
 
+#: Which attempt or writer an event is about: one of the youngest, so that events meet.
+YOUNG = st.sampled_from([-1, -1, -1, -2])
+has_attempts = precondition(lambda self: self.facts)
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """Any order of events, as the network and the engine may produce them."""
-
-    attempts = Bundle("attempts")
-    writers = Bundle("writers")
 
     def __init__(self):
         super().__init__()
         self.ledger = Ledger(writer_grace_s=GRACE, leaving_s=LEAVING)
         self.now = 0.0
-        self.facts: dict[str, Fact] = {}
+        self.facts: list[Fact] = []
+        self.writers = [1, 2]
         self.gone: set[int] = set()
-        self.pushing: set[str] = set()
-        self.fresh = 0
 
-    def current(self, request):
-        return next((f for f in self.facts.values() if f.request == request and f.wanted), None)
+    def fact(self, attempt):
+        return next(fact for fact in self.facts if fact.attempt == attempt)
+
+    def pick(self, which):
+        return self.facts[max(which, -len(self.facts))]
 
     def apply(self, instructions):
         """Carries the instructions out in the model, in their order."""
-        deleted: list[str] = []
+        deleted: list[Fact] = []
         for instruction in instructions:
             match instruction:
                 case Hold(attempt, block_ids):
-                    fact = self.facts[attempt]
+                    fact = self.fact(attempt)
                     assert not fact.held and block_ids == self.blocks(attempt)
                     fact.held = True
                 case Release(attempt):
-                    fact = self.facts[attempt]
-                    assert fact.held and not fact.released
-                    assert not fact.writable(self.now)
+                    fact = self.fact(attempt)
+                    assert fact.held and not fact.released and not fact.writable(self.now)
                     fact.released = True
                 case GiveUp(request, attempt):
-                    fact = self.facts[attempt]
+                    fact = self.fact(attempt)
                     assert fact.request == request
                     assert fact.held or not fact.writable(self.now)
                 case Ended(request, attempt, outcome):
-                    fact = self.facts[attempt]
-                    assert fact.request == request
+                    fact = self.fact(attempt)
+                    assert fact.request == request and not fact.endings
                     if outcome is Outcome.WRITER_LOST:
                         assert fact.quiet_at is not None and self.now >= fact.quiet_at
                     fact.endings.append(outcome)
                     fact.wanted = False
                 case CancelWriter(writer, attempt):
-                    assert self.facts[attempt].writer == writer
-                    assert not self.facts[attempt].released
+                    fact = self.fact(attempt)
+                    assert fact.writer == writer and fact.held and not fact.released
                 case DeleteJob(sequence):
-                    deleted.append(f"a{sequence}")
-        assert not any(self.facts[attempt].wanted for attempt in deleted)
+                    deleted.append(self.facts[sequence])
+        assert not any(fact.wanted for fact in deleted)
 
     @staticmethod
     def blocks(attempt):
         number = int(attempt[1:])
         return (3 * number, 3 * number + 1)
 
-    @initialize(target=writers)
-    def two_writers(self):
-        return multiple(1, 2)
-
-    @rule(target=writers)
+    @rule()
     def a_writer_joins(self):
-        self.fresh += 1
-        return 100 + self.fresh
+        self.writers.append(len(self.writers) + 1)
 
-    @rule(target=attempts, seconds=st.sampled_from([0.0, 5.0, 30.0]))
+    @rule(seconds=st.sampled_from([0.0, 5.0, 30.0]))
     def allocated(self, seconds):
-        self.fresh += 1
-        attempt, request = f"a{self.fresh}", f"r{self.fresh}"
-        self.facts[attempt] = Fact(request, self.now + seconds)
-        self.ledger.allocated(request, attempt, self.blocks(attempt), self.now + seconds)
-        self.pushing.add(attempt)
-        return attempt
+        number = len(self.facts)
+        fact = Fact(f"a{number}", f"r{number}", self.now + seconds)
+        self.facts.append(fact)
+        self.ledger.allocated(
+            fact.request, fact.attempt, self.blocks(fact.attempt), self.now + seconds
+        )
 
-    @rule(attempt=attempts)
-    def published(self, attempt):
-        if attempt in self.pushing:
-            self.pushing.remove(attempt)
-            out = self.ledger.published(attempt, int(attempt[1:]))
-            assert bool(out) == (not self.facts[attempt].wanted)
-            self.apply(out)
+    @has_attempts
+    @rule(which=YOUNG, taken=st.sampled_from([True, True, False]))
+    def the_queue_answers(self, which, taken):
+        fact = self.pick(which)
+        if not fact.pushing:
+            return
+        fact.pushing = False
+        if taken:
+            out = self.ledger.published(fact.attempt, self.facts.index(fact))
+            assert bool(out) == (not fact.wanted)
+        else:
+            out = self.ledger.not_published(fact.attempt)
+            assert bool(out) == (fact.wanted and fact.writer is None)
+        self.apply(out)
 
-    @rule(attempt=attempts)
-    def not_published(self, attempt):
-        if attempt in self.pushing:
-            self.pushing.remove(attempt)
-            claimed = self.facts[attempt].writer is not None
-            out = self.ledger.not_published(attempt)
-            assert not (claimed and out)
-            self.apply(out)
-
-    @rule(attempt=attempts, writer=writers)
-    def claim(self, attempt, writer):
-        fact = self.facts[attempt]
-        refusal = self.ledger.claim(attempt, writer, self.now)
+    @has_attempts
+    @rule(which=YOUNG, whose=YOUNG)
+    def claim(self, which, whose):
+        fact, writer = self.pick(which), self.writers[whose]
+        refusal = self.ledger.claim(fact.attempt, writer, self.now)
         may = (
             fact.wanted
             and self.now < fact.deadline
@@ -444,84 +437,90 @@ class LedgerMachine(RuleBasedStateMachine):
         if may:
             fact.writer = writer
 
-    @rule(attempt=attempts, written=st.booleans())
-    def writer_done(self, attempt, written):
+    @has_attempts
+    @rule(which=YOUNG, written=st.booleans())
+    def writer_done(self, which, written):
         """Only a writer that was granted the claim says so; its word may come twice."""
-        fact = self.facts[attempt]
+        fact = self.pick(which)
         if fact.writer is not None:
             fact.writer_ended = True
-            self.apply(self.ledger.writer_done(attempt, written=written))
+            self.apply(self.ledger.writer_done(fact.attempt, written=written))
 
-    @rule(writer=writers)
-    def writer_gone(self, writer):
+    @rule(whose=YOUNG)
+    def writer_gone(self, whose):
+        self.lose(self.writers[whose])
+
+    def lose(self, writer):
+        if writer in self.gone:
+            return
         self.gone.add(writer)
-        for fact in self.facts.values():
+        for fact in self.facts:
             if fact.writer == writer and not fact.writer_ended:
-                fact.quiet_at = max(fact.quiet_at or 0.0, self.now)
+                fact.quiet_at = self.now + LEAVING
         self.ledger.writer_gone(writer, self.now)
 
-    @rule(attempt=attempts, seconds=st.sampled_from([0.5, 3.0]))
-    def writer_stays(self, attempt, seconds):
-        fact = self.facts[attempt]
-        if fact.writer in self.gone and fact.wanted:
-            self.ledger.writer_stays(attempt, fact.writer, seconds, self.now)
+    @has_attempts
+    @rule(which=YOUNG, seconds=st.sampled_from([0.5, 3.0]))
+    def writer_stays(self, which, seconds):
+        fact = self.pick(which)
+        if fact.writer in self.gone and not fact.writer_ended:
+            self.ledger.writer_stays(fact.attempt, fact.writer, seconds, self.now)
             fact.quiet_at = self.now + seconds
 
     @rule()
-    def engine_leaves(self):
-        unclaimed = [f for f in self.facts.values() if f.wanted and f.writer is None]
-        self.apply(self.ledger.leave())
-        assert not any(f.wanted for f in unclaimed)
+    def nobody_will_claim(self):
+        unclaimed = [fact for fact in self.facts if fact.wanted and fact.writer is None]
+        self.apply(self.ledger.withdraw_queued(Outcome.NO_WRITER))
+        assert not any(fact.wanted for fact in unclaimed)
 
-    @rule(attempt=attempts)
-    def received(self, attempt):
+    @has_attempts
+    @rule(which=YOUNG)
+    def received(self, which):
         """Notices come from a granted writer only, and perhaps too late."""
-        fact = self.facts[attempt]
+        fact = self.pick(which)
         if fact.writer is not None:
             out = self.ledger.received(fact.request)
-            assert [o.outcome for o in out] == [Outcome.COMMITTED] * fact.wanted
+            assert [ended.outcome for ended in out] == [Outcome.COMMITTED] * fact.wanted
             self.apply(out)
 
-    @rule(attempt=attempts)
-    def request_finished(self, attempt):
-        fact = self.facts[attempt]
+    @has_attempts
+    @rule(which=YOUNG)
+    def request_finished(self, which):
+        fact = self.pick(which)
         out = self.ledger.request_finished(fact.request)
         assert bool(out) == fact.wanted
         self.apply(out)
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, 5.0, GRACE]))
+    @rule(seconds=st.sampled_from([0.0, 0.5, LEAVING, 3.0, GRACE - 0.5, GRACE]))
     def tick(self, seconds):
         self.now += seconds
         self.apply(self.ledger.tick(self.now))
-        late = [f for f in self.facts.values() if f.wanted and self.now >= f.deadline]
-        assert not late
+        assert not any(fact.wanted and self.now >= fact.deadline for fact in self.facts)
 
     @invariant()
     def books_agree(self):
-        waiting = [f for f in self.facts.values() if f.wanted]
-        held = [f for f in self.facts.values() if f.held and not f.released]
-        assert self.ledger.waiting == len(waiting)
+        assert self.ledger.waiting == sum(fact.wanted for fact in self.facts)
+        held = [fact for fact in self.facts if fact.held and not fact.released]
         assert self.ledger.quarantined == len(held)
-        assert all(len(f.endings) == (not f.wanted) for f in self.facts.values())
+        assert all(len(fact.endings) == (not fact.wanted) for fact in self.facts)
 
     def teardown(self):
         """Deadlines pass, every writer leaves: nothing remains."""
         self.now += 100.0
         self.apply(self.ledger.tick(self.now))
-        for writer in {f.writer for f in self.facts.values() if f.writer is not None}:
-            self.writer_gone(writer)
-        self.now += 2 * GRACE
+        for writer in self.writers:
+            self.lose(writer)
+        self.now += LEAVING + GRACE
         self.apply(self.ledger.tick(self.now))
         assert repr(self.ledger) == "<Ledger empty>"
-        for fact in self.facts.values():
-            assert len(fact.endings) == 1
-            assert fact.held == fact.released
+        assert all(len(fact.endings) == 1 for fact in self.facts)
+        assert all(fact.held == fact.released for fact in self.facts)
 
 
 TestLedgerLives = LedgerMachine.TestCase
-# No shrinking: forty steps read well enough, and shrinking them takes minutes.
+# No shrinking: the steps read well enough, and shrinking them takes minutes.
 TestLedgerLives.settings = settings(
-    max_examples=150,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
+from dynamo_lite.engine.vllm.handover_clock import HandoverClock
 from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
 from dynamo_lite.policy.disagg import QueueView
-from dynamo_lite.policy.ledger import CancelWriter, DeleteJob, Instruction, Ledger
+from dynamo_lite.policy.ledger import CancelWriter, DeleteJob, Instruction, Ledger, Outcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 #: view only saves pushes that would be refused.
 _VIEW_PERIOD_S = 0.25
 
+_NO_WRITER, _LEAVING = Outcome.NO_WRITER, Outcome.LEAVING
+
 
 class LockedLedger:
     """The ledger with its lock, and the engine-side instructions waiting for a step."""
@@ -78,10 +81,15 @@ class DecodeLinkSession:
     """
 
     def __init__(
-        self, link: EngineLink, book: LockedLedger, status: Callable[[], EngineStatus | None]
+        self,
+        link: EngineLink,
+        book: LockedLedger,
+        clock: HandoverClock,
+        status: Callable[[], EngineStatus | None],
     ):
         assert isinstance(link.role, DecodeLink)
         self._link, self._role, self._book, self._status = link, link.role, book, status
+        self._clock = clock
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
         self.view: QueueView | None = None
@@ -105,7 +113,6 @@ class DecodeLinkSession:
             store = await enter(EtcdStore(link.etcd_url))
             prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
             writers = await enter(Roster(store, prefix))
-            writers.on_change(lambda _joined, left: self._writers_left(left))
             self._messaging = messaging
             await enter(messaging.serve(names.claim_subject(*subject), self._on_claim))
             await enter(messaging.serve(names.writer_done_subject(*subject), self._on_done))
@@ -116,6 +123,7 @@ class DecodeLinkSession:
                     tasks.create_task(self._watch_queue(writers), name="queue-view"),
                     tasks.create_task(self._watch_own_metadata(store), name="own-metadata"),
                 ]
+                writers.on_change(lambda _joined, left: self._writers_left(left, writers, tasks))
                 yield
                 for watcher in watchers:
                     watcher.cancel()
@@ -132,6 +140,7 @@ class DecodeLinkSession:
             await self._settle(lambda ledger: ledger.not_published(job.attempt))
             raise
         else:
+            self._clock.published(job.attempt)
             if self.view is not None:
                 self.view = QueueView(
                     self.view.jobs + 1, self.view.prefill_workers, self.view.read_at
@@ -168,7 +177,10 @@ class DecodeLinkSession:
             refusal = self._book.ledger.claim(
                 claim.attempt, claim.writer_lease_id, time.monotonic()
             )
-        return encode(Granted() if refusal is None else ClaimRefused(reason=refusal))
+        if refusal is not None:
+            return encode(ClaimRefused(reason=refusal))
+        self._clock.granted(claim.attempt)
+        return encode(Granted())
 
     async def _on_done(self, payload: bytes) -> None:
         done = decode_writer_done(payload)
@@ -189,10 +201,14 @@ class DecodeLinkSession:
             )
         return b""
 
-    def _writers_left(self, lease_ids: frozenset[int]) -> None:
+    def _writers_left(
+        self, lease_ids: frozenset[int], writers: Roster, tasks: asyncio.TaskGroup
+    ) -> None:
         with self._book.lock:
             for lease_id in lease_ids:
                 self._book.ledger.writer_gone(lease_id, time.monotonic())
+        if not writers.members:
+            tasks.create_task(self._settle(lambda ledger: ledger.withdraw_queued(_NO_WRITER)))
 
     async def _watch_own_metadata(self, store: Store) -> None:
         """The component deletes it when it leaves, or it goes with the lease."""
@@ -201,7 +217,7 @@ class DecodeLinkSession:
             async for event in events:
                 if isinstance(event, Delete):
                     self.leaving = True
-                    await self._settle(lambda ledger: ledger.leave())
+                    await self._settle(lambda ledger: ledger.withdraw_queued(_LEAVING))
 
     async def _watch_queue(self, writers: Roster) -> None:
         while True:
