@@ -60,6 +60,7 @@ class Keeper:
                 if not self.ready.is_set():
                     raise StartupError(self._start_failure(code))
                 if code == 0:
+                    self._change("stopped")
                     self._progress.line(self.launch.name, "left the graph (exit 0)")
                     return
                 restart = self._backoff.after_exit(failures, time.monotonic() - began)
