@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dynamo_lite.engine.vllm.bridge import Bridge
 from dynamo_lite.engine.vllm.decode_link import DecodeLinkSession, LockedLedger
+from dynamo_lite.engine.vllm.handover_clock import HandoverClock
 from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
 from dynamo_lite.engine.vllm.messages import DecodeStep
 from dynamo_lite.engine.vllm.stats import DECISION, REMOTE, ConnectorStats
@@ -25,6 +26,7 @@ from dynamo_lite.policy.ledger import (
     Hold,
     Instruction,
     Ledger,
+    Outcome,
     Release,
 )
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
@@ -52,13 +54,14 @@ class DecodeScheduler:
             queue_view_max_age_s=link.role.queue_view_max_age_s,
         )
         self._book = LockedLedger(Ledger(writer_grace_s=link.lease_ttl_s))
-        self._net = DecodeLinkSession(link, self._book, self._status)
-        self.bridge = Bridge(self._net.session)
         self.stats = ConnectorStats()
+        self._clock = HandoverClock(self.stats)
+        self._net = DecodeLinkSession(link, self._book, self._clock, self._status)
+        self.bridge = Bridge(self._net.session)
         self.metadata: EngineMetadata | None = None
         self._pool: BlockPool | None = None
         self._held: dict[str, list[KVCacheBlock]] = {}
-        self._verdicts: dict[str, Verdict] = {}
+        self._verdicts: dict[str, tuple[Verdict, float]] = {}
         self._decided: set[str] = set()
         self._step = DecodeStep()
 
@@ -72,22 +75,25 @@ class DecodeScheduler:
         """
         if request.request_id in self._decided:
             return 0, False
+        decided = time.monotonic()
         verdict = self._decide(request, cached)
-        self._verdicts[request.request_id] = verdict
+        self._verdicts[request.request_id] = verdict, decided
         if isinstance(verdict, Local):
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
 
     def state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
         """vLLM reserved blocks for `external` tokens: ask for them."""
-        verdict = self._verdicts.pop(request.request_id, None)
-        if verdict is None:
+        found = self._verdicts.pop(request.request_id, None)
+        if found is None:
+            self._clock.scheduled(request.request_id)
             return
+        verdict, decided = found
         self._decided.add(request.request_id)
         kind = "remote" if isinstance(verdict, Remote) else "local"
         self.stats.add(f"{DECISION}/{kind}/{verdict.reason.value}")
         if external:
-            self._ask(request, blocks.get_block_ids()[0], external)
+            self._ask(request, blocks.get_block_ids()[0], external, decided)
 
     def build_step(self) -> DecodeStep:
         """Runs every step, and so does the ledger's housekeeping."""
@@ -111,6 +117,7 @@ class DecodeScheduler:
     def request_finished(self, request_id: str) -> None:
         self._verdicts.pop(request_id, None)
         self._decided.discard(request_id)
+        self._clock.forget(request_id)
         with self._book.lock:
             instructions = self._book.ledger.request_finished(request_id)
         self._apply(instructions, fresh=True)
@@ -138,7 +145,7 @@ class DecodeScheduler:
             now=time.monotonic(),
         )
 
-    def _ask(self, request: "Request", block_ids: list[int], external: int) -> None:
+    def _ask(self, request: "Request", block_ids: list[int], external: int, decided: float) -> None:
         wanted = request.num_prompt_tokens - 1
         computed = wanted - external
         first = computed // self._block_size
@@ -163,6 +170,7 @@ class DecodeScheduler:
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
+        self._clock.asked(attempt, decided)
         self.bridge.submit(self._net.push(job))
 
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
@@ -176,6 +184,8 @@ class DecodeScheduler:
                 self._step.give_up.append((instruction.attempt, instruction.request_id))
             elif isinstance(instruction, Ended):
                 self.stats.add(f"{REMOTE}/{instruction.outcome.value}")
+                committed = instruction.outcome is Outcome.COMMITTED
+                self._clock.ended(instruction.attempt, instruction.request_id, committed=committed)
         network = [i for i in instructions if isinstance(i, DeleteJob | CancelWriter)]
         if fresh and network:
             self.bridge.submit(self._net.carry_out(network))

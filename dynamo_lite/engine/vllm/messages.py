@@ -30,6 +30,7 @@ class BlockWrite:
 
     local_ids[i] goes to remote_ids[i] of the target engine. last: nothing
     follows; the write carries the commit. num_blocks: of the whole attempt.
+    scheduled: when the attempt's first step was, on this host's monotonic clock.
     """
 
     attempt: str
@@ -39,6 +40,7 @@ class BlockWrite:
     remote_ids: list[int]
     last: bool
     num_blocks: int
+    scheduled: float
 
 
 @dataclass

@@ -33,9 +33,18 @@ Ready = Callable[[], bool]
 
 
 @dataclass
+class _Flight:
+    """A write under way. last: the one that commits."""
+
+    write: Write
+    started: float
+    last: bool
+
+
+@dataclass
 class _Attempt:
     queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
-    flying: list[tuple[Write, float]] = field(default_factory=list)
+    flying: list[_Flight] = field(default_factory=list)
     failure: str | None = None
 
 
@@ -138,8 +147,12 @@ class PrefillRank:
             attempt.failure = "this worker's lease is not certain: nothing is written"
             self.stats.add(FENCED)
             return True
+        started = time.monotonic()
+        # One rank speaks for all, and the first one shares its host with the scheduler.
+        if write.last and self._rank == 0:
+            self.stats.add_stage("compute", started - write.scheduled)
         try:
-            attempt.flying.append((self._write(write), time.monotonic()))
+            attempt.flying.append(_Flight(self._write(write), started, write.last))
         except (TransferError, ValueError, LookupError) as exc:
             self._fail(attempt, write.target_engine, exc)
         return True
@@ -163,13 +176,16 @@ class PrefillRank:
         )
 
     def _poll(self, attempt: _Attempt) -> None:
-        still: list[tuple[Write, float]] = []
-        for flying, started in attempt.flying:
+        still: list[_Flight] = []
+        for flight in attempt.flying:
             try:
-                if not flying.done():
-                    still.append((flying, started))
+                if not flight.write.done():
+                    still.append(flight)
                     continue
-                self.stats.append(SECONDS, time.monotonic() - started)
+                seconds = time.monotonic() - flight.started
+                self.stats.append(SECONDS, seconds)
+                if flight.last and self._rank == 0:
+                    self.stats.add_stage("write", seconds)
             except TransferError as exc:
                 self._fail(attempt, exc.peer, exc)
         attempt.flying = still

@@ -7,6 +7,7 @@ write reads from them any more. All methods run on the engine's thread.
 """
 
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Job:
-    """One attempt in this engine. first: prompt block that remote_ids[0] stands for."""
+    """One attempt in this engine.
+
+    first: prompt block that remote_ids[0] stands for. scheduled: monotonic time.
+    """
 
     attempt: str
     request: "Request"
@@ -40,6 +44,7 @@ class _Job:
     remote_ids: list[int]
     first: int
     written: int
+    scheduled: float
     announced: bool = False
     complete: bool = False
 
@@ -66,6 +71,9 @@ class PrefillScheduler:
         params = request.kv_transfer_params
         if not params or request.request_id in self._jobs:
             return
+        now = time.monotonic()
+        if request.events:  # the first is its arrival; there are none without vLLM's statistics
+            self.stats.add_stage("wait", now - request.events[0].timestamp)
         first = params["num_computed_tokens"] // self._block_size
         self._jobs[request.request_id] = _Job(
             attempt=params["attempt"],
@@ -75,6 +83,7 @@ class PrefillScheduler:
             remote_ids=params["block_ids"],
             first=first,
             written=first,
+            scheduled=now,
         )
 
     def build_step(self, output: "SchedulerOutput") -> PrefillStep:
@@ -140,6 +149,7 @@ class PrefillScheduler:
                 remote_ids=job.remote_ids[job.written - job.first : end - job.first],
                 last=last,
                 num_blocks=len(job.remote_ids),
+                scheduled=job.scheduled,
             )
         )
         job.written, job.complete = end, last

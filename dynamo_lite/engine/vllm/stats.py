@@ -16,6 +16,7 @@ REMOTE = "remote"  # + "/outcome"
 BYTES = "bytes"
 DESCRIPTORS = "descriptors"
 SECONDS = "seconds"  # a list of durations
+STAGE = "stage"  # + "/stage": a list of durations
 LATE = "late_notices"
 FENCED = "fenced_writes"
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
@@ -29,6 +30,9 @@ class ConnectorStats(KVConnectorStats):
 
     def append(self, name: str, value: Any) -> None:
         self.data.setdefault(name, []).append(value)
+
+    def add_stage(self, stage: str, seconds: float) -> None:
+        self.append(f"{STAGE}/{stage}", seconds)
 
     def take(self) -> "ConnectorStats | None":
         """What was collected since the last call; None when nothing was."""
@@ -84,6 +88,14 @@ class ConnectorMetrics:
             buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5),
             registry=registry,
         )
+        self._stages = Histogram(
+            "dynamo_lite_remote_prefill_stage_seconds",
+            "Stages of a remote prefill: decide, publish, pull, fill, resume in the decode"
+            " engine; wait, compute, write (the last one, which commits) in the prefill engine",
+            ["stage"],
+            buckets=(0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+            registry=registry,
+        )
         self._late = Counter(
             "dynamo_lite_late_notices",
             "Commit notices for attempts that nobody waited for",
@@ -103,6 +115,9 @@ class ConnectorMetrics:
                 self._decisions.labels(*labels).inc(value)
             elif kind == REMOTE:
                 self._remote.labels(*labels).inc(value)
+            elif kind == STAGE:
+                for seconds in value:
+                    self._stages.labels(*labels).observe(seconds)
             elif kind == SECONDS:
                 for seconds in value:
                     self._seconds.observe(seconds)
