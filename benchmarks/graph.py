@@ -1,0 +1,92 @@
+"""Starts graphs for the benchmarks, reads their metrics, ends them."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
+
+ROOT = Path(__file__).parents[1]
+TINY_MODEL = ROOT / ".dynamo-lite" / "models" / "tiny"
+
+_START_S = 240.0
+_STOP_S = 90.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class RunningGraph:
+    """run: what `run.json` said when the graph was ready."""
+
+    pid: int
+    run: RunState
+
+    @property
+    def port(self) -> int:
+        return int(self.run.http.rpartition(":")[2])
+
+    def process(self, service: str) -> ProcessState:
+        return next(p for p in self.run.processes if p.service == service)
+
+    def metrics(self, service: str) -> dict[str, float]:
+        """The samples of the service's first process: `name{labels}` to value."""
+        with urllib.request.urlopen(f"{self.process(service).status_url}/metrics", timeout=5) as r:
+            lines = r.read().decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+
+@contextlib.contextmanager
+def running_graph(graph: str, config: str, *options: str) -> Iterator[RunningGraph]:
+    """`dynamo-lite serve GRAPH -f CONFIG OPTIONS` until the context is left.
+
+    Its state lies in a folder of its own, its HTTP port is a free one. Exits with
+    the end of the log when the graph does not come up.
+    """
+    with tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-") as folder:
+        log_path = Path(folder) / "serve.log"
+        command = [sys.executable, "-m", "dynamo_lite.serve.cli", "serve", graph, "-f", config]
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [*command, "--Frontend.port=0", "--state-dir", folder, *options],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            yield RunningGraph(process.pid, _until_ready(process, Path(folder), log_path))
+        finally:
+            end(process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """SIGTERM, and SIGKILL to what does not drain in time."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        # Everything below dies with its parent.
+        process.kill()
+        process.wait()
+
+
+def _until_ready(process: "subprocess.Popen[bytes]", folder: Path, log_path: Path) -> RunState:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        run = read_run(folder)
+        if run is not None and run.state == "ready" and run.http:
+            return run
+        time.sleep(_POLL_S)
+    tail = log_path.read_text(errors="replace").splitlines()[-15:]
+    sys.exit("the graph did not come up:\n" + "\n".join(tail))

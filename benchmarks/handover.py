@@ -1,0 +1,232 @@
+"""Unloaded time to first token of remote prefills against local ones, and where it goes."""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.client import Answer, connect
+from benchmarks.graph import ROOT, RunningGraph, running_graph
+
+MAX_OVERHEAD_MS = 6.0
+JUDGED_TOKENS = 1024
+
+_STATS_S = 5.0
+_STATS_POLL_S = 0.005
+_PAUSE_S = 0.05
+_VOCABULARY = range(10, 500)
+
+#: Stage, histogram, service whose metrics have it.
+_STAGE = "dynamo_lite_remote_prefill_stage_seconds"
+_JOB = "dynamo_lite_prefill_job_stage_seconds"
+_SOURCES = {
+    "decide": (_STAGE, "VllmWorker"),
+    "publish": (_STAGE, "VllmWorker"),
+    "pull": (_STAGE, "VllmWorker"),
+    "fill": (_STAGE, "VllmWorker"),
+    "resume": (_STAGE, "VllmWorker"),
+    "wait": (_STAGE, "PrefillWorker"),
+    "compute": (_STAGE, "PrefillWorker"),
+    "write": (_STAGE, "PrefillWorker"),
+    "claim": (_JOB, "PrefillWorker"),
+}
+
+_ABOUT = f"""\
+Two graphs run side by side on the same nats-server and etcd: one hands every
+prompt of more than 128 tokens to its prefill worker, the other prefills all
+itself. Each round sends one fresh random prompt of each length to both, one at a
+time, in alternating order, and takes the time to the first streamed token.
+
+The split comes from the workers' own metrics ({_STAGE}
+and {_JOB}), read before and after each request:
+
+  decide    decode engine: from its look at the prompt to the job in hand
+  publish   until the broker has the job (or it is claimed, if that is sooner)
+  pull      until the prefill worker's claim is granted
+  fill      until the decode engine has noticed that all KV is there; inside it:
+    wait      prefill engine: from arrival to its first step
+    compute   from there to the last write
+    write     the last write, which carries the commit
+    notice    the rest of fill: the granted claim on its way back, the job on its
+              way into the prefill engine, the notice on its way into the decode one
+  resume    decode engine: until the request is scheduled for its first token
+
+The sum without compute is to be at most {MAX_OVERHEAD_MS:g} ms at {JUDGED_TOKENS} tokens, on two
+cores that have nothing else to do. claim, shown beside it, is the prefill worker's
+part of pull: from the pulled job to the granted claim.
+"""
+
+
+@dataclass
+class Length:
+    """Milliseconds, one number per round. wrong: rounds whose first tokens differed."""
+
+    tokens: int
+    local: list[float] = field(default_factory=list)
+    remote: list[float] = field(default_factory=list)
+    stages: dict[str, list[float]] = field(default_factory=lambda: {s: [] for s in _ROWS})
+    wrong: int = 0
+    skipped: int = 0
+
+
+_ROWS = ("decide", "publish", "pull", "wait", "compute", "write", "notice", "resume", "claim")
+_OVERHEAD = ("decide", "publish", "pull", "wait", "write", "notice", "resume")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.handover",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="per length (default 20)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="prompt lengths"
+    )
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    with ExitStack() as stack:
+        remote = stack.enter_context(
+            running_graph(
+                "graphs.disagg:Frontend",
+                "configs/disagg.yaml",
+                "--VllmWorker.max-local-prefill-length=128",
+            )
+        )
+        local = stack.enter_context(
+            running_graph(
+                "graphs.agg:Frontend",
+                "configs/agg.yaml",
+                *("--namespace", "local", "--nats-url", remote.run.nats),
+                *("--etcd-url", remote.run.etcd),
+            )
+        )
+        lengths = asyncio.run(measure(remote, local, options))
+    report(lengths, options.rounds)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(length) for length in lengths], indent=2))
+
+
+async def measure(
+    remote: RunningGraph, local: RunningGraph, options: argparse.Namespace
+) -> list[Length]:
+    lengths = [Length(tokens) for tokens in options.tokens]
+    warm_up = [Length(tokens) for tokens in options.tokens] * 2
+    for length in warm_up:
+        await one_round(length, remote, local, remote_first=True)
+    for number in range(options.rounds):
+        for length in lengths:
+            await one_round(length, remote, local, remote_first=number % 2 == 0)
+    return lengths
+
+
+async def one_round(
+    length: Length, remote: RunningGraph, local: RunningGraph, *, remote_first: bool
+) -> None:
+    """The same prompt to both graphs. A prompt that was not handed over does not count."""
+    prompt = random.choices(_VOCABULARY, k=length.tokens)
+    before = Totals(remote)
+    if remote_first:
+        there = await ask(remote, prompt)
+    here = await ask(local, prompt)
+    if not remote_first:
+        there = await ask(remote, prompt)
+    stages = await before.wait_for_one()
+    if stages is None:
+        length.skipped += 1
+        return
+    length.local.append(1000 * here.first_s)
+    length.remote.append(1000 * there.first_s)
+    length.wrong += here.text != there.text
+    stages["notice"] = stages["fill"] - stages["wait"] - stages["compute"] - stages["write"]
+    for stage, values in length.stages.items():
+        values.append(1000 * stages[stage])
+
+
+async def ask(graph: RunningGraph, prompt: list[int]) -> Answer:
+    await asyncio.sleep(_PAUSE_S)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    async with connect(graph.port) as connection:
+        return await connection.stream("/v1/completions", body)
+
+
+class Totals:
+    """What the workers have counted so far."""
+
+    def __init__(self, graph: RunningGraph):
+        self._graph = graph
+        self._before = self._read()
+
+    async def wait_for_one(self) -> dict[str, float] | None:
+        """Seconds per stage of the one remote prefill since; None when there was none.
+
+        Statistics leave an engine with a later step, so they are waited for.
+        """
+        deadline = time.monotonic() + _STATS_S
+        while time.monotonic() < deadline:
+            now = self._read()
+            done = {stage: now[stage][0] - self._before[stage][0] for stage in _SOURCES}
+            if set(done.values()) == {1.0}:
+                return {stage: now[stage][1] - self._before[stage][1] for stage in _SOURCES}
+            await asyncio.sleep(_STATS_POLL_S)
+        return None
+
+    def _read(self) -> dict[str, tuple[float, float]]:
+        """Count and sum of each stage."""
+        samples = {name: self._graph.metrics(name) for name in ("VllmWorker", "PrefillWorker")}
+        return {
+            stage: tuple(
+                samples[service].get(f'{name}_{kind}{{stage="{stage}"}}', 0.0)
+                for kind in ("count", "sum")
+            )
+            for stage, (name, service) in _SOURCES.items()
+        }
+
+
+def report(lengths: list[Length], rounds: int) -> None:
+    print(f"unloaded time to first token in ms, median (quartiles) of {rounds} rounds\n")
+    print(f"{'prompt':>8}{'local':>22}{'remote':>22}{'remote - local':>22}")
+    for length in lengths:
+        more = [r - h for r, h in zip(length.remote, length.local, strict=True)]
+        columns = "".join(f"{spread(v):>22}" for v in (length.local, length.remote, more))
+        print(f"{length.tokens:8}{columns}")
+    print("\nsplit of the remote path in ms, median (quartiles)\n")
+    print(f"{'':12}" + "".join(f"{length.tokens:>20}" for length in lengths))
+    for stage in _ROWS[:-1]:
+        print(f"{stage:12}" + "".join(f"{spread(length.stages[stage]):>20}" for length in lengths))
+    print(f"{'not compute':12}" + "".join(f"{spread(overhead(x)):>20}" for x in lengths))
+    print(f"{'(claim)':12}" + "".join(f"{spread(x.stages['claim']):>20}" for x in lengths))
+    for length in lengths:
+        if length.tokens == JUDGED_TOKENS and length.remote:
+            middle = statistics.median(overhead(length))
+            verdict = "met" if middle <= MAX_OVERHEAD_MS else "MISSED"
+            print(f"\nnot compute at {JUDGED_TOKENS} tokens {middle:.1f} ms", end="")
+            print(f"   target {MAX_OVERHEAD_MS:g}: {verdict}")
+        if length.skipped or length.wrong:
+            print(
+                f"{length.tokens} tokens: {length.skipped} rounds not handed over,"
+                f" {length.wrong} with another first token"
+            )
+
+
+def overhead(length: Length) -> list[float]:
+    """Per round: all stages but compute."""
+    return [sum(row) for row in zip(*(length.stages[s] for s in _OVERHEAD), strict=True)]
+
+
+def spread(values: list[float]) -> str:
+    if len(values) < 2:
+        return "-"
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.1f} ({low:.1f}-{high:.1f})"
+
+
+if __name__ == "__main__":
+    main()

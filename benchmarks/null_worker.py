@@ -1,0 +1,73 @@
+"""A graph whose decode worker has no model: the real runtime around the null engine.
+
+`dynamo-lite serve benchmarks.null_worker:Frontend` starts it like any other, with
+the real Frontend, leases, NATS subjects and token streams.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.components.config import Seconds
+from dynamo_lite.components.services import FRONTEND, PROCESSOR, Service
+from dynamo_lite.engine.null import NullEngine
+from dynamo_lite.protocol import names
+from dynamo_lite.runtime.component import Host, ProcessSpec
+from dynamo_lite.runtime.generate import GenerateServer
+
+#: A token that has a letter in the tiny model's vocabulary.
+TOKEN_ID = 70
+
+
+@dataclass(frozen=True, kw_only=True)
+class NullWorkerConfig:
+    """step_s: time between two engine steps."""
+
+    step_s: Seconds = 0.01
+
+
+class NullWorker:
+    """Component. config: the fields of `NullWorkerConfig`."""
+
+    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
+        self._step_s = msgspec.convert(config, NullWorkerConfig).step_s
+        self._spec = spec
+        self._stack = AsyncExitStack()
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        enter = self._stack.enter_async_context
+        engine = await enter(NullEngine(token_id=TOKEN_ID))
+        server = await enter(GenerateServer(host.messaging, engine))
+        host.spawn(self._deliver(engine, server), "engine-steps")
+        name = (self._spec.namespace, self._spec.component, "generate", host.lease.id)
+        await enter(server.serve(names.endpoint_subject(*name)))
+        await host.register("generate", stream=server.stream_address)
+        return {}
+
+    async def _deliver(self, engine: NullEngine, server: GenerateServer) -> None:
+        """As a model would: one step at a time, at its own pace."""
+        async for deltas in engine.steps():
+            server.deliver(deltas)
+            await asyncio.sleep(self._step_s)
+
+    async def drain(self, grace_s: float) -> None:
+        """Nothing to wait for."""
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def health(self) -> dict[str, Any]:
+        return {"ok": True}
+
+
+Frontend = FRONTEND.link(PROCESSOR).link(
+    Service(
+        name=FRONTEND.calls,
+        config=NullWorkerConfig,
+        component="benchmarks.null_worker:NullWorker",
+    )
+)

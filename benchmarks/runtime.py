@@ -1,0 +1,202 @@
+"""CPU time per streamed 64-token chat request of the runtime around an engine."""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.client import connect
+from benchmarks.graph import ROOT, TINY_MODEL, end, running_graph
+
+MAX_RATIO = 1.3
+MAX_WORKER_MS = 0.3
+
+_IDLE_S = 5.0
+_TOKENS = 64
+_BODY = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Tell me what a token costs."}],
+    "max_tokens": _TOKENS,
+}
+
+_ABOUT = f"""\
+Two HTTP servers answer the same streamed chat requests of {_TOKENS} tokens, in turn:
+
+  graph  the real Frontend, and a worker process with the real generate endpoint
+         over NATS and TCP; its engine computes nothing
+  plain  vLLM's own OpenAI app over an engine core in the same process that
+         computes nothing either, so there is no transport at all
+
+Both engines make a step each --step-ms, as a model would: steps without a pause
+would be merged before they reach the client, and cost less than real ones. The
+numbers are CPU time of each process from /proc, less what the process uses when
+idle (see `benchmarks.idle` for that); the ratio compares rounds that ran right
+after each other, so it bears other load on the machine better than they do.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """CPU milliseconds per request, of one round."""
+
+    frontend_ms: float
+    worker_ms: float
+    plain_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.frontend_ms / self.plain_ms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.runtime",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (default 5)")
+    parser.add_argument("--requests", type=int, default=96, help="per round (default 96)")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default 8)")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="engine step (default 10)")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    rows, events = asyncio.run(measure(options))
+    report(rows, events, options)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+
+
+async def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
+    """The rounds, and the events per answer of both servers."""
+    step_s = options.step_ms / 1000
+    flags = [f"--VllmWorker.step-s={step_s:g}"]
+    with (
+        plain_app(step_s) as (plain, plain_port),
+        running_graph("benchmarks.null_worker:Frontend", "benchmarks/null.yaml", *flags) as graph,
+    ):
+        frontend = Meter(graph.process("Frontend").pid)
+        worker = Meter(graph.process("VllmWorker").pid)
+        meters = (frontend, worker, plain)
+        for port in (plain_port, graph.port):
+            await load(port, 4 * options.concurrency, options.concurrency)
+        for meter in meters:
+            meter.start()
+        await asyncio.sleep(_IDLE_S)
+        for meter in meters:
+            meter.note_idle()
+        rows: list[Row] = []
+        events: dict[str, float] = {}
+        for _ in range(options.rounds):
+            frontend.start()
+            worker.start()
+            events["graph"] = await load(graph.port, options.requests, options.concurrency)
+            used = frontend.used_ms(), worker.used_ms()
+            plain.start()
+            events["plain"] = await load(plain_port, options.requests, options.concurrency)
+            each = 1 / options.requests
+            rows.append(Row(used[0] * each, used[1] * each, plain.used_ms() * each))
+    return rows, events
+
+
+class Meter:
+    """CPU time of one process, its threads included."""
+
+    def __init__(self, pid: int):
+        self._process = psutil.Process(pid)
+        self._idle_share = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._started, self._before_s = time.monotonic(), self._cpu_s()
+
+    def note_idle(self) -> None:
+        """Nothing was asked of the process since `start`."""
+        self._idle_share = (self._cpu_s() - self._before_s) / (time.monotonic() - self._started)
+
+    def used_ms(self) -> float:
+        """Since `start`, beyond what it uses when idle."""
+        idle_s = self._idle_share * (time.monotonic() - self._started)
+        return 1000 * (self._cpu_s() - self._before_s - idle_s)
+
+    def _cpu_s(self) -> float:
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+
+async def load(port: int, requests: int, concurrency: int) -> float:
+    """Sends `requests` over `concurrency` connections; returns the mean events per answer."""
+    events = 0
+    left = iter(range(requests))
+
+    async def client() -> None:
+        nonlocal events
+        async with connect(port) as connection:
+            for _ in left:
+                answer = await connection.stream("/v1/chat/completions", _BODY)
+                events += len(answer.events)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(client())
+    return events / requests
+
+
+@contextmanager
+def plain_app(step_s: float) -> Iterator[tuple[Meter, int]]:
+    command = [sys.executable, "-m", "benchmarks.plain_app", f"{step_s:g}"]
+    flags = [f"--model={TINY_MODEL}", "--served-model-name=tiny", "--max-model-len=8192"]
+    process = subprocess.Popen(
+        [*command, *flags, "--dtype=float32"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        # Ends with the process, so it cannot wait for ever on a failed start.
+        for line in process.stdout:
+            if line.startswith(b"ready "):
+                break
+        else:
+            sys.exit("vLLM's app did not come up; run `make setup` first")
+        yield Meter(process.pid), int(line.rpartition(b":")[2])
+    finally:
+        end(process)
+
+
+def report(rows: list[Row], events: dict[str, float], options: argparse.Namespace) -> None:
+    print(f"CPU per streamed {_TOKENS}-token chat request, {options.concurrency} at a time,")
+    print(f"{options.rounds} rounds of {options.requests}; median (lowest to highest)\n")
+    frontend = line("Frontend", [row.frontend_ms for row in rows], "ms")
+    plain = line("vLLM's app alone", [row.plain_ms for row in rows], "ms")
+    ratio = line("Frontend / app alone", [row.ratio for row in rows], "x", MAX_RATIO)
+    worker = line("worker", [row.worker_ms for row in rows], "ms", MAX_WORKER_MS)
+    print("\n".join((frontend, plain, ratio, worker)))
+    counts = ", ".join(f"{name} {count:.1f}" for name, count in events.items())
+    print(f"\nevents per answer: {counts} (fewer than {_TOKENS}: steps were merged)")
+
+
+def line(name: str, values: list[float], unit: str, target: Any = None) -> str:
+    middle = statistics.median(values)
+    text = f"{name:22}{middle:8.2f} {unit:3}({min(values):.2f} to {max(values):.2f})"
+    if target is not None:
+        text += f"   target {target:g}: {'met' if middle <= target else 'MISSED'}"
+    return text
+
+
+if __name__ == "__main__":
+    main()
