@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dynamo_lite.policy.ledger import (
     CancelWriter,
@@ -337,7 +337,6 @@ class Fact:
 
 #: Which attempt or writer an event is about: one of the youngest, so that events meet.
 YOUNG = st.sampled_from([-1, -1, -1, -2])
-has_attempts = precondition(lambda self: self.facts)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -393,11 +392,23 @@ class LedgerMachine(RuleBasedStateMachine):
         number = int(attempt[1:])
         return (3 * number, 3 * number + 1)
 
-    @rule()
-    def a_writer_joins(self):
-        self.writers.append(len(self.writers) + 1)
+    @rule(event=st.sampled_from(["joins", "leaves", "leaves", "nobody claims"]), whose=YOUNG)
+    def membership_changes(self, event, whose):
+        if event == "joins":
+            self.writers.append(len(self.writers) + 1)
+        elif event == "leaves":
+            self.lose(self.writers[whose])
+        else:
+            unclaimed = [fact for fact in self.facts if fact.wanted and fact.writer is None]
+            self.apply(self.ledger.withdraw_queued(Outcome.NO_WRITER))
+            assert not any(fact.wanted for fact in unclaimed)
 
-    @rule(seconds=st.sampled_from([0.0, 5.0, 30.0]))
+    @initialize()
+    def a_first_attempt(self):
+        self.allocated(30.0)
+
+    @precondition(lambda self: sum(fact.wanted for fact in self.facts) < 2)
+    @rule(seconds=st.sampled_from([0.0, 5.0, 30.0, 30.0]))
     def allocated(self, seconds):
         number = len(self.facts)
         fact = Fact(f"a{number}", f"r{number}", self.now + seconds)
@@ -406,7 +417,6 @@ class LedgerMachine(RuleBasedStateMachine):
             fact.request, fact.attempt, self.blocks(fact.attempt), self.now + seconds
         )
 
-    @has_attempts
     @rule(which=YOUNG, taken=st.sampled_from([True, True, False]))
     def the_queue_answers(self, which, taken):
         fact = self.pick(which)
@@ -421,7 +431,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert bool(out) == (fact.wanted and fact.writer is None)
         self.apply(out)
 
-    @has_attempts
     @rule(which=YOUNG, whose=YOUNG)
     def claim(self, which, whose):
         fact, writer = self.pick(which), self.writers[whose]
@@ -437,7 +446,6 @@ class LedgerMachine(RuleBasedStateMachine):
         if may:
             fact.writer = writer
 
-    @has_attempts
     @rule(which=YOUNG, written=st.booleans())
     def writer_done(self, which, written):
         """Only a writer that was granted the claim says so; its word may come twice."""
@@ -445,10 +453,6 @@ class LedgerMachine(RuleBasedStateMachine):
         if fact.writer is not None:
             fact.writer_ended = True
             self.apply(self.ledger.writer_done(fact.attempt, written=written))
-
-    @rule(whose=YOUNG)
-    def writer_gone(self, whose):
-        self.lose(self.writers[whose])
 
     def lose(self, writer):
         if writer in self.gone:
@@ -459,7 +463,6 @@ class LedgerMachine(RuleBasedStateMachine):
                 fact.quiet_at = self.now + LEAVING
         self.ledger.writer_gone(writer, self.now)
 
-    @has_attempts
     @rule(which=YOUNG, seconds=st.sampled_from([0.5, 3.0]))
     def writer_stays(self, which, seconds):
         fact = self.pick(which)
@@ -467,13 +470,6 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.writer_stays(fact.attempt, fact.writer, seconds, self.now)
             fact.quiet_at = self.now + seconds
 
-    @rule()
-    def nobody_will_claim(self):
-        unclaimed = [fact for fact in self.facts if fact.wanted and fact.writer is None]
-        self.apply(self.ledger.withdraw_queued(Outcome.NO_WRITER))
-        assert not any(fact.wanted for fact in unclaimed)
-
-    @has_attempts
     @rule(which=YOUNG)
     def received(self, which):
         """Notices come from a granted writer only, and perhaps too late."""
@@ -483,7 +479,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert [ended.outcome for ended in out] == [Outcome.COMMITTED] * fact.wanted
             self.apply(out)
 
-    @has_attempts
     @rule(which=YOUNG)
     def request_finished(self, which):
         fact = self.pick(which)
@@ -520,7 +515,7 @@ class LedgerMachine(RuleBasedStateMachine):
 TestLedgerLives = LedgerMachine.TestCase
 # No shrinking: the steps read well enough, and shrinking them takes minutes.
 TestLedgerLives.settings = settings(
-    max_examples=200,
+    max_examples=300,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
