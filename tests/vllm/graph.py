@@ -1,0 +1,357 @@
+"""Running graphs and the plain vLLM server that they are measured against.
+
+Both are subprocesses in directories of their own, on free ports, and die with
+the test run. `eventually` is how tests wait: for a condition, with a deadline.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from dynamo_lite.engine.vllm.args import engine_flags
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
+from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.serve.config import resolve
+from dynamo_lite.serve.document import read_document
+from dynamo_lite.serve.graphs import load_graph
+from dynamo_lite.serve.processes import death_signal_hook, free_port, is_alive
+from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
+
+MODEL = Path(".dynamo-lite/models/tiny")
+DISAGG = ("graphs.disagg:Frontend", "configs/disagg.yaml")
+AGG = ("graphs.agg:Frontend", "configs/agg.yaml")
+NAMESPACE = "dynamo"
+#: Flags of vLLM's server without which it refuses tools; the same for both sides.
+TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
+
+_READY_S = 180.0
+_STOP_S = 90.0
+_POLL_S = 0.05
+
+_T = TypeVar("_T")
+
+
+def eventually(ask: Callable[[], _T], *, timeout_s: float, what: str) -> _T:
+    """Asks until the answer is true, and returns it. Fails with the last answer."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = ask()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what} ({answer!r})"
+        time.sleep(_POLL_S)
+
+
+class Command:
+    """A long-running program with its output in a file. Use as a context manager."""
+
+    def __init__(self, directory: Path, args: Sequence[str], env: dict[str, str] | None = None):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.log = directory / "output.log"
+        self._args = list(args)
+        self._env = {**os.environ, **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    @property
+    def exit_code(self) -> int | None:
+        assert self._process is not None
+        return self._process.poll()
+
+    def start(self) -> None:
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._args,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+                preexec_fn=death_signal_hook(),
+            )
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Fails with what the program said when it ends or is not ready in time."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            late = time.monotonic() > deadline
+            if late or self.exit_code is not None:
+                why = f"not ready in {timeout_s:g} s" if late else f"ended with {self.exit_code}"
+                self.end()
+                raise AssertionError(f"{' '.join(self._args)}: {why}\n{self.tails()}")
+            time.sleep(_POLL_S)
+
+    def end(self) -> int:
+        """SIGINT, then patience, then SIGKILL. Returns the exit code; nothing may be left."""
+        assert self._process is not None
+        family = _descendants(self.pid)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            for pid in (*family, self.pid):
+                _signal(pid, signal.SIGKILL)
+            self._process.wait()
+        eventually(
+            lambda: not any(is_alive(pid) for pid in family),
+            timeout_s=10,
+            what=f"the descendants of {' '.join(self._args)} are gone",
+        )
+        return self._process.returncode
+
+    def tails(self, lines: int = 40) -> str:
+        logs = [self.log, *sorted(self.directory.glob("**/logs/*.log"))]
+        return "\n".join(
+            f"--- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+            for log in logs
+            if log.exists()
+        )
+
+
+class Graph(Command):
+    """`dynamo-lite serve GRAPH -f FILE OPTIONS` on a private state directory.
+
+    service: the one service to start alone, on the servers that the options name.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        graph: tuple[str, str] = DISAGG,
+        options: Sequence[str] = (),
+        service: str = "",
+    ):
+        name, file = graph
+        alone = ["--service-name", service] if service else []
+        super().__init__(
+            directory,
+            [
+                *(sys.executable, "-m", "dynamo_lite.serve.cli", "serve", name, "-f", file),
+                *("--state-dir", str(directory), "--Frontend.port=0", *alone, *options),
+            ],
+        )
+        self._state = directory / "lone" / f"{service}-0" if service else directory
+
+    def __enter__(self) -> Self:
+        self.start()
+        self.wait_until(self._is_ready, _READY_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """An orderly stop must end in order."""
+        code = self.end()
+        assert code == 0, f"serve ended with {code}\n{self.tails()}"
+
+    @property
+    def run(self) -> RunState:
+        state = read_run(self._state)
+        assert state is not None, f"no graph runs on {self._state}\n{self.tails()}"
+        return state
+
+    @property
+    def url(self) -> str:
+        return self.run.http
+
+    @property
+    def nats_url(self) -> str:
+        return self.run.nats
+
+    @property
+    def etcd_url(self) -> str:
+        return self.run.etcd
+
+    def processes(self, component: str = "") -> list[ProcessState]:
+        return [p for p in self.run.processes if component in ("", p.service)]
+
+    def process(self, component: str, instance: int = 0) -> ProcessState:
+        return next(p for p in self.processes(component) if p.instance == instance)
+
+    def _ready(self, component: str) -> list[ProcessState]:
+        return [p for p in self.processes(component) if p.state == "ready"]
+
+    def count(self, component: str, name: str, **labels: str) -> float:
+        """Sum of a metric's samples over the live instances and over other labels."""
+        return sum(sample_sum(p.status_url, name, **labels) for p in self._ready(component))
+
+    def metrics(self, component: str) -> dict[str, float]:
+        """All samples of a component, e.g. `name{reason="long",verdict="remote"}`."""
+        totals: dict[str, float] = {}
+        for process in self._ready(component):
+            for name, labels, value in samples(process.status_url):
+                text = ",".join(f'{k}="{v}"' for k, v in sorted(labels.items()))
+                key = f"{name}{{{text}}}" if text else name
+                totals[key] = totals.get(key, 0.0) + value
+        return totals
+
+    def log_of(self, component: str, instance: int = 0) -> str:
+        return Path(self.process(component, instance).log).read_text(errors="replace")
+
+    def health(self, component: str, instance: int = 0) -> dict[str, Any]:
+        url = self.process(component, instance).status_url
+        return httpx.get(f"{url}/health", timeout=10).json()
+
+    def descendants(self) -> list[int]:
+        return _descendants(self.pid)
+
+    def engine_pid(self, component: str, instance: int = 0) -> int:
+        """The process in which vLLM's engine core of that instance runs."""
+        family = _descendants(self.process(component, instance).pid)
+        engines = [pid for pid in family if "EngineCore" in _command_line(pid)]
+        assert len(engines) == 1, f"{component}: {[_command_line(pid) for pid in family]}"
+        return engines[0]
+
+    async def records(self) -> list[EndpointRecord]:
+        async with EtcdStore(self.etcd_url) as store:
+            found = await store.get_prefix(names.components_prefix(NAMESPACE))
+        return [decode_json(value, EndpointRecord) for _, value in sorted(found.items())]
+
+    async def pools(self) -> list[EngineStatus]:
+        """How the decode engines' blocks stand, asked from the engines themselves."""
+        async with EtcdStore(self.etcd_url) as store:
+            found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
+        engines = [decode_json(value, EngineMetadata).engine_id for value in found.values()]
+        async with NatsMessaging(self.nats_url) as messaging:
+            subjects = [names.describe_subject(NAMESPACE, engine) for engine in engines]
+            replies = [await messaging.request(s, b"", timeout_s=5.0) for s in subjects]
+        return [decode_engine_status(reply) for reply in replies]
+
+    async def settled(self, free_blocks: int | None = None, *, timeout_s: float = 30.0) -> None:
+        """Returns when no decode engine holds, awaits or sees queued anything.
+
+        free_blocks: what must be free then, in all of them together.
+        """
+        found: list[tuple[int | None, ...]] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    pools = await self.pools()
+                    found = [(p.free_blocks, p.waiting, p.quarantined, p.queue_jobs) for p in pools]
+                    free = sum(pool.free_blocks for pool in pools)
+                    quiet = all(state[1:] == (0, 0, 0) for state in found)
+                    if pools and quiet and free_blocks in (None, free):
+                        return
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise AssertionError(f"not settled at {free_blocks} free blocks: {found}") from None
+
+    def _is_ready(self) -> bool:
+        return any(line.startswith("ready ") for line in self.output.splitlines())
+
+
+class PlainServer(Command):
+    """Stock `vllm serve` with the engine arguments of a configuration's VllmWorker.
+
+    It is started as vLLM's module: the `vllm` program asks for the version of a
+    package of that name, which the CPU build is not.
+    """
+
+    def __init__(self, directory: Path, graph: tuple[str, str] = DISAGG):
+        name, file = graph
+        document = read_document(Path(file), [])
+        config = resolve(load_graph(name), document).get("VllmWorker")
+        document.raise_mistakes()
+        assert config is not None
+        self.url = f"http://127.0.0.1:{free_port()}"
+        super().__init__(
+            directory,
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
+                *("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]),
+                *engine_flags({**config.flags, **TOOL_FLAGS}),
+            ],
+            env={**config.env[0], "VLLM_NO_USAGE_STATS": "1"},
+        )
+
+    def __enter__(self) -> Self:
+        self.start()
+        self.wait_until(self._is_ready, _READY_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+def samples(status_url: str) -> list[tuple[str, dict[str, str], float]]:
+    text = httpx.get(f"{status_url}/metrics", timeout=10).text
+    return [
+        (sample.name, sample.labels, sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    ]
+
+
+def sample_sum(status_url: str, name: str, **labels: str) -> float:
+    return sum(
+        value
+        for found, has, value in samples(status_url)
+        if found == name and labels.items() <= has.items()
+    )
+
+
+def process_tree() -> dict[int, int]:
+    """pid -> parent's pid of everything that runs here."""
+    tree: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            tree[int(entry.name)] = int(fields[1])
+    return tree
+
+
+def _descendants(pid: int) -> list[int]:
+    tree = process_tree()
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in tree.items() if of == parent]
+    return found[1:]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def _signal(pid: int, sig: int) -> None:
+    try:
+        os.kill(pid, sig)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,96 @@
+"""Where prompts are prefilled, as the counters tell it."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.vllm.asking import ask, assert_same, prompt_ids
+from tests.vllm.graph import Graph, PlainServer, eventually
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+#: max-local-prefill-length of configs/disagg.yaml.
+LIMIT = 512
+DECISIONS = "dynamo_lite_prefill_decisions_total"
+REMOTE = "dynamo_lite_remote_prefills_total"
+
+
+def completion(prompt: list[int]) -> dict:
+    return {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+
+
+def counting(graph: Graph) -> Callable[[], dict[str, int]]:
+    """A function that says what was decided since, without what was not."""
+    before = decisions(graph)
+
+    def since() -> dict[str, int]:
+        return {
+            k: n - before.get(k, 0) for k, n in decisions(graph).items() if n > before.get(k, 0)
+        }
+
+    return since
+
+
+def decisions(graph: Graph) -> dict[str, int]:
+    found = {}
+    for name, value in graph.metrics("VllmWorker").items():
+        if name.startswith(DECISIONS):
+            labels = dict(part.split("=") for part in name[len(DECISIONS) + 1 : -1].split(","))
+            found[f"{labels['verdict']}/{labels['reason']}".replace('"', "")] = int(value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (20, "local/short"),
+        (LIMIT, "local/short"),
+        (LIMIT + 1, "remote/long"),
+        (4500, "remote/long"),
+    ],
+)
+def test_length_decides(disagg: Graph, reference: PlainServer, tokens: int, expected: str):
+    request = completion(prompt_ids(tokens, seed=100))
+    since = counting(disagg)
+    got = ask(disagg.url, "completions", request)
+    assert_same(got, ask(reference.url, "completions", request))
+    assert eventually(since, timeout_s=5, what="a decision is counted") == {expected: 1}
+
+
+def test_a_cached_prefix_does_not_count(disagg: Graph, reference: PlainServer):
+    """The rest is short: local. Long again beyond the prefix: remote, from there on."""
+    long = prompt_ids(2000, seed=101)
+    longer = long + prompt_ids(LIMIT + 100, seed=102)
+    for prompt, expected in (
+        (long, "remote/long"),
+        (long, "local/cached"),
+        (long + prompt_ids(LIMIT // 2, seed=103), "local/cached"),
+        (longer, "remote/long"),
+        (longer, "local/cached"),
+    ):
+        since = counting(disagg)
+        got = ask(disagg.url, "completions", completion(prompt))
+        assert_same(got, ask(reference.url, "completions", completion(prompt)))
+        assert eventually(since, timeout_s=5, what="a decision is counted") == {expected: 1}
+
+
+def test_a_remote_prefill_is_counted_on_both_sides(disagg: Graph):
+    """2100 tokens: 65 full blocks and the rest of one more, without the last token."""
+    blocks_bytes = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total")
+    committed = disagg.count("VllmWorker", REMOTE, outcome="committed")
+    written = disagg.count("PrefillWorker", "dynamo_lite_prefill_jobs_total", outcome="written")
+    seconds = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_seconds_count")
+    ask(disagg.url, "completions", completion(prompt_ids(2100, seed=104)))
+
+    def counted() -> bool:
+        return (
+            disagg.count("VllmWorker", REMOTE, outcome="committed") == committed + 1
+            and disagg.count("PrefillWorker", "dynamo_lite_prefill_jobs_total", outcome="written")
+            == written + 1
+            and disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_seconds_count") > seconds
+        )
+
+    eventually(counted, timeout_s=5, what="the prefill is counted")
+    sent = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total") - blocks_bytes
+    block_bytes = 4 * 2 * 4 * 32 * 32 * 4  # layers, K and V, heads, head size, tokens, float32
+    assert sent == 66 * block_bytes

