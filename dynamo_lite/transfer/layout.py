@@ -57,6 +57,8 @@ def regions_of_tensor(
         if stride != block_bytes:
             raise ValueError(f"{what}: a block is not dense")
         block_bytes *= size
+    if strides_bytes[dim] < block_bytes:
+        raise ValueError(f"{what}: blocks overlap")
     planes = range(shape[0]) if dim == 1 else range(1)
     return tuple(
         KvRegion(

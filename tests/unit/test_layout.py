@@ -1,0 +1,292 @@
+"""Block ids to memory, on real buffers: every planned copy against plain indexing."""
+
+import itertools
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo_lite.protocol.errors import IncompatiblePeer
+from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.transfer.layout import (
+    block_dimension,
+    block_order,
+    check_compatible,
+    contiguous_runs,
+    plan_copy,
+    regions_of_tensor,
+)
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+
+HEADS, SIZE, HEAD = 2, 4, 3
+
+
+def together(blocks, *, pad=0):
+    """(blocks, heads, size, 2 * head): vLLM's CPU layout, K and V side by side."""
+    flat = np.zeros((blocks, HEADS * SIZE * 2 * HEAD + pad), np.uint16)
+    return flat[:, : flat.shape[1] - pad].reshape(blocks, HEADS, SIZE, 2 * HEAD)
+
+
+def apart(blocks):
+    """(2, blocks, size, heads, head): K and V in planes of their own."""
+    return np.zeros((2, blocks, SIZE, HEADS, HEAD), np.uint16)
+
+
+def interleaved(blocks):
+    """The same shape, but each block's K is followed by its V in memory."""
+    return np.zeros((blocks, 2, SIZE, HEADS, HEAD), np.uint16).transpose(1, 0, 2, 3, 4)
+
+
+def permuted(blocks):
+    """(2, blocks, size, heads, head) whose heads lie outermost in a block."""
+    return np.zeros((2, blocks, HEADS, SIZE, HEAD), np.uint16).transpose(0, 1, 3, 2, 4)
+
+
+def padded(blocks):
+    return together(blocks, pad=5)
+
+
+@dataclass
+class Kv:
+    """One rank's pool: a tensor per layer, all behind one mover."""
+
+    mover: MemoryMover
+    tensors: list[np.ndarray]
+    own: RankMetadata
+
+
+def regions(tensor, blocks, layer="0", **overrides):
+    described = {
+        "address": tensor.__array_interface__["data"][0],
+        "shape": tensor.shape,
+        "strides_bytes": tensor.strides,
+        "item_bytes": tensor.itemsize,
+        "num_blocks": blocks,
+    }
+    return regions_of_tensor(layer, **{**described, **overrides})
+
+
+def pool(fabric, name, layout, blocks, layers=2):
+    tensors = [layout(blocks) for _ in range(layers)]
+    described = [r for i, t in enumerate(tensors) for r in regions(t, blocks, str(i))]
+    mover = MemoryMover(fabric, name)
+    for tensor in tensors:
+        base = tensor if tensor.base is None else tensor.base
+        mover.register([(base.__array_interface__["data"][0], base.nbytes)], "DRAM", 0)
+    own = RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=tuple(described))
+    return Kv(mover, tensors, own)
+
+
+def by_block(tensor, blocks):
+    """The same memory with the block dimension first."""
+    return np.moveaxis(tensor, block_dimension(tensor.shape, blocks), 0)
+
+
+# Layouts whose blocks map onto each other byte for byte.
+MATES = [
+    (together, together),
+    (together, padded),
+    (padded, together),
+    (padded, padded),
+    (apart, apart),
+    (apart, interleaved),
+    (interleaved, apart),
+    (permuted, permuted),
+]
+
+
+@st.composite
+def block_pairs(draw):
+    """Pool sizes, and as many distinct blocks here as there; long runs are likely."""
+    here, there = draw(st.integers(3, 24)), draw(st.integers(3, 24))
+    count = draw(st.integers(1, min(here, there)))
+
+    def ids(size):
+        if draw(st.booleans()):
+            start = draw(st.integers(0, size - count))
+            return list(range(start, start + count))
+        return draw(st.permutations(range(size)))[:count]
+
+    return here, there, ids(here), ids(there)
+
+
+@pytest.mark.parametrize("layouts", MATES, ids=lambda m: f"{m[0].__name__}-{m[1].__name__}")
+@settings(max_examples=40, deadline=None)
+@given(pairs=block_pairs())
+def test_a_copy_moves_exactly_its_blocks(layouts, pairs):
+    here, there, local_ids, remote_ids = pairs
+    fabric = MemoryFabric()
+    source, target = pool(fabric, "s", layouts[0], here), pool(fabric, "t", layouts[1], there)
+    rng = np.random.default_rng(0)
+    for tensor in source.tensors + target.tensors:
+        tensor[...] = rng.integers(1, 1 << 16, tensor.shape, np.uint16)
+    expected = [tensor.copy() for tensor in target.tensors]
+    untouched = [tensor.copy() for tensor in source.tensors]
+    for tensor, wanted in zip(source.tensors, expected, strict=True):
+        for local, remote in zip(local_ids, remote_ids, strict=True):
+            by_block(wanted, there)[remote] = by_block(tensor, here)[local]
+
+    check_compatible("t", source.own, target.own)
+    source.mover.add_peer("t", target.own.agent)
+    copies = plan_copy(source.own, target.own, local_ids, remote_ids)
+    write = source.mover.write("t", *copies, memory=("DRAM", "DRAM"))
+    assert write.done()
+
+    for got, wanted in zip(target.tensors, expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    for got, wanted in zip(source.tensors, untouched, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@given(pairs=block_pairs())
+def test_runs_are_the_pairs_and_as_long_as_they_can_be(pairs):
+    _, _, local_ids, remote_ids = pairs
+    runs = contiguous_runs(local_ids, remote_ids)
+    spelled_out = [(a + i, b + i) for a, b, count in runs for i in range(count)]
+    assert spelled_out == list(zip(local_ids, remote_ids, strict=True))
+    for (a, b, count), (c, d, _) in itertools.pairwise(runs):
+        assert (a + count, b + count) != (c, d)
+
+
+def test_runs_by_example():
+    assert contiguous_runs([], []) == []
+    assert contiguous_runs([3, 4, 5], [7, 8, 9]) == [(3, 7, 3)]
+    assert contiguous_runs([3, 4, 5], [7, 8, 3]) == [(3, 7, 2), (5, 3, 1)]
+    assert contiguous_runs([3, 5, 6], [7, 8, 9]) == [(3, 7, 1), (5, 8, 2)]
+    assert contiguous_runs([5, 4, 3], [9, 8, 7]) == [(5, 9, 1), (4, 8, 1), (3, 7, 1)]
+
+
+def test_every_block_needs_a_partner():
+    with pytest.raises(ValueError, match="2 local blocks for 1"):
+        contiguous_runs([1, 2], [1])
+
+
+@pytest.mark.parametrize(("layout", "planes"), [(together, 1), (apart, 2), (permuted, 2)])
+def test_contiguous_blocks_become_one_descriptor_per_region(layout, planes):
+    fabric = MemoryFabric()
+    source, target = pool(fabric, "s", layout, 16), pool(fabric, "t", layout, 16)
+    local, remote = plan_copy(source.own, target.own, range(2, 12), range(5, 15))
+    assert local.shape == remote.shape == (2 * planes, 3)
+    block_bytes = source.own.regions[0].block_bytes
+    assert local[:, 1].tolist() == remote[:, 1].tolist() == [10 * block_bytes] * 2 * planes
+
+
+@pytest.mark.parametrize("layouts", [(together, padded), (padded, together), (apart, interleaved)])
+def test_blocks_with_a_gap_on_either_side_are_not_merged(layouts):
+    fabric = MemoryFabric()
+    source, target = pool(fabric, "s", layouts[0], 16), pool(fabric, "t", layouts[1], 16)
+    local, _ = plan_copy(source.own, target.own, range(10), range(10))
+    assert len(local) == 10 * len(source.own.regions)
+
+
+def test_descriptors_carry_each_side_s_device():
+    fabric = MemoryFabric()
+    source, target = pool(fabric, "s", together, 4), pool(fabric, "t", together, 4)
+    far = RankMetadata(agent=b"", memory="VRAM", device=3, regions=target.own.regions)
+    local, remote = plan_copy(source.own, far, [1], [2])
+    assert (local.dtype, remote.dtype) == (np.uint64, np.uint64)
+    assert set(local[:, 2].tolist()) == {0} and set(remote[:, 2].tolist()) == {3}
+
+
+def test_addresses_in_the_upper_half_are_kept():
+    high = KvRegion(layer="0", plane=0, base=(1 << 63) + 64, stride_bytes=64, block_bytes=64)
+    own = RankMetadata(agent=b"", memory="VRAM", device=0, regions=(high,))
+    local, _ = plan_copy(own, own, [1], [1])
+    assert local[0].tolist() == [(1 << 63) + 128, 64, 0]
+
+
+def test_no_blocks_are_no_descriptors():
+    source = pool(MemoryFabric(), "s", together, 4)
+    local, remote = plan_copy(source.own, source.own, [], [])
+    assert local.shape == remote.shape == (0, 3)
+
+
+def test_regions_by_example():
+    block = HEADS * SIZE * 2 * HEAD * 2
+    assert regions(together(8), 8, address=1000) == (
+        KvRegion(layer="0", plane=0, base=1000, stride_bytes=block, block_bytes=block),
+    )
+    assert regions(padded(8), 8, address=1000)[0].stride_bytes == block + 10
+    half = block // 2
+    assert regions(apart(8), 8, address=1000) == (
+        KvRegion(layer="0", plane=0, base=1000, stride_bytes=half, block_bytes=half),
+        KvRegion(layer="0", plane=1, base=1000 + 8 * half, stride_bytes=half, block_bytes=half),
+    )
+    assert regions(interleaved(8), 8, address=1000) == (
+        KvRegion(layer="0", plane=0, base=1000, stride_bytes=block, block_bytes=half),
+        KvRegion(layer="0", plane=1, base=1000 + half, stride_bytes=block, block_bytes=half),
+    )
+
+
+def test_a_dimension_of_one_may_have_any_stride():
+    tensor = np.zeros((8, 1, SIZE, HEAD), np.uint16)
+    strides = (tensor.strides[0], 77, *tensor.strides[2:])
+    (region,) = regions(tensor, 8, strides_bytes=strides)
+    assert region.block_bytes == prod((SIZE, HEAD)) * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "complaint"),
+    [
+        ((4, 4, 8), (64, 16, 2), "neither of its first two dimensions is 8"),
+        ((2, 2, 8), (64, 32, 2), "neither"),
+        ((), (), "neither"),
+        ((8, 4, 4), (64, 16, 2), "not dense"),  # rows padded inside a block
+        ((8, 4, 4), (32, 8, 4), "not dense"),  # every other element
+        ((8, 4, 4), (32, 0, 2), "not dense"),  # broadcast
+        ((8, 4, 4), (32, -8, 2), "not dense"),
+        ((2, 8, 4, 4), (512, 64, 16, 2), "not dense"),
+        ((8, 4, 4), (2, 64, 16), "not dense"),  # blocks innermost
+        ((8, 4, 4), (16, 8, 2), "overlap"),
+        ((8, 4, 4), (-32, 8, 2), "overlap"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(shape, strides, complaint):
+    with pytest.raises(ValueError, match=complaint) as refusal:
+        regions_of_tensor(
+            "l7", address=0, shape=shape, strides_bytes=strides, item_bytes=2, num_blocks=8
+        )
+    assert str(shape) in str(refusal.value)
+
+
+def test_order_inside_a_block_tells_layouts_apart():
+    dense, heads_first = apart(8), permuted(8)
+    orders = [block_order(t.shape, t.strides, 8) for t in (dense, interleaved(8), heads_first)]
+    assert orders[0] == orders[1] != orders[2]
+    assert block_order(together(8).shape, together(8).strides, 8) == block_order(
+        padded(16).shape, padded(16).strides, 16
+    )
+
+
+def one_region(**overrides):
+    fields = {"layer": "0", "plane": 0, "base": 0, "stride_bytes": 64, "block_bytes": 64}
+    region = KvRegion(**{**fields, **overrides})
+    return RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,))
+
+
+def test_peers_may_differ_in_place_and_spacing():
+    check_compatible("peer", one_region(), one_region(base=4096, stride_bytes=128))
+
+
+@pytest.mark.parametrize(
+    "other", [one_region(block_bytes=32), one_region(layer="1"), one_region(plane=1)]
+)
+def test_peers_whose_blocks_do_not_map_are_refused(other):
+    with pytest.raises(IncompatiblePeer, match="KV regions differ") as refusal:
+        check_compatible("peer", one_region(), other)
+    assert refusal.value.peer == "peer"
+
+
+def test_peers_with_other_layers_are_refused():
+    fabric = MemoryFabric()
+    two, three = pool(fabric, "a", together, 4, layers=2), pool(fabric, "b", together, 4, layers=3)
+    with pytest.raises(IncompatiblePeer, match="2 here, 3 there"):
+        check_compatible("b", two.own, three.own)
+    with pytest.raises(IncompatiblePeer, match="3 here, 2 there"):
+        check_compatible("a", three.own, two.own)
+    planes = pool(fabric, "c", apart, 4, layers=2)
+    with pytest.raises(IncompatiblePeer):
+        check_compatible("c", two.own, planes.own)
