@@ -80,7 +80,8 @@ def decide(
     number of tokens to compute. now is monotonic seconds.
     """
     uncached = prompt_tokens - cached_tokens
-    limit = thresholds.max_local_prefill_length_tokens
+    # The last token is always computed here: it is the one that is sampled from.
+    limit = max(thresholds.max_local_prefill_length_tokens, 1)
     if uncached <= limit:
         return Local(Reason.CACHED if prompt_tokens > limit else Reason.SHORT)
     if queue is None or now - queue.read_at > thresholds.queue_view_max_age_s:

@@ -56,9 +56,11 @@ def test_a_queue_of_size_zero_turns_remote_prefill_off():
     assert verdict(10_000, limits=limits) == Local(Reason.QUEUE_FULL)
 
 
-def test_a_local_length_of_zero_sends_every_uncached_token_away():
+def test_a_local_length_of_zero_keeps_only_the_last_token_here():
     limits = Thresholds(
         max_local_prefill_length_tokens=0, max_prefill_queue_size=1, queue_view_max_age_s=2.0
     )
-    assert verdict(1, limits=limits) == Remote(Reason.LONG)
+    assert verdict(2, limits=limits) == Remote(Reason.LONG)
+    assert verdict(1, limits=limits) == Local(Reason.SHORT)
+    assert verdict(65, 64, limits=limits) == Local(Reason.CACHED)
     assert verdict(64, 64, limits=limits) == Local(Reason.CACHED)

@@ -40,7 +40,7 @@ from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.runtime.roster import Roster
-from dynamo_lite.runtime.store import Delete, Store
+from dynamo_lite.runtime.store import Delete, Snapshot, Store, WatchEvent
 
 logger = logging.getLogger(__name__)
 
@@ -214,8 +214,11 @@ class DecodeLinkSession:
         """The component deletes it when it leaves, or it goes with the lease."""
         key = names.nixl_metadata_key(self._link.namespace, self._link.engine_id)
         async with store.watch(key) as events:
+            known = False
             async for event in events:
-                if isinstance(event, Delete):
+                here = _shows_present(event, key)
+                known, gone = known or here, known and not here
+                if gone:
                     self.leaving = True
                     await self._settle(lambda ledger: ledger.withdraw_queued(_LEAVING))
 
@@ -228,3 +231,9 @@ class DecodeLinkSession:
             except DynamoLiteError as exc:
                 logger.debug("queue depth not read: %s", exc)
             await asyncio.sleep(_VIEW_PERIOD_S)
+
+
+def _shows_present(event: WatchEvent, key: str) -> bool:
+    if isinstance(event, Snapshot):
+        return key in event.entries
+    return not isinstance(event, Delete)
