@@ -18,7 +18,6 @@ class Reason(enum.Enum):
     QUEUE_FULL = "queue_full"
     QUEUE_UNKNOWN = "queue_unknown"
     NO_PREFILL_WORKER = "no_prefill_worker"
-    FELL_BACK = "fell_back"
     LEAVING = "leaving"
     NOT_TRANSFERABLE = "not_transferable"
 
