@@ -1,0 +1,343 @@
+"""The mover's contract: NIXL and its in-process twin through the same tests."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.transfer.base import Mover, Write
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.transfer.nixl import NixlMover
+
+SIZE = 4096
+WAIT_S = 20.0
+DRAM = ("DRAM", "DRAM")
+
+
+class Party:
+    """A mover with one registered buffer. No two parties ever share a name."""
+
+    made = 0
+
+    def __init__(self, make: Callable[[str], Mover], fill: int):
+        Party.made += 1
+        self.mover = make(f"party-{Party.made}")
+        self.buffer = np.full(SIZE, fill, np.uint8)
+        self.base = self.buffer.__array_interface__["data"][0]
+        self.mover.register([(self.base, SIZE)], "DRAM", 0)
+
+    def at(self, *places: tuple[int, int]) -> np.ndarray:
+        """Descriptors of (offset, length) places in the buffer."""
+        rows = [(self.base + offset, length, 0) for offset, length in places]
+        return np.array(rows, dtype=np.uint64).reshape(-1, 3)
+
+
+def finish(write: Write, target: Mover, *, notices: int = 0) -> list[bytes]:
+    """Polls both sides until the write has ended and `notices` notices have come."""
+    arrived: list[bytes] = []
+    deadline = time.monotonic() + WAIT_S
+    ended = False
+    while not ended or len(arrived) < notices:
+        assert time.monotonic() < deadline, f"ended: {ended}, notices: {arrived}"
+        arrived += target.notices()
+        ended = write.done()
+    return arrived
+
+
+@pytest.fixture(params=["memory", "nixl"])
+def make(request) -> Callable[[str], Mover]:
+    fabric = MemoryFabric()
+    return NixlMover if request.param == "nixl" else lambda name: MemoryMover(fabric, name)
+
+
+@pytest.fixture
+def parties(make) -> Iterator[tuple[Party, Party]]:
+    """A source that knows a target as the peer "target"."""
+    source, target = Party(make, 1), Party(make, 2)
+    source.buffer[:] = np.arange(SIZE) % 251
+    source.mover.add_peer("target", target.mover.metadata())
+    yield source, target
+    source.mover.close()
+    target.mover.close()
+
+
+def test_bytes_arrive_where_they_were_described_and_nowhere_else(parties):
+    source, target = parties
+    places = [(0, 64), (1000, 1), (2048, 512)], [(4096 - 64, 64), (7, 1), (100, 512)]
+    expected, untouched = target.buffer.copy(), source.buffer.copy()
+    for (here, length), (there, _) in zip(*places, strict=True):
+        expected[there : there + length] = source.buffer[here : here + length]
+    write = source.mover.write("target", source.at(*places[0]), target.at(*places[1]), memory=DRAM)
+    assert finish(write, target.mover) == []
+    np.testing.assert_array_equal(target.buffer, expected)
+    np.testing.assert_array_equal(source.buffer, untouched)
+
+
+def test_the_whole_buffer_may_be_written(parties):
+    source, target = parties
+    write = source.mover.write("target", source.at((0, SIZE)), target.at((0, SIZE)), memory=DRAM)
+    finish(write, target.mover)
+    np.testing.assert_array_equal(target.buffer, source.buffer)
+
+
+def test_the_notice_comes_with_the_data_and_once(parties):
+    source, target = parties
+    write = source.mover.write(
+        "target", source.at((0, SIZE)), target.at((0, SIZE)), memory=DRAM, notice=b"\x00done\xff"
+    )
+    arrived: list[bytes] = []
+    deadline = time.monotonic() + WAIT_S
+    while not arrived:
+        assert time.monotonic() < deadline
+        write.done()
+        arrived = target.mover.notices()
+    np.testing.assert_array_equal(target.buffer, source.buffer)
+    assert arrived == [b"\x00done\xff"]
+    assert finish(write, target.mover) == []
+    assert source.mover.notices() == []
+
+
+def test_an_ended_write_stays_ended(parties):
+    source, target = parties
+    write = source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
+    finish(write, target.mover)
+    source.buffer[:] = 9
+    assert write.done() and write.done()
+    assert target.buffer[0] == 0
+
+
+def test_several_writes_at_once_are_each_told(parties):
+    source, target = parties
+    writes = [
+        source.mover.write(
+            "target",
+            source.at((i * 64, 64)),
+            target.at((i * 64, 64)),
+            memory=DRAM,
+            notice=b"%d" % i,
+        )
+        for i in range(SIZE // 64)
+    ]
+    arrived: list[bytes] = []
+    deadline = time.monotonic() + WAIT_S
+    ended = False
+    while len(arrived) < len(writes) or not ended:
+        assert time.monotonic() < deadline
+        arrived += target.mover.notices()
+        ended = all([write.done() for write in writes])
+    assert sorted(arrived, key=int) == [b"%d" % i for i in range(len(writes))]
+    np.testing.assert_array_equal(target.buffer, source.buffer)
+
+
+def test_two_peers_may_write_into_each_other(parties):
+    left, right = parties
+    right.mover.add_peer("left", left.mover.metadata())
+    there = left.mover.write(
+        "target", left.at((0, 64)), right.at((0, 64)), memory=DRAM, notice=b"there"
+    )
+    back = right.mover.write("left", right.at((64, 64)), left.at((64, 64)), memory=DRAM)
+    assert finish(there, right.mover, notices=1) == [b"there"]
+    finish(back, left.mover)
+    np.testing.assert_array_equal(right.buffer[:64], np.arange(64))
+    np.testing.assert_array_equal(left.buffer[64:128], np.full(64, 2))
+
+
+@pytest.mark.parametrize(
+    "wrong", ["local", "remote", "lengths", "counts", "empty", "past the end", "peer"]
+)
+def test_a_write_that_cannot_be_is_refused_and_harms_nothing(parties, wrong):
+    source, target = parties
+    local, remote, peer = source.at((0, 64)), target.at((0, 64)), "target"
+    match wrong:
+        case "local":
+            local = target.at((0, 64))
+        case "remote":
+            remote = source.at((0, 64))
+        case "lengths":
+            remote = target.at((0, 32))
+        case "counts":
+            remote = target.at((0, 32), (32, 32))
+        case "empty":
+            local, remote = source.at(), target.at()
+        case "past the end":
+            remote = target.at((SIZE - 32, 64))
+        case "peer":
+            peer = "stranger"
+    with pytest.raises(TransferError) as refusal:
+        source.mover.write(peer, local, remote, memory=DRAM, notice=b"never")
+    assert refusal.value.peer == peer
+    write = source.mover.write(
+        "target", source.at((0, 64)), target.at((0, 64)), memory=DRAM, notice=b"works"
+    )
+    assert finish(write, target.mover, notices=1) == [b"works"]
+    assert (target.buffer[64:] == 2).all()
+
+
+@pytest.mark.parametrize("metadata", [b"", b"x", b"nixl" * 100, bytes(range(256)) * 4])
+def test_garbage_is_not_a_peer(parties, metadata):
+    source, target = parties
+    with pytest.raises(TransferError) as refusal:
+        source.mover.add_peer("garbage", metadata)
+    assert refusal.value.peer == "garbage"
+    with pytest.raises(TransferError):
+        source.mover.write("garbage", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
+
+
+def test_a_removed_peer_is_unknown_until_it_is_added_again(parties):
+    source, target = parties
+    source.mover.remove_peer("stranger")
+    for round in range(3):
+        source.mover.remove_peer("target")
+        source.mover.remove_peer("target")
+        with pytest.raises(TransferError):
+            source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
+        source.mover.add_peer("target", target.mover.metadata())
+        write = source.mover.write(
+            "target", source.at((0, 8)), target.at((0, 8)), memory=DRAM, notice=b"%d" % round
+        )
+        assert finish(write, target.mover, notices=1) == [b"%d" % round]
+
+
+def test_adding_a_peer_twice_is_harmless(parties):
+    source, target = parties
+    source.mover.add_peer("target", target.mover.metadata())
+    write = source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
+    finish(write, target.mover)
+    assert target.buffer[7] == 7
+
+
+def test_closing_forgets_peers_and_memory_and_spares_the_others(make, parties):
+    source, target = parties
+    third = Party(make, 3)
+    third.mover.add_peer("target", target.mover.metadata())
+    source.mover.close()
+    with pytest.raises(TransferError):
+        source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
+    write = third.mover.write("target", third.at((0, 8)), target.at((8, 8)), memory=DRAM)
+    finish(write, target.mover)
+    assert target.buffer[6:17].tolist() == [2, 2, *[3] * 8, 2]
+    third.mover.close()
+    third.mover.close()
+
+
+def test_a_dead_peer_fails_the_writes_under_way():
+    """Only the twin can die inside one process: see below for NIXL's."""
+    fabric = MemoryFabric()
+    source, target = (Party(lambda name: MemoryMover(fabric, name), fill) for fill in (1, 2))
+    source.mover.add_peer("target", target.mover.metadata())
+    write = source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
+    target.mover.close()
+    for _ in range(2):
+        with pytest.raises(TransferError):
+            write.done()
+    assert (target.buffer == 2).all()
+    with pytest.raises(TransferError):
+        source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
+
+
+class Victim:
+    """`nixl_peer.py` in a process that ends by kill -9."""
+
+    def __init__(self, role: str):
+        script = Path(__file__).with_name("nixl_peer.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), role],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            text=True,
+        )
+        assert self.process.stdout is not None
+        lines = (line for line in self.process.stdout if line.startswith("{"))
+        self.buffer = json.loads(next(lines))
+
+    def aim(self, party: Party) -> None:
+        assert self.process.stdin is not None
+        agent = base64.b64encode(party.mover.metadata()).decode()
+        order = {"agent": agent, "address": party.base, "length": SIZE}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=WAIT_S)
+
+
+@pytest.fixture
+def victim() -> Iterator[Callable[[str], Victim]]:
+    victims: list[Victim] = []
+
+    def start(role: str) -> Victim:
+        victims.append(Victim(role))
+        return victims[-1]
+
+    yield start
+    for one in victims:
+        one.kill()
+
+
+def expect_notices(target: Mover, count: int) -> list[bytes]:
+    arrived: list[bytes] = []
+    deadline = time.monotonic() + WAIT_S
+    while len(arrived) < count:
+        assert time.monotonic() < deadline, arrived
+        arrived += target.notices()
+    return arrived
+
+
+def test_a_target_survives_the_kill_of_its_writer(victim):
+    target, next_writer = Party(NixlMover, 2), Party(NixlMover, 3)
+    writer = victim("writer")
+    writer.aim(target)
+    assert set(expect_notices(target.mover, 5)) == {b"wrote"}
+    assert (target.buffer == 0xA5).all()
+    writer.kill()
+    while target.mover.notices():
+        pass
+    next_writer.mover.add_peer("target", target.mover.metadata())
+    write = next_writer.mover.write(
+        "target", next_writer.at((0, SIZE)), target.at((0, SIZE)), memory=DRAM, notice=b"next"
+    )
+    assert finish(write, target.mover, notices=1) == [b"next"]
+    assert (target.buffer == 3).all()
+    next_writer.mover.close()
+    target.mover.close()
+
+
+def test_a_writer_survives_the_kill_of_its_target(victim):
+    writer, next_target = Party(NixlMover, 1), Party(NixlMover, 2)
+    target = victim("target")
+    there = np.array([(target.buffer["address"], SIZE, 0)], dtype=np.uint64)
+    writer.mover.add_peer("target", base64.b64decode(target.buffer["agent"]))
+
+    def write_once() -> None:
+        write = writer.mover.write("target", writer.at((0, SIZE)), there, memory=DRAM)
+        deadline = time.monotonic() + WAIT_S
+        while not write.done():
+            assert time.monotonic() < deadline
+
+    write_once()
+    target.kill()
+    with pytest.raises(TransferError) as failure:
+        for _ in range(1000):
+            write_once()
+    assert failure.value.peer == "target"
+    writer.mover.remove_peer("target")
+    writer.mover.add_peer("next", next_target.mover.metadata())
+    write = writer.mover.write(
+        "next", writer.at((0, SIZE)), next_target.at((0, SIZE)), memory=DRAM, notice=b"next"
+    )
+    assert finish(write, next_target.mover, notices=1) == [b"next"]
+    assert (next_target.buffer == 1).all()
+    writer.mover.close()
+    next_target.mover.close()
