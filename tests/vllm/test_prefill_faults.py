@@ -1,0 +1,141 @@
+"""Prefill workers that hang or die: every answer is right, and no block is lost."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.vllm.asking import prompt_ids, tokens_of
+from tests.vllm.graph import Graph, PlainServer, eventually
+from tests.vllm.test_decisions import REMOTE, counting
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+QUEUE_SIZE = 4
+#: PrefillWorker.concurrency of configs/disagg.yaml: what it claims while it hangs.
+CLAIMS = 2
+OPTIONS = (
+    "--Graph.lease-ttl-s=5",
+    "--VllmWorker.remote-prefill-timeout-s=6",
+    f"--VllmWorker.max-prefill-queue-size={QUEUE_SIZE}",
+)
+
+
+@pytest.fixture(scope="module")
+def graph(stage) -> Iterator[Graph]:
+    """Impatient, and quick to notice the dead."""
+    with stage.alone(options=OPTIONS) as graph:
+        yield graph
+
+
+def longs(count: int, seed: int) -> list[dict]:
+    return [{"prompt": prompt_ids(1200 + i, seed), "max_tokens": 6} for i in range(count)]
+
+
+async def until(graph: Graph, wanted: Callable[..., bool], *, timeout_s: float = 20) -> None:
+    """Waits for a state of the decode engine (EngineStatus)."""
+    async with asyncio.timeout(timeout_s):
+        while not wanted((await graph.pools())[0]):
+            await asyncio.sleep(0.05)
+
+
+def outcomes(graph: Graph, outcome: str) -> float:
+    return graph.count("VllmWorker", REMOTE, outcome=outcome)
+
+
+async def works_remotely(graph: Graph, reference: PlainServer, seed: int) -> None:
+    since = counting(graph)
+    committed = outcomes(graph, "committed")
+    requests = longs(2, seed)
+    assert await tokens_of(graph.url, requests, 1) == await tokens_of(reference.url, requests)
+    assert since() == {"remote/long": 2}
+    assert outcomes(graph, "committed") == committed + 2
+
+
+async def test_a_hung_engine_costs_waiting_but_no_answer(graph: Graph, reference: PlainServer):
+    """The worker lives and claims, but nothing is computed: the queue fills up, then
+    prompts stay local; those that wait fall back at their deadline; the blocks of the
+    claimed ones stay out of use until the engine has said that it will not write."""
+    waiting, more = longs(QUEUE_SIZE, seed=400), longs(1, seed=401)
+    expected = await tokens_of(reference.url, [*waiting, *more])
+    await graph.settled()
+    free = (await graph.pools())[0].free_blocks
+    deadlines, since = outcomes(graph, "deadline"), counting(graph)
+    engine = graph.engine_pid("PrefillWorker")
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        stuck = asyncio.create_task(tokens_of(graph.url, waiting))
+        await until(graph, lambda pool: pool.waiting == pool.queue_jobs == QUEUE_SIZE)
+        assert await tokens_of(graph.url, more) == expected[QUEUE_SIZE:]
+        assert since() == {"remote/long": QUEUE_SIZE, "local/queue_full": 1}
+        assert not stuck.done(), "the deadline was not the reason"
+        assert await stuck == expected[:QUEUE_SIZE]
+        assert outcomes(graph, "deadline") == deadlines + QUEUE_SIZE
+        (pool,) = await graph.pools()
+        assert pool.quarantined == CLAIMS and pool.free_blocks < free
+        eventually(
+            lambda: graph.count("VllmWorker", "dynamo_lite_quarantined_attempts") == CLAIMS,
+            timeout_s=10,
+            what="the quarantine shows in the metrics",
+        )
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    await graph.settled(free)
+    await works_remotely(graph, reference, seed=402)
+
+
+async def test_a_stopped_worker_leaves_the_graph_and_comes_back(
+    graph: Graph, reference: PlainServer
+):
+    """Stopped for longer than its lease lives, all of it: nobody waits for it any more,
+    and when it goes on it finds itself expelled and is started anew."""
+    first, rest = longs(3, seed=410), longs(3, seed=411)
+    expected = await tokens_of(reference.url, [*first, *rest])
+    await graph.settled()
+    free = (await graph.pools())[0].free_blocks
+    worker = graph.process("PrefillWorker")
+    os.killpg(worker.pid, signal.SIGSTOP)
+    try:
+        assert await tokens_of(graph.url, first) == expected[:3]
+        await _gone(graph, worker.lease)
+        since = counting(graph)
+        assert await tokens_of(graph.url, rest, 1) == expected[3:]
+        assert since() == {"local/no_prefill_worker": 3}
+    finally:
+        os.killpg(worker.pid, signal.SIGCONT)
+    await _restarted(graph, worker.restarts)
+    await graph.settled(free)
+    await works_remotely(graph, reference, seed=412)
+
+
+async def test_a_killed_worker_is_replaced(graph: Graph, reference: PlainServer):
+    requests = longs(24, seed=420)
+    expected = await tokens_of(reference.url, requests)
+    await graph.settled()
+    free = (await graph.pools())[0].free_blocks
+    worker = graph.process("PrefillWorker")
+    asking = asyncio.create_task(tokens_of(graph.url, requests))
+    await until(graph, lambda pool: pool.waiting > 0)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert await asking == expected
+    await _restarted(graph, worker.restarts)
+    await graph.settled(free)
+    await works_remotely(graph, reference, seed=421)
+
+
+async def _gone(graph: Graph, lease: str) -> None:
+    async with asyncio.timeout(20):
+        while any(f"{record.lease_id:x}" == lease for record in await graph.records()):
+            await asyncio.sleep(0.1)
+
+
+async def _restarted(graph: Graph, restarts: int) -> None:
+    def ready_again() -> bool:
+        worker = graph.process("PrefillWorker")
+        return worker.state == "ready" and worker.restarts == restarts + 1
+
+    await asyncio.to_thread(
+        eventually, ready_again, timeout_s=150, what="the prefill worker is ready again"
+    )
