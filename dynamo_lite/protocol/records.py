@@ -10,8 +10,10 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to reach one endpoint instance.
 
-    nats_tcp: the NATS subject that takes its requests.
-    stream:   HOST:PORT of the TCP server that carries its token deltas; absent
+    nats_tcp: the NATS subject that takes its requests. Every endpoint has one;
+              nobody serves it where an endpoint takes no requests over NATS
+              (Frontend/http, PrefillWorker/prefill): its record says who is there.
+    stream:   HOST:PORT of the TCP server that carries its token deltas, or its HTTP; absent
               for endpoints that answer with one reply.
     """
 
