@@ -15,6 +15,7 @@ from dynamo_lite.components.http import HttpServer, bind, url_of
 from dynamo_lite.components.processor import ENDPOINTS, Processor
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
+from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.generate import RemoteGenerateClient
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
@@ -48,7 +49,8 @@ class Frontend:
         host.progress("loading the tokenizer and the OpenAI app")
         self._app = await self._open_app(host, self._roster)
         url = await self._serve_http(self._app, sock)
-        await host.register("http", stream=url.removeprefix("http://"))
+        port = sock.getsockname()[1]
+        await host.register("http", stream=advertised_address(self._config.host, port))
         await self._serve_processor(host, self._app)
         return {"url": url, "model": self._app.served_model}
 

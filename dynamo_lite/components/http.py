@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.address import host_port
 
 _BACKLOG = 2048
 
@@ -27,7 +28,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as exc:
         sock.close()
-        raise StartupError(f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+        raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
     return sock
 
 
@@ -36,7 +37,7 @@ def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_port(host, port)}"
 
 
 class HttpServer(uvicorn.Server):

@@ -1,4 +1,5 @@
-"""Server URLs: what they mean, and how they may be shown.
+"""Addresses: what server URLs mean, how they may be shown, and which address a
+process gives others for its own servers.
 
 URLs may carry credentials; only `redact`ed ones reach a log or an error.
 """
@@ -56,9 +57,14 @@ def parse_etcd_url(url: str) -> EtcdAddress:
     )
 
 
-def advertised_host(bind_host: str) -> str:
-    """The name under which others reach a server that listens on `bind_host`."""
-    return socket.gethostname() if bind_host in ("", "0.0.0.0", "::") else bind_host
+def advertised_address(bind_host: str, port: int) -> str:
+    """HOST:PORT under which others reach a server that listens on `bind_host`.
+
+    A server on all interfaces is reached by the host's name, as it names itself:
+    a fully qualified one would be `localhost` where no DNS knows the host.
+    """
+    everywhere = bind_host in ("", "0.0.0.0", "::")
+    return host_port(socket.gethostname() if everywhere else bind_host, port)
 
 
 def host_port(host: str, port: int) -> str:

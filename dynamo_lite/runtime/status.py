@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.address import advertised_host, host_port
+from dynamo_lite.runtime.address import advertised_address, host_port
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 2.0
@@ -42,7 +42,7 @@ class StatusServer:
 
     @property
     def url(self) -> str:
-        return f"http://{host_port(advertised_host(self._host), self._port)}"
+        return f"http://{advertised_address(self._host, self._port)}"
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the address cannot be bound."""

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.runtime.address import host_port
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +33,6 @@ def frame(payload: bytes) -> bytes:
     if not 0 < len(payload) <= MAX_MESSAGE_BYTES:
         raise ProtocolError(f"frame of {len(payload)} bytes (1 to {MAX_MESSAGE_BYTES} allowed)")
     return len(payload).to_bytes(_HEADER_BYTES, "big") + payload
-
-
-def format_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -167,7 +164,7 @@ class FrameConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
-        self.peer = format_address(peer[0], peer[1]) if peer else "?"
+        self.peer = host_port(peer[0], peer[1]) if peer else "?"
         _keep_alive(transport.get_extra_info("socket"))
         self._timer = asyncio.get_running_loop().call_later(
             self._first_frame_timeout_s,

@@ -1,9 +1,17 @@
 """URLs: what they mean, and that their credentials stay out of sight."""
 
+import socket
+
 import pytest
 
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.runtime.address import EtcdAddress, host_port, parse_etcd_url, redact
+from dynamo_lite.runtime.address import (
+    EtcdAddress,
+    advertised_address,
+    host_port,
+    parse_etcd_url,
+    redact,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +55,22 @@ def test_other_urls_are_refused(url: str) -> None:
 
 def test_ipv6_is_bracketed() -> None:
     assert (host_port("::1", 5), host_port("h", 5)) == ("[::1]:5", "h:5")
+
+
+@pytest.mark.parametrize(
+    ("bind_host", "address"),
+    [
+        ("127.0.0.1", "127.0.0.1:5"),
+        ("10.0.0.12", "10.0.0.12:5"),
+        ("fd00::1", "[fd00::1]:5"),
+        ("worker-1", "worker-1:5"),
+        ("0.0.0.0", "node-7:5"),
+        ("::", "node-7:5"),
+        ("", "node-7:5"),
+    ],
+)
+def test_a_server_on_all_interfaces_is_reached_by_the_hosts_name(
+    monkeypatch: pytest.MonkeyPatch, bind_host: str, address: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+    assert advertised_address(bind_host, 5) == address

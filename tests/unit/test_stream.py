@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.stream import (
     FrameConnection,
     FrameParser,
-    format_address,
     frame,
     parse_address,
 )
@@ -94,7 +94,7 @@ def test_a_frame_out_of_bounds_is_not_made(payload: bytes):
 
 @pytest.mark.parametrize("address", ["127.0.0.1:80", "[::1]:65535", "worker-1:9"])
 def test_addresses_round_trip(address: str):
-    assert format_address(*parse_address(address)) == address
+    assert host_port(*parse_address(address)) == address
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:65536"])

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 from typing import TYPE_CHECKING, Protocol
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
@@ -15,7 +14,8 @@ from dynamo_lite.protocol.generate import (
     Welcome,
     decode_client_frame,
 )
-from dynamo_lite.runtime.stream import FrameConnection, format_address, frame
+from dynamo_lite.runtime.address import advertised_address
+from dynamo_lite.runtime.stream import FrameConnection, frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,10 +60,9 @@ class _ConnectionOutlet:
 class Listener:
     """Accepts connections; each becomes a session at its Hello."""
 
-    def __init__(self, sessions: _Sessions, bind_host: str, advertise_host: str = ""):
+    def __init__(self, sessions: _Sessions, bind_host: str):
         self._sessions = sessions
         self._bind_host = bind_host
-        self._advertise_host = advertise_host or _reachable(bind_host)
         self._server: asyncio.Server | None = None
         self._connections: dict[FrameConnection, Session | None] = {}
         self._all_closed = asyncio.Event()
@@ -79,7 +78,7 @@ class Listener:
         except OSError as exc:
             raise StartupError(f"cannot listen on {self._bind_host}: {exc}") from exc
         port = self._server.sockets[0].getsockname()[1]
-        self.address = format_address(self._advertise_host, port)
+        self.address = advertised_address(self._bind_host, port)
 
     async def close(self) -> None:
         """Lets connections send what is queued, for a moment, then cuts them."""
@@ -126,8 +125,3 @@ class Listener:
             self._sessions.close_session(session)
         if not self._connections:
             self._all_closed.set()
-
-
-def _reachable(bind_host: str) -> str:
-    """The name by which others reach a listener on `bind_host`."""
-    return socket.getfqdn() if bind_host in ("", "0.0.0.0", "::") else bind_host

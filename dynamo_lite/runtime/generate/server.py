@@ -67,12 +67,10 @@ class GenerateServer:
         messaging: Messaging,
         handler: GenerateHandler,
         bind_host: str = "127.0.0.1",
-        *,
-        advertise_host: str = "",
     ):
         self._messaging = messaging
         self._handler = handler
-        self._listener = Listener(self, bind_host, advertise_host)
+        self._listener = Listener(self, bind_host)
         self._sessions: dict[str, Session] = {}
         self._owners: dict[str, Session] = {}
         self._submitting: set[str] = set()
