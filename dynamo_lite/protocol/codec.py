@@ -3,6 +3,9 @@
 Every decoder validates against the message's type; nothing else is accepted
 from the network, and nothing is ever unpickled.
 
+A message that carries `wire_version` always spells it out (no `omit_defaults`):
+a peer of another version would fill in its own.
+
 WIRE_VERSION history (messages evolve by defaulted fields only; a version is
 added when an old peer would misread a new one):
 1: first version.

@@ -18,7 +18,7 @@ RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (`n > 1` is fanned out before).
 
     sampling: the engine's own sampling parameters, msgpack; opaque here.

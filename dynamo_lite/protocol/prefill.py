@@ -18,7 +18,7 @@ EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The job on the prefill queue.
 
     prompt_token_ids: the tokens whose KV is wanted, from position 0 (the prompt
