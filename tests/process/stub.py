@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,13 @@ class StubConfig:
     """fail: "start" to be refused, "crash" to die at the start by a signal.
 
     grandchild: also run a process in the same group that ignores SIGTERM.
-    release: a file for which the drain waits.
+    release: a file for which the drain waits. linger: leave a thread that never ends.
     """
 
     fail: str = ""
     grandchild: bool = False
     release: str = ""
+    linger: bool = False
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -40,6 +42,8 @@ class StubComponent:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._config["grandchild"]:
             self._child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait; wait"])
+        if self._config["linger"]:
+            threading.Thread(target=threading.Event().wait).start()
         host.progress("stubbing")
         await host.register("generate")
         return {"url": "http://127.0.0.1:1", "model": "stub"} if self._spec.watch_component else {}

@@ -91,6 +91,15 @@ def test_a_drain_waits_for_what_runs(tmp_path: Path):
         assert graph.end() == 0
 
 
+def test_a_process_that_is_done_does_not_wait_for_its_threads(tmp_path: Path):
+    """Its last lines are in the log all the same."""
+    with serving(tmp_path, "--Back.linger=true") as graph:
+        graph.wait_line("ready http")
+        os.kill(graph.processes()["Back-0"]["pid"], signal.SIGTERM)
+        graph.wait_line("left the graph (exit 0)")
+    assert "closed Back" in (tmp_path / "logs" / "Back-0.log").read_text()
+
+
 @pytest.mark.parametrize("how", ["start", "crash"])
 def test_a_failed_start_ends_everything(tmp_path: Path, how: str):
     with serving(tmp_path, f"--Back.fail={how}") as graph:
