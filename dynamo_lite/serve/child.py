@@ -5,6 +5,7 @@ over to the process host. Reports go to the supervisor as JSON lines on a pipe.
 """
 
 import argparse
+import atexit
 import contextlib
 import importlib
 import logging
@@ -75,14 +76,14 @@ def _leave(code: int) -> NoReturn:
     """Ends the process without taking the interpreter apart.
 
     By now the loop is closed, and with it what `run_process` had opened: component,
-    lease, connections. Engine processes that a failed close has left behind are
-    the supervisor's, as is everything in the process group.
+    lease, connections. What is left are exit handlers (logging, vLLM's last trace
+    spans) and buffers; threads are not waited for.
     """
     # vLLM freezes the heap; freeing it object by object takes 2 to 10 s.
     try:
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        logging.shutdown()
     finally:
         os._exit(code)
 
