@@ -145,9 +145,8 @@ class VllmEngine:
         await self._client.abort_requests_async(list(request_ids))
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
-        """Raises EngineDied when the engine's process is gone."""
-        while True:
-            outputs = await self._next()
+        """Ends when the engine is closed. Raises EngineDied when its process ended by itself."""
+        while (outputs := await self._next()) is not None:
             if outputs.outputs:
                 stamp = outputs.timestamp
                 yield [delta_from_output(output, stamp) for output in outputs.outputs]
@@ -155,8 +154,8 @@ class VllmEngine:
     async def run_prefills(self) -> None:
         """Drives the engine for `prefill`: nobody reads its tokens. Raises EngineDied."""
         try:
-            while True:
-                await self._next()
+            while await self._next() is not None:
+                pass
         except EngineDied as exc:
             # A dead process writes nothing: say so, rather than let anybody wait.
             self._settle([(attempt, "failed", str(exc)) for attempt in self._attempts])
@@ -234,10 +233,15 @@ class VllmEngine:
         except EngineDeadError as exc:
             raise Refused("the engine's process is gone", elsewhere=True) from exc
 
-    async def _next(self) -> EngineCoreOutputs:
+    async def _next(self) -> EngineCoreOutputs | None:
+        """One step's outputs; None once the engine is being closed."""
+        if self._client is None:
+            return None
         try:
             outputs: EngineCoreOutputs = await self._client.get_output_async()
         except EngineDeadError as exc:
+            if self._client is None:
+                return None
             raise EngineDied(str(exc)) from exc
         if (stats := outputs.scheduler_stats) is not None:
             self.load = EngineLoad(
