@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: Notices kept for attempts that this rank has not been told of yet.
 _MAX_EARLY = 1024
+#: Attempts remembered as given up, so that their late notices are counted as such.
+_MAX_GIVEN_UP = 1024
 
 
 class DecodeRank:
@@ -28,6 +30,7 @@ class DecodeRank:
         self.stats = ConnectorStats()
         self._expected: dict[str, str] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
+        self._given_up: OrderedDict[str, None] = OrderedDict()
         self._received: set[str] = set()
         self._failed: set[str] = set()
 
@@ -43,6 +46,9 @@ class DecodeRank:
         for attempt, request_id in step.give_up:
             if self._expected.pop(attempt, None) is not None:
                 self._failed.add(request_id)
+                self._given_up[attempt] = None
+        while len(self._given_up) > _MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
 
     def results(self) -> KVConnectorTransferResults:
         """What was settled since the last call; each request once."""
@@ -62,6 +68,10 @@ class DecodeRank:
         request_id = self._expected.pop(attempt, None)
         if request_id is not None:
             self._received.add(request_id)
+            return
+        if attempt in self._given_up:
+            del self._given_up[attempt]
+            self.stats.add(LATE)
             return
         self._early[attempt] = None
         if len(self._early) > _MAX_EARLY:

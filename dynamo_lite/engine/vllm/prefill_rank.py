@@ -158,7 +158,9 @@ class PrefillRank:
         return True
 
     def _write(self, write: BlockWrite) -> Write:
-        remote = self._peers[write.target_engine]
+        remote = self._peers.get(write.target_engine)
+        if remote is None:
+            raise TransferError(write.target_engine, "another write into it has failed")
         local_side, remote_side = plan_copy(self._own, remote, write.local_ids, write.remote_ids)
         notice = b""
         if write.last:

@@ -1,0 +1,538 @@
+"""The two worker halves against each other, over the mover's in-process twin."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from dynamo_lite.engine.vllm import decode_rank, prefill_rank
+from dynamo_lite.engine.vllm.decode_rank import DecodeRank
+from dynamo_lite.engine.vllm.messages import BlockWrite, DecodeStep, PrefillStep, WorkerReport
+from dynamo_lite.engine.vllm.prefill_rank import PrefillRank
+from dynamo_lite.engine.vllm.stats import BYTES, DESCRIPTORS, FENCED, LATE, SECONDS
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.protocol.prefill import Committed
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover, MemoryWrite
+
+BLOCKS, BLOCK_BYTES = 32, 64
+
+
+class HeldWrite:
+    """Ends only when the test lets it, or fails when the test says so."""
+
+    def __init__(self, inner: MemoryWrite, peer: str):
+        self.inner, self.peer = inner, peer
+        self.held = True
+        self.failure: str | None = None
+
+    def done(self) -> bool:
+        if self.failure is not None:
+            raise TransferError(self.peer, self.failure)
+        return not self.held and self.inner.done()
+
+
+class Wire(MemoryMover):
+    """A mover whose writes stay under way while `hold` is set."""
+
+    hold = False
+
+    def __init__(self, fabric: MemoryFabric, name: str):
+        super().__init__(fabric, name)
+        self.started: list[HeldWrite] = []
+        self.polls = 0
+
+    def write(self, peer, local, remote, *, memory, notice=b""):
+        write = HeldWrite(super().write(peer, local, remote, memory=memory, notice=notice), peer)
+        write.held = self.hold
+        self.started.append(write)
+        return write
+
+    def notices(self):
+        self.polls += 1
+        return super().notices()
+
+    def let_go(self, count: int | None = None) -> None:
+        for write in [write for write in self.started if write.held][:count]:
+            write.held = False
+
+
+class Memory:
+    """One rank's pool of one layer."""
+
+    def __init__(self, mover: MemoryMover, fill: Callable[[int], int], layer: str = "0"):
+        self.blocks = np.array([[fill(i)] * BLOCK_BYTES for i in range(BLOCKS)], np.uint8)
+        base = self.blocks.__array_interface__["data"][0]
+        mover.register([(base, self.blocks.nbytes)], "DRAM", 0)
+        region = KvRegion(
+            layer=layer, plane=0, base=base, stride_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES
+        )
+        self.rank = RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=(region,))
+
+    def written(self) -> dict[int, int]:
+        """Block -> what it holds, where that is not the initial zero."""
+        return {i: int(row[0]) for i, row in enumerate(self.blocks) if row.any()}
+
+
+class Decode:
+    """A decode engine of one rank, all zeros."""
+
+    def __init__(self, fabric: MemoryFabric, engine_id: str, layer: str = "0"):
+        self.engine_id = engine_id
+        self.mover = Wire(fabric, f"decode-{engine_id}")
+        self.memory = Memory(self.mover, lambda _: 0, layer)
+        self.rank = DecodeRank(self.mover)
+
+    def metadata(self, ranks: int = 1) -> bytes:
+        return encode(
+            EngineMetadata(
+                engine_id=self.engine_id,
+                lease_id=1,
+                fingerprint={},
+                block_size_tokens=32,
+                num_blocks=BLOCKS,
+                ranks=(self.memory.rank,) * ranks,
+            )
+        )
+
+    def settle(self, **step) -> tuple[set[str], set[str]]:
+        """One engine step: (received, failed)."""
+        self.rank.step(DecodeStep(**{"poll": True, **step}))
+        results = self.rank.results()
+        failed = set(results.failed_recving or ())
+        return set(results.finished_recving or ()) - failed, failed
+
+
+class Prefill:
+    """A prefill engine of one rank; block i is filled with 100 + i."""
+
+    def __init__(self, fabric: MemoryFabric, rank: int = 0):
+        self.mover = Wire(fabric, f"prefill-{rank}")
+        self.memory = Memory(self.mover, lambda i: 100 + i)
+        self.alive = True
+        self.rank = PrefillRank(self.mover, self.memory.rank, rank, lambda: self.alive)
+
+    def step(self, *writes: BlockWrite, ready: Callable[[], bool] = lambda: True, **step) -> None:
+        self.rank.step(PrefillStep(writes=list(writes), **step), ready)
+
+    def ended(self) -> tuple[set[str], dict[str, str]]:
+        """One engine step: (requests whose writes have ended, failures by attempt)."""
+        sent = set(self.rank.results().finished_sending or ())
+        report = self.rank.report()
+        return sent, report.failures if report else {}
+
+
+@pytest.fixture
+def fabric() -> MemoryFabric:
+    return MemoryFabric()
+
+
+@pytest.fixture
+def decode(fabric) -> Decode:
+    return Decode(fabric, "e1")
+
+
+@pytest.fixture
+def prefill(fabric) -> Prefill:
+    return Prefill(fabric)
+
+
+def blocks(
+    local: list[int],
+    remote: list[int],
+    *,
+    attempt: str = "a1",
+    last: bool = False,
+    engine: str = "e1",
+) -> BlockWrite:
+    return BlockWrite(
+        attempt=attempt,
+        request_id=f"p-{attempt}",
+        target_engine=engine,
+        local_ids=local,
+        remote_ids=remote,
+        last=last,
+        num_blocks=4,
+        scheduled=0.0,
+    )
+
+
+def targets(*engines: Decode) -> dict[str, bytes]:
+    return {engine.engine_id: engine.metadata() for engine in engines}
+
+
+def notice(attempt: str) -> bytes:
+    return encode(Committed(attempt=attempt, rank=0, num_blocks=4))
+
+
+# Writing
+
+
+def test_blocks_stream_as_they_complete_and_the_last_one_commits(prefill, decode):
+    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
+    prefill.step(blocks([3, 4], [10, 11]), targets=targets(decode))
+    assert decode.memory.written() == {10: 103, 11: 104}
+    assert decode.settle() == (set(), set())
+    prefill.step(blocks([7], [20], last=True))
+    assert decode.memory.written() == {10: 103, 11: 104, 20: 107}
+    assert decode.settle() == ({"r1"}, set())
+    assert decode.settle() == (set(), set())
+    assert prefill.ended() == (set(), {})
+    prefill.step(ended=[("a1", "p-a1", True)])
+    assert prefill.ended() == ({"p-a1"}, {})
+    assert prefill.ended() == (set(), {})
+
+
+def test_what_was_written_is_counted(prefill, decode):
+    prefill.step(blocks([3, 4, 6], [10, 11, 12], last=True), targets=targets(decode))
+    taken = prefill.rank.stats.take()
+    assert taken is not None
+    assert taken.data[BYTES] == 3 * BLOCK_BYTES
+    assert taken.data[DESCRIPTORS] == 2
+    assert len(taken.data[SECONDS]) == 1
+
+
+def test_the_last_write_waits_for_all_earlier_ones(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.step(blocks([2], [2]))
+    prefill.step(blocks([3], [3], last=True), ended=[("a1", "p-a1", True)])
+    assert len(prefill.mover.started) == 2
+    prefill.mover.let_go(1)
+    assert prefill.ended() == (set(), {})
+    assert len(prefill.mover.started) == 2
+    prefill.mover.let_go()
+    assert prefill.ended() == (set(), {})
+    assert len(prefill.mover.started) == 3
+    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
+    prefill.mover.let_go()
+    assert prefill.ended() == ({"p-a1"}, {})
+    assert decode.settle() == ({"r1"}, set())
+    assert decode.memory.written() == {1: 101, 2: 102, 3: 103}
+
+
+def test_nothing_is_written_before_the_step_that_computes_it_has_ended(prefill, decode):
+    computed = False
+    prefill.step(blocks([1], [1]), ready=lambda: computed, targets=targets(decode))
+    prefill.step(blocks([2], [2], last=True), ended=[("a1", "p-a1", True)])
+    assert prefill.mover.started == []
+    assert prefill.ended() == (set(), {})
+    computed = True
+    assert prefill.ended() == (set(), {})
+    assert prefill.ended() == ({"p-a1"}, {})
+    assert decode.memory.written() == {1: 101, 2: 102}
+
+
+def test_attempts_do_not_wait_for_each_other(prefill, decode, fabric):
+    other = Decode(fabric, "e2")
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.mover.hold = False
+    prefill.step(
+        blocks([2], [5], attempt="a2", engine="e2", last=True),
+        targets=targets(other),
+        ended=[("a2", "p-a2", True)],
+    )
+    assert prefill.ended() == ({"p-a2"}, {})
+    assert other.settle(expect={"a2": "r2"}) == ({"r2"}, set())
+    assert other.memory.written() == {5: 102}
+    assert decode.memory.written() == {}
+
+
+def test_progress_is_driven_while_anything_is_open(prefill, decode):
+    prefill.ended()
+    assert prefill.mover.polls == 0
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.ended()
+    assert prefill.mover.polls == 1
+
+
+# Failing
+
+
+def test_a_failed_write_is_reported_once_and_nothing_follows(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.mover.started[0].failure = "connection reset"
+    prefill.step(blocks([2], [2]))
+    prefill.step(blocks([3], [3], last=True), ended=[("a1", "p-a1", True)])
+    assert len(prefill.mover.started) == 1
+    sent, failures = prefill.ended()
+    assert sent == {"p-a1"}
+    assert "connection reset" in failures["a1"]
+    assert prefill.ended() == (set(), {})
+    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
+
+
+def test_a_failed_attempt_ends_only_when_its_other_writes_have(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), blocks([2], [2]), targets=targets(decode))
+    prefill.mover.started[0].failure = "lost"
+    prefill.step(ended=[("a1", "p-a1", False)])
+    assert prefill.ended() == (set(), {})
+    prefill.mover.let_go()
+    sent, failures = prefill.ended()
+    assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
+
+
+def test_a_failed_peer_fails_its_other_attempts_and_is_met_again(prefill, decode):
+    """What waits for the same peer must neither be written nor end the engine's step."""
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), blocks([2], [2], attempt="a2"), targets=targets(decode))
+    prefill.step(blocks([3], [3], attempt="a2", last=True))
+    prefill.mover.started[0].failure = "lost"
+    prefill.mover.let_go()
+    prefill.step(ended=[("a1", "p-a1", True), ("a2", "p-a2", True)])
+    sent, failures = prefill.ended()
+    assert (sent, sorted(failures)) == ({"p-a1", "p-a2"}, ["a1", "a2"])
+    prefill.mover.hold = False
+    prefill.step(
+        blocks([4], [4], attempt="a3", last=True),
+        targets=targets(decode),
+        ended=[("a3", "p-a3", True)],
+    )
+    assert prefill.ended() == ({"p-a3"}, {})
+    assert decode.settle(expect={"a3": "r3"}) == ({"r3"}, set())
+
+
+def test_the_death_of_a_peer_fails_its_attempt_only(prefill, decode, fabric):
+    other = Decode(fabric, "e2")
+    prefill.mover.hold = True
+    prefill.step(
+        blocks([1], [1]),
+        blocks([2], [2], attempt="a2", engine="e2"),
+        targets=targets(decode, other),
+    )
+    decode.rank.close()
+    prefill.mover.hold = False
+    prefill.mover.let_go()
+    prefill.step(
+        blocks([3], [3], attempt="a2", engine="e2", last=True),
+        ended=[("a1", "p-a1", False), ("a2", "p-a2", True)],
+    )
+    sent, failures = prefill.ended()
+    assert (sent, list(failures)) == ({"p-a1", "p-a2"}, ["a1"])
+    assert other.memory.written() == {2: 102, 3: 103}
+
+
+def bad_targets(fabric) -> dict[str, dict[str, bytes]]:
+    stranger, odd = Decode(fabric, "gone"), Decode(fabric, "odd", layer="other")
+    stranger.rank.close()
+    return {
+        "absent": {},
+        "garbage": {"e1": b"\xc1"},
+        "another message": {"e1": encode(Committed(attempt="a", rank=0, num_blocks=1))},
+        "no such rank": {"e1": Decode(fabric, "e1").metadata(ranks=0)},
+        "dead": {"e1": stranger.metadata()},
+        "other layout": {"e1": odd.metadata()},
+    }
+
+
+@pytest.mark.parametrize("why", list(bad_targets(MemoryFabric())))
+def test_a_peer_that_cannot_be_used_fails_the_attempt_not_the_engine(prefill, fabric, why):
+    prefill.step(blocks([1], [1]), targets=bad_targets(fabric)[why])
+    prefill.step(blocks([2], [2], last=True), ended=[("a1", "p-a1", True)])
+    assert prefill.mover.started == []
+    sent, failures = prefill.ended()
+    assert sent == {"p-a1"}
+    assert failures["a1"].startswith("peer not usable")
+    good = Decode(fabric, "e1")
+    prefill.step(
+        blocks([1], [1], attempt="a2", last=True),
+        targets=targets(good),
+        ended=[("a2", "p-a2", True)],
+    )
+    assert prefill.ended() == ({"p-a2"}, {})
+
+
+@pytest.mark.parametrize("local", [[1], [1, 2, 3], [BLOCKS, BLOCKS + 1]])
+def test_blocks_that_do_not_pair_up_fail_the_attempt(prefill, decode, local):
+    prefill.step(
+        blocks(local, [1, 2], last=True),
+        targets=targets(decode),
+        ended=[("a1", "p-a1", True)],
+    )
+    sent, failures = prefill.ended()
+    assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
+    assert decode.memory.written() == {}
+
+
+def test_behind_a_closed_fence_nothing_is_written(prefill, decode):
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.alive = False
+    prefill.step(blocks([2], [2]))
+    prefill.alive = True
+    prefill.step(blocks([3], [3], last=True), ended=[("a1", "p-a1", True)])
+    assert decode.memory.written() == {1: 101}
+    sent, failures = prefill.ended()
+    assert sent == {"p-a1"}
+    assert "lease" in failures["a1"]
+    taken = prefill.rank.stats.take()
+    assert taken is not None and taken.data[FENCED] == 1
+    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
+
+
+def test_the_fence_is_looked_at_when_a_write_starts_not_when_it_is_asked_for(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.step(blocks([2], [2], last=True), ended=[("a1", "p-a1", True)])
+    prefill.alive = False
+    prefill.mover.let_go()
+    sent, failures = prefill.ended()
+    assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
+    assert decode.memory.written() == {1: 101}
+
+
+# Stopping
+
+
+def test_an_abandoned_attempt_drops_what_waits_and_ends_with_what_flies(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.step(blocks([2], [2], last=True))
+    prefill.step(ended=[("a1", "p-a1", False)])
+    assert prefill.ended() == (set(), {})
+    prefill.mover.let_go()
+    assert prefill.ended() == ({"p-a1"}, {})
+    assert decode.memory.written() == {1: 101}
+    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
+
+
+def test_an_attempt_that_never_wrote_ends_at_once(prefill):
+    prefill.step(ended=[("a1", "p-a1", False)])
+    assert prefill.ended() == ({"p-a1"}, {})
+
+
+def test_preemption_waits_for_writes_that_read_the_blocks(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), blocks([2], [2], last=True), targets=targets(decode))
+    (flying,) = prefill.mover.started
+    polls = iter(range(3))
+
+    def done() -> bool:
+        flying.held = next(polls, None) is not None
+        return not flying.held and flying.inner.done()
+
+    flying.done = done
+    prefill.rank.drain_preempted(PrefillStep(preempted=["a1", "unknown"]))
+    assert decode.memory.written() == {1: 101}
+    assert next(polls, None) is None
+
+    # It is computed again from its first block, in other blocks.
+    prefill.mover.hold = False
+    prefill.step(blocks([7], [1]))
+    prefill.step(blocks([8], [2], last=True), ended=[("a1", "p-a1", True)])
+    assert prefill.ended() == ({"p-a1"}, {})
+    assert decode.memory.written() == {1: 107, 2: 108}
+    assert decode.settle(expect={"a1": "r1"}) == ({"r1"}, set())
+
+
+def test_a_write_that_outlasts_preemption_never_commits(prefill, decode, monkeypatch):
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            self.now += 0.25
+            return self.now
+
+    monkeypatch.setattr(prefill_rank, "time", Clock())
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.rank.drain_preempted(PrefillStep(preempted=["a1"]))
+    prefill.step(blocks([8], [1], last=True), ended=[("a1", "p-a1", True)])
+    prefill.mover.let_go()
+    sent, failures = prefill.ended()
+    assert sent == {"p-a1"}
+    assert "preempted" in failures["a1"]
+    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
+
+
+def test_failures_of_several_ranks_come_together():
+    one, two = WorkerReport(failures={"a1": "x"}), WorkerReport(failures={"a2": "y"})
+    assert one.aggregate(two).failures == {"a1": "x", "a2": "y"}
+
+
+# Receiving
+
+
+def test_a_notice_may_come_before_the_rank_is_told_of_the_attempt(decode):
+    decode.mover.inbox.append(notice("a1"))
+    assert decode.settle() == (set(), set())
+    assert decode.settle(expect={"a1": "r1", "a2": "r2"}) == ({"r1"}, set())
+    assert decode.settle() == (set(), set())
+
+
+def test_a_given_up_attempt_fails_once_and_its_late_notice_is_counted(decode):
+    decode.settle(expect={"a1": "r1"})
+    assert decode.settle(give_up=[("a1", "r1")]) == (set(), {"r1"})
+    assert decode.settle(give_up=[("a1", "r1")]) == (set(), set())
+    decode.mover.inbox.append(notice("a1"))
+    assert decode.settle() == (set(), set())
+    taken = decode.rank.stats.take()
+    assert taken is not None and taken.data[LATE] == 1
+
+
+def test_data_that_came_first_is_not_failed_by_giving_up(decode):
+    decode.settle(expect={"a1": "r1"})
+    decode.mover.inbox.append(notice("a1"))
+    assert decode.settle(give_up=[("a1", "r1")]) == ({"r1"}, set())
+    assert decode.settle(give_up=[("a1", "r1")]) == (set(), set())
+
+
+def test_an_attempt_may_be_expected_and_given_up_in_one_step(decode):
+    assert decode.settle(expect={"a1": "r1"}, give_up=[("a1", "r1")]) == (set(), {"r1"})
+
+
+def test_an_unknown_attempt_is_never_reported(decode):
+    decode.mover.inbox += [notice("stranger"), b"", b"\xff" * 10]
+    assert decode.settle(give_up=[("other", "r9")]) == (set(), set())
+    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
+
+
+def test_a_doubled_notice_is_received_once(decode):
+    decode.settle(expect={"a1": "r1"})
+    decode.mover.inbox += [notice("a1"), notice("a1")]
+    assert decode.settle() == ({"r1"}, set())
+    assert decode.settle() == (set(), set())
+
+
+def test_several_settle_in_one_step(decode):
+    decode.settle(expect={f"a{i}": f"r{i}" for i in range(6)})
+    decode.mover.inbox += [notice("a1"), notice("a3")]
+    assert decode.settle(give_up=[("a4", "r4")]) == ({"r1", "r3"}, {"r4"})
+    decode.mover.inbox += [notice("a0"), notice("a4")]
+    assert decode.settle() == ({"r0"}, set())
+
+
+def test_results_wait_until_they_are_asked_for(decode):
+    decode.mover.inbox.append(notice("a1"))
+    decode.rank.step(DecodeStep(expect={"a1": "r1"}))
+    decode.rank.step(DecodeStep(expect={"a2": "r2"}, give_up=[("a2", "r2")]))
+    results = decode.rank.results()
+    assert results.finished_recving == {"r1", "r2"}
+    assert results.failed_recving == {"r2"}
+
+
+def test_an_idle_engine_is_not_polled(decode):
+    decode.settle(poll=False)
+    assert decode.mover.polls == 0
+    decode.settle(poll=False, expect={"a1": "r1"})
+    decode.settle(poll=False)
+    assert decode.mover.polls == 2
+    decode.mover.inbox.append(notice("a1"))
+    decode.settle(poll=False)
+    decode.settle(poll=False)
+    assert decode.mover.polls == 3
+
+
+def test_memory_of_strangers_and_of_the_given_up_is_bounded(decode, monkeypatch):
+    monkeypatch.setattr(decode_rank, "_MAX_EARLY", 3)
+    monkeypatch.setattr(decode_rank, "_MAX_GIVEN_UP", 3)
+    decode.mover.inbox += [notice(f"s{i}") for i in range(5)]
+    decode.settle()
+    expected = {f"s{i}": f"r{i}" for i in range(5)}
+    assert decode.settle(expect=expected) == ({"r2", "r3", "r4"}, set())
+    decode.settle(give_up=[("s0", "r0"), ("s1", "r1")])
+    taken = decode.rank.stats.take()
+    assert taken is not None and taken.data[LATE] == 2
