@@ -95,6 +95,11 @@ def describe(config: GraphConfig) -> dict[str, Any]:
     return described
 
 
+def accepted_keys(service: Service) -> list[str]:
+    """The keys of a service's section; vLLM's arguments come on top for one that runs vLLM."""
+    return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]
+
+
 def child_environment(own: Mapping[str, str]) -> dict[str, str]:
     """The environment of a child process: ours, our defaults, then the service's own."""
     return {**_CHILD_DEFAULTS, **os.environ, **own}
@@ -170,7 +175,8 @@ def _reject_foreign(service: Service, document: Document, options: dict[str, Any
     own = field_keys(service.config)
     for key in options:
         if key not in own:
-            document.complain((service.name, str(key)), unknown_key(str(key), _accepted(service)))
+            message = unknown_key(str(key), accepted_keys(service))
+            document.complain((service.name, str(key)), message)
 
 
 def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +242,3 @@ def _mapping(document: Document, name: str, value: Any) -> dict[str, Any]:
         return value or {}
     document.complain(tuple(name.split(".")), f"expected keys and values, got {value!r}")
     return {}
-
-
-def _accepted(service: Service) -> list[str]:
-    return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]

@@ -23,10 +23,13 @@ def field_keys(kind: type) -> list[str]:
     return [kebab(field.name) for field in dataclasses.fields(kind)]
 
 
-def unknown_key(key: str, accepted: Iterable[str]) -> str:
-    """A sentence that says which keys would have been accepted."""
+def unknown_key(key: str, accepted: Iterable[str], unlisted: Iterable[str] = ()) -> str:
+    """A sentence that says which keys would have been accepted.
+
+    unlisted: keys that may be suggested too.
+    """
     names = list(accepted)
-    near = difflib.get_close_matches(kebab(key), names, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(kebab(key), [*names, *unlisted], n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"unknown key; {hint}accepted: {', '.join(names) or 'none'}"
 

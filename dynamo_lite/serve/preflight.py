@@ -9,16 +9,22 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from dynamo_lite.engine.vllm.args import vllm_version
+from dynamo_lite.components.services import Service
+from dynamo_lite.engine.vllm.args import UNKNOWN_KEY, Mistake, vllm_version
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.address import parse_etcd_url, redact
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
+from dynamo_lite.runtime.address import host_port, parse_etcd_url, redact
+from dynamo_lite.serve.config import (
+    GraphConfig,
+    ServiceConfig,
+    accepted_keys,
+    child_environment,
+)
 from dynamo_lite.serve.document import Document
+from dynamo_lite.serve.fields import unknown_key
 from dynamo_lite.serve.processes import can_listen
 from dynamo_lite.serve.run_state import write_private
 
@@ -35,7 +41,7 @@ def check_port(service: ServiceConfig) -> None:
     try:
         free = can_listen(host, port)
     except OSError as exc:
-        raise StartupError(f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+        raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
     if not free:
         name = service.service.name
         raise StartupError(f"port {port} on {host} is taken; choose another: --{name}.port=PORT")
@@ -116,20 +122,29 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
         kept = dict(list(verdicts.items())[-_VERDICTS_KEPT:])
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_private(cache, msgspec.json.encode(kept))
+    services = {c.service.name: c.service for c in config.services}
     for mistake in verdicts[key]:
-        near = mistake["accepted"]
-        hint = f"; nearest accepted keys: {', '.join(near)}" if near else ""
-        document.complain((mistake["section"], mistake["key"]), mistake["message"] + hint)
+        section, name = mistake["section"], mistake["key"]
+        document.complain((section, name), _verdict(services[section], mistake))
 
 
-def _read_verdicts(cache: Path) -> dict[str, list[dict[str, Any]]]:
+def _verdict(service: Service, mistake: Mistake) -> str:
+    """vLLM knows its own keys alone: an unknown one may be a slip in one of ours."""
+    if mistake["message"] != UNKNOWN_KEY:
+        return mistake["message"]
+    theirs = [key for key in mistake["nearest"] if key not in service.reserved]
+    message = unknown_key(mistake["key"], accepted_keys(service), theirs)
+    return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
+
+
+def _read_verdicts(cache: Path) -> dict[str, list[Mistake]]:
     try:
-        return msgspec.json.decode(cache.read_bytes(), type=dict[str, list[dict[str, Any]]])
+        return msgspec.json.decode(cache.read_bytes(), type=dict[str, list[Mistake]])
     except (OSError, msgspec.DecodeError):
         return {}
 
 
-def _ask_vllm(question: str) -> list[dict[str, Any]]:
+def _ask_vllm(question: str) -> list[Mistake]:
     try:
         answer = subprocess.run(
             [sys.executable, "-m", "dynamo_lite.engine.vllm.args"],
@@ -140,9 +155,9 @@ def _ask_vllm(question: str) -> list[dict[str, Any]]:
             check=True,
             env=child_environment({}),
         )
-        return json.loads(answer.stdout)["mistakes"]
+        return msgspec.json.decode(answer.stdout, type=dict[str, list[Mistake]])["mistakes"]
     except subprocess.CalledProcessError as exc:
         last = exc.stderr.strip().splitlines()[-1:] or ["no message"]
         raise StartupError(f"vLLM's argument parser failed: {last[0]}") from exc
-    except (subprocess.TimeoutExpired, ValueError, KeyError) as exc:
+    except (subprocess.TimeoutExpired, msgspec.DecodeError, KeyError) as exc:
         raise StartupError(f"vLLM's argument parser gave no verdict: {exc}") from exc

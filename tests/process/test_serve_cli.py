@@ -153,16 +153,21 @@ def test_vllm_judges_its_own_arguments_once(tmp_path: Path):
     (tmp_path / "model").mkdir()
     file = tmp_path / "graph.yaml"
     file.write_text(
-        f"Vllm: {{model: {tmp_path}/model, max-num-seqs: many, blok-size: 32, enforce-eager: 1}}\n"
+        f"Vllm: {{model: {tmp_path}/model, max-num-seqs: many, blok-size: 32, enforce-eager: 1, "
+        "relese: x}\n"
     )
     arguments = ("serve", MODELLED, "--state-dir", str(tmp_path), "-f", str(file), "--dry-run")
     first = run(*arguments, timeout_s=220.0)
     assert first.returncode == 2
+    accepted = (
+        "accepted: fail, grandchild, release, linger, host, port, ServiceArgs, common-configs, "
+        "and vLLM's own arguments (`vllm serve --help=all`)"
+    )
     assert first.stderr.splitlines() == [
         f"error: {file}:1: Vllm.max-num-seqs: invalid int value: 'many'",
-        f"error: {file}:1: Vllm.blok-size: unknown key; nearest accepted keys: block-size, "
-        "mamba-block-size, ubatch-size",
+        f"error: {file}:1: Vllm.blok-size: unknown key; did you mean block-size? {accepted}",
         f"error: {file}:1: Vllm.enforce-eager: expected true or false, got 1",
+        f"error: {file}:1: Vllm.relese: unknown key; did you mean release? {accepted}",
     ]
     written = (tmp_path / "cache" / "vllm-arguments.json").stat().st_mtime_ns
     again = run(*arguments)

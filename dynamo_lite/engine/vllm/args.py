@@ -2,7 +2,7 @@
 
 `python -m dynamo_lite.engine.vllm.args` reads
 `{section: {"kind": "engine" | "frontend", "args": {key: value}}}` as JSON from
-standard input and prints `{"mistakes": [{section, key, message, accepted}]}`.
+standard input and prints `{"mistakes": [{section, key, message, nearest}]}`.
 It is a process of its own because importing vLLM's parsers takes seconds.
 """
 
@@ -12,7 +12,19 @@ import io
 import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from typing import Any
+from typing import Any, TypedDict
+
+#: The message about a key that is none of vLLM's.
+UNKNOWN_KEY = "unknown key"
+
+
+class Mistake(TypedDict):
+    """nearest: keys of vLLM's that are like an unknown one, best first."""
+
+    section: str
+    key: str
+    message: str
+    nearest: list[str]
 
 
 def engine_flags(args: dict[str, Any]) -> list[str]:
@@ -57,18 +69,18 @@ def vllm_version() -> str:
     return ""
 
 
-def check(sections: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
     """Every key that vLLM does not accept, one by one. Imports vLLM."""
     parsers: dict[str, argparse.ArgumentParser] = {}
-    mistakes: list[dict[str, Any]] = []
+    mistakes: list[Mistake] = []
     for section, content in sections.items():
         kind = content["kind"]
         parser = parsers.setdefault(kind, _parser(kind))
         for key, value in content["args"].items():
-            message, accepted = _judge(parser, key, value)
+            message, nearest = _judge(parser, key, value)
             if message:
                 mistakes.append(
-                    {"section": section, "key": key, "message": message, "accepted": accepted}
+                    {"section": section, "key": key, "message": message, "nearest": nearest}
                 )
     return mistakes
 
@@ -85,7 +97,7 @@ def _parser(kind: str) -> argparse.ArgumentParser:
 
 
 def _judge(parser: argparse.ArgumentParser, key: str, value: Any) -> tuple[str, list[str]]:
-    """What is wrong with one key, with the nearest accepted ones; ("", []) if nothing."""
+    """What is wrong with one key, and the nearest ones if it is unknown; ("", []) if nothing."""
     flags = {
         option.removeprefix("--"): action
         for action in parser._actions
@@ -94,7 +106,7 @@ def _judge(parser: argparse.ArgumentParser, key: str, value: Any) -> tuple[str, 
     }
     accepted = [name for name in flags if not (name.startswith("no-") and name[3:] in flags)]
     if key not in accepted:
-        return "unknown key", difflib.get_close_matches(key, accepted, n=5, cutoff=0.6)
+        return UNKNOWN_KEY, difflib.get_close_matches(key, accepted, n=5, cutoff=0.6)
     if flags[key].nargs == 0 and not isinstance(value, bool):
         return f"expected true or false, got {value!r}", []
     errors = io.StringIO()
