@@ -134,10 +134,9 @@ async def one_round(
     prompt = random.choices(_VOCABULARY, k=length.tokens)
     before = Totals(remote)
     if remote_first:
-        there = await ask(remote, prompt)
-    here = await ask(local, prompt)
-    if not remote_first:
-        there = await ask(remote, prompt)
+        there, here = await ask(remote, prompt), await ask(local, prompt)
+    else:
+        here, there = await ask(local, prompt), await ask(remote, prompt)
     stages = await before.wait_for_one()
     if stages is None:
         length.skipped += 1
@@ -182,9 +181,9 @@ class Totals:
         """Count and sum of each stage."""
         samples = {name: self._graph.metrics(name) for name in ("VllmWorker", "PrefillWorker")}
         return {
-            stage: tuple(
-                samples[service].get(f'{name}_{kind}{{stage="{stage}"}}', 0.0)
-                for kind in ("count", "sum")
+            stage: (
+                samples[service].get(f'{name}_count{{stage="{stage}"}}', 0.0),
+                samples[service].get(f'{name}_sum{{stage="{stage}"}}', 0.0),
             )
             for stage, (name, service) in _SOURCES.items()
         }

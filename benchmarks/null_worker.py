@@ -1,18 +1,19 @@
-"""A graph whose decode worker has no model: the real runtime around the null engine.
+"""A graph whose workers have no model: the real runtime around the null engine.
 
 `dynamo-lite serve benchmarks.null_worker:Frontend` starts it like any other, with
-the real Frontend, leases, NATS subjects and token streams.
+the real Frontend, leases, NATS subjects and token streams. The Frontend asks the
+VllmWorker, whose engine steps at a pace; the BusyWorker's steps follow one another.
 """
 
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import annotated_types as at
 import msgspec
 
-from dynamo_lite.components.config import Seconds
 from dynamo_lite.components.services import FRONTEND, PROCESSOR, Service
 from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.protocol import names
@@ -27,7 +28,7 @@ TOKEN_ID = 70
 class NullWorkerConfig:
     """step_s: time between two engine steps."""
 
-    step_s: Seconds = 0.01
+    step_s: Annotated[float, at.Ge(0)] = 0.0
 
 
 class NullWorker:
@@ -64,10 +65,10 @@ class NullWorker:
         return {"ok": True}
 
 
-Frontend = FRONTEND.link(PROCESSOR).link(
-    Service(
-        name=FRONTEND.calls,
-        config=NullWorkerConfig,
-        component="benchmarks.null_worker:NullWorker",
-    )
-)
+def _worker(name: str) -> Service:
+    component = "benchmarks.null_worker:NullWorker"
+    return Service(name=name, config=NullWorkerConfig, component=component)
+
+
+BUSY_WORKER = "BusyWorker"
+Frontend = FRONTEND.link(PROCESSOR).link(_worker(FRONTEND.calls)).link(_worker(BUSY_WORKER))

@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
@@ -40,13 +41,14 @@ class NullCore(EngineCoreClient):
     def check_members(self) -> None:
         """The engine is here."""
 
-    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+    async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        assert request.sampling_params is not None
         stats = PrefillStats()
         stats.set(len(request.prompt_token_ids or ()), 0, 0)
-        self._left[request.request_id] = request.sampling_params.max_tokens
+        self._left[request.request_id] = request.sampling_params.max_tokens or 1
         self._fresh[request.request_id] = stats
         self._wake.set()
 

@@ -1,0 +1,69 @@
+"""A client of a worker's generate endpoint, in the Frontend's place."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from benchmarks.null_worker import TOKEN_ID
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.generate import RemoteGenerateClient
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.serve.run_state import RunState
+
+_FIND_S = 10.0
+_PROMPT_TOKENS = 40
+
+
+class DirectClient:
+    """Use `direct_client`."""
+
+    def __init__(self, member: EndpointRecord, messaging: Messaging):
+        self._member = member
+        self._running: dict[str, asyncio.Future[None]] = {}
+        self._numbers = itertools.count()
+        self.transport = RemoteGenerateClient(messaging, "bench", self._on_deltas, self._on_lost)
+
+    async def generate(self, tokens: int) -> None:
+        """One request, to its last delta. Raises RuntimeError when the worker is lost."""
+        request = GenerateRequest(
+            request_id=f"bench-{next(self._numbers)}",
+            client_id="",
+            prompt_token_ids=[TOKEN_ID] * _PROMPT_TOKENS,
+            sampling=msgspec.msgpack.encode({"max_tokens": tokens, "temperature": 1.0}),
+            arrival_time=time.time(),
+        )
+        ended = self._running[request.request_id] = asyncio.get_running_loop().create_future()
+        await self.transport.submit(self._member, request)
+        await ended
+
+    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._running.pop(delta.request_id).set_result(None)
+
+    def _on_lost(self, request_ids: Sequence[str], why: str) -> None:
+        for request_id in request_ids:
+            self._running.pop(request_id).set_exception(RuntimeError(why))
+
+
+@asynccontextmanager
+async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClient]:
+    """A client of the one live worker of `service`."""
+    async with (
+        EtcdStore(run.etcd) as store,
+        Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
+        NatsMessaging(run.nats) as messaging,
+    ):
+        (member,) = await roster.wait(lambda members: len(members) == 1, _FIND_S)
+        client = DirectClient(member, messaging)
+        async with client.transport:
+            yield client
