@@ -1,8 +1,8 @@
 """The command `dynamo-lite`.
 
 Exit codes: 0 done or drained, 1 could not start or operate, 2 bad input, 130
-forced by a second signal. Heavy modules are imported by the command that needs
-them: `--help` must be quick.
+forced by a second signal, or interrupted while nothing was running yet. Heavy
+modules are imported by the command that needs them: `--help` must be quick.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
@@ -19,8 +20,21 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
+
+class _Commands(TyperGroup):
+    """Answers Ctrl-C wherever no graph runs; a running one has signal handlers of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("interrupted; nothing is left running", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
 app = typer.Typer(
     name="dynamo-lite",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -5,6 +5,7 @@ Each failure is one clear StartupError; nothing has to be undone.
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from hashlib import sha256
@@ -25,7 +26,7 @@ from dynamo_lite.serve.config import (
 )
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import unknown_key
-from dynamo_lite.serve.processes import can_listen
+from dynamo_lite.serve.processes import can_listen, death_signal_hook, signal_group
 from dynamo_lite.serve.run_state import write_private
 
 _REACH_TIMEOUT_S = 3.0
@@ -145,19 +146,34 @@ def _read_verdicts(cache: Path) -> dict[str, list[Mistake]]:
 
 
 def _ask_vllm(question: str) -> list[Mistake]:
+    """Raises StartupError."""
     try:
-        answer = subprocess.run(
-            [sys.executable, "-m", "dynamo_lite.engine.vllm.args"],
-            input=question,
-            capture_output=True,
-            text=True,
-            timeout=_VLLM_TIMEOUT_S,
-            check=True,
-            env=child_environment({}),
-        )
-        return msgspec.json.decode(answer.stdout, type=dict[str, list[Mistake]])["mistakes"]
-    except subprocess.CalledProcessError as exc:
-        last = exc.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise StartupError(f"vLLM's argument parser failed: {last[0]}") from exc
+        answer = _run_parsers(question)
+        return msgspec.json.decode(answer, type=dict[str, list[Mistake]])["mistakes"]
     except (subprocess.TimeoutExpired, msgspec.DecodeError, KeyError) as exc:
         raise StartupError(f"vLLM's argument parser gave no verdict: {exc}") from exc
+
+
+def _run_parsers(question: str) -> str:
+    """What vLLM's parsers say. Raises StartupError and TimeoutExpired; an interrupt
+    ends them, too."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "dynamo_lite.engine.vllm.args"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment({}),
+        # Ctrl-C in a terminal is for this process, which then ends the parsers.
+        start_new_session=True,
+        preexec_fn=death_signal_hook(signal.SIGKILL),
+    ) as parsers:
+        try:
+            answer, errors = parsers.communicate(question, timeout=_VLLM_TIMEOUT_S)
+        except BaseException:
+            signal_group(parsers.pid, signal.SIGKILL)
+            raise
+    if parsers.returncode != 0:
+        last = errors.strip().splitlines()[-1:] or ["no message"]
+        raise StartupError(f"vLLM's argument parser failed: {last[0]}")
+    return answer

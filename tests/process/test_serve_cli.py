@@ -1,6 +1,7 @@
 """Bad input, refused starts, lone services, ps and lease revocation."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_lite.serve.processes import is_alive
 from tests.process.command import MODELLED, ROOT, STUB, eventually, run, serving
 
 
@@ -145,6 +147,34 @@ def test_a_stop_during_the_start(tmp_path: Path):
         eventually(lambda: (tmp_path / "run.json").exists(), "the start began")
         graph.signal(signal.SIGINT)
         assert graph.end() == 0
+
+
+def test_an_interrupt_while_vllm_is_asked(tmp_path: Path):
+    """The parsers are stopped, so that they cannot answer before the interrupt."""
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "graph.yaml"
+    file.write_text(f"Vllm: {{model: {tmp_path}/model}}\n")
+    with serving(tmp_path / "state", "-f", str(file), graph=MODELLED) as command:
+        parsers = eventually(lambda: _parsers_of(command.process.pid), "vLLM is asked")
+        os.kill(parsers, signal.SIGSTOP)
+        command.signal(signal.SIGINT)
+        assert command.end() == 130
+        assert command.output == ["interrupted; nothing is left running\n"]
+        eventually(lambda: not is_alive(parsers), "the parsers end")
+    assert not (tmp_path / "state").exists()
+
+
+def _parsers_of(parent: int) -> int | None:
+    """Process id of the child that runs vLLM's parsers."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            words = stat.with_name("cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(fields[1]) == parent and b"dynamo_lite.engine.vllm.args" in words:
+            return int(stat.parent.name)
+    return None
 
 
 @pytest.mark.timeout(240)
