@@ -43,6 +43,7 @@ class Stage:
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.stop()
+            assert not shared.errors(), shared.errors()
 
     def _new(self, graph: tuple[str, str], options: Sequence[str]) -> Graph:
         self._started += 1

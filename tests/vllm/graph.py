@@ -168,6 +168,15 @@ class Graph(Command):
         code = self.end()
         assert code == 0, f"serve ended with {code}\n{self.tails()}"
 
+    def errors(self) -> list[str]:
+        """Lines of the processes' logs that speak of something broken."""
+        return [
+            f"{log.name}: {line}"
+            for log in self.directory.glob("**/logs/*.log")
+            for line in log.read_text(errors="replace").splitlines()
+            if " ERROR " in line or "Traceback" in line
+        ]
+
     @property
     def run(self) -> RunState:
         state = read_run(self._state)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.asking import ask, assert_same, prompt_ids, prose
-from tests.vllm.graph import AGG, Graph, PlainServer
+from tests.vllm.graph import Graph, PlainServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -86,13 +86,13 @@ def compare(graph: Graph, reference: PlainServer, kind: str, request: dict[str, 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @cases(CHATS)
 def test_chat(disagg: Graph, reference: PlainServer, name: str, stream: bool):
-    compare(disagg, reference, "chat", CHATS[name] | _streaming(stream))
+    compare(disagg, reference, "chat", CHATS[name] | streaming(stream))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @cases(COMPLETIONS)
 def test_completions(disagg: Graph, reference: PlainServer, name: str, stream: bool):
-    compare(disagg, reference, "completions", COMPLETIONS[name] | _streaming(stream))
+    compare(disagg, reference, "completions", COMPLETIONS[name] | streaming(stream))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -102,7 +102,7 @@ def test_stop_strings(disagg: Graph, reference: PlainServer, kind: str, stream: 
     choice = ask(reference.url, kind, request)["choices"][0]
     text = choice["message"]["content"] if kind == "chat" else choice["text"]
     stop = text[8:11]
-    got = compare(disagg, reference, kind, request | {"stop": [stop]} | _streaming(stream))
+    got = compare(disagg, reference, kind, request | {"stop": [stop]} | streaming(stream))
     assert (got["choices"][0]["finish_reason"], got["choices"][0]["stop_reason"]) == ("stop", stop)
 
 
@@ -117,16 +117,5 @@ def test_structured_answers_are_what_their_schema_says(disagg: Graph):
             assert calls[0]["name"] == "commute"
 
 
-def test_aggregated_graph(stage: Any, reference: PlainServer):
-    with stage.alone(AGG) as graph:
-        for kind, request in (
-            ("chat", CHATS["long"]),
-            ("chat", CHATS["schema"] | _streaming(True)),
-            ("completions", COMPLETIONS["logprobs"]),
-        ):
-            compare(graph, reference, kind, request)
-        assert graph.count("VllmWorker", "dynamo_lite_prefill_decisions_total") == 0
-
-
-def _streaming(stream: bool) -> dict[str, Any]:
+def streaming(stream: bool) -> dict[str, Any]:
     return {"stream": True, "stream_options": {"include_usage": True}} if stream else {}

@@ -72,8 +72,10 @@ def test_etcdctl_shows_the_nixl_metadata(disagg: Graph):
 
 
 def test_the_leases_are_the_ones_that_etcd_knows(disagg: Graph):
-    known = set(etcdctl(disagg.etcd_url, "lease", "list").split())
-    assert {p.lease for p in disagg.processes()} <= known
+    """etcdctl prints them with leading zeros."""
+    header, *leases = etcdctl(disagg.etcd_url, "lease", "list").splitlines()
+    assert header == f"found {len(leases)} leases"
+    assert {int(p.lease, 16) for p in disagg.processes()} <= {int(lease, 16) for lease in leases}
 
 
 def test_every_process_serves_health_and_metrics_where_etcd_says(disagg: Graph):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 
@@ -46,6 +47,12 @@ def outcomes(graph: Graph, outcome: str) -> float:
 
 
 async def works_remotely(graph: Graph, reference: PlainServer, seed: int) -> None:
+    """The decode worker has seen the prefill worker, and what they do together is right."""
+    since = counting(graph)
+    async with asyncio.timeout(20):
+        while "remote/long" not in since():
+            (probe,) = longs(1, seed=random.randrange(1 << 30))
+            await tokens_of(graph.url, [probe])
     since = counting(graph)
     committed = outcomes(graph, "committed")
     requests = longs(2, seed)
