@@ -14,7 +14,7 @@ import time
 from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import DeadlineExceeded, NoResponders, Unavailable
+from dynamo_lite.protocol.errors import DeadlineExceeded, Unavailable
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, WriterStays
 from dynamo_lite.runtime.fence import FenceHolder
 from dynamo_lite.runtime.host import Host
@@ -41,7 +41,8 @@ class FenceKeeper:
                 await asyncio.wait_for(self.leaving.wait(), lease.ttl_s / 10)
         while lease.loss is not LeaseLoss.EXPIRED:
             asked_at = time.monotonic()
-            if all([await self._promise(request) for request in self._claimed()]):
+            heard = await asyncio.gather(*(self._promise(r) for r in self._claimed()))
+            if all(heard):
                 self._fence.extend(asked_at + _PROMISE_S - time.monotonic())
             await asyncio.sleep(_PROMISE_S / 6)
         self._fence.extend(0.0)
@@ -50,16 +51,16 @@ class FenceKeeper:
         return [] if self.jobs is None else list(self.jobs.working.values())
 
     async def _promise(self, request: RemotePrefillRequest) -> bool:
-        """Whether the decode engine has heard it, or is not there to be protected."""
+        """Whether the decode engine has heard it; if not, the attempt is abandoned."""
         stays = WriterStays(
             attempt=request.attempt, writer_lease_id=self._host.lease.id, for_s=_PROMISE_S
         )
         subject = names.writer_stays_subject(self._host.spec.namespace, request.engine_id)
         try:
             await self._host.messaging.request(subject, encode(stays), timeout_s=_PROMISE_S / 6)
-        except NoResponders:
-            return True
         except (Unavailable, DeadlineExceeded) as exc:
             logger.warning("attempt %s: promise to stay not heard: %s", request.attempt, exc)
+            if self.jobs is not None:
+                await self.jobs.abandon(request.attempt)
             return False
         return True

@@ -20,7 +20,6 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
-    NoResponders,
     ProtocolError,
     Unavailable,
 )
@@ -44,6 +43,8 @@ _PULL_S = 2.0
 _CLAIM_S = 2.0
 _RETRY_DELAY_S = 0.5
 _BROKER_PAUSE_S = 0.2
+#: Hosts' clocks may differ by this much; the claim is judged by the engine's own.
+_CLOCK_SKEW_S = 5.0
 
 
 class Prefiller(Protocol):
@@ -111,9 +112,17 @@ class PrefillJobs:
         await self._queue.stop_pulling()
 
     async def on_cancel(self, payload: bytes) -> None:
-        attempt = decode_cancel_attempt(payload).attempt
-        if attempt in self.working:
-            await self._engine.abandon(attempt)
+        cancel = decode_cancel_attempt(payload)
+        if cancel.attempt in self.working:
+            await self.abandon(cancel.attempt)
+        else:
+            # It is over here, and the word of that was lost.
+            over = AttemptOutcome(cancel.attempt, "abandoned", "not held here")
+            await self._say_done(cancel.engine_id, over)
+
+    async def abandon(self, attempt: str) -> None:
+        """Stops a job's writes soon; its end is told as ever."""
+        await self._engine.abandon(attempt)
 
     async def _do(self, job: Job) -> None:
         try:
@@ -151,24 +160,29 @@ class PrefillJobs:
     async def _prefill(self, request: RemotePrefillRequest) -> str:
         """Claims, computes, writes. Returns the outcome that the counter shows."""
         pulled = time.monotonic()
-        if time.time() >= request.deadline:
+        if time.time() >= request.deadline + _CLOCK_SKEW_S:
             return "expired"
         try:
             target = await self._directory.get(request.engine_id)
             if target is None:
                 return "engine_gone"
             refusal = await self._claim(request)
-        except NoResponders:
-            return "engine_gone"
-        except (Unavailable, DeadlineExceeded) as exc:
+        except Unavailable as exc:
+            # Nobody there: reconnecting, or gone, which the directory will know soon.
             logger.warning("attempt %s not claimed: %s", request.attempt, exc)
             return "retry"
+        except DeadlineExceeded as exc:
+            # It may have been granted: take it back.
+            await self._say_done(
+                request.engine_id, AttemptOutcome(request.attempt, "abandoned", str(exc))
+            )
+            return "abandoned"
         except ProtocolError as exc:
             logger.warning("engine %s: %s", request.engine_id, exc)
             return "malformed"
         if refusal is not None:
-            logger.info("attempt %s refused: %s", request.attempt, refusal)
-            return "refused"
+            logger.info("attempt %s refused: %s", request.attempt, refusal.reason)
+            return "retry" if refusal.elsewhere else "refused"
         claimed = time.monotonic()
         self._stages.labels("claim").observe(claimed - pulled)
         try:
@@ -179,28 +193,28 @@ class PrefillJobs:
             ended = AttemptOutcome(request.attempt, "failed", str(exc))
         if ended.outcome != "written":
             logger.warning("attempt %s %s: %s", request.attempt, ended.outcome, ended.detail)
-        await self._say_done(request, ended)
+        await self._say_done(request.engine_id, ended)
         return ended.outcome
 
-    async def _claim(self, request: RemotePrefillRequest) -> str | None:
-        """Returns why it was refused, or None. Raises Unavailable, DeadlineExceeded."""
+    async def _claim(self, request: RemotePrefillRequest) -> ClaimRefused | None:
+        """None when granted. Raises Unavailable, DeadlineExceeded, ProtocolError."""
         reply = await self._messaging.request(
             names.claim_subject(self._namespace, request.engine_id),
             encode(Claim(attempt=request.attempt, writer_lease_id=self._lease_id)),
             timeout_s=_CLAIM_S,
         )
         answer = decode_claim_reply(reply)
-        return answer.reason if isinstance(answer, ClaimRefused) else None
+        return answer if isinstance(answer, ClaimRefused) else None
 
-    async def _say_done(self, request: RemotePrefillRequest, ended: AttemptOutcome) -> None:
+    async def _say_done(self, engine_id: str, ended: AttemptOutcome) -> None:
         """From here on no write of this attempt comes from this worker."""
         done = msgspec.convert(ended, WriterDone, from_attributes=True)
-        subject = names.writer_done_subject(self._namespace, request.engine_id)
+        subject = names.writer_done_subject(self._namespace, engine_id)
         try:
             await self._messaging.publish(subject, encode(done))
         except Unavailable as exc:
             # The decode engine keeps the blocks back, and asks again.
-            logger.warning("end of attempt %s not told: %s", request.attempt, exc)
+            logger.warning("end of attempt %s not told: %s", ended.attempt, exc)
 
 
 def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None:

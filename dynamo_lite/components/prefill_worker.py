@@ -66,7 +66,7 @@ class PrefillWorker:
             ack_wait_s=self._config.queue.ack_wait_s,
             queue=queue,
             engine=engine,
-            directory=await self._open_directory(host),
+            directory=await self._open_directory(host, engine),
             messaging=host.messaging,
             registry=host.registry,
         )
@@ -108,18 +108,21 @@ class PrefillWorker:
             registry=host.registry,
         )
 
-    async def _open_directory(self, host: Host) -> MetadataDirectory:
+    async def _open_directory(self, host: Host, engine: "VllmEngine") -> MetadataDirectory:
         directory = MetadataDirectory(host.store, self._spec.namespace)
         prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
         decoders = await self._stack.enter_async_context(Roster(host.store, prefix))
-        decoders.on_change(partial(_forget_left, directory))
+        decoders.on_change(partial(_forget_left, directory, engine))
         return directory
 
 
 def _forget_left(
-    directory: MetadataDirectory, _joined: frozenset[int], left: frozenset[int]
+    directory: MetadataDirectory,
+    engine: "VllmEngine",
+    _joined: frozenset[int],
+    left: frozenset[int],
 ) -> None:
-    directory.forget_leases(left)
+    engine.forget(directory.forget_leases(left))
 
 
 async def _watch_depth(host: Host, queue: PrefillQueue) -> None:

@@ -78,6 +78,10 @@ class PrefillEngine(Protocol):
         """
         ...
 
+    def forget(self, engine_ids: Sequence[str]) -> None:
+        """These decode engines left: what is kept of them may go."""
+        ...
+
     async def abandon(self, attempt: str) -> None:
         """Stops an attempt early; its `prefill` returns "abandoned" (or "written")."""
         ...

@@ -56,8 +56,8 @@ class Thresholds:
 class QueueView:
     """What a decode worker knows of the queue.
 
-    jobs: waiting and in flight when it was read, plus this worker's own pushes
-    since. prefill_workers: how many are alive. read_at: monotonic seconds.
+    jobs: waiting and in flight when it was read, plus what this worker has asked
+    for since. prefill_workers: how many are alive. read_at: monotonic seconds.
     """
 
     jobs: int

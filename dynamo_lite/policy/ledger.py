@@ -92,6 +92,14 @@ class Ended:
 Instruction = DeleteJob | CancelWriter | Hold | Release | GiveUp | Ended
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a claim was not granted. elsewhere: another writer, or a later try, may get it."""
+
+    reason: str
+    elsewhere: bool = False
+
+
 @dataclass
 class _Entry:
     request_id: str
@@ -162,24 +170,24 @@ class Ledger:
             return []
         return self._withdraw(entry, Outcome.REFUSED)
 
-    def claim(self, attempt: str, writer_lease_id: int, now: float) -> str | None:
+    def claim(self, attempt: str, writer_lease_id: int, now: float) -> Refusal | None:
         """A writer asks for the attempt. Returns None when granted, else why not.
 
         It may ask again: the answer may have been lost.
         """
         entry = self._attempts.get(attempt)
         if entry is None:
-            return "unknown or ended attempt"
+            return Refusal("unknown or ended attempt")
         if entry.state is State.QUARANTINED:
-            return "withdrawn"
+            return Refusal("withdrawn")
         if now >= entry.deadline:
-            return "past its deadline"
+            return Refusal("past its deadline")
         if writer_lease_id in self._gone:
-            return "the writer's lease is gone"
+            return Refusal("the writer's lease is gone", elsewhere=True)
         if entry.writer_done:
-            return "written already"
+            return Refusal("written already")
         if entry.state is State.CLAIMED and entry.writer != writer_lease_id:
-            return f"claimed by {entry.writer:x}"
+            return Refusal(f"claimed by {entry.writer:x}", elsewhere=True)
         entry.state, entry.writer = State.CLAIMED, writer_lease_id
         return None
 
@@ -197,9 +205,12 @@ class Ledger:
         return self._withdraw(entry, Outcome.CANCELLED) if entry else []
 
     def writer_done(self, attempt: str, *, written: bool) -> list[Instruction]:
-        """The writer says that it will not touch the blocks again."""
+        """The writer says that it will not touch the blocks again.
+
+        It may say so of an attempt whose claim never arrived: the job is over.
+        """
         entry = self._attempts.get(attempt)
-        if entry is None or entry.writer is None:
+        if entry is None or (entry.writer is None and written):
             return []
         if entry.state is State.QUARANTINED:
             del self._attempts[attempt]
@@ -217,6 +228,13 @@ class Ledger:
                 continue  # all of it was delivered; the engine is about to notice
             entry.lost_at = now + self.leaving_s
             entry.release_at = entry.lost_at + self.writer_grace_s
+
+    def writer_back(self, writer_lease_id: int) -> None:
+        """The writer's keys are there again, under the same lease: it never left."""
+        self._gone.pop(writer_lease_id, None)
+        for entry in self._attempts.values():
+            if entry.writer == writer_lease_id:
+                entry.lost_at = entry.release_at = None
 
     def writer_stays(self, attempt: str, writer_lease_id: int, for_s: float, now: float) -> None:
         """A leaving writer promises to finish the attempt, or to start no write after `for_s`.
@@ -245,11 +263,11 @@ class Ledger:
             elif entry.lost_at is not None and now >= entry.lost_at and not entry.writer_done:
                 out += self._withdraw(entry, Outcome.WRITER_LOST)
         for entry in [e for e in self._attempts.values() if e.state is State.QUARANTINED]:
-            if entry.release_at is None:
-                out += self._remind(entry, now)
-            elif now >= entry.release_at:
+            if entry.release_at is not None and now >= entry.release_at:
                 del self._attempts[entry.attempt]
                 out.append(Release(entry.attempt))
+            else:
+                out += self._remind(entry, now)
         return out
 
     def _remind(self, entry: _Entry, now: float) -> list[Instruction]:

@@ -55,9 +55,13 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The attempt must not be written."""
+    """The attempt must not be written by this worker now.
+
+    elsewhere: another worker, or a later try, may be granted it.
+    """
 
     reason: str
+    elsewhere: bool = False
 
 
 class WriterDone(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from dynamo_lite.policy.ledger import (
     Hold,
     Ledger,
     Outcome,
+    Refusal,
     Release,
     State,
 )
@@ -22,6 +23,7 @@ from dynamo_lite.policy.ledger import (
 GRACE, LEAVING = 10.0, 1.0
 BLOCKS = (4, 5, 6)
 WRITER, OTHER = 0xA, 0xB
+GONE = Refusal("the writer's lease is gone", elsewhere=True)
 
 
 def withdrawn(outcome):
@@ -81,7 +83,7 @@ def test_states_and_counts_along_the_way(empty):
 def test_a_queue_that_refuses_ends_the_attempt(empty):
     empty.allocated("r", "a", BLOCKS, deadline=100.0)
     assert empty.not_published("a") == withdrawn(Outcome.REFUSED)
-    assert empty.claim("a", WRITER, now=1.0) == "unknown or ended attempt"
+    assert empty.claim("a", WRITER, now=1.0) == Refusal("unknown or ended attempt")
     assert empty.not_published("a") == []
 
 
@@ -113,7 +115,7 @@ def test_a_job_that_is_published_after_its_withdrawal_is_deleted(empty):
 
 def test_the_deadline_of_a_queued_attempt(queued):
     assert queued.tick(99.999) == []
-    assert queued.claim("a", WRITER, now=100.0) == "past its deadline"
+    assert queued.claim("a", WRITER, now=100.0) == Refusal("past its deadline")
     assert queued.tick(100.0) == [DeleteJob(9), *withdrawn(Outcome.DEADLINE)]
     assert queued.tick(1000.0) == []
 
@@ -133,8 +135,15 @@ def test_what_nobody_claimed_is_taken_back_when_nobody_will(queued, why):
     assert queued.state("b") is State.CLAIMED
 
 
-def test_a_word_about_a_queued_attempt_from_nobody_is_ignored(queued):
-    assert queued.writer_done("a", written=False) == []
+def test_a_worker_whose_claim_never_arrived_may_give_the_job_back(queued):
+    assert queued.writer_done("a", written=False) == [
+        DeleteJob(9),
+        *withdrawn(Outcome.WRITER_FAILED),
+    ]
+
+
+def test_nobody_can_have_written_a_queued_attempt(queued):
+    assert queued.writer_done("a", written=True) == []
     assert queued.state("a") is State.QUEUED
 
 
@@ -143,35 +152,35 @@ def test_a_word_about_a_queued_attempt_from_nobody_is_ignored(queued):
 
 def test_one_writer_holds_the_claim_and_may_ask_again(claimed):
     assert claimed.claim("a", WRITER, now=2.0) is None
-    assert claimed.claim("a", OTHER, now=2.0) == "claimed by a"
+    assert claimed.claim("a", OTHER, now=2.0) == Refusal("claimed by a", elsewhere=True)
 
 
 def test_a_claim_of_nothing(empty):
-    assert empty.claim("a", WRITER, now=1.0) == "unknown or ended attempt"
+    assert empty.claim("a", WRITER, now=1.0) == Refusal("unknown or ended attempt")
 
 
 def test_no_claim_after_withdrawal(quarantined):
-    assert quarantined.claim("a", WRITER, now=2.0) == "withdrawn"
-    assert quarantined.claim("a", OTHER, now=2.0) == "withdrawn"
+    assert quarantined.claim("a", WRITER, now=2.0) == Refusal("withdrawn")
+    assert quarantined.claim("a", OTHER, now=2.0) == Refusal("withdrawn")
 
 
 def test_no_claim_after_the_writer_has_written(claimed):
     """A second grant would let writes into blocks whose request already decodes."""
     assert claimed.writer_done("a", written=True) == []
-    assert claimed.claim("a", WRITER, now=2.0) == "written already"
+    assert claimed.claim("a", WRITER, now=2.0) == Refusal("written already")
 
 
 def test_no_claim_for_a_writer_whose_lease_is_gone(queued):
     """Its late message would otherwise hold the attempt for a writer that never comes."""
     queued.writer_gone(WRITER, now=1.0)
-    assert queued.claim("a", WRITER, now=2.0) == "the writer's lease is gone"
+    assert queued.claim("a", WRITER, now=2.0) == GONE
     assert queued.claim("a", OTHER, now=2.0) is None
 
 
 def test_only_so_many_gone_leases_are_remembered(queued):
     for lease in range(5000):
         queued.writer_gone(lease, now=1.0)
-    assert queued.claim("a", 4999, now=2.0) == "the writer's lease is gone"
+    assert queued.claim("a", 4999, now=2.0) == GONE
     assert queued.claim("a", 0, now=2.0) is None
 
 
@@ -453,6 +462,20 @@ class LedgerMachine(RuleBasedStateMachine):
         if fact.writer is not None:
             fact.writer_ended = True
             self.apply(self.ledger.writer_done(fact.attempt, written=written))
+
+    @rule(whose=YOUNG)
+    def writer_back(self, whose):
+        """Its keys were deleted under a live lease, and it put them back."""
+        writer = self.writers[whose]
+        if writer not in self.gone:
+            return
+        self.gone.discard(writer)
+        for fact in self.facts:
+            if fact.writer == writer and fact.wanted:
+                fact.quiet_at = None
+            elif fact.writer == writer and fact.held and not fact.released:
+                fact.quiet_at = None
+        self.ledger.writer_back(writer)
 
     def lose(self, writer):
         if writer in self.gone:

@@ -238,7 +238,7 @@ GOLDEN = [
     (
         ClaimRefused(reason="withdrawn"),
         prefill.decode_claim_reply,
-        b"\x82\xa4type\xacClaimRefused\xa6reason\xa9withdrawn",
+        b"\x83\xa4type\xacClaimRefused\xa6reason\xa9withdrawn\xa9elsewhere\xc2",
     ),
     (
         WriterDone(attempt="a1", outcome="failed", detail="why"),

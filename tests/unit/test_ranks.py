@@ -406,7 +406,7 @@ def test_an_attempt_that_never_wrote_ends_at_once(prefill):
 
 def test_preemption_waits_for_writes_that_read_the_blocks(prefill, decode):
     prefill.mover.hold = True
-    prefill.step(blocks([1], [1]), blocks([2], [2], last=True), targets=targets(decode))
+    prefill.step(blocks([1], [1]), targets=targets(decode))
     (flying,) = prefill.mover.started
     polls = iter(range(3))
 
@@ -428,24 +428,43 @@ def test_preemption_waits_for_writes_that_read_the_blocks(prefill, decode):
     assert decode.settle(expect={"a1": "r1"}) == ({"r1"}, set())
 
 
-def test_a_write_that_outlasts_preemption_never_commits(prefill, decode, monkeypatch):
+def test_a_commit_that_preemption_took_away_is_a_failure(prefill, decode):
+    """The engine has scheduled the last chunk, and will not name its blocks again."""
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), blocks([2], [2], last=True), targets=targets(decode))
+    prefill.mover.let_go()
+    prefill.rank.drain_preempted(PrefillStep(preempted=["a1"]))
+    prefill.step(ended=[("a1", "p-a1", True)])
+    sent, failures = prefill.ended()
+    assert sent == {"p-a1"}
+    assert "preempted" in failures["a1"]
+    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
+
+
+def test_a_write_that_outlasts_preemption_ends_the_engine(prefill, decode, monkeypatch):
     class Clock:
         now = 0.0
 
         def monotonic(self) -> float:
-            self.now += 0.25
+            self.now += 1.0
             return self.now
 
     monkeypatch.setattr(prefill_rank, "time", Clock())
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
-    prefill.rank.drain_preempted(PrefillStep(preempted=["a1"]))
-    prefill.step(blocks([8], [1], last=True), ended=[("a1", "p-a1", True)])
+    with pytest.raises(TransferError, match="does not end"):
+        prefill.rank.drain_preempted(PrefillStep(preempted=["a1"]))
+
+
+def test_a_peer_that_left_is_forgotten_once_nothing_is_written_to_it(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1], last=True), targets=targets(decode))
+    prefill.rank.step(PrefillStep(forget=["e1", "never-met"]), lambda: True)
     prefill.mover.let_go()
-    sent, failures = prefill.ended()
-    assert sent == {"p-a1"}
-    assert "preempted" in failures["a1"]
-    assert decode.settle(expect={"a1": "r1"}) == (set(), set())
+    prefill.step(ended=[("a1", "p-a1", True)])
+    assert prefill.ended() == ({"p-a1"}, {})
+    prefill.step(blocks([1], [1], attempt="a2", last=True), ended=[("a2", "p-a2", True)])
+    assert "not usable" in prefill.ended()[1]["a2"]
 
 
 def test_failures_of_several_ranks_come_together():

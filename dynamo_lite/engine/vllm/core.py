@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -75,6 +76,7 @@ class VllmEngine:
         self._config: VllmConfig | None = None
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
+        self._left: list[str] = []
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
 
@@ -181,6 +183,14 @@ class VllmEngine:
     async def abandon(self, attempt: str) -> None:
         await self._client.abort_requests_async([attempt])
 
+    def forget(self, engine_ids: Sequence[str]) -> None:
+        """These decode engines left; told to the engine's processes with the next job."""
+        self._left += engine_ids
+
+    def _take_left(self) -> list[str]:
+        left, self._left = self._left, []
+        return left
+
     def _prefill_request(
         self, job: RemotePrefillRequest, target: EngineMetadata
     ) -> EngineCoreRequest:
@@ -190,6 +200,7 @@ class VllmEngine:
             "num_computed_tokens": job.num_computed_tokens,
             "block_ids": job.block_ids,
             "target": encode(target),
+            "forget": self._take_left(),
         }
         return EngineCoreRequest(
             request_id=job.attempt,
@@ -216,6 +227,10 @@ class VllmEngine:
         self._check_prompt(request.prompt_token_ids)
         if sampling.n != 1:
             raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
+        try:
+            sampling.verify(self.config.model_config, None, None, None)
+        except VLLMError as exc:
+            raise Refused(str(exc), elsewhere=False) from exc
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         model = self.config.model_config
@@ -276,6 +291,11 @@ class VllmEngine:
                 kv_load_failure_policy="recompute",
             )
         self._config = engine_args.create_engine_config()
+        if self._link is not None and self._config.parallel_config.data_parallel_size > 1:
+            raise StartupError(
+                "data-parallel-size > 1 is not supported with remote prefill:"
+                " start one worker per replica (ServiceArgs.workers)"
+            )
         return EngineCoreClient.make_async_mp_client(
             vllm_config=self._config,
             executor_class=Executor.get_class(self._config),

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
 
 from dynamo_lite.engine.vllm.handover_clock import HandoverClock
 from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
@@ -71,7 +72,8 @@ class LockedLedger:
     @property
     def busy(self) -> bool:
         """Whether the engine must keep stepping for the ledger's sake."""
-        return bool(self._for_engine) or self.ledger.quarantined > 0
+        with self.lock:  # both at once: an entry turns into an instruction
+            return bool(self._for_engine) or self.ledger.quarantined > 0
 
 
 class DecodeLinkSession:
@@ -92,6 +94,7 @@ class DecodeLinkSession:
         self._clock = clock
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
+        self._writers: Roster | None = None
         self.view: QueueView | None = None
         self.leaving = False
 
@@ -112,7 +115,7 @@ class DecodeLinkSession:
             )
             store = await enter(EtcdStore(link.etcd_url))
             prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
-            writers = await enter(Roster(store, prefix))
+            self._writers = writers = await enter(Roster(store, prefix))
             self._messaging = messaging
             await enter(messaging.serve(names.claim_subject(*subject), self._on_claim))
             await enter(messaging.serve(names.writer_done_subject(*subject), self._on_done))
@@ -120,17 +123,20 @@ class DecodeLinkSession:
             await enter(messaging.serve(names.writer_stays_subject(*subject), self._on_stays))
             async with asyncio.TaskGroup() as tasks:
                 watchers = [
-                    tasks.create_task(self._watch_queue(writers), name="queue-view"),
+                    tasks.create_task(self._watch_queue(), name="queue-view"),
                     tasks.create_task(self._watch_own_metadata(store), name="own-metadata"),
                 ]
-                writers.on_change(lambda _joined, left: self._writers_left(left, writers, tasks))
+                writers.on_change(partial(self._on_writers, tasks))
                 yield
                 for watcher in watchers:
                     watcher.cancel()
 
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job; anything but a clear yes makes the prompt local."""
-        assert self._queue is not None
+        assert self._queue is not None and self._writers is not None
+        if not self._writers.members:
+            await self._settle(lambda ledger: ledger.not_published(job.attempt))
+            return
         try:
             sequence = await self._queue.push(encode(job), message_id=job.attempt)
         except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
@@ -141,10 +147,6 @@ class DecodeLinkSession:
             raise
         else:
             self._clock.published(job.attempt)
-            if self.view is not None:
-                self.view = QueueView(
-                    self.view.jobs + 1, self.view.prefill_workers, self.view.read_at
-                )
             await self._settle(lambda ledger: ledger.published(job.attempt, sequence))
 
     async def carry_out(self, instructions: Sequence[Instruction]) -> None:
@@ -178,7 +180,7 @@ class DecodeLinkSession:
                 claim.attempt, claim.writer_lease_id, time.monotonic()
             )
         if refusal is not None:
-            return encode(ClaimRefused(reason=refusal))
+            return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
         self._clock.granted(claim.attempt)
         return encode(Granted())
 
@@ -201,13 +203,16 @@ class DecodeLinkSession:
             )
         return b""
 
-    def _writers_left(
-        self, lease_ids: frozenset[int], writers: Roster, tasks: asyncio.TaskGroup
+    def _on_writers(
+        self, tasks: asyncio.TaskGroup, joined: frozenset[int], left: frozenset[int]
     ) -> None:
+        assert self._writers is not None
         with self._book.lock:
-            for lease_id in lease_ids:
+            for lease_id in joined:
+                self._book.ledger.writer_back(lease_id)
+            for lease_id in left:
                 self._book.ledger.writer_gone(lease_id, time.monotonic())
-        if not writers.members:
+        if not self._writers.members:
             tasks.create_task(self._settle(lambda ledger: ledger.withdraw_queued(_NO_WRITER)))
 
     async def _watch_own_metadata(self, store: Store) -> None:
@@ -222,12 +227,13 @@ class DecodeLinkSession:
                     self.leaving = True
                     await self._settle(lambda ledger: ledger.withdraw_queued(_LEAVING))
 
-    async def _watch_queue(self, writers: Roster) -> None:
+    async def _watch_queue(self) -> None:
+        assert self._queue is not None and self._writers is not None
         while True:
+            asked_at = time.monotonic()
             try:
-                assert self._queue is not None
                 depth = await self._queue.depth()
-                self.view = QueueView(depth.total, len(writers.members), time.monotonic())
+                self.view = QueueView(depth.total, len(self._writers.members), asked_at)
             except DynamoLiteError as exc:
                 logger.debug("queue depth not read: %s", exc)
             await asyncio.sleep(_VIEW_PERIOD_S)

@@ -9,6 +9,8 @@ methods run on the engine's thread and never wait.
 import logging
 import time
 import uuid
+from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dynamo_lite.engine.vllm.bridge import Bridge
@@ -17,7 +19,15 @@ from dynamo_lite.engine.vllm.handover_clock import HandoverClock
 from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
 from dynamo_lite.engine.vllm.messages import DecodeStep
 from dynamo_lite.engine.vllm.stats import DECISION, REMOTE, ConnectorStats
-from dynamo_lite.policy.disagg import Local, Reason, Remote, Thresholds, Verdict, decide
+from dynamo_lite.policy.disagg import (
+    Local,
+    QueueView,
+    Reason,
+    Remote,
+    Thresholds,
+    Verdict,
+    decide,
+)
 from dynamo_lite.policy.ledger import (
     CancelWriter,
     DeleteJob,
@@ -63,6 +73,7 @@ class DecodeScheduler:
         self._held: dict[str, list[KVCacheBlock]] = {}
         self._verdicts: dict[str, tuple[Verdict, float]] = {}
         self._decided: set[str] = set()
+        self._asked_at: deque[float] = deque()
         self._step = DecodeStep()
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
@@ -140,10 +151,19 @@ class DecodeScheduler:
         return decide(
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=cached,
-            queue=self._net.view,
+            queue=self._queue_view(),
             thresholds=self._thresholds,
             now=time.monotonic(),
         )
+
+    def _queue_view(self) -> QueueView | None:
+        """The last reading, plus what this engine has asked for since."""
+        view = self._net.view
+        if view is None:
+            return None
+        while self._asked_at and self._asked_at[0] <= view.read_at:
+            self._asked_at.popleft()
+        return replace(view, jobs=view.jobs + len(self._asked_at))
 
     def _ask(self, request: "Request", block_ids: list[int], external: int, decided: float) -> None:
         wanted = request.num_prompt_tokens - 1
@@ -171,6 +191,7 @@ class DecodeScheduler:
             cache_salt=request.cache_salt,
         )
         self._clock.asked(attempt, decided)
+        self._asked_at.append(time.monotonic())
         self.bridge.submit(self._net.push(job))
 
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:

@@ -6,6 +6,8 @@ from pathlib import PurePath
 
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata
@@ -33,8 +35,22 @@ def fingerprint(config: VllmConfig, kv_layout: str) -> dict[str, str]:
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
         "machine": platform.machine(),
+        "attention": _attention(config),
         "vllm": vllm_version,
     }
+
+
+def _attention(config: VllmConfig) -> str:
+    """What decides how the attention kernels pack the bytes of a block.
+
+    On a CPU that is the instruction set; shapes and strides do not show it.
+    """
+    model, cache = config.model_config, config.cache_config
+    if current_platform.is_cpu():
+        return _get_attn_isa(
+            model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype
+        )
+    return str(config.attention_config.backend)
 
 
 def check_peer(own: EngineMetadata, peer: EngineMetadata) -> None:

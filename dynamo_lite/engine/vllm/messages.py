@@ -47,6 +47,7 @@ class BlockWrite:
 class PrefillStep(KVConnectorMetadata):
     """targets: engine id -> its metadata (msgpack), with an attempt's first write.
 
+    forget: engines that have left.
     ended: (attempt, request id, complete) of requests that finished; complete is
     False when the request was stopped early. preempted: attempts whose blocks
     are about to be reused.
@@ -54,6 +55,7 @@ class PrefillStep(KVConnectorMetadata):
 
     writes: list[BlockWrite] = field(default_factory=list)
     targets: dict[str, bytes] = field(default_factory=dict)
+    forget: list[str] = field(default_factory=list)
     ended: list[tuple[str, str, bool]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
 

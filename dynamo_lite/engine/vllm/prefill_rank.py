@@ -26,7 +26,8 @@ from dynamo_lite.transfer.layout import check_compatible, plan_copy
 
 logger = logging.getLogger(__name__)
 
-_PREEMPTION_DRAIN_S = 2.0
+#: A write to a dead peer ends in an error within a few seconds.
+_PREEMPTION_DRAIN_S = 30.0
 
 #: Says whether the step that filled the blocks has really ended (GPU work is queued).
 Ready = Callable[[], bool]
@@ -43,6 +44,7 @@ class _Flight:
 
 @dataclass
 class _Attempt:
+    target: str
     queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
     flying: list[_Flight] = field(default_factory=list)
     failure: str | None = None
@@ -56,14 +58,16 @@ class PrefillRank:
         self.stats = ConnectorStats()
         self.on_gpu = own.memory == "VRAM"
         self._peers: dict[str, RankMetadata] = {}
+        self._left: set[str] = set()
         self._attempts: dict[str, _Attempt] = {}
         self._ended: dict[str, str] = {}
         self._failures: dict[str, str] = {}
 
     def step(self, step: PrefillStep, ready: Ready) -> None:
         """Takes this step's writes and endings, and starts what can start."""
+        self._left.update(step.forget)
         for write in step.writes:
-            attempt = self._attempts.setdefault(write.attempt, _Attempt())
+            attempt = self._attempts.setdefault(write.attempt, _Attempt(write.target_engine))
             self._meet(write.target_engine, step.targets, attempt)
             attempt.queue.append((write, ready))
         for attempt_id, request_id, complete in step.ended:
@@ -73,14 +77,22 @@ class PrefillRank:
         self._pump()
 
     def drain_preempted(self, step: PrefillStep) -> None:
-        """Blocks of these attempts are about to be overwritten: no write may read them."""
+        """Blocks of these attempts are about to be overwritten: no write may read them.
+
+        Waits for what is under way: a commit whose data was overwritten must not
+        arrive. A dead peer's write ends in an error by itself.
+        """
         deadline = time.monotonic() + _PREEMPTION_DRAIN_S
         for attempt in [self._attempts[a] for a in step.preempted if a in self._attempts]:
+            if any(write.last for write, _ in attempt.queue):
+                # The engine takes the job for complete, and will not ask again.
+                attempt.failure = "preempted before its last write"
             attempt.queue.clear()
-            while attempt.flying and time.monotonic() < deadline:
+            while attempt.flying:
+                if time.monotonic() > deadline:
+                    # Better no engine than one that sends another request's KV.
+                    raise TransferError(attempt.target, "a write of a preempted job does not end")
                 self._poll(attempt)
-            if attempt.flying:
-                attempt.failure = "preempted while a write was under way"
 
     def results(self) -> KVConnectorTransferResults:
         """Requests whose writes have all ended, each once."""
@@ -97,6 +109,7 @@ class PrefillRank:
             self._attempts.pop(attempt_id, None)
             del self._ended[attempt_id]
             sent.add(request_id)
+        self._forget_left()
         return KVConnectorTransferResults(finished_sending=sent)
 
     def report(self) -> WorkerReport | None:
@@ -127,6 +140,16 @@ class PrefillRank:
             logger.warning("engine %s: %s", engine_id, attempt.failure)
         else:
             self._peers[engine_id] = remote
+
+    def _forget_left(self) -> None:
+        """Peers that left, once nothing is written to them any more."""
+        if not self._left:
+            return
+        done = self._left - {attempt.target for attempt in self._attempts.values()}
+        for engine_id in done:
+            self._peers.pop(engine_id, None)
+            self._mover.remove_peer(engine_id)
+        self._left -= done
 
     def _pump(self) -> None:
         for attempt in self._attempts.values():

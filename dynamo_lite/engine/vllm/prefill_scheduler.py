@@ -63,6 +63,7 @@ class PrefillScheduler:
         self._ending: dict[str, _Job] = {}
         self._failures: dict[str, str] = {}
         self._ended: list[tuple[str, str, bool]] = []
+        self._forget: list[str] = []
 
     def bind_kv_cache_manager(self, manager: "KVCacheManager") -> None:
         self._manager, self._pool = manager, manager.block_pool
@@ -74,6 +75,7 @@ class PrefillScheduler:
         now = time.monotonic()
         if request.events:  # the first is its arrival; there are none without vLLM's statistics
             self.stats.add_stage("wait", now - request.events[0].timestamp)
+        self._forget += params["forget"]
         first = params["num_computed_tokens"] // self._block_size
         self._jobs[request.request_id] = _Job(
             attempt=params["attempt"],
@@ -87,8 +89,8 @@ class PrefillScheduler:
         )
 
     def build_step(self, output: "SchedulerOutput") -> PrefillStep:
-        step = PrefillStep(ended=self._ended)
-        self._ended = []
+        step = PrefillStep(ended=self._ended, forget=self._forget)
+        self._ended, self._forget = [], []
         for request_id in output.preempted_req_ids or ():
             if (job := self._jobs.get(request_id)) is not None:
                 job.written = job.first
