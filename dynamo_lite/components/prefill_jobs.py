@@ -91,6 +91,7 @@ class PrefillJobs:
         )
         self._pulling = True
         self.working: dict[str, RemotePrefillRequest] = {}
+        self._abandoned: set[str] = set()
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -122,6 +123,9 @@ class PrefillJobs:
 
     async def abandon(self, attempt: str) -> None:
         """Stops a job's writes soon; its end is told as ever."""
+        if attempt in self.working:
+            # The engine does not know it yet when this overtakes the answer to its claim.
+            self._abandoned.add(attempt)
         await self._engine.abandon(attempt)
 
     async def _do(self, job: Job) -> None:
@@ -147,6 +151,7 @@ class PrefillJobs:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
             del self.working[request.attempt]
+            self._abandoned.discard(request.attempt)
             if not self.working:
                 self.idle.set()
         self._ended.labels(outcome).inc()
@@ -183,14 +188,8 @@ class PrefillJobs:
         if refusal is not None:
             logger.info("attempt %s refused: %s", request.attempt, refusal.reason)
             return "retry" if refusal.elsewhere else "refused"
-        claimed = time.monotonic()
-        self._stages.labels("claim").observe(claimed - pulled)
-        try:
-            _check_blocks(request, target)
-            ended = await self._engine.prefill(request, target)
-            self._stages.labels("engine").observe(time.monotonic() - claimed)
-        except DynamoLiteError as exc:
-            ended = AttemptOutcome(request.attempt, "failed", str(exc))
+        self._stages.labels("claim").observe(time.monotonic() - pulled)
+        ended = await self._write(request, target)
         if ended.outcome != "written":
             logger.warning("attempt %s %s: %s", request.attempt, ended.outcome, ended.detail)
         await self._say_done(request.engine_id, ended)
@@ -205,6 +204,19 @@ class PrefillJobs:
         )
         answer = decode_claim_reply(reply)
         return answer if isinstance(answer, ClaimRefused) else None
+
+    async def _write(self, request: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
+        """The claimed job, unless it was cancelled or cannot be done."""
+        if request.attempt in self._abandoned:
+            return AttemptOutcome(request.attempt, "abandoned", "cancelled before it began")
+        claimed = time.monotonic()
+        try:
+            _check_blocks(request, target)
+            ended = await self._engine.prefill(request, target)
+        except DynamoLiteError as exc:
+            return AttemptOutcome(request.attempt, "failed", str(exc))
+        self._stages.labels("engine").observe(time.monotonic() - claimed)
+        return ended
 
     async def _say_done(self, engine_id: str, ended: AttemptOutcome) -> None:
         """From here on no write of this attempt comes from this worker."""

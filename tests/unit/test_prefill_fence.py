@@ -1,0 +1,222 @@
+"""Until when a prefill worker's engine may write: the lease, then its own promises."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_lite.components import prefill_fence
+from dynamo_lite.components.prefill_fence import FenceKeeper
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.prefill import RemotePrefillRequest, WriterStays, decode_writer_stays
+from dynamo_lite.runtime.fence import FenceHolder, FenceReader
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+TTL_S = 1.0
+PROMISE_S = 1.5
+
+
+@pytest.fixture(autouse=True)
+def short_promises(monkeypatch):
+    monkeypatch.setattr(prefill_fence, "_PROMISE_S", PROMISE_S)
+
+
+async def eventually(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+class NotedFence(FenceHolder):
+    """Notes until when it was extended; 0.0 for a fence that was lowered."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.deadlines: list[float] = []
+
+    def extend(self, remaining_s: float) -> None:
+        super().extend(remaining_s)
+        self.deadlines.append(time.monotonic() + remaining_s if remaining_s > 0 else 0.0)
+
+
+class Worker:
+    """A prefill worker with `working` jobs; `now` is the store's clock."""
+
+    def __init__(self, tmp_path):
+        self.now = 1000.0
+        self.store = MemoryStore(clock=lambda: self.now)
+        self.messaging = MemoryMessaging()
+        self.fence = NotedFence(tmp_path / "fence")
+        self.reader = FenceReader(self.fence.path)
+        self.working: dict[str, RemotePrefillRequest] = {}
+        self.abandoned: list[str] = []
+        self.heard: list[tuple[float, WriterStays]] = []
+        self.lease: Any = None
+        self.keeper: Any = None
+        self.keeping: Any = None
+
+    def work(self, attempt: str, engine_id: str = "e1") -> None:
+        self.working[attempt] = RemotePrefillRequest(
+            engine_id=engine_id,
+            request_id="r",
+            attempt=attempt,
+            prompt_token_ids=[1],
+            num_computed_tokens=0,
+            block_ids=[0],
+            deadline=0.0,
+        )
+
+    async def abandon(self, attempt: str) -> None:
+        self.abandoned.append(attempt)
+
+    async def hear(self, payload: bytes) -> bytes:
+        self.heard.append((time.monotonic(), decode_writer_stays(payload)))
+        return b""
+
+    @asynccontextmanager
+    async def decode_engine(self, engine_id: str = "e1") -> AsyncIterator[None]:
+        async with self.messaging.serve(names.writer_stays_subject("t", engine_id), self.hear):
+            yield
+
+    def begin(self) -> None:
+        host: Any = SimpleNamespace(
+            lease=self.lease, messaging=self.messaging, spec=SimpleNamespace(namespace="t")
+        )
+        self.keeper = FenceKeeper(host, self.fence)
+        self.keeper.jobs = SimpleNamespace(working=self.working, abandon=self.abandon)
+        self.keeping = asyncio.create_task(self.keeper.keep())
+
+    async def leave(self, how: str) -> int:
+        """Returns how often the fence had been extended before."""
+        before = len(self.fence.deadlines)
+        if how == "revoked":
+            await self.store.revoke(self.lease.id)
+        self.keeper.leaving.set()
+        return before
+
+
+@pytest.fixture
+async def worker(tmp_path) -> AsyncIterator[Worker]:
+    worker = Worker(tmp_path)
+    async with AsyncExitStack() as stack:
+        stack.callback(worker.fence.close)
+        stack.callback(worker.reader.close)
+        worker.lease = await stack.enter_async_context(worker.store.lease(TTL_S))
+        worker.begin()
+        yield worker
+        worker.keeping.cancel()
+        results = await asyncio.gather(worker.keeping, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError | None)
+
+
+async def test_a_serving_worker_may_write_as_long_as_its_lease_lives(worker):
+    worker.work("a1")
+    await eventually(lambda: len(worker.fence.deadlines) >= 3)
+    assert all(0 < d <= time.monotonic() + TTL_S for d in worker.fence.deadlines)
+    assert worker.reader.open()
+    assert (worker.heard, worker.abandoned) == ([], [])
+
+
+async def test_a_lease_that_is_not_refreshed_is_not_stretched(worker):
+    await eventually(lambda: worker.fence.deadlines)
+    worker.store.set_available(False)
+    worker.now += TTL_S - 0.01
+    asked_at, before = time.monotonic(), len(worker.fence.deadlines)
+    await eventually(lambda: len(worker.fence.deadlines) > before + 1)
+    assert 0 < worker.fence.deadlines[-1] - asked_at < TTL_S
+
+
+async def test_an_expired_lease_lowers_the_fence_for_good(worker):
+    await eventually(worker.reader.open)
+    worker.store.set_available(False)
+    worker.now += TTL_S
+    worker.store.expire_due()
+    async with asyncio.timeout(10):
+        await worker.keeping
+    assert not worker.reader.open()
+    assert worker.fence.deadlines[-1] == 0.0
+
+
+@pytest.mark.parametrize("how", ["asked", "revoked"])
+async def test_a_leaving_worker_writes_no_longer_than_it_promised(worker, how):
+    await eventually(lambda: worker.fence.deadlines)
+    worker.work("a1")
+    worker.work("a2")
+    async with worker.decode_engine():
+        before = await worker.leave(how)
+        await eventually(lambda: len(worker.fence.deadlines) >= before + 3)
+        assert {stays.attempt for _, stays in worker.heard} == {"a1", "a2"}
+        assert {stays.writer_lease_id for _, stays in worker.heard} == {worker.lease.id}
+        for deadline in worker.fence.deadlines[before:]:
+            for attempt in ("a1", "a2"):
+                until = [at + s.for_s for at, s in worker.heard if s.attempt == attempt]
+                assert any(deadline <= promised for promised in until)
+        assert worker.reader.open()
+        assert worker.abandoned == []
+
+
+async def test_an_attempt_whose_engine_does_not_hear_is_abandoned(worker):
+    await eventually(lambda: worker.fence.deadlines)
+    worker.work("a1", "e1")
+    worker.work("a2", "e2")
+    async with worker.decode_engine("e1"):
+        before = await worker.leave("asked")
+        await eventually(lambda: worker.abandoned)
+        assert set(worker.abandoned) == {"a2"}
+        assert len(worker.fence.deadlines) == before
+        del worker.working["a2"]
+        await eventually(lambda: len(worker.fence.deadlines) > before)
+        assert worker.reader.open()
+
+
+async def test_a_broker_that_is_away_hears_no_promise(worker):
+    await eventually(lambda: worker.fence.deadlines)
+    worker.work("a1")
+    async with worker.decode_engine():
+        worker.messaging.set_connected(False)
+        before = await worker.leave("revoked")
+        await eventually(lambda: len(worker.abandoned) >= 2)
+        assert len(worker.fence.deadlines) == before
+
+
+async def test_a_promise_that_is_heard_late_counts_from_when_it_was_made(worker):
+    await eventually(lambda: worker.fence.deadlines)
+    worker.work("a1")
+    late = asyncio.Event()
+
+    async def slow(payload: bytes) -> bytes:
+        worker.heard.append((time.monotonic(), decode_writer_stays(payload)))
+        await late.wait()
+        return b""
+
+    async with worker.messaging.serve(names.writer_stays_subject("t", "e1"), slow):
+        before = await worker.leave("asked")
+        await eventually(lambda: worker.heard)
+        asked_by = worker.heard[0][0]
+        late.set()
+        await eventually(lambda: len(worker.fence.deadlines) > before or worker.abandoned)
+        assert worker.fence.deadlines[-1] <= asked_by + PROMISE_S
+
+
+async def test_a_leaving_worker_without_jobs_may_end_its_writes(worker):
+    await eventually(lambda: worker.fence.deadlines)
+    before = await worker.leave("revoked")
+    await eventually(lambda: len(worker.fence.deadlines) > before)
+    assert (worker.heard, worker.abandoned) == ([], [])
+
+
+async def test_a_lease_that_expires_while_its_worker_leaves_lowers_the_fence(worker):
+    await eventually(lambda: worker.fence.deadlines)
+    await worker.leave("asked")
+    worker.store.set_available(False)
+    worker.now += TTL_S
+    worker.store.expire_due()
+    async with asyncio.timeout(10):
+        await worker.keeping
+    assert not worker.reader.open()

@@ -1,0 +1,474 @@
+"""A prefill worker's jobs, over the in-process twins and a scripted engine."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components import prefill_jobs
+from dynamo_lite.components.prefill_jobs import PrefillJobs
+from dynamo_lite.engine.base import AttemptOutcome
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode, encode_json
+from dynamo_lite.protocol.errors import DynamoLiteError, IncompatiblePeer, Refused
+from dynamo_lite.protocol.prefill import (
+    CancelAttempt,
+    Claim,
+    ClaimRefused,
+    Granted,
+    RemotePrefillRequest,
+    WriterDone,
+    decode_claim,
+    decode_writer_done,
+)
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.queue.base import Job, QueueConfig
+from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+NAMESPACE, ENGINE, LEASE = "t", "e1", 0xBEEF
+BLOCK, POOL = 4, 16
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(prefill_jobs, "_RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(prefill_jobs, "_BROKER_PAUSE_S", 0.01)
+
+
+async def eventually(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def job(attempt: str = "a1", **changes: Any) -> RemotePrefillRequest:
+    """Ten tokens, the first block of which the decode engine has."""
+    fields: dict[str, Any] = {
+        "engine_id": ENGINE,
+        "request_id": f"r-{attempt}",
+        "attempt": attempt,
+        "prompt_token_ids": list(range(10)),
+        "num_computed_tokens": BLOCK,
+        "block_ids": [5, 6],
+        "deadline": time.time() + 60,
+    }
+    return RemotePrefillRequest(**{**fields, **changes})
+
+
+class NotedJob:
+    """Notes what a job is answered."""
+
+    def __init__(self, job: Job, answers: list[str]):
+        self._job, self._answers = job, answers
+        self.payload, self.sequence, self.deliveries = job.payload, job.sequence, job.deliveries
+
+    async def ack(self) -> None:
+        self._answers.append("ack")
+        await self._job.ack()
+
+    async def nak(self, *, delay_s: float = 0.0) -> None:
+        self._answers.append("nak")
+        await self._job.nak(delay_s=delay_s)
+
+    async def term(self) -> None:
+        self._answers.append("term")
+        await self._job.term()
+
+    async def extend(self) -> None:
+        self._answers.append("extend")
+        await self._job.extend()
+
+
+class NotedQueue(MemoryQueue):
+    answers: list[str]
+
+    async def pull(self, *, timeout_s: float) -> Any:
+        job = await super().pull(timeout_s=timeout_s)
+        return None if job is None else NotedJob(job, self.answers)
+
+
+class ScriptedEngine:
+    """A Prefiller that ends an attempt as told: at once, or when it is let go."""
+
+    def __init__(self) -> None:
+        self.attempts: list[str] = []
+        self.abandoned: list[str] = []
+        self.raises: DynamoLiteError | None = None
+        self.holds = False
+        self.ends: dict[str, asyncio.Future[str]] = {}
+
+    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
+        assert target.engine_id == job.engine_id
+        self.attempts.append(job.attempt)
+        if self.raises is not None:
+            raise self.raises
+        end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
+        if not self.holds:
+            end.set_result("written")
+        return AttemptOutcome(job.attempt, await end)
+
+    async def abandon(self, attempt: str) -> None:
+        self.abandoned.append(attempt)
+        if attempt in self.ends:
+            self.ends[attempt].set_result("abandoned")
+
+
+class Rig:
+    """One worker's jobs, and the decode engine that they are for."""
+
+    def __init__(self, *, ack_wait_s: float, redeliver_s: float):
+        self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
+        self.engine, self.registry = ScriptedEngine(), CollectorRegistry()
+        config = QueueConfig(ack_wait_s=redeliver_s)
+        self.queue = NotedQueue(self.broker, stream="s", subject="s.jobs", config=config)
+        self.queue.answers = []
+        self.jobs = PrefillJobs(
+            namespace=NAMESPACE,
+            lease_id=LEASE,
+            ack_wait_s=ack_wait_s,
+            queue=self.queue,
+            engine=self.engine,
+            directory=MetadataDirectory(self.store, NAMESPACE),
+            messaging=self.messaging,
+            registry=self.registry,
+        )
+        self.pushed = 0
+        self.claims: list[Claim] = []
+        self.done: list[WriterDone] = []
+        self.verdicts: list[Granted | ClaimRefused] = []
+        self.on_claim: Callable[[], Awaitable[Any]] | None = None
+
+    @property
+    def answers(self) -> list[str]:
+        return [answer for answer in self.queue.answers if answer != "extend"]
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        return [(done.attempt, done.outcome) for done in self.done]
+
+    def counted(self, outcome: str) -> float:
+        labels = {"outcome": outcome}
+        return self.registry.get_sample_value("dynamo_lite_prefill_jobs_total", labels) or 0.0
+
+    async def push(self, job: RemotePrefillRequest | bytes) -> None:
+        payload = job if isinstance(job, bytes) else encode(job)
+        self.pushed += 1
+        await self.queue.push(payload, message_id=str(self.pushed))
+
+    async def answered(self, *answers: str) -> None:
+        await eventually(lambda: self.answers == list(answers))
+
+    async def total(self) -> int:
+        return (await self.queue.depth()).total
+
+    async def claim(self, payload: bytes) -> bytes | None:
+        self.claims.append(decode_claim(payload))
+        if self.on_claim is not None:
+            await self.on_claim()
+        return encode(self.verdicts.pop(0) if self.verdicts else Granted())
+
+    async def take_done(self, payload: bytes) -> None:
+        self.done.append(decode_writer_done(payload))
+
+
+@contextlib.asynccontextmanager
+async def working(
+    *, runners: int = 1, serving: bool = True, ack_wait_s: float = 30.0, redeliver_s: float = 30.0
+) -> AsyncIterator[Rig]:
+    """ack_wait_s: what the worker believes. redeliver_s: what the broker does."""
+    rig = Rig(ack_wait_s=ack_wait_s, redeliver_s=redeliver_s)
+    serve = rig.messaging.serve
+    await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_json(metadata()))
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        await enter(rig.queue)
+        await enter(serve(names.writer_done_subject(NAMESPACE, ENGINE), rig.take_done))
+        if serving:
+            await enter(serve(names.claim_subject(NAMESPACE, ENGINE), rig.claim))
+        await enter(serve(names.cancel_subject(NAMESPACE, LEASE), rig.jobs.on_cancel))
+        tasks = [asyncio.create_task(rig.jobs.run()) for _ in range(runners)]
+        try:
+            yield rig
+            await rig.jobs.stop()
+            async with asyncio.timeout(10):
+                await asyncio.gather(*tasks)
+            assert not rig.jobs.working and rig.jobs.idle.is_set()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def metadata() -> EngineMetadata:
+    region = KvRegion(layer="0", plane=0, base=4096, stride_bytes=64, block_bytes=64)
+    return EngineMetadata(
+        engine_id=ENGINE,
+        lease_id=7,
+        fingerprint={},
+        block_size_tokens=BLOCK,
+        num_blocks=POOL,
+        ranks=(RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,)),),
+    )
+
+
+async def cancel(rig: Rig, attempt: str) -> None:
+    subject = names.cancel_subject(NAMESPACE, LEASE)
+    await rig.messaging.publish(subject, encode(CancelAttempt(attempt=attempt, engine_id=ENGINE)))
+
+
+# How jobs end
+
+
+async def test_a_written_job_is_claimed_told_and_acknowledged():
+    async with working() as rig:
+        await rig.push(job())
+        await rig.answered("ack")
+        assert rig.claims == [Claim(attempt="a1", writer_lease_id=LEASE)]
+        assert rig.told == [("a1", "written")]
+        assert await rig.total() == 0
+        assert rig.counted("written") == 1
+
+
+async def test_a_refused_claim_ends_the_job():
+    async with working() as rig:
+        rig.verdicts = [ClaimRefused(reason="withdrawn")]
+        await rig.push(job())
+        await rig.answered("ack")
+        assert (rig.engine.attempts, rig.told) == ([], [])
+        assert rig.counted("refused") == 1
+
+
+async def test_a_claim_refused_for_now_is_tried_again():
+    async with working() as rig:
+        rig.verdicts = [ClaimRefused(reason="claimed by 1", elsewhere=True)]
+        await rig.push(job())
+        await rig.answered("nak", "ack")
+        assert rig.engine.attempts == ["a1"]
+        assert (rig.counted("retry"), rig.counted("written")) == (1, 1)
+
+
+async def test_an_unanswered_claim_is_taken_back(monkeypatch):
+    monkeypatch.setattr(prefill_jobs, "_CLAIM_S", 0.05)
+    never = asyncio.Event()
+    async with working() as rig:
+        rig.on_claim = never.wait
+        await rig.push(job())
+        await rig.answered("ack")
+        await eventually(lambda: rig.done)
+        assert rig.told == [("a1", "abandoned")]
+        assert rig.engine.attempts == []
+        assert rig.counted("abandoned") == 1
+        never.set()
+
+
+async def test_a_job_whose_engine_does_not_answer_yet_is_tried_again():
+    async with working(serving=False) as rig:
+        await rig.push(job())
+        await eventually(lambda: rig.answers == ["nak"])
+        async with rig.messaging.serve(names.claim_subject(NAMESPACE, ENGINE), rig.claim):
+            await rig.answered("nak", "ack")
+        assert rig.told == [("a1", "written")]
+
+
+async def test_a_job_is_tried_again_when_the_store_is_away():
+    async with working() as rig:
+        rig.store.set_available(False)
+        await rig.push(job())
+        await eventually(lambda: rig.answers == ["nak"])
+        rig.store.set_available(True)
+        await rig.answered("nak", "ack")
+        assert rig.told == [("a1", "written")]
+
+
+async def test_an_expired_job_is_dropped_unclaimed():
+    async with working() as rig:
+        await rig.push(job(deadline=time.time() - prefill_jobs._CLOCK_SKEW_S - 1))
+        await rig.answered("ack")
+        assert (rig.claims, rig.engine.attempts) == ([], [])
+        assert rig.counted("expired") == 1
+
+
+async def test_clocks_of_two_hosts_may_differ():
+    async with working() as rig:
+        await rig.push(job(deadline=time.time() - 1))
+        await rig.answered("ack")
+        assert rig.counted("written") == 1
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xff\xff", b"\x80", encode(job(wire_version=WIRE_VERSION + 1))]
+)
+async def test_what_is_no_job_of_this_version_is_never_delivered_again(payload):
+    async with working() as rig:
+        await rig.push(payload)
+        await rig.push(job())
+        await rig.answered("term", "ack")
+        assert await rig.total() == 0
+        assert (rig.counted("malformed"), rig.counted("written")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_ids": [5]},
+        {"block_ids": [5, 6, 7]},
+        {"block_ids": []},
+        {"num_computed_tokens": 5},
+        {"num_computed_tokens": 12, "block_ids": []},
+        {"num_computed_tokens": 16},
+        {"prompt_token_ids": [], "num_computed_tokens": 0, "block_ids": []},
+        {"block_ids": [5, POOL]},
+    ],
+)
+async def test_blocks_that_do_not_fit_never_reach_the_engine(wrong):
+    async with working() as rig:
+        await rig.push(job(**wrong))
+        await rig.answered("ack")
+        assert rig.told == [("a1", "failed")]
+        assert rig.engine.attempts == []
+        assert rig.counted("failed") == 1
+
+
+async def test_the_last_block_of_the_pool_is_in_it():
+    async with working() as rig:
+        await rig.push(job(prompt_token_ids=list(range(12)), block_ids=[0, POOL - 1]))
+        await rig.answered("ack")
+        assert rig.told == [("a1", "written")]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [Refused("too long", elsewhere=False), IncompatiblePeer(ENGINE, "dtype=half here")],
+)
+async def test_an_engine_that_refuses_hands_the_job_back_as_failed(refusal):
+    async with working() as rig:
+        rig.engine.raises = refusal
+        await rig.push(job())
+        await rig.answered("ack")
+        assert rig.told == [("a1", "failed")]
+        assert rig.done[0].detail == str(refusal)
+
+
+async def test_a_job_of_an_engine_that_left_is_acknowledged():
+    async with working() as rig:
+        await rig.push(job(engine_id="e2"))
+        await rig.answered("ack")
+        assert (rig.claims, rig.done) == ([], [])
+        assert rig.counted("engine_gone") == 1
+
+
+async def test_metadata_that_cannot_be_read_ends_the_job_unclaimed():
+    async with working() as rig:
+        await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), b"{}")
+        await rig.push(job())
+        await rig.answered("ack")
+        assert rig.claims == []
+        assert rig.counted("malformed") == 1
+
+
+# Cancels
+
+
+async def test_a_cancelled_attempt_is_abandoned_and_its_end_told():
+    async with working() as rig:
+        rig.engine.holds = True
+        await rig.push(job())
+        await eventually(lambda: rig.engine.ends)
+        await cancel(rig, "a1")
+        await rig.answered("ack")
+        assert rig.engine.abandoned == ["a1"]
+        assert rig.told == [("a1", "abandoned")]
+
+
+async def test_the_cancel_of_an_attempt_that_is_not_held_is_answered():
+    async with working() as rig:
+        await cancel(rig, "a9")
+        await eventually(lambda: rig.done)
+        assert rig.told == [("a9", "abandoned")]
+        assert rig.engine.abandoned == []
+
+
+async def test_a_cancel_that_overtakes_the_granted_claim_is_heeded():
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> None:
+        asked.set()
+        await may_answer.wait()
+
+    async with working() as rig:
+        rig.on_claim = slow
+        await rig.push(job())
+        await asked.wait()
+        await cancel(rig, "a1")
+        await eventually(lambda: rig.engine.abandoned)
+        may_answer.set()
+        await rig.answered("ack")
+        assert rig.engine.attempts == []
+        assert rig.told == [("a1", "abandoned")]
+        rig.on_claim = None
+        await rig.push(job())
+        await rig.answered("ack", "ack")
+        assert rig.told[1:] == [("a1", "written")]
+
+
+# Holding jobs
+
+
+async def test_an_attempt_that_is_worked_on_is_not_begun_again():
+    async with working(runners=2, redeliver_s=0.05) as rig:
+        rig.engine.holds = True
+        await rig.push(job())
+        await rig.answered("nak")
+        assert rig.engine.attempts == ["a1"]
+        rig.engine.ends["a1"].set_result("written")
+        await rig.answered("nak", "ack")
+        assert await rig.total() == 0
+
+
+async def test_a_long_job_stays_with_its_worker():
+    async with working(ack_wait_s=0.6, redeliver_s=0.6) as rig:
+        rig.engine.holds = True
+        await rig.push(job())
+        await eventually(lambda: rig.queue.answers.count("extend") >= 5)
+        assert await MemoryQueue.pull(rig.queue, timeout_s=0) is None
+        rig.engine.ends["a1"].set_result("written")
+        await rig.answered("ack")
+        assert rig.queue.answers[-1] == "ack"
+
+
+async def test_stopping_lets_running_jobs_end_and_pulls_nothing_more():
+    async with working() as rig:
+        rig.engine.holds = True
+        await rig.push(job("a1"))
+        await eventually(lambda: rig.engine.ends)
+        await rig.push(job("a2"))
+        await rig.jobs.stop()
+        assert not rig.jobs.idle.is_set()
+        rig.engine.ends["a1"].set_result("written")
+        await rig.jobs.idle.wait()
+        await rig.answered("ack")
+        assert rig.engine.attempts == ["a1"]
+        assert await rig.total() == 1
+
+
+async def test_an_end_that_cannot_be_told_or_answered_leaves_the_job_to_redelivery():
+    async with working() as rig:
+        rig.engine.holds = True
+        await rig.push(job())
+        await eventually(lambda: rig.engine.ends)
+        rig.messaging.set_connected(False)
+        rig.broker.set_connected(False)
+        rig.engine.ends["a1"].set_result("written")
+        await rig.answered("ack")
+        rig.messaging.set_connected(True)
+        rig.broker.set_connected(True)
+        assert rig.done == []
+        assert await rig.total() == 1
