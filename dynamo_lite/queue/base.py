@@ -76,7 +76,7 @@ class Job(Protocol):
 
 
 class PrefillQueue(Protocol):
-    """An async context manager; leaving it naks what was pulled and not ended.
+    """An async context manager; leaving it naks what was pulled and not answered.
 
     Entering raises StartupError when the broker cannot be used, or has the queue
     with another configuration. Sequences are never used twice, not even when

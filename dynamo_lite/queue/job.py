@@ -11,7 +11,10 @@ from dynamo_lite.protocol.errors import BrokerUnavailable
 
 
 class JetStreamJob:
-    """Implements Job. arrived_at: loop time; on_end: called when it has ended."""
+    """Implements Job. arrived_at: loop time.
+
+    on_end: called when its holder is done with it, whether the broker heard that or not.
+    """
 
     def __init__(
         self,
@@ -50,10 +53,15 @@ class JetStreamJob:
             await self._say(b"+WPI", confirmed=False)
 
     async def _end(self, verdict: bytes, *, confirmed: bool) -> None:
-        if not self._ended:
+        if self._ended:
+            return
+        try:
             await self._say(verdict, confirmed=confirmed)
-            self._ended = True
+        except BrokerUnavailable:
             self._on_end(self)
+            raise
+        self._ended = True
+        self._on_end(self)
 
     async def _say(self, text: bytes, *, confirmed: bool) -> None:
         if not self._client.is_connected:

@@ -112,7 +112,7 @@ def _shared(config: QueueConfig) -> tuple[float, ...]:
 
 
 class MemoryJob:
-    """Implements Job."""
+    """Implements Job. answered: its holder is done with it, even if the broker has not heard."""
 
     def __init__(self, broker: MemoryBroker, stream: _Stream, entry: _Entry):
         self._broker = broker
@@ -121,7 +121,7 @@ class MemoryJob:
         self.payload = entry.payload
         self.sequence = entry.sequence
         self.deliveries = entry.deliveries
-        self.ended = False
+        self.ended = self.answered = False
 
     async def ack(self) -> None:
         # As with JetStream, an ack is no fence: a former holder's counts too.
@@ -147,6 +147,7 @@ class MemoryJob:
         """Whether this call is the one that ends the job."""
         if self.ended:
             return False
+        self.answered = True
         self._broker.check_connected()
         self.ended = True
         return True
@@ -187,7 +188,8 @@ class MemoryQueue:
         await self.stop_pulling()
         if self._broker.connected:
             for job in self._held:
-                await job.nak()
+                if not job.answered:
+                    await job.nak()
 
     async def push(self, payload: bytes, *, message_id: str) -> int:
         self._broker.check_connected()
@@ -233,7 +235,7 @@ class MemoryQueue:
         self._stream.changed.set()
 
     def _hold(self, entry: _Entry) -> MemoryJob:
-        self._held = [job for job in self._held if not job.ended]
+        self._held = [job for job in self._held if not job.answered]
         job = MemoryJob(self._broker, self._stream, entry)
         self._held.append(job)
         return job

@@ -32,7 +32,7 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class Puller:
-    """Async context manager; leaving it naks what was pulled and not ended.
+    """Async context manager; leaving it naks what was pulled and not answered.
 
     on_missing: called when the broker says that the consumer is gone.
     """
@@ -46,7 +46,7 @@ class Puller:
         self._subscription: Subscription | None = None
         self._requests: deque[float] = deque()  # when each unanswered one is over
         self._arrived: deque[JetStreamJob] = deque()
-        self._held: set[JetStreamJob] = set()  # pulled, not ended
+        self._held: set[JetStreamJob] = set()  # pulled, not answered
         self._pulling = 0
         self._ready = True
         self._stopped = False

@@ -1,7 +1,10 @@
 """PrefillQueue: on a real JetStream, and its twin in memory."""
 
 import asyncio
+import contextlib
+import gc
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Protocol
@@ -394,6 +397,22 @@ async def test_pushes_and_depth_fail_fast_while_the_broker_is_away(
             with pytest.raises(BrokerUnavailable):
                 await queue.delete(1)
             assert await queue.pull(timeout_s=0.05) is None
+
+
+@pytest.mark.parametrize("end", ["ack", "nak", "term"])
+async def test_a_job_whose_end_the_broker_did_not_hear_is_let_go(
+    nats_server: Broker, namespace: str, end: str
+):
+    async with jetstream(nats_server, namespace) as queue:
+        await push(queue, b"a")
+        job = await pull(queue)
+        kept = weakref.ref(job)
+        await nats_server.kill()
+        with contextlib.suppress(BrokerUnavailable):
+            await getattr(job, end)()
+        del job
+        gc.collect()
+        assert kept() is None
 
 
 async def test_a_deleted_stream_is_created_again(nats_server: Broker, namespace: str):
