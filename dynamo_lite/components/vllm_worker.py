@@ -42,6 +42,7 @@ class VllmWorker:
         self._server: GenerateServer | None = None
         self._host: Host | None = None
         self._metadata_key = ""
+        self._closing = False
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
@@ -80,6 +81,7 @@ class VllmWorker:
                 logger.warning("%d requests outlived the grace", self._server.in_flight)
 
     async def close(self) -> None:
+        self._closing = True
         await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
@@ -144,6 +146,8 @@ class VllmWorker:
             try:
                 status = await engine.describe()
             except DynamoLiteError as exc:
+                if self._closing:
+                    return
                 silent = silent + 1 if host.messaging.connected else 0
                 logger.warning("the engine did not describe itself: %s", exc)
                 if silent == _MAX_SILENT:

@@ -1,7 +1,7 @@
 """Every etcd key and NATS subject, one function each.
 
-Lease ids appear in lower-case hexadecimal without prefix, as `etcdctl lease
-list` prints them. Endpoint names may contain `/` (`chat/completions`).
+Lease ids appear in lower-case hexadecimal without prefix or leading zeros.
+Endpoint names may contain `/` (`chat/completions`).
 """
 
 import hashlib
