@@ -6,6 +6,7 @@ modules are imported by the command that needs them: `--help` must be quick.
 """
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +23,13 @@ EXIT_INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
-    """Answers Ctrl-C wherever no graph runs; a running one has signal handlers of its own."""
+    """Answers Ctrl-C, SIGTERM and SIGHUP wherever no graph runs; a running one has
+    signal handlers of its own."""
 
     def invoke(self, ctx: Any) -> Any:
+        for kind in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(kind) is signal.SIG_DFL:
+                signal.signal(kind, signal.default_int_handler)
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

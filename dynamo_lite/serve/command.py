@@ -15,6 +15,7 @@ from dynamo_lite.engine.vllm.args import engine_flags
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.component import ProcessSpec
+from dynamo_lite.runtime.stop import Interrupted
 from dynamo_lite.serve import preflight
 from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_process import Launch
@@ -22,7 +23,7 @@ from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environme
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run, write_private
-from dynamo_lite.serve.supervisor import EXIT_DRAINED, Server, StopSignals, Supervisor
+from dynamo_lite.serve.supervisor import Server, StopSignals, Supervisor
 
 _MAX_LONE_SERVICES = 1000
 
@@ -46,7 +47,11 @@ class ServeRequest:
 
 
 async def serve(request: ServeRequest) -> int:
-    """Runs until stopped. Raises ConfigError and StartupError, leaving nothing behind."""
+    """Runs until stopped.
+
+    Raises ConfigError, StartupError, and Interrupted when the stop comes before
+    any process of the graph was started; nothing is left running then.
+    """
     signals = StopSignals()
     progress = Progress()
     started = _services_here(request)
@@ -57,9 +62,10 @@ async def serve(request: ServeRequest) -> int:
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.installed())
         directory = _lock_directory(request, stack)
-        nats_url, etcd_url, servers = await _connect(request, stack, progress)
-        if signals.stop.is_set():
-            return EXIT_DRAINED
+        async with signals.stop.interrupts():
+            nats_url, etcd_url, servers = await _connect(request, stack, progress)
+        if signals.stop.is_set:
+            raise Interrupted
         run = RunFile(
             directory / "run.json",
             RunState(
@@ -177,4 +183,8 @@ def _launches(
 
 
 def run(request: ServeRequest) -> int:
-    return asyncio.run(serve(request))
+    """As `serve`, but raises KeyboardInterrupt where that raises Interrupted."""
+    try:
+        return asyncio.run(serve(request))
+    except Interrupted:
+        raise KeyboardInterrupt from None

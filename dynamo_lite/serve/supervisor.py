@@ -8,6 +8,7 @@ from typing import Protocol
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.stop import StopRequest
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.keeper import Keeper
 from dynamo_lite.serve.progress import Progress
@@ -33,7 +34,7 @@ class StopSignals:
     """SIGINT, SIGTERM and SIGHUP: the first asks for a drain, the second forces."""
 
     def __init__(self) -> None:
-        self.stop = asyncio.Event()
+        self.stop = StopRequest()
         self.force = asyncio.Event()
 
     @contextlib.contextmanager
@@ -41,17 +42,17 @@ class StopSignals:
         loop = asyncio.get_running_loop()
         kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         for kind in kinds:
-            loop.add_signal_handler(kind, self._on_signal)
+            loop.add_signal_handler(kind, self._on_signal, kind)
         try:
             yield
         finally:
             for kind in kinds:
                 loop.remove_signal_handler(kind)
 
-    def _on_signal(self) -> None:
-        if self.stop.is_set():
+    def _on_signal(self, kind: signal.Signals) -> None:
+        if self.stop.is_set:
             self.force.set()
-        self.stop.set()
+        self.stop.set(kind.name, EXIT_DRAINED)
 
 
 class Supervisor:
@@ -112,7 +113,7 @@ class Supervisor:
             await _first_of(
                 waiting[0].ready.wait(), self._signals.stop.wait(), timeout_s=_NEWS_INTERVAL_S
             )
-            if self._signals.stop.is_set():
+            if self._signals.stop.is_set:
                 return False
             late = [k.launch.name for k in self._keepers if not k.ready.is_set()]
             if late and late == [keeper.launch.name for keeper in waiting]:
@@ -142,7 +143,7 @@ class Supervisor:
     async def _drain(self) -> None:
         self._run.state.state = "draining"
         self._on_change()
-        if self._signals.stop.is_set():
+        if self._signals.stop.is_set:
             self._progress.line("serve", "stopping; once more forces")
         for tier in self._tiers:
             for keeper in tier:

