@@ -1,0 +1,641 @@
+"""The two sides of a decode engine's scheduler half, without an engine or a network.
+
+The engine is a block pool that counts references; what goes to the bridge is run
+by the test, over the queue's and the messaging's in-process twins.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_lite.engine.vllm import decode_link, decode_scheduler, handover_clock
+from dynamo_lite.engine.vllm.decode_scheduler import DecodeScheduler
+from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
+from dynamo_lite.engine.vllm.messages import DecodeStep
+from dynamo_lite.policy.disagg import QueueView
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.prefill import (
+    CancelAttempt,
+    Claim,
+    ClaimRefused,
+    Granted,
+    RemotePrefillRequest,
+    WriterDone,
+    WriterStays,
+    decode_cancel_attempt,
+    decode_claim_reply,
+    decode_engine_status,
+    decode_job,
+)
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+NAMESPACE, ENGINE, WRITER = "t", "e1", 0xA
+BLOCK, POOL = 4, 256
+LIMIT, QUEUE_SIZE, TIMEOUT_S, TTL_S, DEPTH = 4, 5, 20.0, 10.0, 64
+
+
+class Clock:
+    """Stands for the module `time`, on both sides."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now + 1e9
+
+
+class Bridge:
+    """Keeps what is submitted until the test runs it."""
+
+    def __init__(self, _session: Any):
+        self.submitted: list[Coroutine[Any, Any, None]] = []
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self.submitted.append(coroutine)
+
+
+class Pool:
+    """vLLM's block pool, as far as it is used: blocks with reference counts."""
+
+    num_gpu_blocks = POOL
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(POOL)]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0
+            block.ref_cnt -= 1
+
+    def get_num_free_blocks(self) -> int:
+        return sum(block.ref_cnt == 0 for block in self.blocks)
+
+    @property
+    def used(self) -> int:
+        return POOL - self.get_num_free_blocks()
+
+
+def prompt(request_id: str, tokens: int, **fields: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "request_id": request_id,
+        "prompt_token_ids": list(range(100, 100 + tokens)),
+        "num_prompt_tokens": tokens,
+        "skip_reading_prefix_cache": False,
+        "mm_features": [],
+        "lora_request": None,
+        "prompt_embeds": None,
+        "priority": 0,
+        "cache_salt": None,
+    }
+    return SimpleNamespace(**{**defaults, **fields})
+
+
+class Decode:
+    """A decode engine: its scheduler half, its pool, and the network that it sees."""
+
+    def __init__(self, clock: Clock, max_local: int = LIMIT):
+        self.clock, self.pool, self.taken = clock, Pool(), {}
+        self.broker, self.messaging = MemoryBroker(), MemoryMessaging()
+        self.queue_config = QueueConfig(max_depth=DEPTH)
+        self.queue = MemoryQueue(
+            self.broker, stream="s", subject="s.jobs", config=self.queue_config
+        )
+        role = DecodeLink(
+            max_local_prefill_length_tokens=max_local,
+            max_prefill_queue_size=QUEUE_SIZE,
+            remote_prefill_timeout_s=TIMEOUT_S,
+            queue_view_max_age_s=2.0,
+            prefill_component="PrefillWorker",
+            queue=self.queue_config,
+        )
+        self.half = DecodeScheduler(
+            EngineLink(
+                namespace=NAMESPACE,
+                engine_id=ENGINE,
+                lease_id=1,
+                lease_ttl_s=TTL_S,
+                nats_url="",
+                etcd_url="",
+                role=role,
+            ),
+            BLOCK,
+        )
+        self.half.bind_block_pool(self.pool)  # type: ignore[arg-type]
+        self.bridge: Any = self.half.bridge
+        self.net: Any = self.half._net
+        self.net._queue, self.net._messaging = self.queue, self.messaging
+        self.writers = self.net._writers = SimpleNamespace(members=(WRITER,))
+        self.cancelled: list[CancelAttempt] = []
+        self.sees()
+
+    def sees(self, jobs: int = 0, prefill_workers: int = 1) -> None:
+        """The bridge reads the queue."""
+        self.net.view = QueueView(jobs, prefill_workers, self.clock.now)
+
+    def admit(self, request: Any, cached: int = 0) -> int:
+        """vLLM's scheduler takes a waiting request. Returns its external tokens."""
+        external, waits = self.half.num_new_matched_tokens(request, cached)
+        assert waits == (external > 0)
+        count = -(-request.num_prompt_tokens // BLOCK)
+        blocks = [b for b in self.pool.blocks if b.ref_cnt == 0][:count]
+        self.pool.touch(blocks)
+        self.taken[request.request_id] = blocks
+        ids = [block.block_id for block in blocks]
+        self.half.state_after_alloc(
+            request, SimpleNamespace(get_block_ids=lambda: (ids,)), external
+        )
+        return external
+
+    def finish(self, request_id: str) -> None:
+        """vLLM ends a request: it asks the connector, then frees the blocks."""
+        self.half.request_finished(request_id)
+        self.pool.free_blocks(self.taken.pop(request_id))
+
+    def output(self, *received: str, failed: Sequence[str] = ()) -> None:
+        finished = {*received, *failed}
+        output: Any = SimpleNamespace(finished_recving=finished, failed_recving=set(failed))
+        self.half.worker_output(output)
+
+    async def network(self) -> None:
+        """Runs what the scheduler half has submitted."""
+        submitted, self.bridge.submitted = self.bridge.submitted, []
+        for coroutine in submitted:
+            await coroutine
+
+    async def job(self) -> RemotePrefillRequest:
+        """The next job on the queue, with what the scheduler submitted run first."""
+        await self.network()
+        job = await self.queue.pull(timeout_s=0)
+        assert job is not None
+        return decode_job(job.payload)
+
+    async def ask(self, request_id: str = "r1", tokens: int = 10, *, claimed: bool = False) -> str:
+        """A remote prefill under way. Returns its attempt; its step is over."""
+        assert self.admit(prompt(request_id, tokens)) > 0
+        [attempt] = self.half.build_step().expect
+        await self.network()
+        if claimed:
+            assert await self.claim(attempt) == Granted()
+        return attempt
+
+    async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
+        claim = Claim(attempt=attempt, writer_lease_id=writer)
+        return decode_claim_reply(await self.net._on_claim(encode(claim)))
+
+    async def done(self, attempt: str, outcome: Any = "written") -> None:
+        await self.net._on_done(encode(WriterDone(attempt=attempt, outcome=outcome)))
+
+    async def cancels(self, *attempts: str) -> None:
+        """Waits until the writer has been told to stop these, in this order."""
+        await self.network()
+        async with asyncio.timeout(10):
+            while [cancel.attempt for cancel in self.cancelled] != list(attempts):
+                await asyncio.sleep(0.001)
+
+    async def take_cancel(self, payload: bytes) -> None:
+        self.cancelled.append(decode_cancel_attempt(payload))
+
+    def counted(self, name: str) -> float:
+        return self.half.stats.data.get(name, 0)
+
+    def assert_clean(self) -> None:
+        half, clock, book = self.half, self.half._clock, self.half._book
+        left = (half._verdicts, half._decided, half._held, clock._open, clock._received)
+        ledger = (book.ledger._attempts, book.ledger._by_request, book._for_engine)
+        assert not any(left) and not any(ledger)
+        assert not half.busy
+        assert self.pool.used == 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (decode_scheduler, decode_link, handover_clock):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(decode_scheduler, "Bridge", Bridge)
+    return clock
+
+
+@pytest.fixture
+async def decode(clock: Clock):
+    decode = Decode(clock)
+    subject = names.cancel_subject(NAMESPACE, WRITER)
+    async with decode.queue, decode.messaging.serve(subject, decode.take_cancel):
+        yield decode
+        await decode.network()
+
+
+# Decisions
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "first", "end"),
+    [
+        (10, 0, 0, 3),
+        (8, 0, 0, 2),
+        (9, 0, 0, 2),  # the last token is alone in its block: that one is not asked for
+        (17, 8, 2, 4),
+        (13, 4, 1, 3),
+        (15, 8, 2, 4),
+    ],
+)
+async def test_a_job_names_the_blocks_of_the_tokens_that_are_wanted(
+    decode: Decode, tokens: int, cached: int, first: int, end: int
+):
+    request = prompt("r1", tokens, priority=3, cache_salt="salt")
+    assert decode.admit(request, cached) == tokens - 1 - cached
+    step = decode.half.build_step()
+    job = await decode.job()
+    assert step.expect == {job.attempt: "r1"}
+    assert step.poll
+    assert job.prompt_token_ids == request.prompt_token_ids[:-1]
+    assert job.num_computed_tokens == cached
+    assert job.block_ids == [block.block_id for block in decode.taken["r1"]][first:end]
+    assert (job.engine_id, job.request_id) == (ENGINE, "r1")
+    assert (job.priority, job.cache_salt) == (3, "salt")
+    assert job.deadline == decode.clock.time() + TIMEOUT_S
+    assert decode.counted("decision/remote/long") == 1
+    assert decode.half.build_step().expect == {}
+
+
+@pytest.mark.parametrize(
+    ("max_local", "tokens", "cached", "reason"),
+    [(4, 4, 0, "short"), (4, 12, 8, "cached"), (0, 9, 8, "cached"), (0, 1, 0, "short")],
+)
+async def test_few_uncached_tokens_are_computed_here(
+    clock: Clock, max_local: int, tokens: int, cached: int, reason: str
+):
+    decode = Decode(clock, max_local)
+    assert decode.admit(prompt("r1", tokens), cached) == 0
+    assert decode.half.build_step() == DecodeStep()
+    assert decode.bridge.submitted == []
+    assert decode.counted(f"decision/local/{reason}") == 1
+    decode.finish("r1")
+    decode.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"skip_reading_prefix_cache": True},
+        {"mm_features": ["image"]},
+        {"lora_request": "lora"},
+        {"prompt_embeds": "embeds"},
+        {"prompt_token_ids": None},
+    ],
+)
+async def test_a_prompt_that_tokens_do_not_determine_stays_here(decode: Decode, field):
+    assert decode.admit(prompt("r1", 100, **field)) == 0
+    assert decode.counted("decision/local/not_transferable") == 1
+
+
+async def test_what_is_not_known_of_the_queue_keeps_prompts_here(decode: Decode):
+    decode.net.view = None
+    assert decode.admit(prompt("r1", 10)) == 0
+    decode.sees()
+    decode.clock.now += 2.1
+    assert decode.admit(prompt("r2", 10)) == 0
+    assert decode.counted("decision/local/queue_unknown") == 2
+    decode.sees(prefill_workers=0)
+    assert decode.admit(prompt("r3", 10)) == 0
+    assert decode.counted("decision/local/no_prefill_worker") == 1
+    decode.sees(jobs=QUEUE_SIZE)
+    assert decode.admit(prompt("r4", 10)) == 0
+    assert decode.counted("decision/local/queue_full") == 1
+
+
+async def test_a_burst_counts_its_own_jobs(decode: Decode):
+    decode.clock.now += 0.1
+    externals = [decode.admit(prompt(f"r{i}", 10)) for i in range(16)]
+    assert [external > 0 for external in externals] == [True] * QUEUE_SIZE + [False] * 11
+    assert decode.counted("decision/local/queue_full") == 11
+    await decode.network()
+    assert (await decode.queue.depth()).total == QUEUE_SIZE
+    decode.clock.now += 0.1
+    decode.sees(jobs=QUEUE_SIZE - 2)
+    decode.clock.now += 0.1
+    externals = [decode.admit(prompt(f"s{i}", 10)) for i in range(4)]
+    assert [external > 0 for external in externals] == [True, True, False, False]
+
+
+async def test_a_verdict_without_blocks_is_taken_again(decode: Decode):
+    """vLLM had no room: it asks again later, and nothing was begun or counted."""
+    request = prompt("r1", 10)
+    assert decode.half.num_new_matched_tokens(request, 0) == (9, True)
+    decode.sees(jobs=QUEUE_SIZE)
+    assert decode.admit(request) == 0
+    assert decode.counted("decision/remote/long") == 0
+    assert decode.counted("decision/local/queue_full") == 1
+    assert decode.bridge.submitted == []
+
+
+@pytest.mark.parametrize("received", [True, False])
+async def test_a_prompt_is_decided_once(decode: Decode, received: bool):
+    """A preempted or a failed one comes back, and is computed here."""
+    await decode.ask("r1", claimed=True)
+    decode.output("r1") if received else decode.output(failed=["r1"])
+    decode.pool.free_blocks(decode.taken.pop("r1"))
+    assert decode.admit(prompt("r1", 10)) == 0
+    assert decode.half.build_step().expect == {}
+    assert decode.counted("decision/remote/long") == 1
+    assert sum(v for k, v in decode.half.stats.data.items() if k.startswith("decision")) == 1
+
+
+# How remote prefills end
+
+
+async def test_received_kv_commits_the_prefill(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    await decode.done(attempt)
+    decode.output("r1")
+    assert decode.counted("remote/committed") == 1
+    decode.half.state_after_alloc(prompt("r1", 10), SimpleNamespace(), 0)
+    stages = {name for name in decode.half.stats.data if name.startswith("stage/")}
+    assert stages == {f"stage/{s}" for s in ("decide", "publish", "pull", "fill", "resume")}
+    assert decode.half.build_step() == DecodeStep()
+    assert not decode.half.busy
+    decode.finish("r1")
+    decode.assert_clean()
+    await decode.done(attempt)
+    decode.assert_clean()
+
+
+async def test_an_unclaimed_job_is_given_up_at_its_deadline(decode: Decode):
+    attempt = await decode.ask("r1")
+    decode.clock.now += TIMEOUT_S - 0.1
+    assert decode.half.build_step().give_up == []
+    decode.clock.now += 0.2
+    step = decode.half.build_step()
+    assert step.give_up == [(attempt, "r1")]
+    assert decode.half._held == {}
+    await decode.network()
+    assert (await decode.queue.depth()).total == 0
+    assert decode.counted("remote/deadline") == 1
+    assert await decode.claim(attempt) == ClaimRefused(reason="unknown or ended attempt")
+    decode.output(failed=["r1"])
+    decode.finish("r1")
+    decode.assert_clean()
+    assert decode.counted("remote/committed") == 0
+
+
+async def test_a_claimed_job_keeps_its_blocks_until_its_writer_is_done(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    decode.clock.now += TIMEOUT_S
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    await decode.cancels(attempt)
+    assert decode.cancelled == [CancelAttempt(attempt=attempt, engine_id=ENGINE)]
+    assert [block.ref_cnt for block in decode.taken["r1"]] == [2, 2, 2]
+    decode.output(failed=["r1"])
+    decode.finish("r1")
+    assert decode.pool.used == 3
+    assert decode.half.busy
+    assert decode.half.build_step().poll
+    await decode.done(attempt, "abandoned")
+    assert decode.half.busy
+    assert decode.pool.used == 3
+    decode.half.build_step()
+    decode.assert_clean()
+
+
+async def test_a_silent_writer_is_told_again_to_stop(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    decode.finish("r1")
+    decode.half.build_step()
+    await decode.cancels(attempt)
+    decode.clock.now += TTL_S
+    decode.half.build_step()
+    await decode.cancels(attempt, attempt)
+    await decode.done(attempt, "abandoned")
+    decode.half.build_step()
+    decode.assert_clean()
+
+
+async def test_an_abort_before_the_claim_takes_the_job_back(decode: Decode):
+    attempt = await decode.ask("r1")
+    decode.finish("r1")
+    assert decode.half.busy
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    await decode.network()
+    assert (await decode.queue.depth()).total == 0
+    assert isinstance(await decode.claim(attempt), ClaimRefused)
+    assert decode.counted("remote/cancelled") == 1
+    decode.assert_clean()
+
+
+async def test_an_abort_before_the_push_takes_the_job_back(decode: Decode):
+    decode.admit(prompt("r1", 10))
+    decode.finish("r1")
+    await decode.network()
+    assert (await decode.queue.depth()).total == 0
+    step = decode.half.build_step()
+    assert list(step.expect.items()) == step.give_up
+    decode.assert_clean()
+
+
+async def test_an_abort_after_the_claim_keeps_the_blocks(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    decode.finish("r1")
+    assert decode.pool.used == 3
+    assert [len(blocks) for blocks in decode.half._held.values()] == [3]
+    await decode.cancels(attempt)
+    assert await decode.claim(attempt) == ClaimRefused(reason="withdrawn")
+    await decode.done(attempt)
+    decode.half.build_step()
+    decode.assert_clean()
+
+
+async def test_a_finished_write_holds_nothing_back(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    await decode.done(attempt)
+    decode.finish("r1")
+    decode.half.build_step()
+    await decode.network()
+    assert decode.cancelled == []
+    decode.assert_clean()
+
+
+@pytest.mark.parametrize("outcome", ["failed", "abandoned"])
+async def test_a_writer_that_gives_up_hands_the_prompt_back(decode: Decode, outcome: str):
+    attempt = await decode.ask("r1", claimed=True)
+    await decode.done(attempt, outcome)
+    assert decode.half.busy
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    assert decode.counted("remote/writer_failed") == 1
+    decode.finish("r1")
+    decode.assert_clean()
+
+
+@pytest.mark.parametrize("trouble", ["full", "away", "no writer"])
+async def test_a_job_that_is_not_queued_is_computed_here(decode: Decode, trouble: str):
+    if trouble == "full":
+        for i in range(DEPTH):
+            await decode.queue.push(b"", message_id=str(i))
+    decode.broker.set_connected(trouble != "away")
+    decode.writers.members = () if trouble == "no writer" else (WRITER,)
+    attempt = await decode.ask("r1")
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    assert decode.counted("remote/refused") == 1
+    decode.finish("r1")
+    decode.assert_clean()
+
+
+async def test_a_thousand_prompts_leave_nothing_behind(decode: Decode):
+    for i in range(1000):
+        decode.sees()
+        attempt = await decode.ask("r", claimed=i % 2 == 0)
+        if i % 3 == 0:
+            decode.output("r")
+        if i % 5 == 0:
+            await decode.done(attempt)
+        decode.finish("r")
+        await decode.done(attempt, "abandoned")
+        decode.half.build_step()
+        await decode.network()
+        while (job := await decode.queue.pull(timeout_s=0)) is not None:
+            await job.ack()
+        decode.clock.now += 0.01
+    decode.assert_clean()
+    decode.sees()
+    decode.half._queue_view()
+    assert len(decode.half._asked_at) == 0
+
+
+# Writers and this engine come and go
+
+
+async def change(decode: Decode, *, joined: int | None = None, left: int | None = None) -> None:
+    here = frozenset() if joined is None else frozenset({joined})
+    gone = frozenset() if left is None else frozenset({left})
+    async with asyncio.TaskGroup() as tasks:
+        decode.net._on_writers(tasks, here, gone)
+
+
+async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):
+    attempt = await decode.ask("r1")
+    await change(decode, left=0xB)
+    assert decode.half.build_step().give_up == []
+    decode.writers.members = ()
+    await change(decode, left=WRITER)
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    assert decode.counted("remote/no_writer") == 1
+    assert (await decode.queue.depth()).total == 0
+
+
+async def test_a_dead_writer_frees_the_prompt_soon_and_the_blocks_when_its_lease_is_over(
+    decode: Decode,
+):
+    attempt = await decode.ask("r1", claimed=True)
+    await change(decode, left=WRITER)
+    assert decode.half.build_step().give_up == []
+    decode.clock.now += 1.0
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    assert decode.counted("remote/writer_lost") == 1
+    decode.finish("r1")
+    decode.clock.now += TTL_S - 0.1
+    decode.half.build_step()
+    assert decode.pool.used == 3
+    decode.clock.now += 0.1
+    decode.half.build_step()
+    decode.assert_clean()
+
+
+async def test_a_leaving_writer_that_promises_to_stay_may_finish(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    await change(decode, left=WRITER)
+    for _ in range(3):
+        stays = WriterStays(attempt=attempt, writer_lease_id=WRITER, for_s=3.0)
+        assert await decode.net._on_stays(encode(stays)) == b""
+        decode.clock.now += 2.0
+        assert decode.half.build_step().give_up == []
+    decode.clock.now += 1.0
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+
+
+async def test_a_writer_that_is_back_never_left(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    await change(decode, left=WRITER)
+    await change(decode, joined=WRITER)
+    decode.clock.now += 2.0
+    assert decode.half.build_step().give_up == []
+    assert await decode.claim(attempt) == Granted()
+
+
+async def test_an_engine_whose_metadata_is_gone_asks_for_nothing_more(decode: Decode):
+    store, key = MemoryStore(), names.nixl_metadata_key(NAMESPACE, ENGINE)
+    attempt = await decode.ask("r1")
+    watching = asyncio.create_task(decode.net._watch_own_metadata(store))
+    await store.put(key, b"here")
+    await store.delete(key)
+    async with asyncio.timeout(10):
+        while not decode.half.busy:
+            # Before the first snapshot the key may have come and gone unseen.
+            await store.put(key, b"here")
+            await asyncio.sleep(0.005)
+            await store.delete(key)
+            await asyncio.sleep(0.005)
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    assert decode.counted("remote/leaving") == 1
+    assert decode.admit(prompt("r2", 10)) == 0
+    assert decode.counted("decision/local/leaving") == 1
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+
+
+async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decode_link, "_VIEW_PERIOD_S", 0.001)
+    await decode.queue.push(b"", message_id="m")
+    decode.net.view = None
+    watching = asyncio.create_task(decode.net._watch_queue())
+    async with asyncio.timeout(10):
+        while decode.net.view is None:
+            await asyncio.sleep(0.001)
+        assert decode.net.view == QueueView(1, 1, decode.clock.now)
+        decode.broker.set_connected(False)
+        decode.clock.now += 1.0
+        await asyncio.sleep(0.01)
+        assert decode.net.view.read_at == decode.clock.now - 1.0
+        decode.broker.set_connected(True)
+        while decode.net.view.read_at != decode.clock.now:
+            await asyncio.sleep(0.001)
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+
+
+async def test_an_engine_describes_itself(decode: Decode):
+    assert await decode.net._on_describe(b"") is None
+    decode.half.metadata = EngineMetadata(
+        engine_id=ENGINE,
+        lease_id=1,
+        fingerprint={},
+        block_size_tokens=BLOCK,
+        num_blocks=POOL,
+        ranks=(),
+    )
+    await decode.ask("r1", claimed=True)
+    await decode.ask("r2", claimed=True)
+    decode.finish("r2")
+    decode.sees(jobs=2)
+    status = decode_engine_status(await decode.net._on_describe(b""))
+    assert (status.free_blocks, status.total_blocks) == (POOL - 6, POOL)
+    assert (status.waiting, status.quarantined, status.queue_jobs) == (1, 1, 2)
+    decode.clock.now += 60.0
+    assert decode_engine_status(await decode.net._on_describe(b"")).queue_jobs is None
