@@ -3,11 +3,30 @@
 One entry per attempt, from the allocation of its blocks to the moment nobody
 can write into them any more:
 
-    QUEUED ──claim──► CLAIMED ──received──► (gone)
-      │                  │
+    QUEUED ──claim──► CLAIMED ──received──────────────────────► (gone)
+      │                  │ └──withdraw, its writer being done──► (gone)
       │ withdraw         │ withdraw
       ▼                  ▼
-    (gone)          QUARANTINED ──writer done, or dead for one lease TTL──► (gone)
+    (gone)          QUARANTINED ──writer done, or certainly dead──► (gone)
+
+Withdrawn are: what the queue did not take, and what is queued when the last
+writer or this engine leaves; past its deadline, whatever is not received; on
+its request's end likewise; claimed, what its writer gave up, and what it left.
+
+A claimed or quarantined attempt's writer may leave, which is no state but two
+deadlines:
+
+    keys vanish ──► leaving second ──► lost: withdrawn ──writer_grace_s──► dead: released
+        │             ▲    │
+        │             │    └─promise to stay `for_s`: lost and dead count from its end
+        │             └────── (each promise replaces the one before)
+        └─keys are back, same lease: nothing happened
+
+The second is for a revoked worker, which can say that it still finishes what
+it has begun; a dead one cannot. A writer that was done when its keys vanished
+loses nothing. New claims of a lease that is gone are refused until it is back.
+A quarantined attempt whose writer is neither done nor dead is reminded: its
+cancel is repeated every `writer_grace_s`, because either word can get lost.
 
 Events come in as method calls named after what happened; what must be done
 comes out as instructions. The caller owns I/O, clock and locking. Two rules
