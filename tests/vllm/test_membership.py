@@ -70,13 +70,16 @@ def left_in_order(graph: Graph, component: str, instance: int) -> bool:
     return line and process.state == "stopped" and process.restarts == 0
 
 
+def _draining_with_work(health) -> bool:
+    return health["state"] == "draining" and health["in_flight"] > 0
+
+
 async def test_a_revoked_decode_worker_finishes_what_it_has(graph: Graph, reference: PlainServer):
     leaving = graph.process("VllmWorker", 0)
-    async with under_load(graph, reference, load(seed=500, count=48, tokens=150)):
+    async with under_load(graph, reference, load(seed=500, count=48, tokens=500)):
         await _until(lambda: _health(leaving)["in_flight"] >= 2)
         revoking = asyncio.create_task(revoke(graph, leaving.lease))
-        await _until(lambda: _health(leaving)["state"] == "draining")
-        assert _health(leaving)["in_flight"] > 0, "it had nothing to finish"
+        await _until(lambda: _draining_with_work(_health(leaving)))
         await revoking
     assert eventually(
         lambda: left_in_order(graph, "VllmWorker", 0), timeout_s=10, what="exit 0, no restart"

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 #: A write to a dead peer ends in an error within a few seconds.
 _PREEMPTION_DRAIN_S = 30.0
 
+#: How long a step may be held up for a commit to leave.
+_SEE_OFF_S = 0.002
+
 #: Says whether the step that filled the blocks has really ended (GPU work is queued).
 Ready = Callable[[], bool]
 
@@ -176,9 +179,20 @@ class PrefillRank:
             self.stats.add_stage("compute", started - write.scheduled)
         try:
             attempt.flying.append(_Flight(self._write(write), started, write.last))
+            if write.last:
+                self._see_off(attempt)
         except (TransferError, ValueError, LookupError) as exc:
             self._fail(attempt, write.target_engine, exc)
         return True
+
+    def _see_off(self, attempt: _Attempt) -> None:
+        """Polls a last write for a moment: its notice leaves only when we see it done.
+
+        The engine's next step may be a millisecond away, and the peer's client waits.
+        """
+        until = time.monotonic() + _SEE_OFF_S
+        while attempt.flying and time.monotonic() < until:
+            self._poll(attempt)
 
     def _write(self, write: BlockWrite) -> Write:
         remote = self._peers.get(write.target_engine)
