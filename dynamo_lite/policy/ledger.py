@@ -38,6 +38,17 @@ that writer is done or certainly dead.
 import enum
 from dataclasses import dataclass, field
 
+from dynamo_lite.policy.instructions import (
+    CancelWriter,
+    DeleteJob,
+    Ended,
+    GiveUp,
+    Hold,
+    Instruction,
+    Outcome,
+    Release,
+)
+
 #: Leases that are remembered as gone; a claim of theirs can only be seconds late.
 _MAX_GONE = 1024
 
@@ -46,69 +57,6 @@ class State(enum.Enum):
     QUEUED = "queued"
     CLAIMED = "claimed"
     QUARANTINED = "quarantined"
-
-
-class Outcome(enum.Enum):
-    """How a remote prefill ended for its request; the label of the counter."""
-
-    COMMITTED = "committed"
-    REFUSED = "refused"  # the queue did not take it
-    DEADLINE = "deadline"
-    WRITER_FAILED = "writer_failed"
-    WRITER_LOST = "writer_lost"
-    CANCELLED = "cancelled"
-    NO_WRITER = "no_writer"  # the last prefill worker left
-    LEAVING = "leaving"  # this engine is on its way out
-
-
-@dataclass(frozen=True)
-class DeleteJob:
-    """Take the job off the queue: nobody wants it."""
-
-    sequence: int
-
-
-@dataclass(frozen=True)
-class CancelWriter:
-    """Tell the writer to stop and to say when it has. Repeated: messages get lost."""
-
-    writer_lease_id: int
-    attempt: str
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Take references of our own on the blocks before the engine frees them."""
-
-    attempt: str
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Release:
-    """Give those references back: no write can come any more."""
-
-    attempt: str
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """Stop waiting for the KV of this request: let the engine go on without it."""
-
-    request_id: str
-    attempt: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """For the books: the request's remote prefill is over, one way or another."""
-
-    request_id: str
-    attempt: str
-    outcome: Outcome
-
-
-Instruction = DeleteJob | CancelWriter | Hold | Release | GiveUp | Ended
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,18 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dynamo_lite.policy.ledger import (
+from dynamo_lite.policy.instructions import (
     CancelWriter,
     DeleteJob,
     Ended,
     GiveUp,
     Hold,
-    Ledger,
     Outcome,
-    Refusal,
     Release,
+)
+from dynamo_lite.policy.ledger import (
+    Ledger,
+    Refusal,
     State,
 )
 

@@ -8,7 +8,6 @@ produced them, one batch per step. Detokenisation happens at the edge.
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +15,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
-from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -27,19 +24,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad
+from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.engine.vllm.link import LINK_FILE, DecodeLink, EngineLink, write_link
 from dynamo_lite.engine.vllm.stats import ENDED, ConnectorMetrics
-from dynamo_lite.engine.vllm.wire import delta_from_output, sampling_from_bytes
+from dynamo_lite.engine.vllm.wire import delta_from_output
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import (
-    EngineDied,
-    NoResponders,
-    ProtocolError,
-    Refused,
-    StartupError,
-)
+from dynamo_lite.protocol.errors import EngineDied, NoResponders, Refused, StartupError
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, decode_engine_status
 from dynamo_lite.protocol.records import EngineMetadata
@@ -119,32 +110,11 @@ class VllmEngine:
 
     async def submit(self, request: GenerateRequest) -> None:
         """Raises Refused when this engine cannot take the request."""
-        try:
-            sampling = sampling_from_bytes(request.sampling)
-        except ProtocolError as exc:
-            raise Refused(str(exc), elsewhere=False) from exc
-        self._check(request, sampling)
-        await self._add(
-            EngineCoreRequest(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                mm_features=None,
-                sampling_params=sampling,
-                pooling_params=None,
-                arrival_time=request.arrival_time,
-                lora_request=None,
-                cache_salt=request.cache_salt,
-                data_parallel_rank=None,
-                priority=request.priority,
-                trace_headers=request.trace_headers,
-                external_req_id=request.request_id,
-                reasoning_ended=request.reasoning_ended,
-                reasoning_parser_kwargs=request.reasoning_parser_kwargs,
-            )
-        )
+        await self._add(requests.generation(request, self.config.model_config))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._client.abort_requests_async(list(request_ids))
+        if self._client is not None:
+            await self._client.abort_requests_async(list(request_ids))
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
         """Ends when the engine is closed. Raises EngineDied when its process ended by itself."""
@@ -171,76 +141,22 @@ class VllmEngine:
         """
         assert self.metadata is not None
         check_peer(self.metadata, target)
-        self._check_prompt(job.prompt_token_ids)
+        left, self._left = self._left, []
+        request = requests.prefill(job, target, left, self.config.model_config)
         ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self._attempts[job.attempt] = ended
         try:
-            await self._add(self._prefill_request(job, target))
+            await self._add(request)
             return await ended
         finally:
             self._attempts.pop(job.attempt, None)
 
     async def abandon(self, attempt: str) -> None:
-        await self._client.abort_requests_async([attempt])
+        await self.abort([attempt])
 
     def forget(self, engine_ids: Sequence[str]) -> None:
         """These decode engines left; told to the engine's processes with the next job."""
         self._left += engine_ids
-
-    def _take_left(self) -> list[str]:
-        left, self._left = self._left, []
-        return left
-
-    def _prefill_request(
-        self, job: RemotePrefillRequest, target: EngineMetadata
-    ) -> EngineCoreRequest:
-        params = {
-            "attempt": job.attempt,
-            "engine_id": job.engine_id,
-            "num_computed_tokens": job.num_computed_tokens,
-            "block_ids": job.block_ids,
-            "target": encode(target),
-            "forget": self._take_left(),
-        }
-        return EngineCoreRequest(
-            request_id=job.attempt,
-            prompt_token_ids=job.prompt_token_ids,
-            mm_features=None,
-            sampling_params=SamplingParams(
-                max_tokens=1,
-                temperature=0.0,
-                detokenize=False,
-                extra_args={"kv_transfer_params": params},
-            ),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=job.cache_salt,
-            data_parallel_rank=None,
-            priority=job.priority,
-            trace_headers=job.trace_headers,
-            external_req_id=job.request_id,
-        )
-
-    def _check(self, request: GenerateRequest, sampling: SamplingParams) -> None:
-        """What would break the engine's step is refused at its door."""
-        self._check_prompt(request.prompt_token_ids)
-        if sampling.n != 1:
-            raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
-        try:
-            sampling.verify(self.config.model_config, None, None, None)
-        except VLLMError as exc:
-            raise Refused(str(exc), elsewhere=False) from exc
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        model = self.config.model_config
-        if not prompt or len(prompt) >= model.max_model_len:
-            raise Refused(
-                f"prompt of {len(prompt)} tokens; this model takes 1 to {model.max_model_len - 1}",
-                elsewhere=False,
-            )
-        if max(prompt) >= model.get_vocab_size():
-            raise Refused(f"token id {max(prompt)} is outside the vocabulary", elsewhere=False)
 
     async def _add(self, request: EngineCoreRequest) -> None:
         try:

@@ -16,7 +16,8 @@ from functools import partial
 from dynamo_lite.engine.vllm.handover_clock import HandoverClock
 from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
 from dynamo_lite.policy.disagg import QueueView
-from dynamo_lite.policy.ledger import CancelWriter, DeleteJob, Instruction, Ledger, Outcome
+from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
+from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (

@@ -28,16 +28,18 @@ from dynamo_lite.policy.disagg import (
     Verdict,
     decide,
 )
-from dynamo_lite.policy.ledger import (
+from dynamo_lite.policy.instructions import (
     CancelWriter,
     DeleteJob,
     Ended,
     GiveUp,
     Hold,
     Instruction,
-    Ledger,
     Outcome,
     Release,
+)
+from dynamo_lite.policy.ledger import (
+    Ledger,
 )
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
