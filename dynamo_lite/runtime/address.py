@@ -1,60 +1,149 @@
 """Addresses: what server URLs mean, how they may be shown, and which address a
 process gives others for its own servers.
 
-URLs may carry credentials; only `redact`ed ones reach a log or an error.
+URLs may carry credentials and names of key files; only `redact`ed ones reach a log
+or an error.
 """
 
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.tls import TlsFiles
 
 #: Up to the last @ of a URL: passwords in the wild hold @, / and commas, unescaped.
 _CREDENTIALS = re.compile(r"([a-z+]+://)?(?:(?!,[a-z+]+://)\S)*@")
-_ETCD_PORT = 2379
-_IPV4 = re.compile(r"\d{1,3}(\.\d{1,3}){3}")
+_QUERY = re.compile(r"(?<=\S)\?\S+")
+_FILES = ("ca", "cert", "key")
 
 
 def redact(text: str) -> str:
-    """`text`, a URL or a sentence with URLs, without user names, passwords and tokens."""
-    return _CREDENTIALS.sub(lambda hit: hit[1] or "", text)
+    """`text`, a URL or a sentence with URLs, without user names, passwords, tokens and
+    queries."""
+    return _QUERY.sub("", _CREDENTIALS.sub(lambda hit: hit[1] or "", text))
 
 
 @dataclass(frozen=True)
-class EtcdAddress:
-    """Where etcd is, in the two pieces that aetcd joins with a colon."""
+class ServerAddress:
+    """The servers of one cluster, and how a client is let in.
 
-    host: str
-    port: int
+    hosts: (name or address, port), the preferred one first. tls: None for plain
+    TCP. user and password go together; token only for NATS.
+    """
+
+    hosts: tuple[tuple[str, int], ...]
+    tls: TlsFiles | None = None
     user: str | None = None
     password: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
 
 
-def parse_etcd_url(url: str) -> EtcdAddress:
-    """Parses `http://[USER:PASSWORD@]HOST[:PORT]`, or several separated by commas.
+@dataclass(frozen=True)
+class _Kind:
+    name: str
+    schemes: Mapping[str, bool]  # scheme -> whether it means TLS
+    default_port: int
 
-    Several members are possible only by IPv4 address (a gRPC name cannot list
-    host names). Raises ConfigError.
+
+_ETCD = _Kind("etcd", {"http": False, "https": True}, 2379)
+_NATS = _Kind("NATS", {"nats": False, "tls": True}, 4222)
+
+
+def parse_etcd_url(url: str) -> ServerAddress:
+    """Parses `http[s]://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...][?ca=&cert=&key=]`.
+
+    Special characters of user, password and file names are written as %XX. Each of
+    several members may have the scheme and the same credentials in front. Raises
+    ConfigError, also when a file is missing or not what it should be.
     """
-    parts = [_split(part.strip(), url) for part in url.split(",")]
-    if len(parts) > 1 and not all(_IPV4.fullmatch(part.hostname or "") for part in parts):
-        raise ConfigError([f"etcd URL {redact(url)}: several members need IPv4 addresses."])
-    ends = [(_bracketed(part.hostname or ""), part.port or _ETCD_PORT) for part in parts]
-    first = parts[0]
-    if (first.username is None) != (first.password is None):
-        raise ConfigError([f"etcd URL {redact(url)}: user and password go together."])
-    user, password = first.username, first.password
-    host, port = ends[-1]
-    if len(ends) > 1:
-        host = "ipv4:" + ",".join([f"{h}:{p}" for h, p in ends[:-1]] + [host])
-    return EtcdAddress(
-        host,
-        port,
-        unquote(user) if user is not None else None,
-        unquote(password) if password is not None else None,
+    address = _parse(url, _ETCD)
+    if address.token is not None:
+        raise _mistake(_ETCD, url, "user and password go together; write USER:PASSWORD@HOST")
+    return address
+
+
+def parse_nats_url(url: str) -> ServerAddress:
+    """As `parse_etcd_url`, with `nats://` and `tls://`; a lone `TOKEN@` is possible."""
+    return _parse(url, _NATS)
+
+
+def _parse(url: str, kind: _Kind) -> ServerAddress:
+    servers, _, query = url.strip().partition("?")
+    if "@" in query:  # it may be the end of a password
+        raise _mistake(kind, url, "a ? in a password is written as %3F, an @ in a file name as %40")
+    parts = [_split(part.strip(), url, kind) for part in servers.split(",")]
+    schemes = {part.scheme for part in parts if part.scheme}
+    if len(schemes) > 1:
+        raise _mistake(kind, url, "all servers need the same scheme")
+    secure = kind.schemes[schemes.pop()] if schemes else False
+    first, *others = parts
+    for part in others:
+        own = _credentials(part)
+        if own is not None and (own != _credentials(first) or not part.scheme):
+            hint = "write them once, before the first host, special characters as %XX"
+            raise _mistake(kind, url, f"servers have different credentials; {hint}")
+    user, password = _credentials(first) or (None, None)
+    return ServerAddress(
+        hosts=tuple((part.hostname or "", part.port or kind.default_port) for part in parts),
+        tls=_tls(query, url, kind, secure=secure),
+        user=user if password is not None else None,
+        password=password,
+        token=user if password is None else None,
     )
+
+
+def _split(part: str, url: str, kind: _Kind) -> SplitResult:
+    """One server; without a scheme when it has none."""
+    try:
+        split = urlsplit(part if "://" in part else f"//{part}")
+        _ = split.port
+    except ValueError as exc:
+        hint = "check the port; special characters of a password are written as %XX"
+        raise _mistake(kind, url, f"it is malformed; {hint}") from exc
+    known = not split.scheme or split.scheme in kind.schemes
+    if not known or not split.hostname or split.path.strip("/") or split.fragment:
+        expected = " or ".join(f"{scheme}://HOST:PORT" for scheme in kind.schemes)
+        raise _mistake(kind, url, f"expected {expected}")
+    return split
+
+
+def _credentials(part: SplitResult) -> tuple[str, str | None] | None:
+    if part.username is None:
+        return None
+    return unquote(part.username), None if part.password is None else unquote(part.password)
+
+
+def _tls(query: str, url: str, kind: _Kind, *, secure: bool) -> TlsFiles | None:
+    files: dict[str, Path] = {}
+    for pair in query.split("&") if query else ():
+        name, _, value = pair.partition("=")
+        if name not in _FILES or not value or name in files:
+            problem = f"its query takes {', '.join(f'{file}=FILE' for file in _FILES)}, each once"
+            raise _mistake(kind, url, f"{problem}; {unquote(name) or 'an empty one'} does not fit")
+        files[name] = Path(unquote(value)).expanduser()
+    if not secure:
+        if files:
+            scheme = next(scheme for scheme, tls in kind.schemes.items() if tls)
+            raise _mistake(
+                kind, url, f"{', '.join(files)}: certificates need TLS; write {scheme}://"
+            )
+        return None
+    if ("cert" in files) != ("key" in files):
+        raise _mistake(kind, url, "cert and key go together; name both files")
+    tls = TlsFiles(**files)
+    try:
+        tls.context()
+    except ConfigError as exc:
+        raise _mistake(kind, url, exc.mistakes[0].rstrip(".")) from exc
+    return tls
+
+
+def _mistake(kind: _Kind, url: str, problem: str) -> ConfigError:
+    return ConfigError([f"{kind.name} URL {redact(url)}: {problem}."])
 
 
 def advertised_address(bind_host: str, port: int) -> str:
@@ -74,14 +163,3 @@ def host_port(host: str, port: int) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _split(part: str, url: str) -> SplitResult:
-    try:
-        split = urlsplit(part if "//" in part else f"http://{part}")
-        _ = split.port
-    except ValueError as exc:
-        raise ConfigError([f"etcd URL {redact(url)} is malformed."]) from exc
-    if split.scheme != "http" or not split.hostname:
-        raise ConfigError([f"etcd URL {redact(url)}: expected http://HOST:PORT."])
-    return split

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import aetcd
+from aetcd import rpc
 
 from dynamo_lite.runtime.store import LeaseLoss
 
@@ -93,8 +94,8 @@ class EtcdLease:
         asked_at = time.monotonic()
         try:
             async with asyncio.timeout(self.remaining_s()):
-                reply = await self._client.refresh_lease(self._id)
-        except (aetcd.ClientError, TimeoutError) as exc:
+                reply = await self._client.call(lambda: self._client.refresh_lease(self._id))
+        except (aetcd.ClientError, rpc.AioRpcError, TimeoutError) as exc:
             logger.debug("lease %x was not refreshed: %s", self._id, exc)
             return False
         if reply is None:

@@ -24,6 +24,8 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _REFUSED_PAUSE_S = 1.0
 _BUFFERED_EVENTS = 1024
+#: A member that is cut off from the others ends the stream instead of going silent.
+_NEEDS_LEADER = ("hasleader", "true")
 _UNREACHABLE = (rpc.AioRpcError, TimeoutError, EOFError)
 
 
@@ -38,7 +40,6 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
 
     def __init__(self, client: Any, prefix: str, *, timeout_s: float):
         self._client = client
-        self._watch_stub = rpc.WatchStub(client.channel)
         self._prefix = prefix.encode()
         self._end = prefix_end(self._prefix) if prefix else b"\0"
         self._timeout_s = timeout_s
@@ -112,14 +113,16 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         request = rpc.RangeRequest(
             key=self._prefix or b"\0", range_end=self._end, revision=revision, keys_only=keys_only
         )
-        return await self._client.kvstub.Range(
-            request, timeout=self._timeout_s, metadata=self._client.metadata
+        client = self._client
+        return await client.call(
+            lambda: client.kvstub.Range(request, timeout=self._timeout_s, metadata=client.metadata)
         )
 
     async def _follow(self) -> None:
         """Tells events until the stream must be opened anew."""
         # Without a request iterator gRPC keeps no task of its own behind this call.
-        call = self._watch_stub.Watch(metadata=self._client.metadata)
+        metadata = (_NEEDS_LEADER, *(self._client.metadata or ()))
+        call = rpc.WatchStub(self._client.channel).Watch(metadata=metadata)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await call.write(self._request())

@@ -17,30 +17,48 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
     StartupError,
 )
-from dynamo_lite.runtime.address import redact
+from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url, redact
 from dynamo_lite.runtime.dispatch import Dispatcher, Reply
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import Handler
+from dynamo_lite.runtime.tls import tls_refusal
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
+_NO_TLS = "it does not offer TLS; write nats:// if that is right"
+_AUTHORIZATION = "authorization violation"
+
+
+class _SecureClient(Client):
+    """A client that sends nothing, above all no password, to a server without TLS.
+
+    nats-py itself leaves it to the server whether the connection is encrypted.
+    """
+
+    def _connect_command(self) -> bytes:
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is None or writer.get_extra_info("ssl_object") is None:
+            raise errors.Error(_NO_TLS)
+        return super()._connect_command()
 
 
 class NatsMessaging:
     """Implements `Messaging`; `client` is the nats-py connection beneath.
 
-    url: one URL or several separated by commas. max_handlers: how many handlers
-    of one served subject run at a time.
+    url: see `parse_nats_url`. max_handlers: how many handlers of one served subject
+    run at a time.
     """
 
     def __init__(self, url: str, *, connect_timeout_s: float = 10.0, max_handlers: int = 256):
-        self._servers = [part.strip() for part in url.split(",")]
+        """Raises ConfigError when `url` is not a NATS URL."""
         self._url = redact(url)
+        self._address = parse_nats_url(url)
         self._connect_timeout_s = connect_timeout_s
         self._max_handlers = max_handlers
         self._client: Client | None = None
         self._outage = False
+        self._refusals: asyncio.Queue[str] = asyncio.Queue()
         self._log_limit = LogLimit()
 
     def __repr__(self) -> str:
@@ -58,15 +76,15 @@ class NatsMessaging:
         return self._client is not None and self._client.is_connected
 
     async def __aenter__(self) -> Self:
-        """Raises StartupError when no server accepts the connection in time."""
-        client = Client()
+        """Raises StartupError when no server accepts the connection in time, or all refuse."""
+        client = _SecureClient() if self._address.tls else Client()
         try:
             # Endless reconnecting also means that the first connect never gives up.
             async with asyncio.timeout(self._connect_timeout_s):
                 await self._connect(client)
         except (errors.Error, OSError, TimeoutError, ValueError) as exc:
             await _close(client)
-            reason = str(client.last_error or exc) or "no answer in time"
+            reason = _reason(client.last_error or exc) or "no answer in time"
             raise StartupError(f"cannot use NATS at {self._url}: {redact(reason)}") from exc
         except BaseException:
             await _close(client)
@@ -126,8 +144,33 @@ class NatsMessaging:
         return reply
 
     async def _connect(self, client: Client) -> None:
+        """Raises what the last server said when each one has refused."""
+        connecting = asyncio.create_task(self._open(client), name="connect to NATS")
+        refused = asyncio.create_task(self._all_refuse(), name="refused by NATS")
+        try:
+            await asyncio.wait({connecting, refused}, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                raise errors.Error(refused.result())
+        finally:
+            for task in (connecting, refused):
+                task.cancel()
+            await asyncio.gather(connecting, refused, return_exceptions=True)
+        connecting.result()
+
+    async def _all_refuse(self) -> str:
+        refusal = ""
+        for _ in self._address.hosts:
+            refusal = await self._refusals.get()
+        return refusal
+
+    async def _open(self, client: Client) -> None:
+        address = self._address
         await client.connect(
-            self._servers,
+            _server_urls(address),
+            tls=address.tls.context() if address.tls else None,
+            user=address.user,
+            password=address.password,
+            token=address.token,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
@@ -159,11 +202,16 @@ class NatsMessaging:
             raise BrokerUnavailable(f"NATS at {self._url}: {reason}") from exc
 
     async def _on_error(self, exc: Exception) -> None:
+        if self._client is None:
+            if _is_refusal(exc):
+                self._refusals.put_nowait(_reason(exc))
+            return
         # While the server is away every reconnect attempt ends here.
-        if not self._outage and self._client is not None:
-            held_back = self._log_limit.allow()
-            if held_back is not None:
-                logger.warning("NATS at %s: %s", self._url, redact(str(exc)) or repr(exc))
+        if self._outage and not _is_refusal(exc):
+            return
+        held_back = self._log_limit.allow()
+        if held_back is not None:
+            logger.warning("NATS at %s: %s", self._url, redact(_reason(exc)) or repr(exc))
 
     async def _on_disconnected(self) -> None:
         if not self._outage and self._client is not None:
@@ -173,6 +221,26 @@ class NatsMessaging:
     async def _on_reconnected(self) -> None:
         self._outage = False
         logger.info("NATS at %s: reconnected", self._url)
+
+
+def _server_urls(address: ServerAddress) -> list[str]:
+    """Without credentials: those go to servers that the cluster names later, too."""
+    scheme = "tls" if address.tls else "nats"
+    return [f"{scheme}://{host_port(*host)}" for host in address.hosts]
+
+
+def _is_refusal(exc: Exception) -> bool:
+    """Whether asking again is of no use."""
+    text = str(exc)
+    known = text == _NO_TLS or _AUTHORIZATION in text.lower()
+    return known or tls_refusal(text) is not None
+
+
+def _reason(exc: BaseException) -> str:
+    text = str(exc)
+    if _AUTHORIZATION in text.lower():
+        return "it refuses the user name, password or token"
+    return tls_refusal(text) or text
 
 
 async def _close(client: Client) -> None:

@@ -48,8 +48,14 @@ app = typer.Typer(
 
 StateDir = Annotated[Path, typer.Option(help="Logs, run.json, data of embedded servers.")]
 Namespace = Annotated[str | None, typer.Option(help="Prefix of etcd keys and NATS subjects.")]
-EtcdUrl = Annotated[str | None, typer.Option(help="http://HOST:PORT[,HOST:PORT...]")]
-NatsUrl = Annotated[str | None, typer.Option(help="nats://HOST:PORT[,nats://...]")]
+EtcdUrl = Annotated[
+    str | None,
+    typer.Option(help="http[s]://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][?ca=&cert=&key=]"),
+]
+NatsUrl = Annotated[
+    str | None,
+    typer.Option(help="nats|tls://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][?ca=&cert=&key=]"),
+]
 
 _DEFAULT_STATE_DIR = Path(".dynamo-lite")
 

@@ -121,10 +121,7 @@ async def _connect(
             raise ConfigError([f"{message}: no graph runs on {request.state_dir}"])
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
     servers: list[Server] = []
-    if nats_url is not None:
-        await preflight.check_reachable("NATS", nats_url, 4222)
-    if etcd_url is not None:
-        await preflight.check_reachable("etcd", etcd_url, 2379)
+    await preflight.check_servers(nats_url, etcd_url)
     if nats_url is None:
         nats = await stack.enter_async_context(EmbeddedNats(_fresh(request.state_dir / "nats")))
         nats_url = nats.url

@@ -10,14 +10,20 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
 from dynamo_lite.components.services import Service
 from dynamo_lite.engine.vllm.args import UNKNOWN_KEY, Mistake, vllm_version
 from dynamo_lite.protocol.errors import ConfigError, StartupError
-from dynamo_lite.runtime.address import host_port, parse_etcd_url, redact
+from dynamo_lite.runtime.address import (
+    ServerAddress,
+    host_port,
+    parse_etcd_url,
+    parse_nats_url,
+    redact,
+)
+from dynamo_lite.serve.access import Servers
 from dynamo_lite.serve.config import (
     GraphConfig,
     ServiceConfig,
@@ -30,6 +36,7 @@ from dynamo_lite.serve.processes import can_listen, death_signal_hook, signal_gr
 from dynamo_lite.serve.run_state import write_private
 
 _REACH_TIMEOUT_S = 3.0
+_ACCESS_TIMEOUT_S = 60.0
 _VLLM_TIMEOUT_S = 180.0
 _VERDICTS_KEPT = 16
 
@@ -59,36 +66,36 @@ def check_model(service: ServiceConfig) -> None:
 
 
 def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError, also for files that the URLs name."""
     mistakes: list[str] = []
-    for url in nats_url.split(",") if nats_url else ():
+    for url, parse in ((nats_url, parse_nats_url), (etcd_url, parse_etcd_url)):
+        if url is None:
+            continue
         try:
-            parts = urlsplit(url.strip())
-            good = parts.scheme in ("nats", "tls") and bool(parts.hostname)
-            _ = parts.port
-        except ValueError:
-            good = False
-        if not good:
-            mistakes.append(f"--nats-url {redact(url)}: expected nats://HOST:PORT")
-    if etcd_url:
-        try:
-            parse_etcd_url(etcd_url)
+            parse(url)
         except ConfigError as exc:
             mistakes += exc.mistakes
     if mistakes:
         raise ConfigError(mistakes)
 
 
-async def check_reachable(what: str, urls: str, default_port: int) -> None:
-    """Raises StartupError unless one of the comma-separated servers accepts a connection."""
+async def check_servers(nats_url: str | None, etcd_url: str | None) -> None:
+    """Raises StartupError unless the servers are there and let this graph in."""
+    if nats_url is not None:
+        await _check_reachable("NATS", nats_url, parse_nats_url(nats_url))
+    if etcd_url is not None:
+        await _check_reachable("etcd", etcd_url, parse_etcd_url(etcd_url))
+    if nats_url is not None or etcd_url is not None:
+        await _check_access(Servers(nats=nats_url, etcd=etcd_url))
+
+
+async def _check_reachable(what: str, url: str, address: ServerAddress) -> None:
+    """Raises StartupError unless one of the servers accepts a connection."""
     problems: list[str] = []
-    for url in urls.split(","):
-        parts = urlsplit(url.strip())
+    for host, port in address.hosts:
         try:
             async with asyncio.timeout(_REACH_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(
-                    parts.hostname, parts.port or default_port
-                )
+                _, writer = await asyncio.open_connection(host, port)
         except TimeoutError:
             problems.append(f"no answer within {_REACH_TIMEOUT_S:g} s")
         except OSError as exc:
@@ -96,7 +103,36 @@ async def check_reachable(what: str, urls: str, default_port: int) -> None:
         else:
             writer.close()
             return
-    raise StartupError(f"{what} at {redact(urls)} is unreachable: {'; '.join(problems)}")
+    raise StartupError(f"{what} at {redact(url)} is unreachable: {'; '.join(problems)}")
+
+
+async def _check_access(servers: Servers) -> None:
+    """Raises StartupError when TLS, the credentials or the server say no."""
+    asking = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dynamo_lite.serve.access"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=child_environment({}),
+        start_new_session=True,
+        preexec_fn=death_signal_hook(signal.SIGKILL),
+    )
+    errors = b""
+    try:
+        async with asyncio.timeout(_ACCESS_TIMEOUT_S):
+            answer, errors = await asking.communicate(msgspec.json.encode(servers))
+        problems = msgspec.json.decode(answer, type=list[str])
+    except (TimeoutError, msgspec.DecodeError) as exc:
+        reason = "no answer in time"
+        if asking.returncode is not None:
+            reason = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        raise StartupError(f"NATS and etcd could not be tried: {redact(reason)}") from exc
+    finally:
+        if asking.returncode is None:
+            signal_group(asking.pid, signal.SIGKILL)
+            await asking.wait()
+    if problems:
+        raise StartupError("; ".join(problems))
 
 
 def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -> None:

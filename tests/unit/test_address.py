@@ -1,17 +1,24 @@
 """URLs: what they mean, and that their credentials stay out of sight."""
 
 import socket
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import trustme
 
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.address import (
-    EtcdAddress,
+    ServerAddress,
     advertised_address,
     host_port,
     parse_etcd_url,
+    parse_nats_url,
     redact,
 )
+from dynamo_lite.runtime.tls import TlsFiles, tls_refusal
+
+Parse = Callable[[str], ServerAddress]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,9 @@ from dynamo_lite.runtime.address import (
         ("nats://me:p/ss@h:4222", "nats://h:4222"),
         ("nats://me:a,b@h:4222", "nats://h:4222"),
         ("cannot reach nats://me:secret@h:1 now", "cannot reach nats://h:1 now"),
+        ("https://h:1?ca=/a/ca.pem&cert=/b&key=/c", "https://h:1"),
+        ("tls://me:a?b=c@h:1,i:2?ca=/a", "tls://h:1,i:2"),
+        ("etcd at https://me:secret@h:1?ca=/a failed?", "etcd at https://h:1 failed?"),
     ],
 )
 def test_credentials_are_not_shown(url: str, shown: str) -> None:
@@ -34,23 +44,120 @@ def test_credentials_are_not_shown(url: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("url", "address"),
     [
-        ("http://h:1", EtcdAddress("h", 1)),
-        ("http://h", EtcdAddress("h", 2379)),
-        ("h:1", EtcdAddress("h", 1)),
-        ("http://[::1]:1", EtcdAddress("[::1]", 1)),
-        ("http://1.1.1.1:1,http://2.2.2.2:2", EtcdAddress("ipv4:1.1.1.1:1,2.2.2.2", 2)),
-        ("http://me:p%40ss@h:1", EtcdAddress("h", 1, "me", "p@ss")),
+        ("http://h:1", ServerAddress((("h", 1),))),
+        ("http://h", ServerAddress((("h", 2379),))),
+        ("http://h/", ServerAddress((("h", 2379),))),
+        ("h:1", ServerAddress((("h", 1),))),
+        ("http://[::1]:1", ServerAddress((("::1", 1),))),
+        ("http://1.1.1.1:1,http://b", ServerAddress((("1.1.1.1", 1), ("b", 2379)))),
+        ("http://a,b:2, c:3", ServerAddress((("a", 2379), ("b", 2), ("c", 3)))),
+        ("http://me:p%40ss@h:1", ServerAddress((("h", 1),), None, "me", "p@ss")),
+        ("http://me:x@a,http://me:x@b:2", ServerAddress((("a", 2379), ("b", 2)), None, "me", "x")),
+        ("https://a,b", ServerAddress((("a", 2379), ("b", 2379)), TlsFiles())),
     ],
 )
-def test_etcd_urls(url: str, address: EtcdAddress) -> None:
+def test_etcd_urls(url: str, address: ServerAddress) -> None:
     assert parse_etcd_url(url) == address
     assert "p@ss" not in repr(parse_etcd_url(url))
 
 
-@pytest.mark.parametrize("url", ["", "https://h:1", "http://h:x", "http://a:1,http://b:1"])
-def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("nats://h", ServerAddress((("h", 4222),))),
+        ("nats://s%2Fcret@h:1", ServerAddress((("h", 1),), token="s/cret")),
+        ("tls://me:x@a,b:2", ServerAddress((("a", 4222), ("b", 2)), TlsFiles(), "me", "x")),
+    ],
+)
+def test_nats_urls(url: str, address: ServerAddress) -> None:
+    assert parse_nats_url(url) == address
+    assert "s/cret" not in repr(parse_nats_url(url))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with an authority's and a client's files, the name of one being awkward."""
+    authority = trustme.CA()
+    own = authority.issue_cert("client")
+    authority.cert_pem.write_to_path(tmp_path / "c,a+ &.pem")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    own.private_key_pem.write_to_path(tmp_path / "key.pem")
+    trustme.CA().private_key_pem.write_to_path(tmp_path / "other-key.pem")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("parse", "scheme"), [(parse_etcd_url, "https"), (parse_nats_url, "tls")])
+def test_certificates_are_named_in_the_query(files: Path, parse: Parse, scheme: str) -> None:
+    query = f"ca={files}/c,a%2B %26.pem&cert={files}/cert.pem&key={files}/key.pem"
+    address = parse(f"{scheme}://me:x@a:1,b:2?{query}")
+    assert address.hosts == (("a", 1), ("b", 2))
+    expected = TlsFiles(files / "c,a+ &.pem", files / "cert.pem", files / "key.pem")
+    assert address.tls == expected
+    assert all(expected.read())
+
+
+@pytest.mark.parametrize(
+    ("query", "complaint"),
+    [
+        ("ca=FILES/missing.pem", "missing.pem cannot be read (No such file"),
+        ("ca=FILES/key.pem", "is not a PEM file of certificates"),
+        ("cert=FILES/cert.pem", "cert and key go together"),
+        ("key=FILES/key.pem", "cert and key go together"),
+        ("cert=FILES/cert.pem&key=FILES/other-key.pem", "are not a matching PEM pair"),
+        ("insecure=1", "ca=FILE, cert=FILE, key=FILE, each once; insecure does not fit"),
+        ("ca=", "ca does not fit"),
+        ("ca=FILES/cert.pem&ca=FILES/cert.pem", "ca does not fit"),
+    ],
+)
+def test_bad_queries_are_refused(files: Path, query: str, complaint: str) -> None:
+    url = f"https://me:s3cret@h:1?{query.replace('FILES', str(files))}"
+    with pytest.raises(ConfigError) as failure:
         parse_etcd_url(url)
+    (mistake,) = failure.value.mistakes
+    assert mistake.startswith("etcd URL https://h:1: ")
+    assert complaint in mistake
+    assert "s3cret" not in mistake
+
+
+@pytest.mark.parametrize(
+    ("parse", "url", "complaint"),
+    [
+        (parse_etcd_url, "", "expected http://HOST:PORT or https://HOST:PORT"),
+        (parse_etcd_url, "nats://h", "expected http://HOST:PORT"),
+        (parse_etcd_url, "http://a,,b", "expected http://HOST:PORT"),
+        (parse_etcd_url, "http://h:x", "malformed"),
+        (parse_etcd_url, "http://me:s3cret/x@h", "written as %XX"),
+        (parse_etcd_url, "http://me:1,s3cret@h", "special characters as %XX"),
+        (parse_etcd_url, "http://me:1?s3cret@h", "written as %3F"),
+        (parse_etcd_url, "http://s3cret@h", "user and password go together"),
+        (parse_etcd_url, "http://a,https://b", "the same scheme"),
+        (parse_etcd_url, "http://me:s3cret@a,http://you:x@b", "different credentials"),
+        (parse_etcd_url, "http://h?ca=/x", "certificates need TLS; write https://"),
+        (parse_nats_url, "http://h", "expected nats://HOST:PORT or tls://HOST:PORT"),
+        (parse_nats_url, "nats://h?ca=/x", "certificates need TLS; write tls://"),
+    ],
+)
+def test_other_urls_are_refused(parse: Parse, url: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as failure:
+        parse(url)
+    (mistake,) = failure.value.mistakes
+    assert complaint in mistake
+    assert "s3cret" not in mistake
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("certificate verify failed: Hostname mismatch, certificate is not", "another name"),
+        ("SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: unable", "not trusted"),
+        ("[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert", "client's certificate"),
+        ("SSL_ERROR_SSL: OPENSSL_internal:SSLV3_ALERT_BAD_CERTIFICATE: OK", "client's certificate"),
+        ("OPENSSL_internal:WRONG_VERSION_NUMBER: Invalid certificate", "does not speak TLS"),
+    ],
+)
+def test_what_a_failed_handshake_means(text: str, meaning: str) -> None:
+    assert meaning in (tls_refusal(text) or "")
+    assert tls_refusal("Connection refused") is None
 
 
 def test_ipv6_is_bracketed() -> None:

@@ -1,0 +1,150 @@
+"""The connection to etcd: channels to its members, TLS, and the authentication token.
+
+aetcd's client knows one plain channel. Here every member has one of its own, so
+that each certificate is checked against its own name; calls go to one member
+until it is out of reach. Tokens end with a member's restart or by their age, and
+are renewed when etcd says so.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import aetcd
+import grpc
+from aetcd import rpc
+
+from dynamo_lite.runtime.address import ServerAddress, host_port
+
+T = TypeVar("T")
+
+#: The defaults need 5 s to come back after an outage, and never notice a server that
+#: hangs: the keepalive alone does not fire without the ping timeout.
+_CHANNEL_OPTIONS = {
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.min_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1000,
+    "grpc.keepalive_time_ms": 5000,
+    "grpc.keepalive_timeout_ms": 2000,
+    "grpc.http2.ping_timeout_ms": 2000,
+    # Snapshots of a large prefix exceed the default of 4 MiB.
+    "grpc.max_receive_message_length": 64 << 20,
+    # Two stores of one process share neither a connection nor its backoff.
+    "grpc.use_local_subchannel_pool": 1,
+}
+
+#: Codes of a member that is away, hangs, or has no leader.
+UNREACHABLE = (rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED)
+#: The token is unknown or too old, the users have changed since, or no token was sent.
+_STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
+_NEVER_SENT = "failed to connect to all addresses"
+_AUTH_IS_OFF = "authentication is not enabled"
+
+
+class EtcdClient(aetcd.Client):
+    """aetcd's calls on one of several members; made and used in one event loop.
+
+    `call` wraps whatever reads `channel`, a stub or `metadata`: these change.
+    """
+
+    # What aetcd leaves untyped or types too narrowly.
+    channel: Any
+    metadata: Any
+
+    def __init__(self, address: ServerAddress, *, timeout_s: float):
+        """Raises OSError when a file of `address.tls` is gone."""
+        super().__init__(timeout=timeout_s)  # pyright: ignore[reportArgumentType]
+        self._user, self._secret = address.user, address.password
+        self._authenticating = asyncio.Lock()
+        self._channels = [_channel(host_port(*host), address) for host in address.hosts]
+        self._use(self._channels[0])
+
+    async def connect(self) -> None:
+        """Authenticates, the first time; aetcd calls this before each call."""
+        if not self._connected.is_set():
+            await self._authenticate(None)
+            self._connected.set()
+
+    async def close(self) -> None:
+        self._connected.clear()
+        for channel in self._channels:
+            await channel.close()
+
+    async def call(self, send: Callable[[], Awaitable[T]]) -> T:
+        """What `send` returns. Another member, or a new token, is tried when etcd has
+        certainly not applied the call; a member that fails is left in any case.
+
+        Raises what `send` raises: aetcd.ClientError or AioRpcError.
+        """
+        untried = len(self._channels)
+        renewed = False
+        while True:
+            channel, metadata = self.channel, self.metadata
+            try:
+                return await send()
+            except (aetcd.ClientError, rpc.AioRpcError) as exc:
+                if status(exc) in UNREACHABLE:
+                    untried -= 1
+                    self._leave(channel)
+                    if not untried or _NEVER_SENT not in details(exc):
+                        raise
+                elif self._user is not None and not renewed and _is_stale(exc):
+                    renewed = True
+                    await self._authenticate(metadata)
+                else:
+                    raise
+
+    def _use(self, channel: Any) -> None:
+        self.channel = channel
+        self.auth_stub = rpc.AuthStub(channel)
+        self.kvstub = rpc.KVStub(channel)
+        self.leasestub = rpc.LeaseStub(channel)
+        self.maintenancestub = rpc.MaintenanceStub(channel)
+
+    def _leave(self, channel: Any) -> None:
+        """Goes on to the member after that of `channel`, unless another call did so."""
+        if channel is self.channel:
+            following = self._channels.index(channel) + 1
+            self._use(self._channels[following % len(self._channels)])
+
+    async def _authenticate(self, stale: Any) -> None:
+        """Replaces the token `stale`, unless another call did so. Raises AioRpcError."""
+        if self._user is None:
+            return
+        async with self._authenticating:
+            if self.metadata is not stale:
+                return
+            request = rpc.AuthenticateRequest(name=self._user, password=self._secret)
+            try:
+                reply = await self.auth_stub.Authenticate(request, timeout=self._timeout)
+            except rpc.AioRpcError as exc:
+                # As etcd's own clients do: credentials do not hurt a server without users.
+                if _AUTH_IS_OFF not in details(exc):
+                    raise
+                self.metadata = None
+            else:
+                self.metadata = (("token", reply.token),)
+
+
+def status(exc: BaseException | None) -> rpc.StatusCode | None:
+    """etcd's or gRPC's status code, also of an error that aetcd has wrapped."""
+    cause = exc.__cause__ if isinstance(exc, aetcd.ClientError) else exc
+    return cause.code() if isinstance(cause, rpc.AioRpcError) else None
+
+
+def details(exc: BaseException) -> str:
+    """etcd's or gRPC's words."""
+    text = exc.details() if isinstance(exc, rpc.AioRpcError) else str(exc)
+    return text or type(exc).__name__
+
+
+def _is_stale(exc: BaseException) -> bool:
+    return any(sign in details(exc) for sign in _STALE_TOKEN)
+
+
+def _channel(target: str, address: ServerAddress) -> Any:
+    options = list(_CHANNEL_OPTIONS.items())
+    if address.tls is None:
+        return rpc.insecure_channel(target, options=options)
+    credentials = grpc.ssl_channel_credentials(*address.tls.read())
+    return rpc.secure_channel(target, credentials, options=options)
