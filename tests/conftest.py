@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+from tests.external import Certificates
 
 
 class PrivateServer:
@@ -110,6 +111,13 @@ async def etcd_server(tmp_path: Path) -> AsyncIterator[PrivateServer]:
     await server.start()
     yield server
     await server.stop()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    made = Certificates(tmp_path_factory.mktemp("certificates"))
+    made.make()
+    return made
 
 
 @pytest.fixture

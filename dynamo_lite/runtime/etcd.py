@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Self
@@ -22,6 +23,16 @@ from dynamo_lite.runtime.tls import tls_refusal
 logger = logging.getLogger(__name__)
 
 _PROBE_PAUSE_S = 0.05
+#: What etcd's and gRPC's words mean, as far as it helps with a wrong URL.
+_MEANINGS = (
+    (r"authentication failed", "it refuses the user name or password"),
+    (r"user name is empty", "it wants a user name and password: USER:PASSWORD@HOST"),
+    (r"Handshake read failed", "it breaks off the TLS handshake; write http:// if it has no TLS"),
+    (
+        r"failed to connect.*: Socket closed$",
+        "it breaks off the connection; write https:// if it wants TLS",
+    ),
+)
 
 
 class EtcdStore:
@@ -169,10 +180,16 @@ class EtcdStore:
         except (aetcd.ClientError, rpc.AioRpcError) as exc:
             if lease is not None and _is_not_found(exc):
                 raise LeaseLost(lease.id, "etcd does not know it") from exc
-            reason = tls_refusal(details(exc)) or details(exc)
-            raise StoreUnavailable(f"etcd at {self._url}: {reason}") from exc
+            raise StoreUnavailable(f"etcd at {self._url}: {_meaning(details(exc))}") from exc
         except TimeoutError as exc:
             raise StoreUnavailable(f"etcd at {self._url}: no answer in time") from exc
+
+
+def _meaning(text: str) -> str:
+    for pattern, meaning in _MEANINGS:
+        if re.search(pattern, text):
+            return meaning
+    return tls_refusal(text) or text
 
 
 def _is_not_found(exc: BaseException | None) -> bool:

@@ -21,26 +21,13 @@ from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url
 from dynamo_lite.runtime.dispatch import Dispatcher, Reply
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import Handler
+from dynamo_lite.runtime.nats_tls import TlsClient, TlsMismatch
 from dynamo_lite.runtime.tls import tls_refusal
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
-_NO_TLS = "it does not offer TLS; write nats:// if that is right"
 _AUTHORIZATION = "authorization violation"
-
-
-class _SecureClient(Client):
-    """A client that sends nothing, above all no password, to a server without TLS.
-
-    nats-py itself leaves it to the server whether the connection is encrypted.
-    """
-
-    def _connect_command(self) -> bytes:
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is None or writer.get_extra_info("ssl_object") is None:
-            raise errors.Error(_NO_TLS)
-        return super()._connect_command()
 
 
 class NatsMessaging:
@@ -77,7 +64,7 @@ class NatsMessaging:
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when no server accepts the connection in time, or all refuse."""
-        client = _SecureClient() if self._address.tls else Client()
+        client = TlsClient(self._address.tls) if self._address.tls else Client()
         try:
             # Endless reconnecting also means that the first connect never gives up.
             async with asyncio.timeout(self._connect_timeout_s):
@@ -232,7 +219,7 @@ def _server_urls(address: ServerAddress) -> list[str]:
 def _is_refusal(exc: Exception) -> bool:
     """Whether asking again is of no use."""
     text = str(exc)
-    known = text == _NO_TLS or _AUTHORIZATION in text.lower()
+    known = isinstance(exc, TlsMismatch) or _AUTHORIZATION in text.lower()
     return known or tls_refusal(text) is not None
 
 

@@ -1,0 +1,166 @@
+"""etcd as other people run it: TLS, client certificates, users, lost tokens, several members."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.store import Lease, Put, Snapshot
+from dynamo_lite.serve.embedded import EmbeddedEtcd
+from tests.external import LOGIN, Certificates, add_users, etcd, etcd_url
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+async def use_store(url: str) -> None:
+    """Everything that a graph asks of etcd."""
+    async with asyncio.timeout(20), EtcdStore(url) as store, store.watch("n/") as events:
+        assert await anext(events) == Snapshot({})
+        async with store.lease(5) as lease:
+            await store.put("n/own", b"1", lease=lease)
+            assert await anext(events) == Put("n/own", b"1")
+            assert await store.create("n/one", b"1", lease=lease)
+            assert await store.get("n/own") == b"1"
+            assert await store.get_prefix("n/") == {"n/own": b"1", "n/one": b"1"}
+            assert await lease.verify() is None
+        assert await store.get_prefix("n/") == {}
+
+
+async def refusal(opening: EtcdStore) -> str:
+    """What is said when it cannot be entered, which must be soon."""
+    with pytest.raises(StartupError) as failure:
+        async with asyncio.timeout(5):
+            await opening.__aenter__()
+    assert "s3cret" not in str(failure.value)
+    assert ".pem" not in str(failure.value)
+    return str(failure.value)
+
+
+async def test_etcd_over_tls(tmp_path: Path, certificates: Certificates) -> None:
+    async with etcd(tmp_path, certificates) as server:
+        await use_store(etcd_url(server, certificates.query()))
+        url = etcd_url(server, certificates.query(ca="stranger"))
+        said = await refusal(EtcdStore(url))
+        assert said == (
+            f"cannot use etcd at https://127.0.0.1:{server.port}: "
+            "its certificate is not trusted; name its authority: ?ca=FILE"
+        )
+        plain = await refusal(EtcdStore(f"http://127.0.0.1:{server.port}", connect_timeout_s=0.2))
+        assert "write https:// if it wants TLS" in plain
+
+
+async def test_etcd_with_a_certificate_for_another_name(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    async with etcd(tmp_path, certificates, certificate="misnamed") as server:
+        said = await refusal(EtcdStore(etcd_url(server, certificates.query())))
+        assert "its certificate is for another name" in said
+
+
+async def test_etcd_without_tls(tmp_path: Path, certificates: Certificates) -> None:
+    async with EmbeddedEtcd(tmp_path) as server:
+        url = f"https://127.0.0.1:{server.port}{certificates.query()}"
+        said = await refusal(EtcdStore(url, connect_timeout_s=0.2))
+        assert "write http:// if it has no TLS" in said
+
+
+async def test_etcd_asks_for_a_certificate_and_a_password(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    async with etcd(tmp_path, certificates, demand=True, users=True) as server:
+        query = certificates.query(client=True)
+        await use_store(etcd_url(server, query, LOGIN))
+        said = await refusal(EtcdStore(etcd_url(server, certificates.query(), LOGIN)))
+        assert "it does not accept this client's certificate" in said
+        for login in ("me:wrong-s3cret", "nobody:s3cret"):
+            said = await refusal(EtcdStore(etcd_url(server, query, login)))
+            assert "it refuses the user name or password" in said
+
+
+async def test_etcd_wants_a_user(tmp_path: Path, certificates: Certificates) -> None:
+    async with etcd(tmp_path, certificates, users=True) as server:
+        said = await refusal(EtcdStore(etcd_url(server, certificates.query())))
+        assert "it wants a user name and password" in said
+        async with EtcdStore(etcd_url(server, certificates.query(), LOGIN)) as store:
+            with pytest.raises(StoreUnavailable, match="permission denied"):
+                await store.put("m/foreign", b"")
+
+
+async def test_a_token_is_renewed_when_etcd_forgets_it(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(contextlib.AsyncExitStack())
+        server = await running.enter_async_context(etcd(tmp_path, certificates, users=True))
+        url = etcd_url(server, certificates.query(), LOGIN)
+        store = await stack.enter_async_context(EtcdStore(url))
+        events = await stack.enter_async_context(store.watch("n/"))
+        lease = await stack.enter_async_context(store.lease(6))
+        assert await anext(events) == Snapshot({})
+        first = store._client.metadata
+        await running.aclose()
+        await running.enter_async_context(etcd(tmp_path, certificates, port=server.port))
+        async with asyncio.timeout(20):
+            await put_when_back(store, "n/a", b"1", lease=lease)
+            assert await anext(events) == Put("n/a", b"1")
+        assert store._client.metadata not in (first, None)
+        assert await lease.verify() is None
+        left = lease.remaining_s()
+        async with asyncio.timeout(10):
+            while lease.remaining_s() <= left:  # until its own task has refreshed it
+                left = lease.remaining_s()
+                await asyncio.sleep(0.02)
+
+
+async def test_a_token_is_renewed_when_users_change(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    async with etcd(tmp_path, certificates) as server:
+        url = etcd_url(server, certificates.query(), LOGIN)
+        # No users yet: credentials do not hurt.
+        async with EtcdStore(url) as store:
+            await add_users(server)
+            async with asyncio.timeout(10):
+                await asyncio.gather(*(store.put(f"n/{i}", b"1") for i in range(5)))
+                await server.control("user", "add", "other:x", user="root:root")
+                await asyncio.gather(*(store.put(f"n/{i}", b"2") for i in range(5)))
+                assert set((await store.get_prefix("n/")).values()) == {b"2"}
+
+
+async def test_another_member_is_taken_when_one_is_away(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    # Two clusters of one stand for two members: what matters is who is asked.
+    async with (
+        etcd(tmp_path / "b", certificates) as second,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        running = await stack.enter_async_context(contextlib.AsyncExitStack())
+        first = await running.enter_async_context(etcd(tmp_path / "a", certificates))
+        hosts = f"127.0.0.1:1,localhost:{first.port},127.0.0.1:{second.port}"
+        url = f"https://{hosts}{certificates.query()}"
+        store = await stack.enter_async_context(EtcdStore(url))
+        events = await stack.enter_async_context(store.watch("n/"))
+        await store.put("n/first", b"1")
+        assert await store.get("n/first") == b"1"
+        await running.aclose()
+        async with asyncio.timeout(20):
+            await put_when_back(store, "n/second", b"2")
+            last = await anext(events)
+            while last not in (Put("n/second", b"2"), Snapshot({"n/second": b"2"})):
+                last = await anext(events)
+        async with EtcdStore(etcd_url(second, certificates.query())) as other:
+            assert await other.get("n/second") == b"2"
+
+
+async def put_when_back(
+    store: EtcdStore, key: str, value: bytes, lease: Lease | None = None
+) -> None:
+    while True:
+        try:
+            return await store.put(key, value, lease=lease)
+        except StoreUnavailable:
+            await asyncio.sleep(0.02)
