@@ -1,0 +1,96 @@
+"""`dynamo-lite` on servers of other people: nothing secret is shown, every refusal is one line."""
+
+import re
+import stat
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.external import LOGIN, USERS, Certificates, etcd, etcd_url, nats, nats_tls, nats_url
+from tests.process.command import STUB, run, serving
+
+_NAMESPACE = "n"  # where etcd's user may write
+
+
+@dataclass(frozen=True)
+class Urls:
+    nats: str
+    etcd: str
+
+    def options(self) -> list[str]:
+        return ["--nats-url", self.nats, "--etcd-url", self.etcd, "--namespace", _NAMESPACE]
+
+
+@pytest.fixture
+async def urls(tmp_path: Path, certificates: Certificates) -> AsyncIterator[Urls]:
+    query = certificates.query(client=True)
+    async with (
+        nats(tmp_path / "nats", nats_tls(certificates, demand=True) + USERS) as broker,
+        etcd(tmp_path / "etcd", certificates, demand=True, users=True) as store,
+    ):
+        yield Urls(nats_url(broker, query, LOGIN), etcd_url(store, query, LOGIN))
+
+
+def shows_secrets(text: str) -> bool:
+    return "s3cret" in text or ".pem" in text or "me:" in text
+
+
+async def test_a_graph_on_external_servers(tmp_path: Path, urls: Urls) -> None:
+    state_dir = tmp_path / "state"
+    with serving(state_dir, *urls.options()) as command:
+        shown = command.wait_line("NATS tls://localhost:")
+        assert re.search(r"NATS tls://localhost:\d+, etcd https://127\.0\.0\.1:\d+$", shown.strip())
+        command.wait_line("ready ")
+        assert command.run_json()["etcd"] == urls.etcd
+        for private in (state_dir / "run.json", *(state_dir / "plans").iterdir()):
+            assert stat.S_IMODE(private.stat().st_mode) == 0o600
+        listing = run("ps", "--state-dir", str(state_dir), "--json")
+        assert listing.returncode == 0, listing.stderr
+        assert '"component"' in listing.stdout
+        assert not shows_secrets(listing.stdout + listing.stderr)
+    assert not shows_secrets("".join(command.output))
+    for log in (state_dir / "logs").iterdir():
+        assert not shows_secrets(log.read_text())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        (LOGIN, "me:wrong-s3cret", "refuses the user name"),
+        ("ca=", "ca=STRANGER&old=", "its certificate is not trusted"),
+    ],
+)
+async def test_refusals_are_told_before_the_start(
+    tmp_path: Path, urls: Urls, certificates: Certificates, old: str, new: str, complaint: str
+) -> None:
+    new = new.replace("STRANGER", f"{certificates.folder}/stranger.pem")
+
+    def wrong(url: str) -> str:
+        return re.sub(r"old=[^&]*&", "", url.replace(old, new))
+
+    for bad, name in (
+        (Urls(wrong(urls.nats), urls.etcd), "NATS at tls://localhost:"),
+        (Urls(urls.nats, wrong(urls.etcd)), "etcd at https://127.0.0.1:"),
+    ):
+        result = run("serve", STUB, "--state-dir", str(tmp_path / "state"), *bad.options())
+        assert result.returncode == 1
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"error: cannot use {name}")
+        assert complaint in line
+        assert not shows_secrets(result.stdout + result.stderr)
+        assert not list((tmp_path / "state").glob("logs/*"))
+
+
+def test_bad_urls_are_bad_input(tmp_path: Path) -> None:
+    for option, url, complaint in (
+        ("--etcd-url", f"https://me:s3cret@h?ca={tmp_path}/none", "none cannot be read"),
+        ("--nats-url", "nats://me:s3cret@h?ca=/x", "certificates need TLS; write tls://"),
+        ("--nats-url", "tls://me:s3cret@h?verify=no", "verify does not fit"),
+    ):
+        result = run("serve", STUB, "--state-dir", str(tmp_path), option, url)
+        assert result.returncode == 2
+        (line,) = result.stderr.splitlines()
+        assert complaint in line
+        assert "s3cret" not in line
