@@ -30,12 +30,12 @@ class Certificates:
         authority = trustme.CA()
         authority.cert_pem.write_to_path(self.folder / "ca.pem")
         trustme.CA().cert_pem.write_to_path(self.folder / "stranger.pem")
-        for name, hosts in (
-            ("server", ("localhost", "127.0.0.1")),
-            ("misnamed", ("elsewhere",)),
-            ("client", ("me",)),
+        for name, subject, hosts in (
+            ("server", None, ("localhost", "127.0.0.1")),
+            ("misnamed", None, ("elsewhere",)),
+            ("client", "me", ("me",)),
         ):
-            issued = authority.issue_cert(*hosts)
+            issued = authority.issue_cert(*hosts, common_name=subject)
             issued.cert_chain_pems[0].write_to_path(self.folder / f"{name}.pem")
             issued.private_key_pem.write_to_path(self.folder / f"{name}-key.pem")
 

@@ -80,6 +80,13 @@ async def test_etcd_asks_for_a_certificate_and_a_password(
             assert "it refuses the user name or password" in said
 
 
+async def test_etcd_knows_a_user_by_the_certificate(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    async with etcd(tmp_path, certificates, demand=True, users=True) as server:
+        await use_store(etcd_url(server, certificates.query(client=True)))
+
+
 async def test_etcd_wants_a_user(tmp_path: Path, certificates: Certificates) -> None:
     async with etcd(tmp_path, certificates, users=True) as server:
         said = await refusal(EtcdStore(etcd_url(server, certificates.query())))

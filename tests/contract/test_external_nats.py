@@ -81,6 +81,14 @@ async def test_nats_asks_for_a_certificate_and_a_password(
             assert "it refuses the user name, password or token" in said
 
 
+async def test_nats_knows_a_user_by_the_certificate(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    mapped = nats_tls(certificates, demand=True).replace("verify:", "verify_and_map:")
+    async with nats(tmp_path, mapped + "authorization { users: [{ user: me }] }\n") as server:
+        await use_broker(nats_url(server, certificates.query(client=True)))
+
+
 async def test_nats_asks_for_a_token(tmp_path: Path) -> None:
     async with nats(tmp_path, 'authorization { token: "s3cret/token" }\n') as server:
         await use_broker(f"nats://s3cret%2Ftoken@127.0.0.1:{server.port}")
