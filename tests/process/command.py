@@ -18,6 +18,11 @@ MODELLED = "tests.process.stub:Modelled"
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs so, and what these tests start would inherit it:
+    # an ignored Ctrl-C is none.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def run(*arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
