@@ -205,6 +205,9 @@ class Host:
             for key, value in self._registered.items():
                 await self.store.put(key, value, lease=self.lease)
         except LeaseLost:
+            # A revocation deletes the keys before the lease, and the first look fell
+            # in between: look again, or it is noticed only by the next keepalive.
+            await self.lease.verify()
             return False
         except StoreUnavailable as exc:
             logger.warning("%s", exc)

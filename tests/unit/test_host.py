@@ -22,6 +22,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.host import Host, ProcessSpec, run_process
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.store import LeaseLoss
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -157,6 +158,32 @@ async def test_a_revoked_lease_drains_and_exits_0() -> None:
     assert (await run.until("draining"))["reason"] == "lease revoked"
     assert await exit_code == 0
     assert run.worker.calls == ["start", "drain 30", "close"]
+
+
+class KeysFirst(MemoryStore):
+    """Revokes as etcd does: the keys go first, and a look in between finds the lease alive."""
+
+    async def revoke(self, lease_id: int) -> bool:
+        lease = self._leases.pop(lease_id)
+        answers = iter([None])
+
+        async def verify() -> LeaseLoss | None:
+            if next(answers, LeaseLoss.REVOKED) is not None:
+                lease.end(LeaseLoss.REVOKED)
+            return lease.loss
+
+        lease.verify = verify
+        for key in [k for k, entry in self._entries.items() if entry.lease is lease]:
+            self._remove(key)
+        return True
+
+
+async def test_a_revocation_is_noticed_though_its_keys_vanish_first() -> None:
+    run = Run(store=KeysFirst(), lease_ttl_s=60.0)
+    exit_code = run.start()
+    await run.store.revoke(int((await run.until("ready"))["lease"], 16))
+    assert (await run.until("draining"))["reason"] == "lease revoked"
+    assert await exit_code == 0
 
 
 async def test_an_expired_lease_exits_75() -> None:

@@ -29,10 +29,12 @@ def graph(stage) -> Iterator[Graph]:
 
 
 def load(seed: int, count: int, tokens: int) -> list[dict]:
-    """Half long, half short prompts, each with an answer of `tokens` tokens."""
+    """Half long, half short prompts, each with an answer of exactly `tokens` tokens."""
     rng = random.Random(seed)
     lengths = [rng.randrange(20, 400) if i % 2 else rng.randrange(600, 2500) for i in range(count)]
-    return [{"prompt": prompt_ids(n, seed), "max_tokens": tokens} for n in lengths]
+    return [
+        {"prompt": prompt_ids(n, seed), "max_tokens": tokens, "ignore_eos": True} for n in lengths
+    ]
 
 
 @contextlib.asynccontextmanager
@@ -76,7 +78,7 @@ def _draining_with_work(health) -> bool:
 
 async def test_a_revoked_decode_worker_finishes_what_it_has(graph: Graph, reference: PlainServer):
     leaving = graph.process("VllmWorker", 0)
-    async with under_load(graph, reference, load(seed=500, count=48, tokens=500)):
+    async with under_load(graph, reference, load(seed=500, count=48, tokens=400)):
         await _until(lambda: _health(leaving)["in_flight"] >= 2)
         revoking = asyncio.create_task(revoke(graph, leaving.lease))
         await _until(lambda: _draining_with_work(_health(leaving)))
