@@ -12,6 +12,7 @@ import importlib.util
 import shutil
 import signal
 import sysconfig
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Self
 
@@ -24,7 +25,7 @@ _PROBE_INTERVAL_S = 0.01
 _START_TRIES = 5
 
 
-class _EmbeddedServer:
+class _EmbeddedServer(ABC):
     """Starts one server program, waits until it answers, ends it with its group."""
 
     name = ""
@@ -128,11 +129,13 @@ class _EmbeddedServer:
             lines = []
         return f"its log {self.log_path} ends: " + " | ".join(lines)
 
+    @abstractmethod
     def _command(self) -> list[str]:
-        raise NotImplementedError
+        """The program and its arguments."""
 
+    @abstractmethod
     async def _answers(self) -> bool:
-        raise NotImplementedError
+        """Whether the server is ready for clients."""
 
 
 class EmbeddedNats(_EmbeddedServer):
