@@ -9,7 +9,7 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.host import ProcessSpec
 
 if TYPE_CHECKING:
-    from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink, PrefillLink
+    from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
 
 
 def engine_file(spec: ProcessSpec, suffix: str) -> Path:
@@ -24,7 +24,7 @@ def engine_file(spec: ProcessSpec, suffix: str) -> Path:
 
 def engine_link(spec: ProcessSpec, lease_id: int, role: "DecodeLink | PrefillLink") -> "EngineLink":
     """The link of a new engine incarnation: its id is fresh."""
-    from dynamo_lite.engine.vllm.link import EngineLink
+    from dynamo_lite.engine.remote_prefill.link import EngineLink
 
     return EngineLink(
         namespace=spec.namespace,

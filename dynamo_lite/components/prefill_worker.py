@@ -97,8 +97,8 @@ class PrefillWorker:
         return {"ok": True, "jobs": len(self._jobs.working)}
 
     def _open_engine(self, host: Host, fence: FenceHolder) -> "VllmEngine":
+        from dynamo_lite.engine.remote_prefill.link import PrefillLink
         from dynamo_lite.engine.vllm.core import VllmEngine
-        from dynamo_lite.engine.vllm.link import PrefillLink
 
         return VllmEngine(
             self._spec.engine_args,

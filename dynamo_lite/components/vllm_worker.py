@@ -19,8 +19,8 @@ from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.host import Host, ProcessSpec
 
 if TYPE_CHECKING:
+    from dynamo_lite.engine.remote_prefill.link import EngineLink
     from dynamo_lite.engine.vllm.core import VllmEngine
-    from dynamo_lite.engine.vllm.link import EngineLink
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class VllmWorker:
         }
 
     def _link(self, host: Host) -> "EngineLink":
-        from dynamo_lite.engine.vllm.link import DecodeLink
+        from dynamo_lite.engine.remote_prefill.link import DecodeLink
 
         config = self._config
         role = DecodeLink(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.engine.vllm import decode_link, decode_scheduler, handover_clock
-from dynamo_lite.engine.vllm.decode_scheduler import DecodeScheduler
-from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
-from dynamo_lite.engine.vllm.messages import DecodeStep
+from dynamo_lite.engine.remote_prefill import decode_link
+from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
+from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -45,7 +45,7 @@ LIMIT, QUEUE_SIZE, TIMEOUT_S, TTL_S, DEPTH = 4, 5, 20.0, 10.0, 64
 
 
 class Clock:
-    """Stands for the module `time`, on both sides."""
+    """Both clocks of the engine's process, moved by the test."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -53,7 +53,7 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def time(self) -> float:
+    def wall(self) -> float:
         return self.now + 1e9
 
 
@@ -63,8 +63,22 @@ class Bridge:
     def __init__(self, _session: Any):
         self.submitted: list[Coroutine[Any, Any, None]] = []
 
+    def start(self, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
     def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self.submitted.append(coroutine)
+
+
+class Nowhere:
+    """No servers: the tests put twins in their place."""
+
+    def messaging(self) -> Any: ...
+
+    def store(self) -> Any: ...
+
+    def queue(self, config: QueueConfig) -> Any: ...
 
 
 class Pool:
@@ -136,8 +150,11 @@ class Decode:
                 role=role,
             ),
             BLOCK,
+            outside=Nowhere(),
+            open_bridge=Bridge,
+            clock=clock,  # type: ignore[arg-type]
         )
-        self.half.bind_block_pool(self.pool)  # type: ignore[arg-type]
+        self.half.bind_block_pool(self.pool)
         self.bridge: Any = self.half.bridge
         self.net: Any = self.half._net
         self.net._queue, self.net._messaging = self.queue, self.messaging
@@ -158,9 +175,7 @@ class Decode:
         self.pool.touch(blocks)
         self.taken[request.request_id] = blocks
         ids = [block.block_id for block in blocks]
-        self.half.state_after_alloc(
-            request, SimpleNamespace(get_block_ids=lambda: (ids,)), external
-        )
+        self.half.state_after_alloc(request, ids, external)
         return external
 
     def finish(self, request_id: str) -> None:
@@ -169,9 +184,7 @@ class Decode:
         self.pool.free_blocks(self.taken.pop(request_id))
 
     def output(self, *received: str, failed: Sequence[str] = ()) -> None:
-        finished = {*received, *failed}
-        output: Any = SimpleNamespace(finished_recving=finished, failed_recving=set(failed))
-        self.half.worker_output(output)
+        self.half.worker_output(RankResults(received=set(received), lost=set(failed)))
 
     async def network(self) -> None:
         """Runs what the scheduler half has submitted."""
@@ -225,12 +238,8 @@ class Decode:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (decode_scheduler, decode_link, handover_clock):
-        monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(decode_scheduler, "Bridge", Bridge)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -270,7 +279,7 @@ async def test_a_job_names_the_blocks_of_the_tokens_that_are_wanted(
     assert job.block_ids == [block.block_id for block in decode.taken["r1"]][first:end]
     assert (job.engine_id, job.request_id) == (ENGINE, "r1")
     assert (job.priority, job.cache_salt) == (3, "salt")
-    assert job.deadline == decode.clock.time() + TIMEOUT_S
+    assert job.deadline == decode.clock.wall() + TIMEOUT_S
     assert decode.counted("decision/remote/long") == 1
     assert decode.half.build_step().expect == {}
 
@@ -291,18 +300,9 @@ async def test_few_uncached_tokens_are_computed_here(
     decode.assert_clean()
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"skip_reading_prefix_cache": True},
-        {"mm_features": ["image"]},
-        {"lora_request": "lora"},
-        {"prompt_embeds": "embeds"},
-        {"prompt_token_ids": None},
-    ],
-)
-async def test_a_prompt_that_tokens_do_not_determine_stays_here(decode: Decode, field):
-    assert decode.admit(prompt("r1", 100, **field)) == 0
+async def test_a_prompt_that_tokens_do_not_determine_stays_here(decode: Decode):
+    assert decode.half.num_new_matched_tokens(prompt("r1", 100), 0, transferable=False)[0] == 0
+    assert decode.admit(prompt("r2", 100, prompt_token_ids=None)) == 0
     assert decode.counted("decision/local/not_transferable") == 1
 
 
@@ -366,7 +366,7 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
     await decode.done(attempt)
     decode.output("r1")
     assert decode.counted("remote/committed") == 1
-    decode.half.state_after_alloc(prompt("r1", 10), SimpleNamespace(), 0)
+    decode.half.state_after_alloc(prompt("r1", 10), [], 0)
     stages = {name for name in decode.half.stats.data if name.startswith("stage/")}
     assert stages == {f"stage/{s}" for s in ("decide", "publish", "pull", "fill", "resume")}
     assert decode.half.build_step() == DecodeStep()

@@ -19,16 +19,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from dynamo_lite.engine.vllm.decode_rank import DecodeRank
-from dynamo_lite.engine.vllm.decode_scheduler import DecodeScheduler
+from dynamo_lite.engine.remote_prefill.bridge import ThreadBridge
+from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
+from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
+from dynamo_lite.engine.remote_prefill.link import LINK_FILE, DecodeLink, PrefillLink, read_link
+from dynamo_lite.engine.remote_prefill.messages import (
+    DecodeStep,
+    PrefillStep,
+    RankResults,
+    WorkerReport,
+)
+from dynamo_lite.engine.remote_prefill.outside import Servers
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.vllm.fingerprint import fingerprint
-from dynamo_lite.engine.vllm.link import LINK_FILE, DecodeLink, PrefillLink, read_link
-from dynamo_lite.engine.vllm.messages import DecodeStep, PrefillStep
-from dynamo_lite.engine.vllm.prefill_rank import PrefillRank
-from dynamo_lite.engine.vllm.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.vllm.stats import ConnectorStats
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
@@ -53,6 +61,25 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     kv_layout: str
 
 
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """What vLLM carries from the scheduler half to the worker halves."""
+
+    step: DecodeStep | PrefillStep
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """What vLLM carries from the worker halves to the scheduler half."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
+        assert isinstance(other, ReportMetadata)
+        failures = {**self.report.failures, **other.report.failures}
+        return ReportMetadata(WorkerReport(failures=failures))
+
+
 def _die_with_parent() -> None:
     """An engine process must not outlive the component that runs it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -71,7 +98,12 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self._handshake: RankHandshake | None = None
         if role is KVConnectorRole.SCHEDULER:
             half = DecodeScheduler if isinstance(self._link.role, DecodeLink) else PrefillScheduler
-            self._scheduler = half(self._link, vllm_config.cache_config.block_size)
+            self._scheduler = half(
+                self._link,
+                vllm_config.cache_config.block_size,
+                outside=Servers(self._link),
+                open_bridge=ThreadBridge,
+            )
 
     @property
     def _decode(self) -> DecodeScheduler | None:
@@ -129,23 +161,36 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         if isinstance(self._rank, PrefillRank):
-            step = self._get_connector_metadata()
+            step = self._step()
             assert isinstance(step, PrefillStep)
             self._rank.step(step, _step_ended(self._rank))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(self._rank, PrefillRank) and isinstance(kv_connector_metadata, PrefillStep):
-            self._rank.drain_preempted(kv_connector_metadata)
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        step = kv_connector_metadata.step
+        if isinstance(self._rank, PrefillRank) and isinstance(step, PrefillStep):
+            self._rank.drain_preempted(step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if isinstance(self._rank, DecodeRank):
-            step = self._get_connector_metadata()
+            step = self._step()
             assert isinstance(step, DecodeStep)
             self._rank.step(step)
-        return KVConnectorTransferResults() if self._rank is None else self._rank.results()
+        results = RankResults() if self._rank is None else self._rank.results()
+        return KVConnectorTransferResults(
+            finished_sending=results.sent,
+            finished_recving=results.received | results.lost,
+            failed_recving=results.lost,
+        )
 
-    def build_connector_worker_meta(self) -> Any:
-        return self._rank.report() if isinstance(self._rank, PrefillRank) else None
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self._rank.report() if isinstance(self._rank, PrefillRank) else None
+        return None if report is None else ReportMetadata(report)
+
+    def _step(self) -> DecodeStep | PrefillStep:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.step
 
     # Scheduler half.
 
@@ -172,30 +217,49 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         if self._decode is not None:
             self._decode.bind_block_pool(kv_cache_manager.block_pool)
         if self._prefill is not None:
-            self._prefill.bind_kv_cache_manager(kv_cache_manager)
+            self._prefill.bind_block_pool(
+                kv_cache_manager.block_pool,
+                lambda request_id: kv_cache_manager.get_block_ids(request_id)[0],
+            )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self._decode is None:
             return 0, False
-        return self._decode.num_new_matched_tokens(request, num_computed_tokens)
+        return self._decode.num_new_matched_tokens(
+            request, num_computed_tokens, transferable=_is_transferable(request)
+        )
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._decode is not None:
-            self._decode.state_after_alloc(request, blocks, num_external_tokens)
+            self._decode.state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
         if self._prefill is not None:
-            self._prefill.state_after_alloc(request)
+            # The first event is the arrival; there are none without vLLM's statistics.
+            queued_at = request.events[0].timestamp if request.events else None
+            self._prefill.state_after_alloc(request, queued_at)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._decode is not None:
-            return self._decode.build_step()
+            return StepMetadata(self._decode.build_step())
         assert self._prefill is not None
-        return self._prefill.build_step(scheduler_output)
+        return StepMetadata(
+            self._prefill.build_step(
+                scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
+            )
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        assert self._scheduler is not None
-        self._scheduler.worker_output(connector_output)
+        lost: set[str] = set(connector_output.failed_recving or ())
+        received: set[str] = set(connector_output.finished_recving or ())
+        sent: set[str] = set(connector_output.finished_sending or ())
+        results = RankResults(sent=sent, received=received - lost, lost=lost)
+        if self._decode is not None:
+            self._decode.worker_output(results)
+        if self._prefill is not None:
+            metadata = connector_output.kv_connector_worker_meta
+            report = metadata.report if isinstance(metadata, ReportMetadata) else None
+            self._prefill.worker_output(results, report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -213,7 +277,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         half = self._scheduler if self._rank is None else self._rank
-        return None if half is None else half.stats.take()
+        counted = None if half is None else half.stats.take()
+        return ConnectorStats(data=counted) if counted else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
@@ -224,6 +289,16 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             self._scheduler.bridge.close()
         if self._rank is not None:
             self._rank.close()
+
+
+def _is_transferable(request: Any) -> bool:
+    """Whether a request's KV is a function of its tokens and cache salt alone."""
+    return (
+        not request.skip_reading_prefix_cache
+        and not request.mm_features
+        and request.lora_request is None
+        and request.prompt_embeds is None
+    )
 
 
 def _step_ended(rank: PrefillRank) -> Any:

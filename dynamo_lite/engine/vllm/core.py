@@ -24,10 +24,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad
+from dynamo_lite.engine.remote_prefill.counts import ENDED
+from dynamo_lite.engine.remote_prefill.link import LINK_FILE, DecodeLink, EngineLink, write_link
+from dynamo_lite.engine.remote_prefill.metrics import RemotePrefillMetrics
 from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.fingerprint import check_peer
-from dynamo_lite.engine.vllm.link import LINK_FILE, DecodeLink, EngineLink, write_link
-from dynamo_lite.engine.vllm.stats import ENDED, ConnectorMetrics
 from dynamo_lite.engine.vllm.wire import delta_from_output
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import EngineDied, NoResponders, Refused, StartupError
@@ -62,7 +63,7 @@ class VllmEngine:
     ):
         self._args, self._link, self._link_path = engine_args, link, link_path
         self._messaging = messaging
-        self._metrics = ConnectorMetrics(registry)
+        self._metrics = RemotePrefillMetrics(registry)
         self._client: Any = None
         self._config: VllmConfig | None = None
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")

@@ -7,27 +7,28 @@ write reads from them any more. All methods run on the engine's thread.
 """
 
 import contextlib
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dynamo_lite.engine.vllm.bridge import Bridge
-from dynamo_lite.engine.vllm.link import EngineLink
-from dynamo_lite.engine.vllm.messages import BlockWrite, PrefillStep, WorkerReport
-from dynamo_lite.engine.vllm.stats import ENDED, ConnectorStats
+from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
+from dynamo_lite.engine.remote_prefill.counts import ENDED, Counts
+from dynamo_lite.engine.remote_prefill.link import EngineLink
+from dynamo_lite.engine.remote_prefill.messages import (
+    BlockWrite,
+    PrefillStep,
+    RankResults,
+    WorkerReport,
+)
+from dynamo_lite.engine.remote_prefill.outside import Outside
+from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+#: The blocks that a request holds, in the order of its tokens.
+BlockIds = Callable[[str], Sequence[int]]
 
 
 @dataclass
@@ -38,7 +39,7 @@ class _Job:
     """
 
     attempt: str
-    request: "Request"
+    request: Prompt
     target_engine: str
     target: bytes
     remote_ids: list[int]
@@ -52,12 +53,21 @@ class _Job:
 class PrefillScheduler:
     """block_size: in tokens."""
 
-    def __init__(self, link: EngineLink, block_size: int):
+    def __init__(
+        self,
+        link: EngineLink,
+        block_size: int,
+        *,
+        outside: Outside,
+        open_bridge: OpenBridge,
+        clock: Clock = SYSTEM_CLOCK,
+    ):
         self._link, self._block_size = link, block_size
-        self.bridge = Bridge(self._session)
-        self.stats = ConnectorStats()
+        self._outside, self._now = outside, clock.monotonic
+        self.bridge = open_bridge(self._session)
+        self.stats = Counts()
         self.metadata: EngineMetadata | None = None
-        self._manager: KVCacheManager | None = None
+        self._block_ids: BlockIds | None = None
         self._pool: BlockPool | None = None
         self._jobs: dict[str, _Job] = {}
         self._ending: dict[str, _Job] = {}
@@ -65,16 +75,17 @@ class PrefillScheduler:
         self._ended: list[tuple[str, str, bool]] = []
         self._forget: list[str] = []
 
-    def bind_kv_cache_manager(self, manager: "KVCacheManager") -> None:
-        self._manager, self._pool = manager, manager.block_pool
+    def bind_block_pool(self, pool: BlockPool, block_ids: BlockIds) -> None:
+        self._pool, self._block_ids = pool, block_ids
 
-    def state_after_alloc(self, request: "Request") -> None:
+    def state_after_alloc(self, request: Prompt, queued_at: float | None = None) -> None:
+        """The engine begins with a job; queued_at: when it came, by the monotonic clock."""
         params = request.kv_transfer_params
         if not params or request.request_id in self._jobs:
             return
-        now = time.monotonic()
-        if request.events:  # the first is its arrival; there are none without vLLM's statistics
-            self.stats.add_stage("wait", now - request.events[0].timestamp)
+        now = self._now()
+        if queued_at is not None:
+            self.stats.add_stage("wait", now - queued_at)
         self._forget += params["forget"]
         first = params["num_computed_tokens"] // self._block_size
         self._jobs[request.request_id] = _Job(
@@ -88,19 +99,20 @@ class PrefillScheduler:
             scheduled=now,
         )
 
-    def build_step(self, output: "SchedulerOutput") -> PrefillStep:
+    def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> PrefillStep:
+        """scheduled: request id -> tokens that this step computes of it."""
         step = PrefillStep(ended=self._ended, forget=self._forget)
         self._ended, self._forget = [], []
-        for request_id in output.preempted_req_ids or ():
+        for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
                 job.written = job.first
                 step.preempted.append(job.attempt)
-        for request_id, tokens in output.num_scheduled_tokens.items():
+        for request_id, tokens in scheduled.items():
             if (job := self._jobs.get(request_id)) is not None and not job.complete:
                 self._add_write(step, job, job.request.num_computed_tokens + tokens)
         return step
 
-    def request_finished(self, request: "Request") -> bool:
+    def request_finished(self, request: Prompt) -> bool:
         """Returns whether the blocks must stay until the writes have ended."""
         request_id, params = request.request_id, request.kv_transfer_params
         job = self._jobs.pop(request_id, None)
@@ -115,11 +127,11 @@ class PrefillScheduler:
         self._ended.append((job.attempt, request_id, job.complete))
         return True
 
-    def worker_output(self, output: "KVConnectorOutput") -> None:
-        report = output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
+    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
+        """What the worker halves have finished writing, well or not."""
+        if report is not None:
             self._failures.update(report.failures)
-        for request_id in output.finished_sending or ():
+        for request_id in sorted(results.sent):
             job = self._ending.pop(request_id)
             failure = self._failures.pop(job.attempt, None)
             if failure is not None:
@@ -137,8 +149,8 @@ class PrefillScheduler:
         end = -(-total // self._block_size) if last else done_tokens // self._block_size
         if end <= job.written and not last:
             return
-        assert self._manager is not None
-        own = self._manager.get_block_ids(job.request.request_id)[0]
+        assert self._block_ids is not None
+        own = list(self._block_ids(job.request.request_id))
         if not job.announced:
             job.announced = True
             step.targets[job.target_engine] = job.target
@@ -162,7 +174,7 @@ class PrefillScheduler:
     @contextlib.asynccontextmanager
     async def _session(self) -> AsyncIterator[None]:
         subject = names.describe_subject(self._link.namespace, self._link.engine_id)
-        async with NatsMessaging(self._link.nats_url) as messaging:
+        async with self._outside.messaging() as messaging:
             async with messaging.serve(subject, self._on_describe):
                 yield
 

@@ -1,9 +1,9 @@
 """The engine process's own connection to the outside.
 
-vLLM's scheduler half runs in a thread that belongs to the engine; everything
-that waits (NATS, etcd, the queue) runs on an event loop in a thread of ours.
-The two meet in `submit` (engine to loop, never blocks) and in whatever locked
-state the caller shares.
+The scheduler half runs in a thread that belongs to the engine; everything that
+waits (NATS, etcd, the queue) runs on an event loop in a thread of ours. The two
+meet in `submit` (engine to loop, never blocks) and in whatever locked state the
+caller shares.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from dynamo_lite.protocol.errors import StartupError
 
@@ -20,10 +20,32 @@ logger = logging.getLogger(__name__)
 _JOIN_S = 5.0
 
 
-class Bridge:
-    """Runs `session()` as a context in a thread's event loop, until `close`."""
+#: Opens what the scheduler half needs of the outside.
+Session = Callable[[], AbstractAsyncContextManager[Any]]
 
-    def __init__(self, session: Callable[[], AbstractAsyncContextManager[Any]]):
+
+class Bridge(Protocol):
+    """Runs a session as a context, from `start` until `close`."""
+
+    def start(self, timeout_s: float) -> None:
+        """Returns when the session is entered. Raises StartupError."""
+        ...
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs it beside the session, owned by the bridge. Never blocks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+#: Makes the bridge of a session.
+OpenBridge = Callable[[Session], Bridge]
+
+
+class ThreadBridge:
+    """Runs the session in a thread's event loop."""
+
+    def __init__(self, session: Session):
         self._session = session
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()

@@ -1,18 +1,13 @@
 """What the scheduler half tells the worker halves each step, and what they answer.
 
-vLLM carries these between its own processes.
+The engine carries these between its own processes.
 """
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-
 
 @dataclass
-class DecodeStep(KVConnectorMetadata):
+class DecodeStep:
     """expect: attempt -> request id, of attempts allocated since the last step.
 
     give_up: (attempt, request id) whose KV nobody waits for any more.
@@ -44,7 +39,7 @@ class BlockWrite:
 
 
 @dataclass
-class PrefillStep(KVConnectorMetadata):
+class PrefillStep:
     """targets: engine id -> its metadata (msgpack), with an attempt's first write.
 
     forget: engines that have left.
@@ -61,11 +56,20 @@ class PrefillStep(KVConnectorMetadata):
 
 
 @dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
+class RankResults:
+    """Request ids that were settled since the last step.
+
+    sent: no write reads from their blocks any more. received: their KV is here.
+    lost: it will not come, and the engine must compute it.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+
+
+@dataclass
+class WorkerReport:
     """failures: attempt -> what went wrong in writing it."""
 
     failures: dict[str, str] = field(default_factory=dict)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        assert isinstance(other, WorkerReport)
-        return WorkerReport(failures={**self.failures, **other.failures})

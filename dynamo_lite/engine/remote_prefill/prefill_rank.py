@@ -7,20 +7,24 @@ certainly alive.
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from dynamo_lite.engine.vllm.messages import BlockWrite, PrefillStep, WorkerReport
-from dynamo_lite.engine.vllm.stats import BYTES, DESCRIPTORS, FENCED, SECONDS, ConnectorStats
+from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED, SECONDS, Counts
+from dynamo_lite.engine.remote_prefill.messages import (
+    BlockWrite,
+    PrefillStep,
+    RankResults,
+    WorkerReport,
+)
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Committed
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.transfer.base import Mover, Write
 from dynamo_lite.transfer.layout import check_compatible, plan_copy
 
@@ -56,9 +60,17 @@ class _Attempt:
 class PrefillRank:
     """own: this rank's memory; rank: its index; alive: the lease's fence."""
 
-    def __init__(self, mover: Mover, own: RankMetadata, rank: int, alive: Callable[[], bool]):
+    def __init__(
+        self,
+        mover: Mover,
+        own: RankMetadata,
+        rank: int,
+        alive: Callable[[], bool],
+        clock: Clock = SYSTEM_CLOCK,
+    ):
+        self._now = clock.monotonic
         self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
-        self.stats = ConnectorStats()
+        self.stats = Counts()
         self.on_gpu = own.memory == "VRAM"
         self._peers: dict[str, RankMetadata] = {}
         self._left: set[str] = set()
@@ -85,19 +97,19 @@ class PrefillRank:
         Waits for what is under way: a commit whose data was overwritten must not
         arrive. A dead peer's write ends in an error by itself.
         """
-        deadline = time.monotonic() + _PREEMPTION_DRAIN_S
+        deadline = self._now() + _PREEMPTION_DRAIN_S
         for attempt in [self._attempts[a] for a in step.preempted if a in self._attempts]:
             if any(write.last for write, _ in attempt.queue):
                 # The engine takes the job for complete, and will not ask again.
                 attempt.failure = "preempted before its last write"
             attempt.queue.clear()
             while attempt.flying:
-                if time.monotonic() > deadline:
+                if self._now() > deadline:
                     # Better no engine than one that sends another request's KV.
                     raise TransferError(attempt.target, "a write of a preempted job does not end")
                 self._poll(attempt)
 
-    def results(self) -> KVConnectorTransferResults:
+    def results(self) -> RankResults:
         """Requests whose writes have all ended, each once."""
         self._pump()
         if self._attempts:
@@ -113,7 +125,7 @@ class PrefillRank:
             del self._ended[attempt_id]
             sent.add(request_id)
         self._forget_left()
-        return KVConnectorTransferResults(finished_sending=sent)
+        return RankResults(sent=sent)
 
     def report(self) -> WorkerReport | None:
         """Failures of what `results` has just ended."""
@@ -173,7 +185,7 @@ class PrefillRank:
             attempt.failure = "this worker's lease is not certain: nothing is written"
             self.stats.add(FENCED)
             return True
-        started = time.monotonic()
+        started = self._now()
         # One rank speaks for all, and the first one shares its host with the scheduler.
         if write.last and self._rank == 0:
             self.stats.add_stage("compute", started - write.scheduled)
@@ -190,8 +202,8 @@ class PrefillRank:
 
         The engine's next step may be a millisecond away, and the peer's client waits.
         """
-        until = time.monotonic() + _SEE_OFF_S
-        while attempt.flying and time.monotonic() < until:
+        until = self._now() + _SEE_OFF_S
+        while attempt.flying and self._now() < until:
             self._poll(attempt)
 
     def _write(self, write: BlockWrite) -> Write:
@@ -221,7 +233,7 @@ class PrefillRank:
                 if not flight.write.done():
                     still.append(flight)
                     continue
-                seconds = time.monotonic() - flight.started
+                seconds = self._now() - flight.started
                 self.stats.append(SECONDS, seconds)
                 if flight.last and self._rank == 0:
                     self.stats.add_stage("write", seconds)

@@ -1,24 +1,24 @@
 """The scheduler half of a decode engine.
 
-vLLM asks it about every new prompt, with the exact prefix-cache hit; it decides
+The engine asks it about every new prompt, with the exact prefix-cache hit; it decides
 local or remote, turns the allocated blocks into a job, and lets the engine go
 on when the KV has come or when nobody should wait for it any longer. All
 methods run on the engine's thread and never wait.
 """
 
-import logging
-import time
 import uuid
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from dynamo_lite.engine.vllm.bridge import Bridge
-from dynamo_lite.engine.vllm.decode_link import DecodeLinkSession, LockedLedger
-from dynamo_lite.engine.vllm.handover_clock import HandoverClock
-from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
-from dynamo_lite.engine.vllm.messages import DecodeStep
-from dynamo_lite.engine.vllm.stats import DECISION, REMOTE, ConnectorStats
+from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
+from dynamo_lite.engine.remote_prefill.counts import DECISION, REMOTE, Counts
+from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession, LockedLedger
+from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
+from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
+from dynamo_lite.engine.remote_prefill.outside import Outside
+from dynamo_lite.engine.remote_prefill.seams import Block, BlockPool, Prompt
 from dynamo_lite.policy.disagg import (
     Local,
     QueueView,
@@ -38,26 +38,26 @@ from dynamo_lite.policy.instructions import (
     Outcome,
     Release,
 )
-from dynamo_lite.policy.ledger import (
-    Ledger,
-)
+from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 
 class DecodeScheduler:
-    """block_size: in tokens."""
+    """block_size: in tokens. new_attempt: makes fresh attempt ids."""
 
-    def __init__(self, link: EngineLink, block_size: int):
+    def __init__(
+        self,
+        link: EngineLink,
+        block_size: int,
+        *,
+        outside: Outside,
+        open_bridge: OpenBridge,
+        clock: Clock = SYSTEM_CLOCK,
+        ledger: Ledger | None = None,
+        new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ):
         assert isinstance(link.role, DecodeLink)
         self._link, self._role, self._block_size = link, link.role, block_size
         self._thresholds = Thresholds(
@@ -65,38 +65,44 @@ class DecodeScheduler:
             max_prefill_queue_size=link.role.max_prefill_queue_size,
             queue_view_max_age_s=link.role.queue_view_max_age_s,
         )
-        self._book = LockedLedger(Ledger(writer_grace_s=link.lease_ttl_s))
-        self.stats = ConnectorStats()
-        self._clock = HandoverClock(self.stats)
-        self._net = DecodeLinkSession(link, self._book, self._clock, self._status)
-        self.bridge = Bridge(self._net.session)
+        self._time, self._now, self._new_attempt = clock.wall, clock.monotonic, new_attempt
+        self._book = LockedLedger(ledger or Ledger(writer_grace_s=link.lease_ttl_s))
+        self.stats = Counts()
+        self._clock = HandoverClock(self.stats, clock)
+        self._net = DecodeLinkSession(
+            link, self._book, self._clock, self._status, outside=outside, now=self._now
+        )
+        self.bridge = open_bridge(self._net.session)
         self.metadata: EngineMetadata | None = None
         self._pool: BlockPool | None = None
-        self._held: dict[str, list[KVCacheBlock]] = {}
+        self._held: dict[str, list[Block]] = {}
         self._verdicts: dict[str, tuple[Verdict, float]] = {}
         self._decided: set[str] = set()
         self._asked_at: deque[float] = deque()
         self._step = DecodeStep()
 
-    def bind_block_pool(self, pool: "BlockPool") -> None:
+    def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
 
-    def num_new_matched_tokens(self, request: "Request", cached: int) -> tuple[int, bool]:
+    def num_new_matched_tokens(
+        self, request: Prompt, cached: int, *, transferable: bool = True
+    ) -> tuple[int, bool]:
         """How many tokens beyond `cached` will come from a prefill worker.
 
         All but the last one: that one the engine computes, and samples from.
+        transferable: whether its KV is a function of its tokens and cache salt alone.
         """
         if request.request_id in self._decided:
             return 0, False
-        decided = time.monotonic()
-        verdict = self._decide(request, cached)
+        decided = self._now()
+        verdict = self._decide(request, cached, transferable)
         self._verdicts[request.request_id] = verdict, decided
         if isinstance(verdict, Local):
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
 
-    def state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
-        """vLLM reserved blocks for `external` tokens: ask for them."""
+    def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
+        """The engine reserved the prompt's blocks: ask for the KV of `external` tokens."""
         found = self._verdicts.pop(request.request_id, None)
         if found is None:
             self._clock.scheduled(request.request_id)
@@ -106,12 +112,12 @@ class DecodeScheduler:
         kind = "remote" if isinstance(verdict, Remote) else "local"
         self.stats.add(f"{DECISION}/{kind}/{verdict.reason.value}")
         if external:
-            self._ask(request, blocks.get_block_ids()[0], external, decided)
+            self._ask(request, block_ids, external, decided)
 
     def build_step(self) -> DecodeStep:
         """Runs every step, and so does the ledger's housekeeping."""
         with self._book.lock:
-            due = self._book.ledger.tick(time.monotonic())
+            due = self._book.ledger.tick(self._now())
             left = self._book.take_for_engine()
             self._step.poll = bool(self._book.ledger.waiting or self._book.ledger.quarantined)
         self._apply(left)
@@ -119,10 +125,9 @@ class DecodeScheduler:
         step, self._step = self._step, DecodeStep()
         return step
 
-    def worker_output(self, output: "KVConnectorOutput") -> None:
+    def worker_output(self, results: RankResults) -> None:
         """What the worker halves have received."""
-        failed = output.failed_recving or set()
-        for request_id in set(output.finished_recving or ()) - failed:
+        for request_id in sorted(results.received):
             with self._book.lock:
                 instructions = self._book.ledger.received(request_id)
             self._apply(instructions, fresh=True)
@@ -139,14 +144,8 @@ class DecodeScheduler:
     def busy(self) -> bool:
         return self._book.busy or bool(self._step.give_up)
 
-    def _decide(self, request: "Request", cached: int) -> Verdict:
-        if (
-            request.skip_reading_prefix_cache
-            or request.mm_features
-            or request.lora_request is not None
-            or request.prompt_embeds is not None
-            or request.prompt_token_ids is None
-        ):
+    def _decide(self, request: Prompt, cached: int, transferable: bool) -> Verdict:
+        if not transferable or request.prompt_token_ids is None:
             return Local(Reason.NOT_TRANSFERABLE)
         if self._net.leaving:
             return Local(Reason.LEAVING)
@@ -155,7 +154,7 @@ class DecodeScheduler:
             cached_tokens=cached,
             queue=self._queue_view(),
             thresholds=self._thresholds,
-            now=time.monotonic(),
+            now=self._now(),
         )
 
     def _queue_view(self) -> QueueView | None:
@@ -167,18 +166,18 @@ class DecodeScheduler:
             self._asked_at.popleft()
         return replace(view, jobs=view.jobs + len(self._asked_at))
 
-    def _ask(self, request: "Request", block_ids: list[int], external: int, decided: float) -> None:
+    def _ask(
+        self, request: Prompt, block_ids: Sequence[int], external: int, decided: float
+    ) -> None:
         wanted = request.num_prompt_tokens - 1
         computed = wanted - external
         first = computed // self._block_size
         end = -(-wanted // self._block_size)
         targets = tuple(block_ids[first:end])
-        attempt = uuid.uuid4().hex
+        attempt = self._new_attempt()
         timeout = self._role.remote_prefill_timeout_s
         with self._book.lock:
-            self._book.ledger.allocated(
-                request.request_id, attempt, targets, time.monotonic() + timeout
-            )
+            self._book.ledger.allocated(request.request_id, attempt, targets, self._now() + timeout)
         self._step.expect[attempt] = request.request_id
         assert request.prompt_token_ids is not None
         job = RemotePrefillRequest(
@@ -188,12 +187,12 @@ class DecodeScheduler:
             prompt_token_ids=request.prompt_token_ids[:wanted],
             num_computed_tokens=computed,
             block_ids=list(targets),
-            deadline=time.time() + timeout,
+            deadline=self._time() + timeout,
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
         self._clock.asked(attempt, decided)
-        self._asked_at.append(time.monotonic())
+        self._asked_at.append(self._now())
         self.bridge.submit(self._net.push(job))
 
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
@@ -228,9 +227,7 @@ class DecodeScheduler:
         if self.metadata is None or self._pool is None:
             return None
         view, ledger = self._net.view, self._book.ledger
-        fresh = view is not None and (
-            time.monotonic() - view.read_at <= self._role.queue_view_max_age_s
-        )
+        fresh = view is not None and (self._now() - view.read_at <= self._role.queue_view_max_age_s)
         return EngineStatus(
             metadata=self.metadata,
             free_blocks=self._pool.get_num_free_blocks(),

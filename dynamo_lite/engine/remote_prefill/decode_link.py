@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 
-from dynamo_lite.engine.vllm.handover_clock import HandoverClock
-from dynamo_lite.engine.vllm.link import DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
+from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger
@@ -37,10 +37,7 @@ from dynamo_lite.protocol.prefill import (
     decode_writer_stays,
 )
 from dynamo_lite.queue.base import PrefillQueue
-from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.runtime.roster import Roster
 from dynamo_lite.runtime.store import Delete, Snapshot, Store, WatchEvent
 
@@ -80,7 +77,7 @@ class LockedLedger:
 class DecodeLinkSession:
     """Use `session()` as the bridge's context.
 
-    status: makes the answer to `describe` (called on the bridge's thread).
+    status: makes the answer to `describe` (called on the bridge's thread). now: monotonic.
     """
 
     def __init__(
@@ -89,10 +86,13 @@ class DecodeLinkSession:
         book: LockedLedger,
         clock: HandoverClock,
         status: Callable[[], EngineStatus | None],
+        *,
+        outside: Outside,
+        now: Callable[[], float],
     ):
         assert isinstance(link.role, DecodeLink)
         self._link, self._role, self._book, self._status = link, link.role, book, status
-        self._clock = clock
+        self._clock, self._outside, self._now = clock, outside, now
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
         self._writers: Roster | None = None
@@ -105,16 +105,9 @@ class DecodeLinkSession:
         subject = link.namespace, link.engine_id
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            messaging = await enter(NatsMessaging(link.nats_url))
-            self._queue = await enter(
-                JetStreamQueue(
-                    link.nats_url,
-                    stream=names.prefill_stream(link.namespace),
-                    subject=names.prefill_jobs_subject(link.namespace),
-                    config=self._role.queue,
-                )
-            )
-            store = await enter(EtcdStore(link.etcd_url))
+            messaging = await enter(self._outside.messaging())
+            self._queue = await enter(self._outside.queue(self._role.queue))
+            store = await enter(self._outside.store())
             prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
             self._writers = writers = await enter(Roster(store, prefix))
             self._messaging = messaging
@@ -177,9 +170,7 @@ class DecodeLinkSession:
     async def _on_claim(self, payload: bytes) -> bytes:
         claim = decode_claim(payload)
         with self._book.lock:
-            refusal = self._book.ledger.claim(
-                claim.attempt, claim.writer_lease_id, time.monotonic()
-            )
+            refusal = self._book.ledger.claim(claim.attempt, claim.writer_lease_id, self._now())
         if refusal is not None:
             return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
         self._clock.granted(claim.attempt)
@@ -200,7 +191,7 @@ class DecodeLinkSession:
         stays = decode_writer_stays(payload)
         with self._book.lock:
             self._book.ledger.writer_stays(
-                stays.attempt, stays.writer_lease_id, stays.for_s, time.monotonic()
+                stays.attempt, stays.writer_lease_id, stays.for_s, self._now()
             )
         return b""
 
@@ -212,7 +203,7 @@ class DecodeLinkSession:
             for lease_id in joined:
                 self._book.ledger.writer_back(lease_id)
             for lease_id in left:
-                self._book.ledger.writer_gone(lease_id, time.monotonic())
+                self._book.ledger.writer_gone(lease_id, self._now())
         if not self._writers.members:
             tasks.create_task(self._settle(lambda ledger: ledger.withdraw_queued(_NO_WRITER)))
 
@@ -231,7 +222,7 @@ class DecodeLinkSession:
     async def _watch_queue(self) -> None:
         assert self._queue is not None and self._writers is not None
         while True:
-            asked_at = time.monotonic()
+            asked_at = self._now()
             try:
                 depth = await self._queue.depth()
                 self.view = QueueView(depth.total, len(self._writers.members), asked_at)

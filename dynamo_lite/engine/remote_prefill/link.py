@@ -1,7 +1,7 @@
-"""What the connector halves inside vLLM's processes must know of the outside.
+"""What the halves inside an engine's processes must know of the outside.
 
 It travels as a file that only its owner can read, because server URLs may hold
-credentials and vLLM logs its configuration; the configuration names the file.
+credentials and engines log their configuration; the configuration names the file.
 """
 
 import os

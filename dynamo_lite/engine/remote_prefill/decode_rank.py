@@ -8,10 +8,8 @@ of the two is reported for each.
 import logging
 from collections import OrderedDict
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
-from dynamo_lite.engine.vllm.messages import DecodeStep
-from dynamo_lite.engine.vllm.stats import LATE, ConnectorStats
+from dynamo_lite.engine.remote_prefill.counts import LATE, Counts
+from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import decode_committed
 from dynamo_lite.transfer.base import Mover
@@ -27,7 +25,7 @@ _MAX_GIVEN_UP = 1024
 class DecodeRank:
     def __init__(self, mover: Mover):
         self._mover = mover
-        self.stats = ConnectorStats()
+        self.stats = Counts()
         self._expected: dict[str, str] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
         self._given_up: OrderedDict[str, None] = OrderedDict()
@@ -50,11 +48,11 @@ class DecodeRank:
         while len(self._given_up) > _MAX_GIVEN_UP:
             self._given_up.popitem(last=False)
 
-    def results(self) -> KVConnectorTransferResults:
+    def results(self) -> RankResults:
         """What was settled since the last call; each request once."""
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()
-        return KVConnectorTransferResults(finished_recving=received | failed, failed_recving=failed)
+        return RankResults(received=received, lost=failed)
 
     def close(self) -> None:
         self._mover.close()

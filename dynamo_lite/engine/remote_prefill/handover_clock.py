@@ -5,10 +5,10 @@
 Only durations leave this process: its clock says nothing on another host.
 """
 
-import time
 from dataclasses import dataclass
 
-from dynamo_lite.engine.vllm.stats import ConnectorStats
+from dynamo_lite.engine.remote_prefill.counts import Counts
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 
 @dataclass
@@ -25,29 +25,29 @@ class HandoverClock:
     stats: takes the durations of what ended well; nothing is told of the rest.
     """
 
-    def __init__(self, stats: ConnectorStats):
-        self._stats = stats
+    def __init__(self, stats: Counts, clock: Clock = SYSTEM_CLOCK):
+        self._stats, self._now = stats, clock.monotonic
         self._open: dict[str, _Handover] = {}
         self._received: dict[str, float] = {}
 
     def asked(self, attempt: str, decided: float) -> None:
         """A job was handed to the bridge; decided: when its prompt was looked at."""
-        self._open[attempt] = _Handover(decided, time.monotonic())
+        self._open[attempt] = _Handover(decided, self._now())
 
     def published(self, attempt: str) -> None:
         if (handover := self._open.get(attempt)) is not None:
-            handover.published = time.monotonic()
+            handover.published = self._now()
 
     def granted(self, attempt: str) -> None:
         if (handover := self._open.get(attempt)) is not None:
-            handover.granted = time.monotonic()
+            handover.granted = self._now()
 
     def ended(self, attempt: str, request_id: str, *, committed: bool) -> None:
         """The request waits no longer; committed: because its KV came."""
         handover = self._open.pop(attempt, None)
         if handover is None or not committed or not handover.granted:
             return
-        self._received[request_id] = now = time.monotonic()
+        self._received[request_id] = now = self._now()
         # A worker may claim the job before the broker has confirmed its push.
         on_queue = min(handover.published or handover.granted, handover.granted)
         self._stats.add_stage("decide", handover.asked - handover.decided)
@@ -58,7 +58,7 @@ class HandoverClock:
     def scheduled(self, request_id: str) -> None:
         """The engine computes the request's last prompt token."""
         if (received := self._received.pop(request_id, None)) is not None:
-            self._stats.add_stage("resume", time.monotonic() - received)
+            self._stats.add_stage("resume", self._now() - received)
 
     def forget(self, request_id: str) -> None:
         self._received.pop(request_id, None)

@@ -1,0 +1,39 @@
+"""What the shell decides by itself."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dynamo_lite.engine.remote_prefill.messages import WorkerReport
+from dynamo_lite.engine.vllm.connector import ReportMetadata, _is_transferable
+
+PLAIN = {
+    "skip_reading_prefix_cache": False,
+    "mm_features": [],
+    "lora_request": None,
+    "prompt_embeds": None,
+}
+
+
+def test_a_plain_prompt_can_be_prefilled_anywhere():
+    assert _is_transferable(SimpleNamespace(**PLAIN))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"skip_reading_prefix_cache": True},
+        {"mm_features": ["image"]},
+        {"lora_request": "lora"},
+        {"prompt_embeds": "embeds"},
+    ],
+)
+def test_a_prompt_that_tokens_do_not_determine_cannot(field):
+    assert not _is_transferable(SimpleNamespace(**{**PLAIN, **field}))
+
+
+def test_the_ranks_failures_are_joined():
+    both = ReportMetadata(WorkerReport({"a": "x"})).aggregate(
+        ReportMetadata(WorkerReport({"b": "y"}))
+    )
+    assert both.report.failures == {"a": "x", "b": "y"}
