@@ -7,6 +7,8 @@ DynamoLiteError
 ├── DeadlineExceeded       a network wait ran out of time
 ├── Unavailable            nothing can take this now; retrying later may help
 │   ├── NoWorkers          no live worker serves the endpoint
+│   ├── Overloaded         every worker, or this process, is at a limit
+│   ├── WorkerLost         the worker of an accepted request is gone, and nobody goes on
 │   ├── NoResponders       the subject has no subscriber: that member is gone
 │   ├── BrokerUnavailable  NATS is out of reach
 │   └── StoreUnavailable   etcd is out of reach
@@ -61,6 +63,14 @@ class NoWorkers(Unavailable):
     """No live member serves the endpoint."""
 
 
+class Overloaded(Unavailable):
+    """A limit on requests or queued tokens is reached; it is less full later."""
+
+
+class WorkerLost(Unavailable):
+    """An accepted request lost its worker, and no other could go on with it."""
+
+
 class NoResponders(Unavailable):
     """Nobody subscribes to the subject."""
 
@@ -74,12 +84,19 @@ class StoreUnavailable(Unavailable):
 
 
 class Refused(DynamoLiteError):
-    """A live peer refused. `elsewhere` says whether another member may accept."""
+    """A live peer refused. `elsewhere` says whether another member may accept.
 
-    def __init__(self, reason: str, *, elsewhere: bool):
+    busy: it is at a limit, and may have room in `retry_after_s` seconds.
+    """
+
+    def __init__(
+        self, reason: str, *, elsewhere: bool, busy: bool = False, retry_after_s: float = 1.0
+    ):
         super().__init__(reason)
         self.reason = reason
         self.elsewhere = elsewhere
+        self.busy = busy
+        self.retry_after_s = retry_after_s
 
 
 class QueueFull(DynamoLiteError):

@@ -27,6 +27,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_ended: whether a grammar applies from the first token (None: the
     engine looks for the end of the reasoning itself). reasoning_parser_kwargs:
     how it builds the parser that looks.
+    output_token_ids: generated elsewhere already. The engine goes on after them
+    and counts them against the request's own limits; where they leave nothing to
+    generate, its only delta has the finish_reason and no token.
+    timeout_s: what was left of the request's time when it was sent. Relative,
+    because the clocks of two hosts differ.
     """
 
     request_id: RequestId
@@ -39,6 +44,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_headers: dict[str, str] | None = None
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    output_token_ids: list[TokenId] = []
+    timeout_s: float | None = None
     wire_version: int = WIRE_VERSION
 
 
@@ -47,10 +54,15 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker did not take the request. elsewhere: another worker may."""
+    """The worker did not take the request. elsewhere: another worker may.
+
+    busy: it is at a limit of its own; it may have room in `retry_after_s` seconds.
+    """
 
     reason: str
     elsewhere: bool
+    busy: bool = False
+    retry_after_s: float = 1.0
 
 
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -84,7 +96,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """What one engine step added to one request.
 
     finish_reason: "stop" | "length" | "abort" | "error" | "repetition"; None
-    while the request goes on. stop_reason: the stop token id or string.
+    while the request goes on; "abort" when its time is up. stop_reason: the stop
+    token id or string.
     """
 
     request_id: str

@@ -96,6 +96,8 @@ FULL_REQUEST = GenerateRequest(
     trace_headers={"traceparent": "00"},
     reasoning_ended=True,
     reasoning_parser_kwargs={"a": [1]},
+    output_token_ids=[3],
+    timeout_s=0.5,
     wire_version=2,
 )
 DELTAS = Deltas(
@@ -152,20 +154,22 @@ GOLDEN = [
     (
         REQUEST,
         generate.decode_generate_request,
-        b"\x8b\xaarequest_id\xa2r1\xa9client_id\xa2c1"
+        b"\x8d\xaarequest_id\xa2r1\xa9client_id\xa2c1"
         b"\xb0prompt_token_ids\x93\x01\x02\xce\x00\x01\x11p\xa8sampling\xc4\x01\x81"
         b"\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa8priority\x00"
         b"\xaacache_salt\xc0\xadtrace_headers\xc0\xafreasoning_ended\xc0"
-        b"\xb7reasoning_parser_kwargs\xc0\xacwire_version\x01",
+        b"\xb7reasoning_parser_kwargs\xc0\xb0output_token_ids\x90\xa9timeout_s\xc0"
+        b"\xacwire_version\x01",
     ),
     (
         FULL_REQUEST,
         generate.decode_generate_request,
-        b"\x8b\xaarequest_id\xa2r1\xa9client_id\xa2c1\xb0prompt_token_ids\x90"
+        b"\x8d\xaarequest_id\xa2r1\xa9client_id\xa2c1\xb0prompt_token_ids\x90"
         b"\xa8sampling\xc4\x00\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00"
         b"\xa8priority\xff\xaacache_salt\xa1s\xadtrace_headers\x81"
         b"\xabtraceparent\xa200\xafreasoning_ended\xc3"
-        b"\xb7reasoning_parser_kwargs\x81\xa1a\x91\x01\xacwire_version\x02",
+        b"\xb7reasoning_parser_kwargs\x81\xa1a\x91\x01\xb0output_token_ids\x91\x03"
+        b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xacwire_version\x02",
     ),
     (
         Accepted(),
@@ -175,7 +179,8 @@ GOLDEN = [
     (
         RequestRefused(reason="full", elsewhere=True),
         generate.decode_generate_reply,
-        b"\x83\xa4type\xaeRequestRefused\xa6reason\xa4full\xa9elsewhere\xc3",
+        b"\x85\xa4type\xaeRequestRefused\xa6reason\xa4full\xa9elsewhere\xc3"
+        b"\xa4busy\xc2\xadretry_after_s\xcb?\xf0\x00\x00\x00\x00\x00\x00",
     ),
     (
         Hello(client_id="c1"),

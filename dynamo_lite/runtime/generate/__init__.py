@@ -1,7 +1,8 @@
 """The generate endpoint: requests over NATS, token deltas over direct TCP.
 
 `base.py` has the seams, `client.py` the frontend's side, `server.py` the
-worker's, `local.py` the short-cut within one process.
+worker's, `local.py` the short-cut within one process; `failover.py` chooses among
+many workers and moves requests from one to another.
 """
 
 from dynamo_lite.runtime.generate.base import (
@@ -11,15 +12,25 @@ from dynamo_lite.runtime.generate.base import (
     OnLost,
 )
 from dynamo_lite.runtime.generate.client import RemoteGenerateClient
+from dynamo_lite.runtime.generate.failover import (
+    MAX_REQUEST_ID,
+    FailoverClient,
+    FailoverStats,
+    OnEnded,
+)
 from dynamo_lite.runtime.generate.local import LocalGenerateClient
 from dynamo_lite.runtime.generate.server import GenerateServer
 
 __all__ = [
+    "MAX_REQUEST_ID",
+    "FailoverClient",
+    "FailoverStats",
     "GenerateClient",
     "GenerateHandler",
     "GenerateServer",
     "LocalGenerateClient",
     "OnDeltas",
+    "OnEnded",
     "OnLost",
     "RemoteGenerateClient",
 ]
