@@ -9,14 +9,13 @@ and never lets its engine write past a promise that was heard.
 import asyncio
 import contextlib
 import logging
-import time
 
 from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, Unavailable
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, WriterStays
-from dynamo_lite.runtime.fence import FenceHolder
+from dynamo_lite.runtime.fence import Fence
 from dynamo_lite.runtime.host import Host
 from dynamo_lite.runtime.store import LeaseLoss
 
@@ -28,8 +27,8 @@ _PROMISE_S = 3.0
 class FenceKeeper:
     """leaving: set it when the worker begins to leave. jobs: None until there can be any."""
 
-    def __init__(self, host: Host, fence: FenceHolder):
-        self._host, self._fence = host, fence
+    def __init__(self, host: Host, fence: Fence):
+        self._host, self._fence, self._now = host, fence, host.clock.monotonic
         self.leaving = asyncio.Event()
         self.jobs: PrefillJobs | None = None
 
@@ -40,10 +39,10 @@ class FenceKeeper:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.leaving.wait(), lease.ttl_s / 10)
         while lease.loss is not LeaseLoss.EXPIRED:
-            asked_at = time.monotonic()
+            asked_at = self._now()
             heard = await asyncio.gather(*(self._promise(r) for r in self._claimed()))
             if all(heard):
-                self._fence.extend(asked_at + _PROMISE_S - time.monotonic())
+                self._fence.extend(asked_at + _PROMISE_S - self._now())
             await asyncio.sleep(_PROMISE_S / 6)
         self._fence.extend(0.0)
 

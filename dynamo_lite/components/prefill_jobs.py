@@ -7,7 +7,6 @@ unacknowledged, and the queue delivers it again.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable
 from typing import Protocol
 
@@ -34,6 +33,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import Job, PrefillQueue
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.transfer.directory import MetadataDirectory
 
@@ -71,7 +71,9 @@ class PrefillJobs:
         directory: MetadataDirectory,
         messaging: Messaging,
         registry: CollectorRegistry,
+        clock: Clock = SYSTEM_CLOCK,
     ):
+        self._time, self._now = clock.wall, clock.monotonic
         self._namespace, self._lease_id, self._ack_wait_s = namespace, lease_id, ack_wait_s
         self._queue, self._engine = queue, engine
         self._directory, self._messaging = directory, messaging
@@ -164,8 +166,8 @@ class PrefillJobs:
 
     async def _prefill(self, request: RemotePrefillRequest) -> str:
         """Claims, computes, writes. Returns the outcome that the counter shows."""
-        pulled = time.monotonic()
-        if time.time() >= request.deadline + _CLOCK_SKEW_S:
+        pulled = self._now()
+        if self._time() >= request.deadline + _CLOCK_SKEW_S:
             return "expired"
         try:
             target = await self._directory.get(request.engine_id)
@@ -188,7 +190,7 @@ class PrefillJobs:
         if refusal is not None:
             logger.info("attempt %s refused: %s", request.attempt, refusal.reason)
             return "retry" if refusal.elsewhere else "refused"
-        self._stages.labels("claim").observe(time.monotonic() - pulled)
+        self._stages.labels("claim").observe(self._now() - pulled)
         ended = await self._write(request, target)
         if ended.outcome != "written":
             logger.warning("attempt %s %s: %s", request.attempt, ended.outcome, ended.detail)
@@ -209,13 +211,13 @@ class PrefillJobs:
         """The claimed job, unless it was cancelled or cannot be done."""
         if request.attempt in self._abandoned:
             return AttemptOutcome(request.attempt, "abandoned", "cancelled before it began")
-        claimed = time.monotonic()
+        claimed = self._now()
         try:
             _check_blocks(request, target)
             ended = await self._engine.prefill(request, target)
         except DynamoLiteError as exc:
             return AttemptOutcome(request.attempt, "failed", str(exc))
-        self._stages.labels("engine").observe(time.monotonic() - claimed)
+        self._stages.labels("engine").observe(self._now() - claimed)
         return ended
 
     async def _say_done(self, engine_id: str, ended: AttemptOutcome) -> None:

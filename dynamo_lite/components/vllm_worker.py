@@ -5,40 +5,42 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from prometheus_client import Gauge
 
 from dynamo_lite.components.config import VllmWorkerConfig
-from dynamo_lite.components.engine_setup import engine_file, engine_link, queue_config
+from dynamo_lite.components.parts import WorkerParts
+from dynamo_lite.components.vllm_parts import VllmParts
+from dynamo_lite.engine.base import DecodeEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied, StoreUnavailable
 from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.host import Host, ProcessSpec
 
-if TYPE_CHECKING:
-    from dynamo_lite.engine.remote_prefill.link import EngineLink
-    from dynamo_lite.engine.vllm.core import VllmEngine
-
 logger = logging.getLogger(__name__)
 
 _POOL_PERIOD_S = 2.0
 #: Unanswered descriptions in a row after which the engine is not trusted any more.
 _MAX_SILENT = 5
-#: Whose members write KV for this worker.
-_PREFILL_COMPONENT = "PrefillWorker"
 
 
 class VllmWorker:
     """Component. config: the fields of `VllmWorkerConfig`."""
 
-    def __init__(self, config: Mapping[str, Any] | VllmWorkerConfig, spec: ProcessSpec):
+    def __init__(
+        self,
+        config: Mapping[str, Any] | VllmWorkerConfig,
+        spec: ProcessSpec,
+        parts: WorkerParts | None = None,
+    ):
         self._config = msgspec.convert(config, VllmWorkerConfig)
         self._spec = spec
+        self._parts = parts or VllmParts(spec)
         self._stack = AsyncExitStack()
-        self._engine: VllmEngine | None = None
+        self._engine: DecodeEngine | None = None
         self._server: GenerateServer | None = None
         self._host: Host | None = None
         self._metadata_key = ""
@@ -46,20 +48,10 @@ class VllmWorker:
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
-        # vLLM takes seconds to import, which must not starve the lease.
-        await asyncio.to_thread(__import__, "dynamo_lite.engine.vllm.core")
-        from dynamo_lite.engine.vllm.core import VllmEngine
-
+        await self._parts.prepare()
         host.progress("loading the model")
-        link = self._link(host) if self._config.remote_prefill else None
         self._engine = engine = await self._stack.enter_async_context(
-            VllmEngine(
-                self._spec.engine_args,
-                link=link,
-                link_path=engine_file(self._spec, "engine.json"),
-                messaging=host.messaging,
-                registry=host.registry,
-            )
+            self._parts.open_decode_engine(host, self._config)
         )
         self._server = server = await self._stack.enter_async_context(
             GenerateServer(host.messaging, engine, self._spec.bind_host)
@@ -68,7 +60,7 @@ class VllmWorker:
         await self._register(host, engine, server)
         if engine.metadata is not None:
             host.spawn(self._watch_pool(host, engine), "kv-pool")
-        return {"model": engine.config.model_config.model}
+        return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
         """Finishes what it has; prompts that wait for help unclaimed become local."""
@@ -96,28 +88,14 @@ class VllmWorker:
             "kv_usage": load.kv_usage,
         }
 
-    def _link(self, host: Host) -> "EngineLink":
-        from dynamo_lite.engine.remote_prefill.link import DecodeLink
-
-        config = self._config
-        role = DecodeLink(
-            max_local_prefill_length_tokens=config.max_local_prefill_length,
-            max_prefill_queue_size=config.max_prefill_queue_size,
-            remote_prefill_timeout_s=config.remote_prefill_timeout_s,
-            queue_view_max_age_s=config.queue_view_max_age_s,
-            prefill_component=_PREFILL_COMPONENT,
-            queue=queue_config(config.queue),
-        )
-        return engine_link(self._spec, host.lease.id, role)
-
-    async def _register(self, host: Host, engine: "VllmEngine", server: GenerateServer) -> None:
+    async def _register(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
         """Metadata first: whoever sees the worker may write into its blocks."""
         namespace, lease = self._spec.namespace, host.lease
         if engine.metadata is not None:
             self._metadata_key = names.nixl_metadata_key(namespace, engine.metadata.engine_id)
             await host.store.put(self._metadata_key, encode_json(engine.metadata), lease=lease)
         name = self._spec.component
-        model = engine.config.model_config.model
+        model = engine.model
         generate = names.endpoint_subject(namespace, name, "generate", lease.id)
         metrics = names.endpoint_subject(namespace, name, "load_metrics", lease.id)
         await self._stack.enter_async_context(server.serve(generate))
@@ -130,7 +108,7 @@ class VllmWorker:
         assert self._engine is not None
         return msgspec.msgpack.encode(self._engine.load)
 
-    async def _deliver(self, engine: "VllmEngine", server: GenerateServer) -> None:
+    async def _deliver(self, engine: DecodeEngine, server: GenerateServer) -> None:
         try:
             async for deltas in engine.steps():
                 server.deliver(deltas)
@@ -138,7 +116,7 @@ class VllmWorker:
             server.hang_up("the worker's engine died")
             raise
 
-    async def _watch_pool(self, host: Host, engine: "VllmEngine") -> None:
+    async def _watch_pool(self, host: Host, engine: DecodeEngine) -> None:
         """Asks the engine's process how its blocks stand, for the metrics."""
         gauge = _pool_gauges(host)
         silent = 0

@@ -1,8 +1,8 @@
 """The engine seam: what a component needs from the thing that computes.
 
-Implementations: `vllm/` (stock vLLM) and `null` (no compute, for measuring the
-runtime). An engine is an async context manager: entering loads it, leaving
-frees it.
+Implementations: `vllm/` (stock vLLM), `sim/` (virtual compute) and `null` (no
+compute, for measuring the runtime). An engine is an async context manager:
+entering loads it, leaving frees it.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 
 
@@ -39,11 +39,21 @@ class DecodeEngine(Protocol):
     """Generates; decides by itself which prompts to have prefilled elsewhere."""
 
     @property
+    def model(self) -> str: ...
+
+    @property
     def load(self) -> EngineLoad: ...
 
     @property
     def metadata(self) -> EngineMetadata | None:
         """The KV pool as others may write to it; None where it takes no remote KV."""
+        ...
+
+    async def describe(self) -> EngineStatus:
+        """Asks the engine's own process; only where there is metadata.
+
+        Raises Unavailable, DeadlineExceeded or ProtocolError.
+        """
         ...
 
     async def submit(self, request: GenerateRequest) -> None:
@@ -66,10 +76,21 @@ class PrefillEngine(Protocol):
     """Computes prompts and writes their KV into other engines' blocks."""
 
     @property
+    def model(self) -> str: ...
+
+    @property
     def load(self) -> EngineLoad: ...
 
     @property
     def metadata(self) -> EngineMetadata | None: ...
+
+    async def describe(self) -> EngineStatus:
+        """As `DecodeEngine.describe`."""
+        ...
+
+    async def run_prefills(self) -> None:
+        """Drives the engine; must run while `prefill` is awaited. Raises EngineDied."""
+        ...
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
         """Computes and writes one claimed attempt; returns when no write is under way.

@@ -5,7 +5,6 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
@@ -92,12 +92,14 @@ class Host:
         registry: CollectorRegistry,
         report: Report,
         stop: StopRequest,
+        clock: Clock = SYSTEM_CLOCK,
     ):
         self.spec = spec
         self.store = store
         self.messaging = messaging
         self.lease = lease
         self.registry = registry
+        self.clock = clock
         self.status_url = ""
         self._report = report
         self._stop = stop
@@ -128,7 +130,7 @@ class Host:
             pid=os.getpid(),
             host=socket.gethostname(),
             status_url=self.status_url,
-            started_at=time.time(),
+            started_at=self.clock.wall(),
             model=model,
         )
         key, value = names.endpoint_key(*name), encode_json(record)

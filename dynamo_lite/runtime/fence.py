@@ -10,9 +10,40 @@ extend the deadline, so it passes: no message is needed to fence.
 import mmap
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 _DEADLINE = struct.Struct("<d")
+
+
+class Fence(Protocol):
+    """The lease holder's end."""
+
+    def extend(self, remaining_s: float) -> None:
+        """The lease lives at least `remaining_s` from now; 0 fences at once."""
+        ...
+
+    def close(self) -> None:
+        """Lowers the fence for good."""
+        ...
+
+
+class MemoryFence:
+    """Both ends within one process. now: monotonic seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self._deadline = 0.0
+
+    def extend(self, remaining_s: float) -> None:
+        self._deadline = self._now() + remaining_s if remaining_s > 0 else 0.0
+
+    def open(self) -> bool:
+        return self._now() < self._deadline
+
+    def close(self) -> None:
+        self._deadline = 0.0
 
 
 class FenceHolder:

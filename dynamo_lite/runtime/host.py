@@ -5,11 +5,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
 from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
@@ -24,7 +26,7 @@ from dynamo_lite.runtime.stop import (
 )
 from dynamo_lite.runtime.store import Lease, Store
 
-__all__ = ["Component", "Host", "ProcessSpec", "Report", "run_process"]
+__all__ = ["Component", "Host", "ProcessSpec", "Report", "Surroundings", "run_process"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +34,37 @@ logger = logging.getLogger(__name__)
 _DRAIN_MARGIN_S = 5.0
 _CLOSE_TIMEOUT_S = 30.0
 
-OpenStore = Callable[[ProcessSpec], AbstractAsyncContextManager[Store]]
-OpenMessaging = Callable[[ProcessSpec], AbstractAsyncContextManager[Messaging]]
+Health = Callable[[], dict[str, Any]]
 
 
-def _open_etcd(spec: ProcessSpec) -> AbstractAsyncContextManager[Store]:
-    return EtcdStore(spec.etcd_url)
+class Status(Protocol):
+    @property
+    def url(self) -> str:
+        """Where the process's health and metrics can be read."""
+        ...
 
 
-def _open_nats(spec: ProcessSpec) -> AbstractAsyncContextManager[Messaging]:
-    return NatsMessaging(spec.nats_url)
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a process runs in: the servers, its own status server, the clock."""
+
+    open_store: Callable[[ProcessSpec], AbstractAsyncContextManager[Store]] = lambda spec: (
+        EtcdStore(spec.etcd_url)
+    )
+    open_messaging: Callable[[ProcessSpec], AbstractAsyncContextManager[Messaging]] = lambda spec: (
+        NatsMessaging(spec.nats_url)
+    )
+    open_status: Callable[
+        [ProcessSpec, Health, CollectorRegistry], AbstractAsyncContextManager[Status]
+    ] = lambda spec, health, registry: StatusServer(health, registry, spec.bind_host)
+    clock: Clock = SYSTEM_CLOCK
 
 
 async def run_process(
     spec: ProcessSpec,
     component: Component,
     report: Report,
-    *,
-    open_store: OpenStore = _open_etcd,
-    open_messaging: OpenMessaging = _open_nats,
+    surroundings: Surroundings | None = None,
 ) -> int:
     """Runs `component` until it is told to stop. Returns the exit code (see `stop.py`).
 
@@ -59,10 +73,10 @@ async def run_process(
     stop = StopRequest()
     with stop_on_signals(stop):
         async with AsyncExitStack() as stack:
-            process = _Process(spec, component, report, stop)
+            process = _Process(spec, component, report, stop, surroundings or Surroundings())
             try:
                 async with stop.interrupts():
-                    await process.open(stack, open_store, open_messaging)
+                    await process.open(stack)
             except Interrupted:
                 return stop.code
             except Exception as exc:
@@ -75,22 +89,29 @@ class _Process:
 
     host: Host
 
-    def __init__(self, spec: ProcessSpec, component: Component, report: Report, stop: StopRequest):
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        component: Component,
+        report: Report,
+        stop: StopRequest,
+        surroundings: Surroundings,
+    ):
+        self._surroundings = surroundings
         self._spec = spec
         self._component = component
         self._report = report
         self._stop = stop
         self._state = "starting"
 
-    async def open(
-        self, stack: AsyncExitStack, open_store: OpenStore, open_messaging: OpenMessaging
-    ) -> None:
+    async def open(self, stack: AsyncExitStack) -> None:
         """Connects everything that is outside; `stack` closes it in reverse."""
         self._report({"state": "starting", "detail": "connecting"})
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        store = await stack.enter_async_context(open_store(self._spec))
-        messaging = await stack.enter_async_context(open_messaging(self._spec))
+        around = self._surroundings
+        store = await stack.enter_async_context(around.open_store(self._spec))
+        messaging = await stack.enter_async_context(around.open_messaging(self._spec))
         lease = await stack.enter_async_context(store.lease(self._spec.lease_ttl_s))
         self.host = Host(
             self._spec,
@@ -100,10 +121,12 @@ class _Process:
             registry=registry,
             report=self._report,
             stop=self._stop,
+            clock=around.clock,
         )
         _add_gauges(registry, lease, messaging)
-        status = StatusServer(self._health, registry, self._spec.bind_host)
-        await stack.enter_async_context(status)
+        status = await stack.enter_async_context(
+            around.open_status(self._spec, self._health, registry)
+        )
         self.host.status_url = status.url
         # Outlives the owned tasks' failures: it decides between their code and its own.
         stack.push_async_callback(_cancel, asyncio.create_task(self._await_loss()))

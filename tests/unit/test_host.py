@@ -20,7 +20,7 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.host import Host, ProcessSpec, run_process
+from dynamo_lite.runtime.host import Host, ProcessSpec, Surroundings, run_process
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.runtime.store import LeaseLoss
 
@@ -76,8 +76,10 @@ class Run:
                 self.spec,
                 self.worker,
                 self.reports.put_nowait,
-                open_store=lambda _: contextlib.nullcontext(self.store),
-                open_messaging=lambda _: contextlib.nullcontext(self.messaging),
+                Surroundings(
+                    open_store=lambda _: contextlib.nullcontext(self.store),
+                    open_messaging=lambda _: contextlib.nullcontext(self.messaging),
+                ),
             )
         )
 
@@ -298,7 +300,9 @@ async def test_a_missing_server_is_a_failed_start() -> None:
         raise StartupError("cannot use etcd at http://x")
         yield
 
-    code = await run_process(run.spec, run.worker, run.reports.put_nowait, open_store=missing)
+    code = await run_process(
+        run.spec, run.worker, run.reports.put_nowait, Surroundings(open_store=missing)
+    )
     assert code == 1
     assert (await run.until("failed"))["error"] == "cannot use etcd at http://x"
     assert run.worker.calls == []

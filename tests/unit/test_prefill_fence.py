@@ -13,6 +13,7 @@ from dynamo_lite.components import prefill_fence
 from dynamo_lite.components.prefill_fence import FenceKeeper
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, WriterStays, decode_writer_stays
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 
@@ -86,7 +87,10 @@ class Worker:
 
     def begin(self) -> None:
         host: Any = SimpleNamespace(
-            lease=self.lease, messaging=self.messaging, spec=SimpleNamespace(namespace="t")
+            lease=self.lease,
+            messaging=self.messaging,
+            clock=SYSTEM_CLOCK,
+            spec=SimpleNamespace(namespace="t"),
         )
         self.keeper = FenceKeeper(host, self.fence)
         self.keeper.jobs = SimpleNamespace(working=self.working, abandon=self.abandon)

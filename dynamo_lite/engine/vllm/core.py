@@ -99,6 +99,10 @@ class VllmEngine:
         assert self._config is not None
         return self._config
 
+    @property
+    def model(self) -> str:
+        return self.config.model_config.model
+
     async def describe(self) -> EngineStatus:
         """Asks the engine's process. Raises Unavailable, DeadlineExceeded, ProtocolError."""
         assert self._link is not None

@@ -1,0 +1,106 @@
+"""The real parts of a worker: stock vLLM, JetStream, a mapped fence."""
+
+import asyncio
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dynamo_lite.components.config import QueueOptions, VllmWorkerConfig
+from dynamo_lite.protocol import names
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.fence import Fence, FenceHolder
+from dynamo_lite.runtime.host import Host, ProcessSpec
+
+if TYPE_CHECKING:
+    from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
+    from dynamo_lite.engine.vllm.core import VllmEngine
+
+#: Whose members write KV for decode workers.
+PREFILL_COMPONENT = "PrefillWorker"
+
+
+class VllmParts:
+    """Implements WorkerParts."""
+
+    def __init__(self, spec: ProcessSpec):
+        self._spec = spec
+
+    async def prepare(self) -> None:
+        # vLLM takes seconds to import, which must not starve the lease.
+        await asyncio.to_thread(__import__, "dynamo_lite.engine.vllm.core")
+
+    def open_fence(self, host: Host) -> FenceHolder:
+        return FenceHolder(_engine_file(self._spec, "fence"))
+
+    def open_queue(self, host: Host, options: QueueOptions) -> JetStreamQueue:
+        return JetStreamQueue(
+            self._spec.nats_url,
+            stream=names.prefill_stream(self._spec.namespace),
+            subject=names.prefill_jobs_subject(self._spec.namespace),
+            config=queue_config(options),
+        )
+
+    def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> "VllmEngine":
+        from dynamo_lite.engine.remote_prefill.link import DecodeLink
+
+        if not config.remote_prefill:
+            return self._engine(host, None)
+        role = DecodeLink(
+            max_local_prefill_length_tokens=config.max_local_prefill_length,
+            max_prefill_queue_size=config.max_prefill_queue_size,
+            remote_prefill_timeout_s=config.remote_prefill_timeout_s,
+            queue_view_max_age_s=config.queue_view_max_age_s,
+            prefill_component=PREFILL_COMPONENT,
+            queue=queue_config(config.queue),
+        )
+        return self._engine(host, self._link(host, role))
+
+    def open_prefill_engine(self, host: Host, fence: Fence) -> "VllmEngine":
+        from dynamo_lite.engine.remote_prefill.link import PrefillLink
+
+        assert isinstance(fence, FenceHolder)
+        return self._engine(host, self._link(host, PrefillLink(fence_path=str(fence.path))))
+
+    def _link(self, host: Host, role: "DecodeLink | PrefillLink") -> "EngineLink":
+        """The link of a new engine incarnation: its id is fresh."""
+        from dynamo_lite.engine.remote_prefill.link import EngineLink
+
+        return EngineLink(
+            namespace=self._spec.namespace,
+            engine_id=str(uuid.uuid4()),
+            lease_id=host.lease.id,
+            lease_ttl_s=self._spec.lease_ttl_s,
+            nats_url=self._spec.nats_url,
+            etcd_url=self._spec.etcd_url,
+            role=role,
+        )
+
+    def _engine(self, host: Host, link: "EngineLink | None") -> "VllmEngine":
+        from dynamo_lite.engine.vllm.core import VllmEngine
+
+        return VllmEngine(
+            self._spec.engine_args,
+            link=link,
+            link_path=_engine_file(self._spec, "engine.json"),
+            messaging=host.messaging,
+            registry=host.registry,
+        )
+
+
+def queue_config(options: QueueOptions) -> QueueConfig:
+    return QueueConfig(
+        max_depth=options.max_jobs,
+        ack_wait_s=options.ack_wait_s,
+        max_deliver=options.max_deliver,
+    )
+
+
+def _engine_file(spec: ProcessSpec, suffix: str) -> Path:
+    """`<state-dir>/run/<Service>-<i>.<suffix>`, for the engine's processes to read.
+
+    The folder exists afterwards.
+    """
+    folder = Path(spec.state_dir) / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{spec.component}-{spec.instance}.{suffix}"
