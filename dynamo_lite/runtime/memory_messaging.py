@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from typing import Self
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
@@ -13,7 +14,7 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
 )
 from dynamo_lite.runtime.dispatch import Dispatcher
-from dynamo_lite.runtime.messaging import Handler
+from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
 
 
 class MemoryMessaging:
@@ -26,6 +27,7 @@ class MemoryMessaging:
     def __init__(self, *, max_handlers: int = 256):
         self._max_handlers = max_handlers
         self._connected = True
+        self._watch = ConnectionWatch()
         self._served: dict[str, list[Dispatcher]] = {}
 
     def __repr__(self) -> str:
@@ -43,7 +45,12 @@ class MemoryMessaging:
 
     def set_connected(self, connected: bool) -> None:
         """False: calls raise BrokerUnavailable and replies are lost."""
-        self._connected = connected
+        changed, self._connected = connected != self._connected, connected
+        if changed:
+            self._watch.tell(connected)
+
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+        return self._watch.watch(callback)
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         self._check(subject, payload)

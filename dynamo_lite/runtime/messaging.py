@@ -4,17 +4,28 @@
 `tests/contract/test_messaging.py`.
 """
 
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 #: Takes a payload; returns the reply, or None where the sender wants none.
 Handler = Callable[[bytes], Awaitable[bytes | None]]
+
+#: Takes whether the broker is connected now.
+OnConnection = Callable[[bool], None]
 
 
 class Messaging(Protocol):
     @property
     def connected(self) -> bool: ...
+
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+        """Calls back after each loss and each reconnect while the context lasts."""
+        ...
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         """Raises NoResponders, DeadlineExceeded or BrokerUnavailable.
@@ -36,3 +47,25 @@ class Messaging(Protocol):
         handlers are awaited; when the exit is an exception they are cancelled first.
         """
         ...
+
+
+class ConnectionWatch:
+    """Who wants to know when the connection comes and goes; part of each implementation."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[OnConnection] = []
+
+    @contextlib.contextmanager
+    def watch(self, callback: OnConnection) -> Generator[None]:
+        self._callbacks.append(callback)
+        try:
+            yield
+        finally:
+            self._callbacks.remove(callback)
+
+    def tell(self, connected: bool) -> None:
+        for callback in list(self._callbacks):
+            try:
+                callback(connected)
+            except Exception:
+                logger.exception("a listener of the connection failed")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
 from typing import Self
 
 from nats import errors
@@ -20,7 +21,7 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url, redact
 from dynamo_lite.runtime.dispatch import Dispatcher, Reply
 from dynamo_lite.runtime.log_limit import LogLimit
-from dynamo_lite.runtime.messaging import Handler
+from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
 from dynamo_lite.runtime.nats_tls import TlsClient, TlsMismatch
 from dynamo_lite.runtime.tls import tls_refusal
 
@@ -45,6 +46,7 @@ class NatsMessaging:
         self._max_handlers = max_handlers
         self._client: Client | None = None
         self._outage = False
+        self._watch = ConnectionWatch()
         self._refusals: asyncio.Queue[str] = asyncio.Queue()
         self._log_limit = LogLimit()
 
@@ -61,6 +63,9 @@ class NatsMessaging:
     @property
     def connected(self) -> bool:
         return self._client is not None and self._client.is_connected
+
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+        return self._watch.watch(callback)
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when no server accepts the connection in time, or all refuse."""
@@ -204,10 +209,12 @@ class NatsMessaging:
         if not self._outage and self._client is not None:
             self._outage = True
             logger.warning("NATS at %s: disconnected; reconnecting", self._url)
+            self._watch.tell(False)
 
     async def _on_reconnected(self) -> None:
         self._outage = False
         logger.info("NATS at %s: reconnected", self._url)
+        self._watch.tell(True)
 
 
 def _server_urls(address: ServerAddress) -> list[str]:

@@ -194,13 +194,39 @@ async def test_an_outage_of_the_twin_raises(namespace: str) -> None:
         assert await messaging.request("s", b"", timeout_s=1) == b"echo "
 
 
+async def test_the_twin_tells_of_its_connection() -> None:
+    messaging = MemoryMessaging()
+    told: list[bool] = []
+
+    def fail(_: bool) -> None:
+        raise KeyError("listener")
+
+    with messaging.watch_connection(fail), messaging.watch_connection(told.append):
+        for connected in (False, False, True):
+            messaging.set_connected(connected)
+    messaging.set_connected(False)
+    assert told == [False, True]
+
+
 # NATS's own ways to fail
 
 
 async def test_an_outage_raises_at_once_and_ends_by_itself(
     nats_server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
+    told: asyncio.Queue[bool] = asyncio.Queue()
+    async with (
+        NatsMessaging(nats_server.url) as messaging,
+        messaging.serve("s", echo),
+    ):
+        with messaging.watch_connection(told.put_nowait):
+            await nats_server.kill()
+            async with asyncio.timeout(10):
+                assert await told.get() is False
+            await nats_server.restart()
+            async with asyncio.timeout(10):
+                assert await told.get() is True
+            assert messaging.connected
         await nats_server.kill()
         await wait_for_connection(messaging, False)
         started = time.monotonic()
@@ -214,8 +240,9 @@ async def test_an_outage_raises_at_once_and_ends_by_itself(
         assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
         await messaging.client.flush()
     lines = [r.getMessage() for r in caplog.records if r.name == "dynamo_lite.runtime.nats"]
-    assert sum("disconnected" in line for line in lines) == 1
-    assert len(lines) <= 3
+    assert sum("disconnected" in line for line in lines) == 2
+    assert len(lines) <= 6
+    assert told.empty()
 
 
 async def test_leaving_during_an_outage_is_bounded(nats_server) -> None:
