@@ -1,0 +1,174 @@
+"""The remote prefill halves inside a simulated engine, called in vLLM's order."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from dynamo_lite.engine.remote_prefill.bridge import Session
+from dynamo_lite.engine.remote_prefill.counts import Counts
+from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
+from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
+from dynamo_lite.engine.remote_prefill.messages import (
+    BlockWrite,
+    RankResults,
+    WorkerReport,
+)
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
+from dynamo_lite.engine.sim.mover import SimMover
+from dynamo_lite.engine.sim.scheduler import Plan, SimRequest
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.transfer.base import Write
+
+
+class TaskBridge:
+    """Implements Bridge for an engine whose steps and network share an event loop.
+
+    Instead of `start`, enter `running`.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self._session():
+            try:
+                yield
+            finally:
+                for task in list(self._tasks):
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def start(self, timeout_s: float) -> None:
+        raise NotImplementedError("a coroutine cannot be waited for here")
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine, name="bridge")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Leaving `running` ends it."""
+
+
+class DecodeHalves:
+    """Both halves of a decode engine; implements the scheduler's Connector."""
+
+    def __init__(self, scheduler: DecodeScheduler, rank: DecodeRank, bridge: TaskBridge):
+        self.scheduler, self.rank, self._bridge = scheduler, rank, bridge
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._bridge.running()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def matched(self, request: SimRequest, cached: int) -> tuple[int, bool]:
+        return self.scheduler.num_new_matched_tokens(request, cached)
+
+    def allocated(self, request: SimRequest, external: int) -> None:
+        self.scheduler.state_after_alloc(request, request.block_ids, external)
+
+    def build_step(self, plan: Plan) -> Any:
+        return self.scheduler.build_step()
+
+    def before_forward(self, step: Any) -> None:
+        """Remote KV is written by the peer."""
+
+    def after_forward(self, step: Any) -> tuple[RankResults, WorkerReport | None]:
+        self.rank.step(step)
+        return self.rank.results(), None
+
+    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
+        self.scheduler.worker_output(results)
+
+    def finished(self, request: SimRequest) -> bool:
+        self.scheduler.request_finished(request.request_id)
+        return False
+
+    def take_counts(self) -> list[dict[str, Any]]:
+        return [self.scheduler.stats.take(), self.rank.stats.take()]
+
+
+class WatchedRank(PrefillRank):
+    """Names the attempt of each write to its mover, for whoever watches the landings."""
+
+    watched: SimMover | None = None
+
+    def _write(self, write: BlockWrite) -> Write:
+        if self.watched is not None:
+            self.watched.attempt = write.attempt
+        return super()._write(write)
+
+
+class PrefillHalves:
+    """Both halves of a prefill engine; implements the scheduler's Connector."""
+
+    def __init__(
+        self, scheduler: PrefillScheduler, rank: PrefillRank, bridge: TaskBridge, mover: SimMover
+    ):
+        self.scheduler, self.rank, self._bridge, self._mover = scheduler, rank, bridge, mover
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._bridge.running()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def matched(self, request: SimRequest, cached: int) -> tuple[int, bool]:
+        return 0, False
+
+    def allocated(self, request: SimRequest, external: int) -> None:
+        self.scheduler.state_after_alloc(request, request.arrived)
+
+    def build_step(self, plan: Plan) -> Any:
+        return self.scheduler.build_step(plan.num_scheduled_tokens, plan.preempted)
+
+    def before_forward(self, step: Any) -> None:
+        if step.preempted:
+            self._mover.hurry()
+            self.rank.drain_preempted(step)
+
+    def after_forward(self, step: Any) -> tuple[RankResults, WorkerReport | None]:
+        self.rank.step(step, _computed)
+        return self.rank.results(), self.rank.report()
+
+    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
+        self.scheduler.worker_output(results, report)
+
+    def finished(self, request: SimRequest) -> bool:
+        return self.scheduler.request_finished(request)
+
+    def take_counts(self) -> list[dict[str, Any]]:
+        return [self.scheduler.stats.take(), self.rank.stats.take()]
+
+
+def rank_clock(clock: Clock) -> Clock:
+    """`clock`, on which each look takes a moment: a rank's busy loops end in virtual time, too."""
+    looks = itertools.count()
+    return Clock(monotonic=lambda: clock.monotonic() + next(looks) * 1e-4, wall=clock.wall)
+
+
+def _computed() -> bool:
+    """A step has ended when its KV is written."""
+    return True
+
+
+def merge(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """As one step's counts; numbers add up, lists follow each other."""
+    merged = Counts()
+    for data in counts:
+        for name, value in data.items():
+            if isinstance(value, list):
+                for item in value:
+                    merged.append(name, item)
+            else:
+                merged.add(name, value)
+    return merged.data

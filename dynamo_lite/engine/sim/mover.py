@@ -1,0 +1,234 @@
+"""The mover of a simulated engine: writes that take time, land in pieces, and outlive their sender.
+
+Like a network card it goes on by itself: what was posted lands although its
+sender stands still, and may land although it was killed. Agents are found by
+address, as sockets are: who listens there now takes the write, if the memory it
+has registered covers it.
+"""
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dynamo_lite.engine.sim.memory import KvMemory
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.transfer.layout import Descriptors
+
+#: A write's descriptors land in at most this many portions.
+_PORTIONS = 3
+
+#: Source address, destination address, length.
+Copy = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How long things take, in seconds.
+
+    Every portion of a write lands between `fastest_s` and `slowest_s` after its
+    start; `slowest_s` must stay below the grace that a ledger gives a lost
+    writer. notice_s: from the sender's look at a finished write to its notice.
+    dead_s: until a write to a dead peer fails.
+    """
+
+    fastest_s: float = 0.001
+    slowest_s: float = 0.02
+    notice_s: float = 0.001
+    dead_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A copy that an attempt's writer has under way arrives now.
+
+    address: of the first byte in the target's memory.
+    """
+
+    attempt: str
+    sender: str
+    target: "SimMover"
+    address: int
+    length: int
+
+
+def _nothing(_landing: Landing) -> None:
+    return None
+
+
+def _always(_here: str, _there: str) -> bool:
+    return True
+
+
+@dataclass
+class Fabric:
+    """What joins the movers of a simulation.
+
+    Make it outside of any simulated process: its timers are the network's, and go
+    on when processes stand still. on_landing: sees every copy that lands, just
+    before. joined: whether two agents' hosts reach each other now.
+    """
+
+    rng: random.Random
+    wire: Wire = field(default_factory=Wire)
+    on_landing: Callable[[Landing], None] = _nothing
+    joined: Callable[[str, str], bool] = _always
+    agents: dict[str, "SimMover"] = field(default_factory=dict[str, "SimMover"])
+    _context: contextvars.Context = field(default_factory=contextvars.copy_context)
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(delay_s, call, context=self._context)
+
+
+class SimWrite:
+    """Implements Write."""
+
+    def __init__(
+        self, sender: "SimMover", peer: str, target: "SimMover", copies: list[Copy], notice: bytes
+    ):
+        self._sender, self._peer, self._target = sender, peer, target
+        self._attempt, self._notice = sender.attempt, notice
+        self._failure: str | None = None
+        self._told = False
+        fabric, wire = sender.fabric, sender.fabric.wire
+        fabric.rng.shuffle(copies)
+        step = -(-len(copies) // fabric.rng.randint(1, _PORTIONS))
+        self._portions = [copies[at : at + step] for at in range(0, len(copies), step)]
+        if target.closed or not fabric.joined(sender.address, target.address):
+            fabric.later(wire.dead_s, lambda: self._fail("the peer does not answer"))
+            return
+        for portion in self._portions:
+            delay_s = fabric.rng.uniform(wire.fastest_s, wire.slowest_s)
+            fabric.later(delay_s, lambda portion=portion: self._land(portion))
+
+    @property
+    def flying(self) -> bool:
+        return bool(self._portions)
+
+    def done(self) -> bool:
+        if self._failure is not None:
+            raise TransferError(self._peer, self._failure)
+        if self._portions:
+            return False
+        if self._notice and not self._told:
+            self._told = True
+            # It leaves when the sender sees the end of its write, not before.
+            fabric = self._sender.fabric
+            fabric.later(fabric.wire.notice_s, self._notify)
+        return True
+
+    def hurry(self) -> None:
+        """All that is under way lands now."""
+        for portion in list(self._portions):
+            self._land(portion)
+
+    def _land(self, portion: list[Copy]) -> None:
+        if portion not in self._portions:
+            return
+        sender, target = self._sender, self._target
+        if sender.dead and sender.fabric.rng.random() < 0.5:
+            return self._fail("the sender died")
+        if target.closed:
+            return self._fail("the peer is gone")
+        if not sender.fabric.joined(sender.address, target.address):
+            return self._fail("the peer is cut off")
+        self._portions.remove(portion)
+        for source, destination, length in portion:
+            landing = Landing(self._attempt, sender.address, target, destination, length)
+            sender.fabric.on_landing(landing)
+            target.bytes_at(destination, length)[:] = sender.bytes_at(source, length)
+
+    def _fail(self, why: str) -> None:
+        self._portions.clear()
+        self._failure = why
+
+    def _notify(self) -> None:
+        sender, target = self._sender, self._target
+        if not target.closed and sender.fabric.joined(sender.address, target.address):
+            target.inbox.append(self._notice)
+
+
+class SimMover:
+    """Implements Mover. One per engine, with one memory.
+
+    address: where the engine's host and port are; a later incarnation may have the
+    same. attempt: of the write that is being started, for whoever watches landings.
+    """
+
+    def __init__(self, fabric: Fabric, address: str, memory: KvMemory):
+        self.fabric, self.address, self.memory = fabric, address, memory
+        self.attempt = ""
+        self.inbox: list[bytes] = []
+        self.closed = self.dead = False
+        self._peers: dict[str, str] = {}
+        self._writes: list[SimWrite] = []
+        fabric.agents[address] = self
+
+    def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
+        """The memory is known already."""
+
+    def metadata(self) -> bytes:
+        return self.address.encode()
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        self._peers[peer] = metadata.decode()
+
+    def remove_peer(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def write(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        *,
+        memory: tuple[str, str],
+        notice: bytes = b"",
+    ) -> SimWrite:
+        target = self.fabric.agents.get(self._peers.get(peer, ""))
+        if target is None:
+            raise TransferError(peer, "no such peer")
+        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
+            raise TransferError(peer, "write not started: the two sides differ or are empty")
+        copies: list[Copy] = []
+        for (source, length, _), (destination, _, _) in zip(
+            local.tolist(), remote.tolist(), strict=True
+        ):
+            if not (self.covers(source, length) and target.covers(destination, length)):
+                raise TransferError(peer, "write not started: memory is not registered")
+            copies.append((source, destination, length))
+        write = SimWrite(self, peer, target, copies, notice)
+        self._writes = [w for w in self._writes if w.flying]
+        self._writes.append(write)
+        return write
+
+    def notices(self) -> list[bytes]:
+        arrived, self.inbox = self.inbox, []
+        return arrived
+
+    def close(self) -> None:
+        """The engine leaves in order."""
+        self.closed = True
+        if self.fabric.agents.get(self.address) is self:
+            del self.fabric.agents[self.address]
+
+    def die(self) -> None:
+        """Its process was killed: what it has posted may land or not."""
+        self.dead = True
+        self.close()
+
+    def hurry(self) -> None:
+        """What this mover has under way lands now: its engine waits for it, doing nothing else."""
+        for write in self._writes:
+            write.hurry()
+
+    def covers(self, address: int, length: int) -> bool:
+        start = address - self.memory.base
+        return start >= 0 and start + length <= self.memory.raw.size
+
+    def bytes_at(self, address: int, length: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+        start = address - self.memory.base
+        return self.memory.raw[start : start + length]

@@ -1,0 +1,329 @@
+"""Which tokens an engine computes next: vLLM's scheduling rules, as far as KV connectors see them.
+
+Running requests come first, then waiting ones in order; prompts go in chunks
+under a token budget; full blocks are shared by their prefix. A prompt whose KV
+comes from elsewhere holds its blocks, and waits. When blocks run out the last
+running request loses its own, and is computed again.
+"""
+
+import enum
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dynamo_lite.engine.remote_prefill.messages import RankResults
+from dynamo_lite.engine.sim.model import Sampler, Sampling, extend_states
+from dynamo_lite.engine.sim.pool import Block, BlockPool
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    PARKED = "parked"  # its KV comes from elsewhere
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class SimRequest:
+    """A sequence in the engine; implements the halves' `Prompt`.
+
+    prompt_token_ids include what another engine has generated already.
+    cached_tokens, external_tokens: of its first scheduling, for its first delta.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    max_tokens: int
+    arrived: float
+    priority: int = 0
+    cache_salt: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    status: Status = Status.WAITING
+    output_token_ids: list[int] = field(default_factory=list[int])
+    blocks: list[Block] = field(default_factory=list[Block])
+    num_computed_tokens: int = 0
+    cached_tokens: int = 0
+    external_tokens: int = 0
+    waited_s: float = 0.0
+    finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self.states: list[int] = []
+        extend_states(self.states, self.prompt_token_ids)
+        self.sampler = Sampler(self.sampling, random.Random(self.request_id))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.states)
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks]
+
+    def take(self, token: int) -> None:
+        """One more generated token; its KV is not computed yet."""
+        self.output_token_ids.append(token)
+        extend_states(self.states, [token])
+        if len(self.output_token_ids) >= self.max_tokens:
+            self.finish_reason = "length"
+
+
+class Connector(Protocol):
+    """A scheduler half, asked as vLLM asks a KV connector. Step: what it tells the rank."""
+
+    def matched(self, request: SimRequest, cached: int) -> tuple[int, bool]:
+        """Tokens beyond `cached` that come from elsewhere, and whether to wait for them."""
+        ...
+
+    def allocated(self, request: SimRequest, external: int) -> None: ...
+
+    def build_step(self, plan: "Plan") -> Any: ...
+
+    def worker_output(self, results: RankResults, report: Any) -> None: ...
+
+    def finished(self, request: SimRequest) -> bool:
+        """Whether the blocks must stay until the rank has sent them."""
+        ...
+
+    @property
+    def busy(self) -> bool: ...
+
+
+@dataclass
+class Plan:
+    """One step: request id -> tokens to compute; the connector's word to its rank."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    preempted: list[str] = field(default_factory=list[str])
+    step: Any = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+class Scheduler:
+    """budget_tokens: of one step. max_running: sequences computed at a time."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        connector: Connector | None,
+        *,
+        budget_tokens: int,
+        max_running: int,
+    ):
+        self.pool, self._size, self._connector = pool, block_size, connector
+        self._budget, self._max_running = budget_tokens, max_running
+        self.requests: dict[str, SimRequest] = {}
+        self._running: list[SimRequest] = []
+        self._waiting: deque[SimRequest] = deque()
+        self._arrived: set[str] = set()
+        self._failed: set[str] = set()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Requests that are computed, wait, or whose blocks somebody still uses."""
+        return bool(self.requests) or (self._connector is not None and self._connector.busy)
+
+    def parked(self, request_id: str) -> SimRequest | None:
+        """The request, while its blocks wait for KV from elsewhere (or did when it ended)."""
+        request = self.requests.get(request_id)
+        if request is None or request_id in self._arrived:
+            return None
+        ended = request.status is Status.FINISHED and bool(request.blocks)
+        return request if ended or request.status is Status.PARKED else None
+
+    def add(self, request: SimRequest) -> None:
+        self.requests[request.request_id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is None or request.status is Status.FINISHED:
+                continue
+            if request.status is Status.RUNNING:
+                self._running.remove(request)
+            else:
+                self._waiting.remove(request)
+            parked = request.status is Status.PARKED and request_id not in self._arrived
+            self._arrived.discard(request_id)
+            self._failed.discard(request_id)
+            self._finish(request, parked=parked)
+
+    def schedule(self, now: float) -> Plan:
+        plan = Plan()
+        self._schedule_running(plan)
+        if not plan.preempted:
+            self._schedule_waiting(plan, now)
+        if self._connector is not None:
+            plan.step = self._connector.build_step(plan)
+        for request_id, count in plan.num_scheduled_tokens.items():
+            self.requests[request_id].num_computed_tokens += count
+        return plan
+
+    def settle(self, results: RankResults, report: Any) -> None:
+        """What the rank has received, lost and sent."""
+        for request_id in results.lost:
+            request = self.requests.get(request_id)
+            if request is not None and request.status is Status.PARKED:
+                request.num_computed_tokens = 0
+                self._failed.add(request_id)
+        if self._connector is not None and (
+            results.received or results.lost or results.sent or report
+        ):
+            self._connector.worker_output(results, report)
+        for request_id in results.received | results.lost:
+            if self.requests[request_id].status is Status.PARKED:
+                self._arrived.add(request_id)
+            else:
+                self._free(self.requests[request_id])
+        for request_id in results.sent:
+            self._free(self.requests[request_id])
+
+    def finish(self, request: SimRequest) -> None:
+        """It was running, and has its last token."""
+        self._running.remove(request)
+        self._finish(request, parked=False)
+
+    def _finish(self, request: SimRequest, *, parked: bool) -> None:
+        request.status = Status.FINISHED
+        sending = self._connector is not None and self._connector.finished(request)
+        if not (parked or sending):
+            self._free(request)
+
+    def _free(self, request: SimRequest) -> None:
+        self._release(request)
+        del self.requests[request.request_id]
+
+    def _release(self, request: SimRequest) -> None:
+        self.pool.free_blocks(reversed(request.blocks))
+        request.blocks = []
+
+    def _schedule_running(self, plan: Plan) -> None:
+        for request in list(self._running):
+            if request not in self._running:
+                continue  # lost its blocks to one before it
+            count = min(
+                request.num_tokens - request.num_computed_tokens, self._budget - plan.tokens
+            )
+            if count <= 0:
+                continue
+            while not self._reserve(request, request.num_computed_tokens + count):
+                victim = self._running.pop()
+                self._preempt(victim, plan)
+                if victim is request:
+                    break
+            else:
+                plan.num_scheduled_tokens[request.request_id] = count
+
+    def _preempt(self, request: SimRequest, plan: Plan) -> None:
+        plan.num_scheduled_tokens.pop(request.request_id, None)
+        plan.preempted.append(request.request_id)
+        self._release(request)
+        request.num_computed_tokens = 0
+        request.status = Status.WAITING
+        self._waiting.appendleft(request)
+
+    def _schedule_waiting(self, plan: Plan, now: float) -> None:
+        skipped: list[SimRequest] = []
+        while self._waiting and plan.tokens < self._budget:
+            if len(self._running) >= self._max_running:
+                break
+            request = self._waiting[0]
+            if request.status is Status.PARKED and not self._unpark(request):
+                skipped.append(self._waiting.popleft())
+                continue
+            admitted = self._admit(request, plan, now)
+            if not admitted:
+                break
+            self._waiting.popleft()
+            if request.status is Status.PARKED:
+                skipped.append(request)
+        self._waiting.extendleft(reversed(skipped))
+
+    def _unpark(self, request: SimRequest) -> bool:
+        """Whether it can be scheduled: its KV came, or will not come."""
+        if request.request_id not in self._arrived:
+            return False
+        self._arrived.discard(request.request_id)
+        if request.request_id in self._failed:
+            self._failed.discard(request.request_id)
+            self._release(request)
+        else:
+            self._cache(request, request.num_computed_tokens)
+        request.status = Status.WAITING
+        return True
+
+    def _admit(self, request: SimRequest, plan: Plan, now: float) -> bool:
+        cached = external = 0
+        park = False
+        fresh = request.num_computed_tokens == 0
+        if fresh:
+            known = self._cached_prefix(request)
+            cached = len(known) * self._size
+            if self._connector is not None:
+                external, park = self._connector.matched(request, cached)
+            self.pool.touch(known)
+            request.blocks = known
+        computed = cached + external if fresh else request.num_computed_tokens
+        count = 0 if park else min(request.num_tokens - computed, self._budget - plan.tokens)
+        # As much as the whole sequence needs must be free, or it would only be preempted.
+        wanted = -(-request.num_tokens // self._size) - len(request.blocks)
+        if wanted > self.pool.get_num_free_blocks() or not self._reserve(
+            request, computed + count, cache=not park
+        ):
+            if fresh:
+                self._release(request)
+            return False
+        if self._connector is not None:
+            self._connector.allocated(request, external)
+        request.num_computed_tokens = computed
+        if fresh and not request.output_token_ids:
+            request.cached_tokens, request.external_tokens = cached, external
+            request.waited_s = now - request.arrived
+        if park:
+            request.status = Status.PARKED
+            return True
+        request.status = Status.RUNNING
+        self._running.append(request)
+        plan.num_scheduled_tokens[request.request_id] = count
+        return True
+
+    def _cached_prefix(self, request: SimRequest) -> list[Block]:
+        """All but the last token may come from the cache."""
+        size, states = self._size, request.states
+        return self.pool.find(states[end - 1] for end in range(size, request.num_tokens, size))
+
+    def _reserve(self, request: SimRequest, tokens: int, *, cache: bool = True) -> bool:
+        """Blocks for the first `tokens` tokens; the full ones are shared from now on."""
+        wanted = -(-tokens // self._size) - len(request.blocks)
+        if wanted > 0:
+            new = self.pool.allocate(wanted)
+            if new is None:
+                return False
+            request.blocks = request.blocks + new
+        if cache:
+            self._cache(request, tokens)
+        return True
+
+    def _cache(self, request: SimRequest, tokens: int) -> None:
+        for index in range(tokens // self._size):
+            self.pool.cache(request.blocks[index], request.states[(index + 1) * self._size - 1])
