@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import os
 import secrets
-import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
@@ -14,47 +12,7 @@ import pytest
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from tests.external import Certificates
-
-
-class PrivateServer:
-    """A server of one test's own, which may be killed and come back on its port."""
-
-    def __init__(self, kind: type[EmbeddedEtcd] | type[EmbeddedNats], directory: Path):
-        self._kind = kind
-        self._directory = directory
-        self._generation = 0
-        self._server = kind(directory / "0")
-        self._running = False
-
-    @property
-    def url(self) -> str:
-        return self._server.url
-
-    @property
-    def pid(self) -> int:
-        return self._server.pid
-
-    async def start(self) -> None:
-        await self._server.__aenter__()
-        self._running = True
-
-    async def kill(self) -> None:
-        """kill -9; returns when the process is gone."""
-        os.kill(self._server.pid, signal.SIGKILL)
-        await self.stop()
-
-    async def stop(self) -> None:
-        if self._running:
-            self._running = False
-            await self._server.__aexit__(None, None, None)
-
-    async def restart(self, *, wiped: bool = False) -> None:
-        """Starts again on the same port, on the same data unless `wiped`."""
-        await self.stop()
-        self._generation += wiped
-        directory = self._directory / str(self._generation)
-        self._server = self._kind(directory, port=self._server.port)
-        await self.start()
+from tests.servers import PrivateServer
 
 
 @contextlib.contextmanager

@@ -1,0 +1,67 @@
+"""A nats-server or etcd of one user's own, which may be killed, frozen, and come back."""
+
+import contextlib
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+
+
+class PrivateServer:
+    """Keeps its port over restarts. Call `start` first, and `stop` at the end."""
+
+    def __init__(self, kind: type[EmbeddedEtcd] | type[EmbeddedNats], directory: Path):
+        self._kind = kind
+        self._directory = directory
+        self._server = kind(directory)
+        self._running = False
+        self._frozen = False
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
+    @property
+    def answers(self) -> bool:
+        """Whether it runs, and is not frozen."""
+        return self._running and not self._frozen
+
+    async def start(self) -> None:
+        await self._server.__aenter__()
+        self._running = True
+
+    async def kill(self) -> None:
+        """kill -9; returns when the process is gone."""
+        os.kill(self._server.pid, signal.SIGKILL)
+        await self.stop()
+
+    async def stop(self) -> None:
+        if self._running:
+            self.thaw()
+            self._running = False
+            await self._server.__aexit__(None, None, None)
+
+    async def restart(self, *, wiped: bool = False) -> None:
+        """Starts again on the same port, on the same data unless `wiped`."""
+        await self.stop()
+        if wiped:
+            shutil.rmtree(self._directory)
+        self._server = self._kind(self._directory, port=self._server.port)
+        await self.start()
+
+    def freeze(self) -> None:
+        """SIGSTOP: connections stay open, and nothing is answered."""
+        os.kill(self._server.pid, signal.SIGSTOP)
+        self._frozen = True
+
+    def thaw(self) -> None:
+        if self._frozen:
+            self._frozen = False
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._server.pid, signal.SIGCONT)
