@@ -11,9 +11,11 @@ class Outcome(enum.Enum):
     REFUSED = "refused"  # the queue did not take it
     DEADLINE = "deadline"
     WRITER_FAILED = "writer_failed"
-    WRITER_LOST = "writer_lost"
+    WRITER_LOST = "writer_lost"  # its keys are gone
+    WRITER_SILENT = "writer_silent"  # no beats, or its engine does not work
     CANCELLED = "cancelled"
-    NO_WRITER = "no_writer"  # the last prefill worker left
+    NO_WRITER = "no_writer"  # the last prefill worker left, or none responds
+    QUEUE_LOST = "queue_lost"  # the broker lost the queue's stream, and the jobs with it
     LEAVING = "leaving"  # this engine is on its way out
 
 

@@ -9,9 +9,12 @@ can write into them any more:
       ▼                  ▼
     (gone)          QUARANTINED ──writer done, or certainly dead──► (gone)
 
-Withdrawn are: what the queue did not take, and what is queued when the last
-writer or this engine leaves; past its deadline, whatever is not received; on
-its request's end likewise; claimed, what its writer gave up, and what it left.
+Withdrawn are: what the queue did not take, and what is queued when the broker
+loses the queue, when no writer is left that responds, or when this engine
+leaves; past its deadline, whatever is not received; on its request's end
+likewise; claimed, what its writer gave up, what it left, and what it holds when
+it falls silent. Silence is no proof of death: the blocks of what a silent
+writer held stay quarantined, as ever, until it is done or its lease is gone.
 
 A claimed or quarantined attempt's writer may leave, which is no state but two
 deadlines:
@@ -203,6 +206,17 @@ class Ledger:
             if entry.writer == writer_lease_id:
                 entry.lost_at = entry.release_at = None
 
+    def writer_silent(self, writer_lease_id: int) -> list[Instruction]:
+        """The writer sends no beats, or says that it cannot work: nobody waits for it.
+
+        It may come back and write: its lease lives. It may also claim again.
+        """
+        out: list[Instruction] = []
+        for entry in list(self._by_request.values()):
+            if entry.writer == writer_lease_id and not entry.writer_done:
+                out += self._withdraw(entry, Outcome.WRITER_SILENT)
+        return out
+
     def writer_stays(self, attempt: str, writer_lease_id: int, for_s: float, now: float) -> None:
         """A leaving writer promises to finish the attempt, or to start no write after `for_s`.
 
@@ -215,7 +229,7 @@ class Ledger:
         entry.release_at = entry.lost_at + self.writer_grace_s
 
     def withdraw_queued(self, outcome: Outcome) -> list[Instruction]:
-        """Nobody will claim what is still queued: there is no writer, or we leave."""
+        """Nobody will claim what is still queued: no writer, no queue, or we leave."""
         out: list[Instruction] = []
         for entry in [e for e in self._by_request.values() if e.state is State.QUEUED]:
             out += self._withdraw(entry, outcome)

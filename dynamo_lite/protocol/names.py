@@ -8,7 +8,8 @@ import hashlib
 import re
 
 _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-_ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+#: What an engine incarnation may be called: its id is part of keys and subjects.
+ENGINE_ID = r"[A-Za-z0-9][A-Za-z0-9-]{0,63}"
 
 
 def is_namespace(text: str) -> bool:
@@ -18,7 +19,7 @@ def is_namespace(text: str) -> bool:
 
 def is_engine_id(text: str) -> bool:
     """Whether `text` may name an engine incarnation."""
-    return _ENGINE_ID.fullmatch(text) is not None
+    return re.fullmatch(ENGINE_ID, text) is not None
 
 
 def components_prefix(namespace: str) -> str:
@@ -37,6 +38,11 @@ def endpoint_subject(namespace: str, component: str, endpoint: str, lease_id: in
     """The NATS request subject of one instance of one endpoint."""
     digest = hashlib.sha256(f"{namespace}/{component}".encode()).hexdigest()[:8]
     return f"{namespace}_{component.lower()}_{digest}.{endpoint}-{lease_id:x}"
+
+
+def health_subject(namespace: str, component: str) -> str:
+    """Beats of all instances of a component, once a second each."""
+    return f"{namespace}_health.{component}"
 
 
 def nixl_metadata_prefix(namespace: str) -> str:
@@ -79,3 +85,8 @@ def cancel_subject(namespace: str, writer_lease_id: int) -> str:
 def describe_subject(namespace: str, engine_id: str) -> str:
     """Requests to an engine's process: who are you, and how is your block pool?"""
     return f"{namespace}_engine.{engine_id}.describe"
+
+
+def leave_subject(namespace: str, engine_id: str) -> str:
+    """Requests from a decode worker to its engine: ask for no remote prefill any more."""
+    return f"{namespace}_engine.{engine_id}.leave"

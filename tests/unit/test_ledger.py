@@ -128,7 +128,7 @@ def test_writers_that_leave_do_not_touch_a_queued_attempt(queued):
     assert queued.state("a") is State.QUEUED
 
 
-@pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER])
+@pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER, Outcome.QUEUE_LOST])
 def test_what_nobody_claimed_is_taken_back_when_nobody_will(queued, why):
     queued.allocated("s", "b", (7,), deadline=100.0)
     queued.claim("b", WRITER, now=1.0)
@@ -277,6 +277,36 @@ def test_a_promise_counts_only_from_the_writer_and_only_when_it_leaves(claimed):
     assert claimed.tick(50.0 + LEAVING) == held(Outcome.WRITER_LOST)
 
 
+def test_nobody_waits_for_a_silent_writer_but_its_blocks_stay(claimed):
+    claimed.allocated("s", "b", (7,), deadline=100.0)
+    claimed.claim("b", OTHER, now=1.0)
+    assert claimed.writer_silent(WRITER) == held(Outcome.WRITER_SILENT)
+    assert claimed.writer_silent(WRITER) == []
+    assert claimed.state("b") is State.CLAIMED
+    assert claimed.claim("a", WRITER, now=2.0) == Refusal("withdrawn")
+    assert claimed.tick(2.0 + LEAVING + GRACE) == []
+    assert claimed.writer_done("a", written=True) == [Release("a")]
+
+
+def test_a_silent_writer_that_turns_out_to_be_dead_releases_after_the_grace(claimed):
+    claimed.writer_silent(WRITER)
+    claimed.writer_gone(WRITER, now=30.0)
+    assert claimed.tick(30.0 + LEAVING + GRACE - 0.001) == []
+    assert claimed.tick(30.0 + LEAVING + GRACE) == [Release("a")]
+
+
+def test_a_silent_writer_that_has_written_is_not_needed_any_more(claimed):
+    claimed.writer_done("a", written=True)
+    assert claimed.writer_silent(WRITER) == []
+    assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
+
+
+def test_silence_does_not_touch_what_is_queued_nor_forbid_a_claim(queued):
+    assert queued.writer_silent(WRITER) == []
+    assert queued.claim("a", WRITER, now=2.0) is None
+    assert queued.writer_silent(WRITER) == held(Outcome.WRITER_SILENT)
+
+
 # QUARANTINED
 
 
@@ -389,6 +419,8 @@ class LedgerMachine(RuleBasedStateMachine):
                     assert fact.request == request and not fact.endings
                     if outcome is Outcome.WRITER_LOST:
                         assert fact.quiet_at is not None and self.now >= fact.quiet_at
+                    if outcome is Outcome.WRITER_SILENT:
+                        assert fact.writer is not None and fact.held and not fact.writer_ended
                     fact.endings.append(outcome)
                     fact.wanted = False
                 case CancelWriter(writer, attempt):
@@ -487,6 +519,18 @@ class LedgerMachine(RuleBasedStateMachine):
             if fact.writer == writer and not fact.writer_ended:
                 fact.quiet_at = self.now + LEAVING
         self.ledger.writer_gone(writer, self.now)
+
+    @rule(whose=YOUNG)
+    def writer_silent(self, whose):
+        """It may live, and write: only nobody waits for it."""
+        writer = self.writers[whose]
+        theirs = [
+            fact
+            for fact in self.facts
+            if fact.wanted and fact.writer == writer and not fact.writer_ended
+        ]
+        self.apply(self.ledger.writer_silent(writer))
+        assert all(fact.held and not fact.wanted for fact in theirs)
 
     @rule(which=YOUNG, seconds=st.sampled_from([0.5, 3.0]))
     def writer_stays(self, which, seconds):
