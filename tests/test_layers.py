@@ -17,6 +17,7 @@ ROWS = (
     ("queue", "transfer"),
     ("engine",),
     ("components",),
+    ("sim",),
     ("serve",),
 )
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}

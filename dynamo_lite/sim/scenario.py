@@ -1,0 +1,229 @@
+"""What one seed stands for: the cluster, the requests, and what goes wrong when.
+
+All of it is drawn from the seed before anything runs, as plain data; times are
+seconds after the start.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from dynamo_lite.engine.sim.model import VOCABULARY, Sampling
+
+#: The load begins when the workers are up, which is about then.
+LOAD_FROM_S = 2.0
+
+
+class Kind(Enum):
+    """What can go wrong, and for how long."""
+
+    CRASH = "crash"  # kill -9 of a worker or client, with its engine
+    ENGINE_CRASH = "engine crash"  # kill -9 of an engine alone
+    PAUSE = "pause"  # SIGSTOP of a worker with its engine, or a client
+    COMPONENT_PAUSE = "component pause"  # of a worker without its engine
+    ENGINE_PAUSE = "engine pause"  # of an engine without its worker
+    DRAIN = "drain"  # SIGTERM; its supervisor starts a new one
+    REVOKE = "revoke"  # its lease is revoked from outside
+    ISOLATE = "isolate"  # a host reaches nobody
+    CUT = "cut"  # two hosts do not reach each other
+    WEATHER = "weather"  # loss, duplication, reordering and delay of messages
+    WALL_JUMP = "wall jump"  # a host's wall clock is set
+    BROKER_CRASH = "broker crash"  # NATS is killed and starts again
+    BROKER_PAUSE = "broker pause"
+    STORE_CRASH = "store crash"  # etcd is killed and starts again, with its data
+    STORE_WIPE = "store wipe"  # ... and without
+    STORE_PAUSE = "store pause"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """for_s: how long it lasts, where it lasts. amount: of what it does, where that has one.
+
+    target, other: names of slots ("decode-0"), "nats" or "etcd".
+    """
+
+    at_s: float
+    kind: Kind
+    target: str = ""
+    other: str = ""
+    for_s: float = 0.0
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        words = [self.kind.value, self.target]
+        words += [f"from {self.other}"] if self.other else []
+        words += [f"for {self.for_s:.3f} s"] if self.for_s else []
+        words += [f"by {self.amount:.3f}"] if self.amount else []
+        return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request. cancel_after_s: when its client loses interest; None: never.
+
+    A client that is restarted asks again under the same ids.
+    """
+
+    at_s: float
+    client: int
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    timeout_s: float
+    cancel_after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Sizes and times of the cluster; see the options of the same names.
+
+    slowest_write_s: how long a write may be under way; below a lease's time to live.
+    quiet_at_s: from here on nothing goes wrong any more.
+    """
+
+    seed: int
+    profile: str
+    decode: int
+    prefill: int
+    clients: int
+    num_blocks: int
+    lease_ttl_s: float
+    remote_prefill_timeout_s: float
+    ack_wait_s: float
+    max_jobs: int
+    slowest_write_s: float
+    token_s: float
+    quiet_at_s: float
+    faults: tuple[Fault, ...] = ()
+    asks: tuple[Ask, ...] = field(default=(), repr=False)
+
+    @property
+    def slots(self) -> list[str]:
+        """Names of the supervised processes, in the order in which they are drained."""
+        counted = (("client", self.clients), ("decode", self.decode), ("prefill", self.prefill))
+        return [f"{kind}-{index}" for kind, count in counted for index in range(count)]
+
+
+#: Kinds by profile; the most of them in one run.
+_PROFILES: dict[str, tuple[tuple[Kind, ...], int]] = {
+    "calm": ((), 0),
+    "crashes": ((Kind.CRASH, Kind.CRASH, Kind.ENGINE_CRASH, Kind.DRAIN, Kind.REVOKE), 5),
+    "pauses": ((Kind.PAUSE, Kind.COMPONENT_PAUSE, Kind.ENGINE_PAUSE), 5),
+    "network": ((Kind.ISOLATE, Kind.CUT, Kind.CUT, Kind.WEATHER), 5),
+    "servers": (
+        (
+            Kind.BROKER_CRASH,
+            Kind.BROKER_PAUSE,
+            Kind.STORE_CRASH,
+            Kind.STORE_WIPE,
+            Kind.STORE_PAUSE,
+        ),
+        3,
+    ),
+    "everything": (tuple(Kind), 8),
+}
+_WEIGHTS = {"calm": 1, "crashes": 4, "pauses": 5, "network": 4, "servers": 3, "everything": 8}
+
+
+def draw(seed: int) -> Scenario:
+    rng = random.Random(f"scenario/{seed}")
+    profile = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+    decode = rng.choices((1, 2, 3), (5, 4, 1))[0]
+    prefill = rng.choices((1, 2, 3), (5, 4, 1))[0]
+    clients = rng.choices((1, 2), (4, 1))[0]
+    lease_ttl_s = rng.uniform(3.0, 6.0)
+    scenario = Scenario(
+        seed=seed,
+        profile=profile,
+        decode=decode,
+        prefill=prefill,
+        clients=clients,
+        num_blocks=rng.choice((40, 64, 96, 128)),
+        lease_ttl_s=lease_ttl_s,
+        remote_prefill_timeout_s=rng.uniform(1.0, 6.0),
+        ack_wait_s=rng.uniform(1.0, 3.0),
+        max_jobs=rng.choice((2, 8, 64)),
+        slowest_write_s=rng.choice((0.01, 0.1, 0.3 * lease_ttl_s, 0.8 * lease_ttl_s)),
+        token_s=rng.choice((0.0002, 0.001, 0.004)),
+        quiet_at_s=LOAD_FROM_S + rng.uniform(6.0, 12.0),
+    )
+    return _with_load(_with_faults(scenario, rng), rng)
+
+
+def _with_faults(scenario: Scenario, rng: random.Random) -> Scenario:
+    kinds, most = _PROFILES[scenario.profile]
+    count = rng.randint(1, most) if most else 0
+    faults = [_fault(scenario, rng.choice(kinds), rng) for _ in range(count)]
+    return replace(scenario, faults=tuple(sorted(faults, key=lambda f: f.at_s)))
+
+
+def _fault(scenario: Scenario, kind: Kind, rng: random.Random) -> Fault:
+    at_s = rng.uniform(LOAD_FROM_S, scenario.quiet_at_s - 0.5)
+    left_s = scenario.quiet_at_s - at_s
+    # Half are shorter than a blink, the others around the time to live.
+    long_s = min(rng.uniform(0.3, 2.2) * scenario.lease_ttl_s, left_s)
+    for_s = min(rng.uniform(0.01, 0.5), left_s) if rng.random() < 0.4 else long_s
+    workers = [slot for slot in scenario.slots if not slot.startswith("client")]
+    hosts = scenario.slots
+    match kind:
+        case Kind.CRASH | Kind.DRAIN | Kind.REVOKE:
+            target = rng.choice(workers if rng.random() < 0.9 else hosts)
+            return Fault(at_s=at_s, kind=kind, target=target)
+        case Kind.ENGINE_CRASH:
+            return Fault(at_s=at_s, kind=kind, target=rng.choice(workers))
+        case Kind.PAUSE | Kind.COMPONENT_PAUSE | Kind.ENGINE_PAUSE:
+            return Fault(at_s=at_s, kind=kind, target=rng.choice(workers), for_s=for_s)
+        case Kind.ISOLATE:
+            return Fault(at_s=at_s, kind=kind, target=rng.choice(hosts), for_s=for_s)
+        case Kind.CUT:
+            target, other = rng.sample([*hosts, "nats", "etcd"], 2)
+            return Fault(at_s=at_s, kind=kind, target=target, other=other, for_s=for_s)
+        case Kind.WALL_JUMP:
+            jump = rng.choice((-1, 1)) * 10 ** rng.uniform(-1, 4)
+            return Fault(at_s=at_s, kind=kind, target=rng.choice(hosts), amount=jump)
+        case _:
+            amount = rng.choice((0.02, 0.1, 0.3)) if kind is Kind.WEATHER else 0.0
+            return Fault(at_s=at_s, kind=kind, for_s=max(for_s, 0.1), amount=amount)
+
+
+def _with_load(scenario: Scenario, rng: random.Random) -> Scenario:
+    longest = min(120, 4 * (scenario.num_blocks - 1) - 20)
+    prefixes = [_tokens(rng, rng.randint(4, longest // 2)) for _ in range(3)]
+    asks: list[Ask] = []
+    bursts = [rng.uniform(LOAD_FROM_S, scenario.quiet_at_s) for _ in range(rng.randint(3, 8))]
+    for number in range(rng.randint(12, 30)):
+        prompt = rng.choice(prefixes) if rng.random() < 0.5 else ()
+        room = longest - len(prompt)
+        prompt += _tokens(rng, rng.randint(1, min(room, rng.choice((8, 24, room)))))
+        asks.append(_ask(scenario, rng, number, prompt, rng.choice(bursts)))
+    return replace(scenario, asks=tuple(sorted(asks, key=lambda a: a.at_s)))
+
+
+def _ask(
+    scenario: Scenario, rng: random.Random, number: int, prompt: Sequence[int], burst_s: float
+) -> Ask:
+    mode = rng.choices(("greedy", "seeded", "plain"), (6, 2, 1))[0]
+    sampling = Sampling(
+        max_tokens=rng.randint(1, 16),
+        temperature=0.0 if mode == "greedy" else 1.0,
+        seed=rng.randrange(1000) if mode == "seeded" else None,
+    )
+    cancel = None
+    if rng.random() < 0.25:
+        cancel = rng.choice((10 ** rng.uniform(-4, 0), rng.uniform(0, 1), rng.uniform(0, 8)))
+    # Some ids come back: a client that has lost interest asks the same again.
+    reused = number >= 4 and rng.random() < 0.1
+    return Ask(
+        at_s=burst_s + abs(rng.gauss(0, 0.2)),
+        client=rng.randrange(scenario.clients),
+        request_id=f"r{number - rng.randint(1, 4) if reused else number}",
+        prompt=tuple(prompt),
+        sampling=sampling,
+        timeout_s=rng.uniform(12.0, 25.0),
+        cancel_after_s=cancel,
+    )
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCABULARY) for _ in range(count))
