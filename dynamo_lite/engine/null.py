@@ -1,7 +1,8 @@
 """An engine that computes nothing, for measuring the runtime around it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import msgspec
@@ -21,19 +22,37 @@ class _Sampling(msgspec.Struct):
 _decode_sampling = msgspec.msgpack.Decoder(_Sampling).decode
 
 
+@dataclass(slots=True)
+class _Run:
+    """position: of the next token in the answer. left: tokens still to come."""
+
+    prompt: list[int]
+    position: int
+    left: int
+
+
 class NullEngine:
-    """DecodeEngine whose every step gives each running request the same tokens.
+    """DecodeEngine whose every step gives each running request as many tokens.
 
     max_tokens: length of an answer whose request names none. A request ends
     with finish_reason "length"; a step that ends it may be shorter than
-    `tokens_per_step`.
+    `tokens_per_step`. token_at: the token at a position of the answer to a prompt,
+    where `token_id` would not tell one place of an answer from another.
     """
 
-    def __init__(self, *, token_id: int = 1, tokens_per_step: int = 1, max_tokens: int = 64):
+    def __init__(
+        self,
+        *,
+        token_id: int = 1,
+        tokens_per_step: int = 1,
+        max_tokens: int = 64,
+        token_at: Callable[[list[int], int], int] | None = None,
+    ):
         self._step_token_ids = [token_id] * tokens_per_step
+        self._token_at = token_at
         self._max_tokens = max_tokens
-        self._running: dict[str, int] = {}  # tokens still to come
-        self._started: dict[str, TokenDelta] = {}  # first deltas not given out yet
+        self._running: dict[str, _Run] = {}
+        self._started: dict[str, PrefillCounts] = {}  # not told yet
         self._wake = asyncio.Event()
         self._closed = False
 
@@ -63,10 +82,10 @@ class NullEngine:
             raise Refused(f"max_tokens must be at least 1, got {max_tokens}", elsewhere=False)
         if request.request_id in self._running:
             raise Refused(f"request {request.request_id} runs already", elsewhere=False)
-        self._running[request.request_id] = max_tokens
-        self._started[request.request_id] = self._delta(
-            request.request_id, max_tokens, PrefillCounts(len(request.prompt_token_ids), 0, 0)
-        )
+        done = len(request.output_token_ids)
+        prompt = request.prompt_token_ids
+        self._running[request.request_id] = _Run(prompt, done, max(max_tokens - done, 0))
+        self._started[request.request_id] = PrefillCounts(len(prompt) + done, 0, 0)
         self._wake.set()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -85,18 +104,25 @@ class NullEngine:
 
     def _step(self) -> list[TokenDelta]:
         started, self._started = self._started, {}
-        deltas = [
-            started.get(request_id) or self._delta(request_id, left, None)
-            for request_id, left in self._running.items()
-        ]
-        produced = len(self._step_token_ids)
-        self._running = {i: left - produced for i, left in self._running.items() if left > produced}
+        deltas: list[TokenDelta] = []
+        for request_id, run in list(self._running.items()):
+            token_ids = self._tokens(run)
+            run.position += len(token_ids)
+            run.left -= len(token_ids)
+            if not run.left:
+                del self._running[request_id]
+            deltas.append(
+                TokenDelta(
+                    request_id=request_id,
+                    token_ids=token_ids,
+                    finish_reason=None if run.left else "length",
+                    prefill=started.get(request_id),
+                )
+            )
         return deltas
 
-    def _delta(self, request_id: str, left: int, prefill: PrefillCounts | None) -> TokenDelta:
-        return TokenDelta(
-            request_id=request_id,
-            token_ids=self._step_token_ids[:left],
-            finish_reason="length" if left <= len(self._step_token_ids) else None,
-            prefill=prefill,
-        )
+    def _tokens(self, run: _Run) -> list[int]:
+        token_ids = self._step_token_ids[: run.left]
+        if self._token_at is None:
+            return token_ids
+        return [self._token_at(run.prompt, run.position + i) for i in range(len(token_ids))]

@@ -16,6 +16,10 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
 
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+#: Numbers that are neither infinite nor none at all: clocks are compared with them.
+Timestamp = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,20 +36,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     generate, its only delta has the finish_reason and no token.
     timeout_s: what was left of the request's time when it was sent. Relative,
     because the clocks of two hosts differ.
+    moved: a worker had accepted it and is lost. Limits that hold back new requests
+    do not apply.
     """
 
     request_id: RequestId
     client_id: str
     prompt_token_ids: list[TokenId]
     sampling: bytes
-    arrival_time: float
+    arrival_time: Timestamp
     priority: int = 0
     cache_salt: str | None = None
     trace_headers: dict[str, str] | None = None
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     output_token_ids: list[TokenId] = []
-    timeout_s: float | None = None
+    timeout_s: Seconds | None = None
+    moved: bool = False
     wire_version: int = WIRE_VERSION
 
 
@@ -62,7 +69,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     elsewhere: bool
     busy: bool = False
-    retry_after_s: float = 1.0
+    retry_after_s: Seconds = 1.0
 
 
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -72,8 +79,8 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ranks: int64[rows]; all little-endian, row-major.
     """
 
-    rows: int
-    width: int
+    rows: Count
+    width: Count
     token_ids: bytes
     logprobs: bytes
     ranks: bytes
@@ -85,11 +92,11 @@ class PrefillCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     waited_s: in the engine's queue. prefill_s: from scheduled to this delta.
     """
 
-    prompt_tokens: int
-    local_cached_tokens: int
-    external_cached_tokens: int
-    waited_s: float = 0.0
-    prefill_s: float = 0.0
+    prompt_tokens: Count
+    local_cached_tokens: Count
+    external_cached_tokens: Count
+    waited_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -101,7 +108,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """
 
     request_id: str
-    token_ids: list[int]
+    token_ids: list[TokenId]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prefill: PrefillCounts | None = None

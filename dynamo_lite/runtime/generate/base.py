@@ -47,6 +47,10 @@ class GenerateClient(Protocol):
         """These are the live members: what leads to others is closed once idle."""
         ...
 
+    def drop(self, member: EndpointRecord, why: str) -> None:
+        """`member` does not respond: what runs there is reported lost, soon and by itself."""
+        ...
+
 
 class GenerateHandler(Protocol):
     """What a GenerateServer serves: an engine."""

@@ -81,6 +81,11 @@ class RemoteGenerateClient:
         for address, link in list(self._links.items()):
             link.set_retired(address not in live)
 
+    def drop(self, member: EndpointRecord, why: str) -> None:
+        link = self._links.get(member.transport.stream or "")
+        if link is not None:
+            link.drop(why)
+
     async def _link(self, address: str) -> Link:
         """The open connection to `address`; concurrent callers share one attempt."""
         if self._closed:

@@ -135,17 +135,10 @@ class FailoverClient:
         Overloaded, another Unavailable, or DeadlineExceeded (a worker did not
         answer, or `timeout_s` has passed); then it runs nowhere.
         """
-        request_id = request.request_id
-        if self._closed:
-            raise Unavailable("the client is closed")
-        if request_id in self._flights:
-            raise Refused(f"request {request_id} runs already", elsewhere=False)
-        if len(request_id) > MAX_REQUEST_ID:
-            raise Refused(f"a request id has at most {MAX_REQUEST_ID} characters", elsewhere=False)
-        deadline = None
-        if request.timeout_s is not None:
-            deadline = asyncio.get_running_loop().time() + request.timeout_s
-        flight = self._flights[request_id] = Flight(request, movable, deadline)
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        deadline = None if request.timeout_s is None else loop.time() + request.timeout_s
+        flight = self._flights[request.request_id] = Flight(request, movable, deadline)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._placer.place(flight, moving=False)
@@ -153,15 +146,26 @@ class FailoverClient:
             if not flight.over:
                 self.stats.expired += 1
                 self._drop(flight)
-                raise _expired(flight) from exc
+                raise _expired(request) from exc
         except BaseException:
             self._drop(flight)
             raise
         if self._closed:
             raise Unavailable("the client is closed")
         if deadline is not None and not flight.over:
-            loop = asyncio.get_running_loop()
             flight.timer = loop.call_at(deadline, self._expire, flight)
+
+    def _check(self, request: GenerateRequest) -> None:
+        request_id = request.request_id
+        if self._closed:
+            raise Unavailable("the client is closed")
+        if request_id in self._flights:
+            raise Refused(f"request {request_id} runs already", elsewhere=False)
+        if len(request_id) > MAX_REQUEST_ID:
+            raise Refused(f"a request id has at most {MAX_REQUEST_ID} characters", elsewhere=False)
+        if request.timeout_s is not None and not request.timeout_s > 0:
+            self.stats.expired += 1
+            raise _expired(request)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """No delta follows for these. Unknown and ended ids are ignored."""
@@ -187,7 +191,7 @@ class FailoverClient:
                 ended.append((flight, exc))
                 continue
             if delta.finish_reason == "abort" and _is_late(flight):
-                ended.append((flight, _expired(flight)))
+                ended.append((flight, _expired(flight.request)))
                 continue
             if mine is not None:
                 taken.append(mine)
@@ -234,7 +238,7 @@ class FailoverClient:
     # Ends
 
     def _expire(self, flight: Flight) -> None:
-        self._end(flight, _expired(flight))
+        self._end(flight, _expired(flight.request))
 
     def _end(self, flight: Flight, error: DynamoLiteError) -> None:
         """An end that only we know of: the caller is told, and the worker if there is one."""
@@ -291,5 +295,5 @@ def _is_late(flight: Flight) -> bool:
     )
 
 
-def _expired(flight: Flight) -> DeadlineExceeded:
-    return DeadlineExceeded(f"request {flight.request_id}", flight.request.timeout_s or 0.0)
+def _expired(request: GenerateRequest) -> DeadlineExceeded:
+    return DeadlineExceeded(f"request {request.request_id}", request.timeout_s or 0.0)

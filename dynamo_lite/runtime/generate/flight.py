@@ -55,6 +55,10 @@ class Flight:
         """Why it cannot go on elsewhere; None when it can."""
         return self.plan.reason if self._sent and isinstance(self.plan, Stay) else None
 
+    def is_at(self, moves: int) -> bool:
+        """Whether it still needs the worker that was looked for when it had `moves` moves."""
+        return not self.over and self.moves == moves
+
     def attempt(self, wire_id: str, member: EndpointRecord, now: float) -> GenerateRequest:
         """Begins an attempt: the request as `member` shall get it at time `now`."""
         self.wire_id, self.member = wire_id, member
@@ -62,6 +66,8 @@ class Flight:
         changes: dict[str, Any] = {}
         if wire_id != self.request_id:
             changes["request_id"] = wire_id
+        if self.moves:
+            changes["moved"] = True
         if self.deadline is not None:
             changes["timeout_s"] = max(self.deadline - now, 0.0)
         if isinstance(self.plan, Replay):

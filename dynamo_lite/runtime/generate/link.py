@@ -137,7 +137,12 @@ class Link:
             if reply.reason == NO_STREAM:
                 self._connection.abort("the worker does not know this stream")
                 raise Unavailable(f"the worker at {self._address} does not know this stream")
-            raise Refused(reply.reason, elsewhere=reply.elsewhere)
+            raise Refused(
+                reply.reason,
+                elsewhere=reply.elsewhere,
+                busy=reply.busy,
+                retry_after_s=reply.retry_after_s,
+            )
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Forgets those that run here, and tells the worker."""
@@ -158,6 +163,10 @@ class Link:
             self._close_if_retired()
         elif self._silence is not None:
             self._silence.cancel()
+
+    def drop(self, why: str) -> None:
+        """Cuts the connection; what runs on it is reported lost."""
+        self._connection.abort(why)
 
     def leave(self) -> None:
         """Closes; the worker aborts what runs, and nothing is reported lost."""

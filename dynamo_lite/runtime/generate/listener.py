@@ -20,7 +20,7 @@ from dynamo_lite.runtime.stream import FrameConnection, frame
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dynamo_lite.runtime.generate.server import Outlet, Session
+    from dynamo_lite.runtime.generate.session import Outlet, Session
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from dynamo_lite.protocol.errors import DynamoLiteError, Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.generate.base import OnDeltas, OnLost
-from dynamo_lite.runtime.generate.server import GenerateServer, Session
+from dynamo_lite.runtime.generate.server import GenerateServer
+from dynamo_lite.runtime.generate.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,15 @@ class LocalGenerateClient:
 
     def retain(self, members: Iterable[EndpointRecord]) -> None:
         """Nothing to close."""
+
+    def drop(self, member: EndpointRecord, why: str) -> None:
+        if (session := self._session) is None:
+            return
+        running = list(session.request_ids)
+        self._server.close_session(session)
+        self._session = self._server.open_session(self._client_id, self)
+        if running:
+            self._on_lost(running, why)
 
     # Outlet
 

@@ -59,16 +59,17 @@ class Placer:
         self._settled_at = asyncio.get_running_loop().time() + SETTLE_S
 
     async def place(self, flight: Flight, *, moving: bool) -> None:
-        """Returns when a worker has it, or when the flight is over.
+        """Returns when a worker has it, when it is over, or when it is moved by another call.
 
         Raises what the last round of asking ended with: Refused, NoWorkers,
         Overloaded, another Unavailable, or DeadlineExceeded.
         """
         loop = asyncio.get_running_loop()
         started, pause_s = loop.time(), _FIRST_PAUSE_S
-        while not flight.over:
+        turn = flight.moves
+        while flight.is_at(turn):
             flight.wake.clear()
-            failure = await self._ask_members(flight)
+            failure = await self._ask_members(flight, turn)
             if failure is None:
                 return
             left_s = started + self._patience_s(failure, moving) - loop.time()
@@ -94,15 +95,15 @@ class Placer:
             return max(patience_s, self._hold_s)
         return patience_s
 
-    async def _ask_members(self, flight: Flight) -> DynamoLiteError | None:
-        """Asks each live member at most once. None when one took it, or it is over.
+    async def _ask_members(self, flight: Flight, turn: int) -> DynamoLiteError | None:
+        """Asks each live member at most once. None when there is nothing more to do.
 
         Raises Refused when the request is acceptable nowhere.
         """
         tried: set[int] = set()
         failure: DynamoLiteError | None = None
         busy: list[Refused] = []
-        while not flight.over:
+        while flight.is_at(turn):
             candidates = [m for m in self._members() if m.lease_id not in tried]
             if not candidates:
                 break
@@ -111,16 +112,17 @@ class Placer:
             tried.add(picked.member.lease_id)
             try:
                 await self._send(flight, picked.member)
-                return None
             except BrokerUnavailable as exc:
                 return exc  # the same for every worker
             except Refused as exc:
-                if not exc.elsewhere:
+                if not exc.elsewhere and flight.is_at(turn):
                     raise
                 busy += [exc] if exc.busy else []
                 failure = Unavailable(exc.reason, retry_after_s=exc.retry_after_s)
             except (Unavailable, DeadlineExceeded) as exc:
                 failure = exc
+            else:
+                return None
             _log.info(
                 "worker %x (%s) did not take %s: %s",
                 picked.member.lease_id,
@@ -128,7 +130,7 @@ class Placer:
                 flight.request_id,
                 failure,
             )
-        if flight.over:
+        if not flight.is_at(turn):
             return None
         if busy:
             retry_after_s = min(exc.retry_after_s for exc in busy)

@@ -9,8 +9,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol, Self
+from typing import Self
 
+from dynamo_lite.policy.admission import Limits
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused
 from dynamo_lite.protocol.generate import (
@@ -22,6 +23,7 @@ from dynamo_lite.protocol.generate import (
 )
 from dynamo_lite.runtime.generate.base import NO_STREAM, GenerateHandler
 from dynamo_lite.runtime.generate.listener import Listener
+from dynamo_lite.runtime.generate.session import Outlet, Owned, Session
 from dynamo_lite.runtime.messaging import Messaging
 
 _log = logging.getLogger(__name__)
@@ -33,33 +35,12 @@ _MAX_EARLY_CANCELS = 1024
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class Outlet(Protocol):
-    """Where a session's deltas go."""
-
-    def deliver(self, deltas: list[TokenDelta]) -> list[str]:
-        """Returns the ids of requests that could not be delivered and must end."""
-        ...
-
-    def closed(self, request_ids: list[str], why: str) -> None:
-        """The server ended the session while these requests ran."""
-        ...
-
-
-class Session:
-    """One client of the server. Only GenerateServer changes it."""
-
-    def __init__(self, client_id: str, outlet: Outlet):
-        self.client_id = client_id
-        self.outlet = outlet
-        self.request_ids: set[str] = set()
-        self.early_cancels: dict[str, None] = {}
-
-
 class GenerateServer:
     """Async context manager: listens while it lasts.
 
     `in_flight` counts requests from their arrival until their last delta, their
-    cancel, or their session's end.
+    cancel, or their session's end. max_in_flight, max_prompt_tokens: see
+    `policy/admission.py`; what is beyond goes elsewhere.
     """
 
     def __init__(
@@ -67,12 +48,18 @@ class GenerateServer:
         messaging: Messaging,
         handler: GenerateHandler,
         bind_host: str = "127.0.0.1",
+        *,
+        max_in_flight: int | None = None,
+        max_prompt_tokens: int | None = None,
     ):
         self._messaging = messaging
         self._handler = handler
         self._listener = Listener(self, bind_host)
         self._sessions: dict[str, Session] = {}
-        self._owners: dict[str, Session] = {}
+        self._owned = Owned(
+            Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire
+        )
+        self._owners = self._owned.owners
         self._submitting: set[str] = set()
         self._aborts: dict[asyncio.Task[None], list[str]] = {}
         self._refusal: str | None = None
@@ -129,7 +116,7 @@ class GenerateServer:
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """One engine step's output. Deltas of unknown (cancelled) requests are dropped."""
-        owners = self._owners
+        owners, admission = self._owners, self._owned.admission
         by_session: dict[Session, list[TokenDelta]] = {}
         for delta in deltas:
             session = owners.get(delta.request_id)
@@ -141,8 +128,9 @@ class GenerateServer:
             else:
                 mine.append(delta)
             if delta.finish_reason is not None:
-                del owners[delta.request_id]
-                session.request_ids.discard(delta.request_id)
+                self._owned.release(delta.request_id)
+            elif delta.token_ids:
+                admission.answered(delta.request_id)
         for session, mine in by_session.items():
             undeliverable = session.outlet.deliver(mine)
             if undeliverable:
@@ -175,8 +163,7 @@ class GenerateServer:
         running: list[str] = []
         for request_id in request_ids:
             if self._owners.get(request_id) is session:
-                del self._owners[request_id]
-                session.request_ids.discard(request_id)
+                self._owned.release(request_id)
                 running.append(request_id)
             else:
                 # TCP may overtake NATS: the request itself may be yet to come.
@@ -192,6 +179,26 @@ class GenerateServer:
     async def admit(self, session: Session, request: GenerateRequest) -> None:
         """Raises Refused, or what the handler raised; then the request runs nowhere."""
         request_id = request.request_id
+        self._check(session, request)
+        self._owned.enter(session, request)
+        self._submitting.add(request_id)
+        try:
+            await self._handler.submit(request)
+            # Finished and cancelled requests have both lost their owner by now;
+            # to abort a finished one does nothing.
+            if request_id not in self._owners:
+                self._abort_soon([request_id])
+        except BaseException as exc:
+            self._owned.release(request_id)
+            if isinstance(exc, asyncio.CancelledError):
+                self._abort_soon([request_id])
+            raise
+        finally:
+            self._submitting.discard(request_id)
+            self._update_idle()
+
+    def _check(self, session: Session, request: GenerateRequest) -> None:
+        request_id = request.request_id
         if self._refusal is not None:
             raise Refused(self._refusal, elsewhere=True)
         if self._sessions.get(session.client_id) is not session:
@@ -201,24 +208,14 @@ class GenerateServer:
         if request_id in session.early_cancels:
             del session.early_cancels[request_id]
             raise Refused(f"request {request_id} was cancelled", elsewhere=True)
-        self._owners[request_id] = session
-        session.request_ids.add(request_id)
-        self._submitting.add(request_id)
-        try:
-            await self._handler.submit(request)
-            # Finished and cancelled requests have both lost their owner by now;
-            # to abort a finished one does nothing.
-            if request_id not in self._owners:
-                self._abort_soon([request_id])
-        except BaseException as exc:
-            self._owners.pop(request_id, None)
-            session.request_ids.discard(request_id)
-            if isinstance(exc, asyncio.CancelledError):
-                self._abort_soon([request_id])
-            raise
-        finally:
-            self._submitting.discard(request_id)
-            self._update_idle()
+
+    def _expire(self, request_id: str) -> None:
+        """Its time is up. Its client's clock says the same, unless it does not look."""
+        session = self._owners[request_id]
+        self.cancel(session, [request_id])
+        session.outlet.deliver(
+            [TokenDelta(request_id=request_id, token_ids=[], finish_reason="abort")]
+        )
 
     # Requests over NATS
 
@@ -227,7 +224,14 @@ class GenerateServer:
         try:
             await self._admit_remote(request)
         except Refused as exc:
-            return encode(RequestRefused(reason=exc.reason, elsewhere=exc.elsewhere))
+            return encode(
+                RequestRefused(
+                    reason=exc.reason,
+                    elsewhere=exc.elsewhere,
+                    busy=exc.busy,
+                    retry_after_s=exc.retry_after_s,
+                )
+            )
         except DynamoLiteError as exc:
             return encode(RequestRefused(reason=str(exc), elsewhere=True))
         except Exception:

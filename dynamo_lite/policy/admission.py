@@ -1,0 +1,88 @@
+"""How much may be in flight at one place before it says no.
+
+Owns the counts that the limits are about; whoever uses it says when a request
+comes, has its first token, and ends.
+"""
+
+from dataclasses import dataclass
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """None: no limit.
+
+    in_flight: requests that have not ended. prompt_tokens: prompts of requests
+    without a first token yet, together; a single longer prompt is taken while no
+    other one waits.
+    """
+
+    in_flight: int | None = None
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """`in_flight` requests now, this one included."""
+
+    in_flight: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy:
+    """A limit is reached; asking again makes sense in `retry_after_s` seconds."""
+
+    reason: str
+    retry_after_s: float = _RETRY_AFTER_S
+
+
+class Admission:
+    """Unknown keys are ignored by everything but `enter`."""
+
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._keys: set[str] = set()
+        self._waiting: dict[str, int] = {}
+        self._waiting_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"Admission(in_flight={self.in_flight}, waiting_tokens={self.waiting_tokens})"
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._keys)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts without a first token."""
+        return self._waiting_tokens
+
+    def enter(self, key: str, prompt_tokens: int, *, promised: bool = False) -> Admitted | Busy:
+        """`key` must not be in flight. Busy: nothing was counted.
+
+        promised: somewhere it was admitted already, so it is counted and not refused.
+        """
+        if not promised and (busy := self._busy(prompt_tokens)) is not None:
+            return busy
+        self._keys.add(key)
+        self._waiting[key] = prompt_tokens
+        self._waiting_tokens += prompt_tokens
+        return Admitted(in_flight=self.in_flight)
+
+    def _busy(self, prompt_tokens: int) -> Busy | None:
+        most, limit = self._limits.in_flight, self._limits.prompt_tokens
+        if most is not None and self.in_flight >= most:
+            return Busy(reason=f"{most} requests are in flight, the limit")
+        if limit is not None and self._waiting and self._waiting_tokens + prompt_tokens > limit:
+            return Busy(reason=f"{self._waiting_tokens} of at most {limit} prompt tokens wait")
+        return None
+
+    def answered(self, key: str) -> None:
+        """Its first token is there."""
+        self._waiting_tokens -= self._waiting.pop(key, 0)
+
+    def leave(self, key: str) -> None:
+        """It has ended."""
+        self.answered(key)
+        self._keys.discard(key)
