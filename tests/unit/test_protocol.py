@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol import generate, prefill, records
+from dynamo_lite.protocol import generate, health, prefill, records
 from dynamo_lite.protocol.codec import (
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
@@ -98,6 +98,7 @@ FULL_REQUEST = GenerateRequest(
     reasoning_parser_kwargs={"a": [1]},
     output_token_ids=[3],
     timeout_s=0.5,
+    moved=True,
     wire_version=2,
 )
 DELTAS = Deltas(
@@ -152,24 +153,29 @@ STATUS = EngineStatus(metadata=ENGINE, free_blocks=60, total_blocks=64)
 # (message, its decoder, its bytes)
 GOLDEN = [
     (
+        health.Beat(lease_id=10, number=3, ok=False, detail="stuck"),
+        health.decode_beat,
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x01",
+    ),
+    (
         REQUEST,
         generate.decode_generate_request,
-        b"\x8d\xaarequest_id\xa2r1\xa9client_id\xa2c1"
+        b"\x8e\xaarequest_id\xa2r1\xa9client_id\xa2c1"
         b"\xb0prompt_token_ids\x93\x01\x02\xce\x00\x01\x11p\xa8sampling\xc4\x01\x81"
         b"\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa8priority\x00"
         b"\xaacache_salt\xc0\xadtrace_headers\xc0\xafreasoning_ended\xc0"
         b"\xb7reasoning_parser_kwargs\xc0\xb0output_token_ids\x90\xa9timeout_s\xc0"
-        b"\xacwire_version\x01",
+        b"\xa5moved\xc2\xacwire_version\x01",
     ),
     (
         FULL_REQUEST,
         generate.decode_generate_request,
-        b"\x8d\xaarequest_id\xa2r1\xa9client_id\xa2c1\xb0prompt_token_ids\x90"
+        b"\x8e\xaarequest_id\xa2r1\xa9client_id\xa2c1\xb0prompt_token_ids\x90"
         b"\xa8sampling\xc4\x00\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00"
         b"\xa8priority\xff\xaacache_salt\xa1s\xadtrace_headers\x81"
         b"\xabtraceparent\xa200\xafreasoning_ended\xc3"
         b"\xb7reasoning_parser_kwargs\x81\xa1a\x91\x01\xb0output_token_ids\x91\x03"
-        b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xacwire_version\x02",
+        b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xacwire_version\x02",
     ),
     (
         Accepted(),
@@ -317,10 +323,11 @@ RECORDS = [
     ),
 ]
 
+MODULES = (generate, health, prefill)
 DECODERS = sorted(
     {
         name
-        for module in (generate, prefill)
+        for module in MODULES
         for name, value in vars(module).items()
         if isinstance(value, Decoder)
     }
@@ -328,7 +335,7 @@ DECODERS = sorted(
 
 
 def decoder(name):
-    return getattr(generate, name, None) or getattr(prefill, name)
+    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
 
 
 @pytest.mark.parametrize(("message", "decode", "golden"), GOLDEN)
@@ -357,7 +364,7 @@ def test_everything_that_is_sent_has_a_golden_value():
     covered = {t for message, *_ in [*GOLDEN, *RECORDS] for t in parts(message)}
     defined = {
         value
-        for module in (generate, prefill, records)
+        for module in (*MODULES, records)
         for _, value in inspect.getmembers(module, inspect.isclass)
         if issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
     }

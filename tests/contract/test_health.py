@@ -1,0 +1,293 @@
+"""Beats and who is judged by them, on every messaging."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.health import Beat
+from dynamo_lite.protocol.names import (
+    endpoint_key,
+    endpoint_prefix,
+    endpoint_subject,
+    health_subject,
+)
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime import health
+from dynamo_lite.runtime.health import HealthBeat, HealthMonitor
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.roster import Roster
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+A, B = 0xA, 0xB
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def messaging(request: pytest.FixtureRequest) -> AsyncIterator[Messaging]:
+    if request.param == "memory":
+        async with MemoryMessaging() as memory:
+            yield memory
+    else:
+        async with NatsMessaging(request.getfixturevalue("nats_url")) as real:
+            yield real
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything ten times as fast."""
+    monkeypatch.setattr(health, "SILENT_S", 0.3)
+    monkeypatch.setattr(health, "SECOND_LOOK_S", 0.1)
+
+
+class Graph:
+    """A roster in a store of its own, and a monitor of its members."""
+
+    def __init__(self, messaging: Messaging):
+        self.messaging, self.namespace = messaging, f"t-{secrets.token_hex(3)}"
+        self.store, self.registry = MemoryStore(), CollectorRegistry()
+        self.turned: asyncio.Queue[tuple[set[int], set[int]]] = asyncio.Queue()
+        self.numbers: dict[int, int] = {}
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator["Graph"]:
+        prefix = endpoint_prefix(self.namespace, "Worker", "generate")
+        async with (
+            Roster(self.store, prefix) as self.roster,
+            HealthMonitor(
+                self.messaging,
+                self.roster,
+                namespace=self.namespace,
+                component="Worker",
+                registry=self.registry,
+            ) as self.monitor,
+        ):
+            self.monitor.on_change(
+                lambda back, lost: self.turned.put_nowait((set(back), set(lost)))
+            )
+            yield self
+
+    async def join(self, lease_id: int) -> None:
+        name = (self.namespace, "Worker", "generate", lease_id)
+        record = EndpointRecord(
+            component="Worker",
+            endpoint="generate",
+            namespace=self.namespace,
+            lease_id=lease_id,
+            transport=EndpointTransport(nats_tcp=endpoint_subject(*name)),
+        )
+        await self.store.put(endpoint_key(*name), encode_json(record))
+        await self.roster.wait(lambda ms: any(m.lease_id == lease_id for m in ms), 5)
+
+    async def leave(self, lease_id: int) -> None:
+        await self.store.delete(endpoint_key(self.namespace, "Worker", "generate", lease_id))
+        await self.roster.wait(lambda ms: all(m.lease_id != lease_id for m in ms), 5)
+
+    def worker(
+        self, lease_id: int, verdict: Callable[[], tuple[bool, str]] = lambda: (True, "")
+    ) -> HealthBeat:
+        return HealthBeat(
+            self.messaging,
+            namespace=self.namespace,
+            component="Worker",
+            lease_id=lease_id,
+            verdict=verdict,
+            period_s=0.05,
+        )
+
+    @contextlib.asynccontextmanager
+    async def beating(self, lease_id: int) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.worker(lease_id).run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def beat(self, lease_id: int, number: int, *, ok: bool = True, detail: str = "") -> None:
+        beat = Beat(lease_id=lease_id, number=number, ok=ok, detail=detail)
+        await self.send(encode(beat))
+
+    async def send(self, payload: bytes) -> None:
+        await self.messaging.publish(health_subject(self.namespace, "Worker"), payload)
+
+    async def next_turn(self) -> tuple[set[int], set[int]]:
+        async with asyncio.timeout(5):
+            return await self.turned.get()
+
+    async def dropped(self, reason: str, count: int) -> None:
+        async with asyncio.timeout(5):
+            while self.sample("dynamo_lite_beats_dropped_total", reason=reason) != count:
+                await asyncio.sleep(0.005)
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, labels)
+
+    def responsive(self) -> list[int]:
+        return [member.lease_id for member in self.monitor.responsive]
+
+
+@pytest.fixture
+async def graph(messaging: Messaging) -> AsyncIterator[Graph]:
+    async with Graph(messaging).open() as graph:
+        yield graph
+
+
+async def test_who_joins_is_trusted_and_who_falls_silent_is_not(graph: Graph) -> None:
+    loop = asyncio.get_running_loop()
+    await graph.join(A)
+    joined = loop.time()
+    await graph.join(B)
+    assert graph.responsive() == [A, B]
+    async with graph.beating(B):
+        assert await graph.next_turn() == (set(), {A})
+        assert 0.4 <= loop.time() - joined < 2.0
+        assert graph.responsive() == [B]
+        assert [m.lease_id for m in graph.monitor.members_or_all] == [B]
+        assert not graph.monitor.is_responsive(A) and graph.monitor.is_responsive(B)
+        assert graph.monitor.silent_for(A) >= 0.4 > graph.monitor.silent_for(B)
+        assert graph.monitor.trouble(A).startswith("silent for 0.")
+        assert graph.monitor.trouble(B) == ""
+        assert graph.sample("dynamo_lite_workers_unresponsive") == 1
+    assert await graph.next_turn() == (set(), {B})
+    assert graph.responsive() == []
+    assert [m.lease_id for m in graph.monitor.members_or_all] == [A, B]
+
+
+async def test_a_silent_one_is_back_with_its_next_good_beat(graph: Graph) -> None:
+    await graph.join(A)
+    assert await graph.next_turn() == (set(), {A})
+    async with graph.beating(A):
+        assert await graph.next_turn() == ({A}, set())
+        assert graph.responsive() == [A]
+        assert graph.sample("dynamo_lite_workers_unresponsive") == 0
+    assert await graph.next_turn() == (set(), {A})
+
+
+async def test_who_says_that_it_cannot_work_is_believed_at_once(graph: Graph) -> None:
+    await graph.join(A)
+    verdict = (True, "")
+    worker = graph.worker(A, lambda: verdict)
+    task = asyncio.create_task(worker.run())
+    verdict = (False, "the engine is stuck " + "x" * 1000)
+    assert await graph.next_turn() == (set(), {A})
+    assert graph.monitor.trouble(A).startswith("the engine is stuck")
+    before = graph.monitor.silent_for(A)
+    await asyncio.sleep(0.1)
+    assert graph.monitor.silent_for(A) >= before + 0.09
+    verdict = (True, "")
+    assert await graph.next_turn() == ({A}, set())
+    worker.stop()
+    async with asyncio.timeout(5):
+        await task
+
+
+async def test_another_sign_of_life_ends_a_silence_but_heals_nobody(graph: Graph) -> None:
+    await graph.join(A)
+    assert await graph.next_turn() == (set(), {A})
+    graph.monitor.shows_life(A)
+    assert await graph.next_turn() == ({A}, set())
+    assert await graph.next_turn() == (set(), {A}), "one sign is not enough for long"
+    await graph.beat(A, 0, ok=False)
+    await graph.beat(A, 0)
+    await graph.dropped("late", 1)
+    graph.monitor.shows_life(A)
+    assert graph.turned.empty() and graph.responsive() == []
+
+
+async def test_bad_beats_are_counted_and_change_nothing(graph: Graph) -> None:
+    await graph.join(A)
+    await graph.beat(A, 5, ok=False)
+    assert await graph.next_turn() == (set(), {A})
+    await graph.beat(A, 5)  # repeated
+    await graph.beat(A, 4)  # late
+    await graph.dropped("late", 2)
+    await graph.beat(B, 0)
+    await graph.dropped("unknown", 1)
+    await graph.send(b"\xff{")
+    await graph.send(encode(Beat(lease_id=A, number=9, ok=True))[:-3])
+    await graph.send(encode(Beat(lease_id=A, number=9, ok=True, wire_version=99)))
+    await graph.dropped("malformed", 3)
+    assert graph.responsive() == [] and graph.turned.empty()
+    await graph.beat(A, 6)
+    assert await graph.next_turn() == ({A}, set())
+
+
+async def test_who_leaves_is_forgotten_and_may_come_back(graph: Graph) -> None:
+    await graph.join(A)
+    assert await graph.next_turn() == (set(), {A})
+    await graph.leave(A)
+    assert not graph.monitor.is_responsive(A)
+    assert graph.monitor.silent_for(A) == 0.0
+    assert graph.sample("dynamo_lite_workers_unresponsive") == 0
+    await graph.join(A)
+    assert graph.responsive() == [A]
+
+
+async def test_members_of_before_are_watched_too(messaging: Messaging) -> None:
+    graph = Graph(messaging)
+    async with graph.open():
+        await graph.join(A)
+    graph.registry = CollectorRegistry()
+    async with graph.open():
+        assert graph.responsive() == [A]
+        assert await graph.next_turn() == (set(), {A})
+
+
+@pytest.mark.parametrize("held_up_s", [0.25, 0.35, 0.6])
+async def test_whoever_was_held_up_itself_listens_before_it_judges(held_up_s: float) -> None:
+    """What came while the loop stood still is heard first, whichever timer is overdue."""
+    async with Graph(MemoryMessaging()).open() as graph, graph.beating(A):
+        await graph.join(A)
+        for _ in range(2):
+            asyncio.get_running_loop().call_soon(time.sleep, held_up_s)
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
+        assert graph.turned.empty() and graph.responsive() == [A]
+
+
+async def test_nobody_is_blamed_for_our_own_outage() -> None:
+    messaging = MemoryMessaging()
+    async with Graph(messaging).open() as graph, graph.beating(A):
+        await graph.join(A)
+        await graph.join(B)
+        messaging.set_connected(False)
+        await asyncio.sleep(0.6)
+        assert graph.turned.empty() and graph.responsive() == [A, B]
+        messaging.set_connected(True)
+        assert await graph.next_turn() == (set(), {B})
+        assert graph.responsive() == [A]
+
+
+async def test_an_outage_of_the_broker_is_nobodys_silence(nats_server) -> None:
+    async with (
+        NatsMessaging(nats_server.url) as messaging,
+        Graph(messaging).open() as graph,
+        graph.beating(A),
+    ):
+        await graph.join(A)
+        await nats_server.kill()
+        await asyncio.sleep(0.6)
+        await nats_server.restart()
+        async with asyncio.timeout(10):
+            while not messaging.connected:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert graph.turned.empty() and graph.responsive() == [A]
+    assert "unresponsive=[]" in repr(graph.monitor)
+
+
+async def test_a_failing_listener_does_not_stop_the_monitor(graph: Graph) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("listener")
+
+    graph.monitor._callbacks.insert(0, fail)
+    await graph.join(A)
+    assert await graph.next_turn() == (set(), {A})
