@@ -126,6 +126,7 @@ class Scheduler:
         self.requests: dict[str, SimRequest] = {}
         self._running: list[SimRequest] = []
         self._waiting: deque[SimRequest] = deque()
+        self._holding: list[SimRequest] = []  # parked now or a moment ago
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
 
@@ -135,7 +136,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._holding)
 
     @property
     def has_work(self) -> bool:
@@ -161,6 +162,8 @@ class Scheduler:
                 continue
             if request.status is Status.RUNNING:
                 self._running.remove(request)
+            elif request in self._holding:
+                self._holding.remove(request)
             else:
                 self._waiting.remove(request)
             parked = request.status is Status.PARKED and request_id not in self._arrived
@@ -243,34 +246,36 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _schedule_waiting(self, plan: Plan, now: float) -> None:
-        skipped: list[SimRequest] = []
-        while self._waiting and plan.tokens < self._budget:
-            if len(self._running) >= self._max_running:
-                break
+        """Who holds blocks, or did so until its KV was lost, comes first, in order."""
+        for request in list(self._holding):
+            if request.status is Status.PARKED:
+                if request.request_id not in self._arrived:
+                    continue
+                self._unpark(request)
+            if not self._may_run(plan) or not self._admit(request, plan, now):
+                return
+            self._holding.remove(request)
+        while self._waiting and self._may_run(plan):
             request = self._waiting[0]
-            if request.status is Status.PARKED and not self._unpark(request):
-                skipped.append(self._waiting.popleft())
-                continue
-            admitted = self._admit(request, plan, now)
-            if not admitted:
-                break
+            if not self._admit(request, plan, now):
+                return
             self._waiting.popleft()
             if request.status is Status.PARKED:
-                skipped.append(request)
-        self._waiting.extendleft(reversed(skipped))
+                self._holding.append(request)
 
-    def _unpark(self, request: SimRequest) -> bool:
-        """Whether it can be scheduled: its KV came, or will not come."""
-        if request.request_id not in self._arrived:
-            return False
+    def _may_run(self, plan: Plan) -> bool:
+        """Whether this step has room for another request."""
+        return plan.tokens < self._budget and len(self._running) < self._max_running
+
+    def _unpark(self, request: SimRequest) -> None:
+        """Its KV came, or will not come: it can be scheduled."""
         self._arrived.discard(request.request_id)
+        request.status = Status.WAITING
         if request.request_id in self._failed:
             self._failed.discard(request.request_id)
             self._release(request)
         else:
             self._cache(request, request.num_computed_tokens)
-        request.status = Status.WAITING
-        return True
 
     def _admit(self, request: SimRequest, plan: Plan, now: float) -> bool:
         cached = external = 0

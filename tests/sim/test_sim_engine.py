@@ -1,0 +1,419 @@
+"""The simulated engines by themselves: a decode and a prefill engine over the memory twins."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components.prefill_jobs import PrefillJobs
+from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
+from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
+from dynamo_lite.engine.sim.core import SimModelConfig
+from dynamo_lite.engine.sim.engine import SimEngine
+from dynamo_lite.engine.sim.memory import KvMemory
+from dynamo_lite.engine.sim.model import (
+    Sampling,
+    extend_states,
+    first_wrong,
+    kv_words,
+    sampling_to_bytes,
+)
+from dynamo_lite.engine.sim.mover import Fabric, Landing, Wire
+from dynamo_lite.engine.sim.pool import BlockPool, PoolError
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.errors import EngineDied, Refused
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.sim.loop import VirtualLoop
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+QUEUE = QueueConfig(ack_wait_s=5.0)
+
+
+class Servers:
+    """Implements Outside."""
+
+    def __init__(self, clock: Clock):
+        self._messaging, self._store = MemoryMessaging(), MemoryStore(clock=clock.monotonic)
+        self._broker = MemoryBroker()
+
+    def messaging(self) -> MemoryMessaging:
+        return self._messaging
+
+    def store(self) -> MemoryStore:
+        return self._store
+
+    def queue(self, config: QueueConfig) -> MemoryQueue:
+        return MemoryQueue(self._broker, stream="jobs", subject="jobs", config=config)
+
+
+class Task:
+    """An engine's process: a task. Implements EngineProcess."""
+
+    def __init__(self, main: Coroutine[Any, Any, None], on_end: Callable[[], None]):
+        self.task = asyncio.create_task(main)
+        self.task.add_done_callback(lambda _: on_end())
+
+    def kill(self) -> None:
+        self.task.cancel()
+
+
+class Pair:
+    """A decode engine, and a prefill engine with its jobs."""
+
+    def __init__(self, stack: AsyncExitStack, wire: Wire, assembly: Assembly, **config: Any):
+        self.stack, self.assembly = stack, assembly
+        loop = asyncio.get_running_loop()
+        self.clock = Clock(monotonic=loop.time, wall=loop.time)
+        self.servers = Servers(self.clock)
+        self.fabric = Fabric(random.Random(1), wire)
+        self.config = SimModelConfig(**config)
+        self.engines: dict[str, Engine] = {}
+        self.counts: dict[str, Any] = {}
+        self.got: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.alive = True
+
+    def start_engine(
+        self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
+    ) -> Task:
+        self.engines[engine.setup.address] = engine
+        return Task(main, on_end)
+
+    def _count(self, counts: dict[str, Any]) -> None:
+        for name, value in counts.items():
+            if isinstance(value, list):
+                self.counts.setdefault(name, []).extend(value)
+            else:
+                self.counts[name] = self.counts.get(name, 0) + value
+
+    async def engine(self, name: str, role: DecodeLink | PrefillLink) -> SimEngine:
+        link = EngineLink(
+            namespace="t",
+            engine_id=f"00000000-0000-4000-8000-{len(name):012x}",
+            lease_id=len(name),
+            lease_ttl_s=5.0,
+            nats_url="",
+            etcd_url="",
+            role=role,
+        )
+        setup = EngineSetup(
+            config=self.config,
+            link=link,
+            outside=self.servers,
+            fabric=self.fabric,
+            address=name,
+            clock=self.clock,
+            rng=random.Random(name),
+            alive=lambda: self.alive,
+        )
+        return await self.stack.enter_async_context(
+            SimEngine(
+                setup,
+                home=self,
+                assembly=self.assembly,
+                messaging=self.servers.messaging(),
+                on_counts=self._count,
+            )
+        )
+
+    async def start(self) -> None:
+        store = self.servers.store()
+        await _register(store, "PrefillWorker", "prefill", 2)
+        role = DecodeLink(
+            max_local_prefill_length_tokens=12,
+            max_prefill_queue_size=8,
+            remote_prefill_timeout_s=10.0,
+            queue_view_max_age_s=3.0,
+            prefill_component="PrefillWorker",
+            queue=QUEUE,
+        )
+        self.decode = await self.engine("decode", role)
+        assert self.decode.metadata is not None
+        key = names.nixl_metadata_key("t", self.decode.metadata.engine_id)
+        await store.put(key, encode_json(self.decode.metadata))
+        self.prefill = await self.engine("prefill", PrefillLink(fence_path=""))
+        self.jobs = PrefillJobs(
+            namespace="t",
+            lease_id=2,
+            ack_wait_s=QUEUE.ack_wait_s,
+            queue=await self.stack.enter_async_context(self.servers.queue(QUEUE)),
+            engine=self.prefill,
+            directory=MetadataDirectory(store, "t"),
+            messaging=self.servers.messaging(),
+            registry=CollectorRegistry(),
+            clock=self.clock,
+        )
+        for work in (self._read(), self.prefill.run_prefills(), self.jobs.run(), self.jobs.run()):
+            task = asyncio.create_task(work)
+            self.stack.push_async_callback(_end, task)
+        await asyncio.sleep(1.0)
+
+    async def _read(self) -> None:
+        async for deltas in self.decode.steps():
+            for delta in deltas:
+                self.got.setdefault(delta.request_id, []).extend(delta.token_ids)
+                if delta.finish_reason:
+                    self.ended[delta.request_id] = delta.finish_reason
+
+    async def submit(self, name: str, prompt: list[int], sampling: Sampling, **more: Any) -> None:
+        await self.decode.submit(
+            GenerateRequest(
+                request_id=name,
+                client_id="c",
+                prompt_token_ids=prompt,
+                sampling=sampling_to_bytes(sampling),
+                arrival_time=0.0,
+                **more,
+            )
+        )
+
+    async def until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+        async with asyncio.timeout(limit_s):
+            while not condition():
+                await asyncio.sleep(0.05)
+
+    def check_idle(self) -> None:
+        """Every block of both pools is free, and nobody waits for anything."""
+        for engine in self.engines.values():
+            assert engine.core.pool.taken() == []
+            assert not engine.core.scheduler.has_work
+
+
+async def _register(store: MemoryStore, component: str, endpoint: str, lease_id: int) -> None:
+    record = EndpointRecord(
+        component=component,
+        endpoint=endpoint,
+        namespace="t",
+        lease_id=lease_id,
+        transport=EndpointTransport(nats_tcp="x"),
+    )
+    key = names.endpoint_key("t", component, endpoint, lease_id)
+    await store.put(key, encode_json(record))
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def play(
+    script: Callable[[Pair], Coroutine[Any, Any, None]],
+    *,
+    wire: Wire | None = None,
+    assembly: Assembly | None = None,
+    **config: Any,
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            pair = Pair(stack, wire or Wire(), assembly or Assembly(), **config)
+            await pair.start()
+            await script(pair)
+
+    with VirtualLoop(7) as loop:
+        loop.run_until_complete(main())
+        assert loop.failures == []
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(count)]
+
+
+GREEDY = Sampling(max_tokens=8)
+
+
+def test_long_prompts_are_prefilled_remotely_and_the_tokens_are_right():
+    async def script(pair: Pair) -> None:
+        shared, asked = tokens(0, 20), {}
+        for number in range(10):
+            asked[f"r{number}"] = shared[: 4 * (number % 4)] + tokens(number, 3 + 6 * number)
+            await pair.submit(f"r{number}", asked[f"r{number}"], GREEDY)
+        await pair.until(lambda: len(pair.ended) == 10)
+        for name, prompt in asked.items():
+            assert len(pair.got[name]) == 8
+            assert first_wrong(prompt, GREEDY, pair.got[name]) is None
+        assert pair.counts["remote/committed"] >= 5
+        assert pair.counts["decision/local/short"] >= 1
+        await pair.until(lambda: not pair.jobs.working)
+        pair.check_idle()
+
+    play(script, num_blocks=160)
+
+
+def test_few_blocks_preempt_and_change_no_token():
+    async def script(pair: Pair) -> None:
+        asked = {f"r{n}": tokens(n, 5 + 5 * n) for n in range(12)}
+        for name, prompt in asked.items():
+            await pair.submit(name, prompt, Sampling(max_tokens=30))
+        await pair.until(lambda: len(pair.ended) == 12)
+        for name, prompt in asked.items():
+            assert first_wrong(prompt, GREEDY, pair.got[name]) is None
+        await pair.until(lambda: not pair.jobs.working)
+        pair.check_idle()
+
+    play(script, num_blocks=36)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0])
+def test_an_abort_at_any_moment_gives_every_block_back(after_s: float):
+    async def script(pair: Pair) -> None:
+        await pair.submit("r", tokens(1, 100), GREEDY)
+        await asyncio.sleep(after_s)
+        await pair.decode.abort(["r"])
+        await pair.submit("next", tokens(1, 60) + tokens(2, 40), GREEDY)
+        await pair.until(lambda: "next" in pair.ended)
+        assert first_wrong(tokens(1, 60) + tokens(2, 40), GREEDY, pair.got["next"]) is None
+        await pair.until(lambda: not any(e.core.scheduler.has_work for e in pair.engines.values()))
+        pair.check_idle()
+
+    play(script, wire=Wire(slowest_s=0.3), num_blocks=60)
+
+
+def test_a_write_lands_later_than_it_was_started_and_names_its_attempt():
+    landings: list[tuple[float, Landing]] = []
+
+    async def script(pair: Pair) -> None:
+        pair.fabric.on_landing = lambda landing: landings.append((pair.clock.monotonic(), landing))
+        await pair.submit("r", tokens(1, 100), GREEDY)
+        await pair.until(lambda: "r" in pair.ended)
+        assert len({landing.attempt for _, landing in landings}) == 1
+        assert len({at for at, _ in landings}) > 1
+        assert {landing.target.address for _, landing in landings} == {"decode"}
+
+    play(script, wire=Wire(fastest_s=0.1, slowest_s=0.2))
+
+
+def test_a_closed_fence_writes_nothing_and_the_prompt_is_prefilled_locally():
+    landings: list[Landing] = []
+
+    async def script(pair: Pair) -> None:
+        pair.fabric.on_landing = landings.append
+        pair.alive = False
+        await pair.submit("r", tokens(1, 40), GREEDY)
+        await pair.until(lambda: "r" in pair.ended)
+        assert first_wrong(tokens(1, 40), GREEDY, pair.got["r"]) is None
+        assert pair.counts["fenced_writes"] == 1
+        assert pair.counts["remote/writer_failed"] == 1
+        assert landings == []
+
+    play(script)
+
+
+def test_one_wrong_byte_changes_the_answer():
+    async def script(pair: Pair) -> None:
+        core = pair.engines["decode"].core
+        await pair.submit("r", tokens(1, 10), Sampling(max_tokens=60))
+        await pair.until(lambda: len(pair.got.get("r", ())) > 3)
+        request = core.scheduler.requests["r"]
+        core.memory.fill(request.block_ids, 2, [12345])
+        so_far = len(pair.got["r"])
+        await pair.until(lambda: "r" in pair.ended)
+        assert first_wrong(tokens(1, 10), GREEDY, pair.got["r"]) == so_far
+
+    play(script)
+
+
+def test_what_was_generated_elsewhere_is_gone_on_with():
+    async def script(pair: Pair) -> None:
+        prompt = tokens(1, 10)
+        await pair.submit("whole", prompt, GREEDY)
+        await pair.until(lambda: "whole" in pair.ended)
+        whole = pair.got["whole"]
+        await pair.submit("rest", prompt, GREEDY, output_token_ids=whole[:5])
+        await pair.submit("nothing", prompt, GREEDY, output_token_ids=whole)
+        await pair.until(lambda: len(pair.ended) == 3)
+        assert pair.got["rest"] == whole[5:]
+        assert pair.got["nothing"] == []
+
+    play(script)
+
+
+def test_a_killed_engine_process_ends_the_steps():
+    async def script(pair: Pair) -> None:
+        process = pair.decode._process
+        reading = asyncio.create_task(_all(pair.prefill.run_prefills()))
+        assert process is not None and pair.prefill._process is not None
+        pair.prefill._process.kill()
+        await asyncio.wait_for(reading, 1.0)
+
+    async def _all(run: Coroutine[Any, Any, None]) -> None:
+        with pytest.raises(EngineDied):
+            await run
+
+    play(script)
+
+
+def test_what_does_not_fit_is_refused():
+    async def script(pair: Pair) -> None:
+        with pytest.raises(Refused):
+            await pair.submit("long", tokens(1, 500), GREEDY)
+        with pytest.raises(Refused):
+            await pair.submit("empty", [], GREEDY)
+
+    play(script)
+
+
+# Parts
+
+
+def test_a_block_is_not_freed_twice():
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1) or ()
+    pool.touch([block])
+    pool.free_blocks([block])
+    assert pool.get_num_free_blocks() == 2
+    pool.free_blocks([block])
+    with pytest.raises(PoolError):
+        pool.free_blocks([block])
+
+
+def test_a_cached_block_is_found_until_it_is_given_out_again():
+    pool = BlockPool(3)
+    first, second = pool.allocate(2) or ()
+    pool.cache(first, 11)
+    pool.free_blocks([second, first])
+    assert pool.find([11]) == [first]
+    assert pool.find([12]) == []
+    assert pool.allocate(2) == [second, first]
+    assert pool.find([11]) == []
+    assert pool.allocate(1) is None
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_memory_keeps_positions_and_its_regions_show_where(dense: bool):
+    memory = KvMemory(8, 4, 4096, dense=dense)
+    states: list[int] = []
+    extend_states(states, tokens(1, 11))
+    memory.fill([3, 1, 6], 0, states[:5])
+    memory.fill([3, 1, 6], 5, states[5:])
+    assert (memory.read([3, 1, 6], 11) == kv_words(states)).all()
+    for plane, region in enumerate(memory.regions()):
+        start = region.base - memory.base + 1 * region.stride_bytes
+        raw = memory.raw[start : start + region.block_bytes].tobytes()
+        assert raw == kv_words(states[4:8])[plane].tobytes()
+
+
+def test_a_plain_sample_may_be_any_token_that_has_the_right_high_bits():
+    prompt, plain = tokens(1, 5), Sampling(max_tokens=4, temperature=1.0)
+    greedy: list[int] = []
+
+    async def script(pair: Pair) -> None:
+        await pair.submit("r", prompt, plain)
+        await pair.until(lambda: "r" in pair.ended)
+        greedy.extend(pair.got["r"])
+
+    play(script)
+    assert first_wrong(prompt, plain, greedy) is None
+    assert first_wrong(prompt, msgspec.structs.replace(plain, temperature=0.0), greedy) is not None
+    assert first_wrong(prompt, plain, [greedy[0] ^ 1 << 20]) == 0
