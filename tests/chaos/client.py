@@ -1,0 +1,166 @@
+"""One completion request over a connection of its own, and how it ended.
+
+A light client: it shares two cores with the engines. It tells apart what a
+client can tell apart: an answer, a refusal before anything began, a
+connection that nobody takes, and everything else, which is a lost request.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+PATIENCE_S = 110.0
+#: What the server is told: a little less, so that its error arrives.
+_TIMEOUT_HEADER_S = 100
+
+
+@dataclass
+class Answer:
+    """tokens: by choice. finish: by choice. usage: completion tokens.
+
+    Waits are in seconds: until the first token, and the longest between two
+    pieces of a stream.
+    """
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finish: dict[int, str] = field(default_factory=dict)
+    usage: int = 0
+    first_s: float = 0.0
+    gap_s: float = 0.0
+
+    def same(self, other: "Answer") -> bool:
+        return (self.tokens, self.finish, self.usage) == (other.tokens, other.finish, other.usage)
+
+
+class Refused(Exception):
+    """Not begun: 429 or 503, or nobody takes connections. Ask again later."""
+
+    def __init__(self, kind: str, retry_after_s: float, text: str = ""):
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+class Broken(Exception):
+    """The connection ended before the answer did."""
+
+
+class Failed(Exception):
+    """An error instead of an answer, or in the middle of one. kind: for counting."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+async def ask(port: int, body: dict[str, Any]) -> Answer:
+    """Raises Refused, Broken, Failed, or TimeoutError after PATIENCE_S.
+
+    Cancelling it closes the connection at once, as a client that has left.
+    """
+    async with asyncio.timeout(PATIENCE_S):
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+        except OSError as exc:
+            raise Refused("connect", 0.5, str(exc)) from exc
+        try:
+            return await _exchange(reader, writer, body)
+        except (OSError, asyncio.IncompleteReadError) as exc:
+            raise Broken(str(exc)) from exc
+        finally:
+            writer.transport.abort()
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]
+) -> Answer:
+    payload = json.dumps(body).encode()
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\n"
+        + f"X-Request-Timeout: {_TIMEOUT_HEADER_S}\r\nContent-Length: {len(payload)}".encode()
+        + b"\r\n\r\n"
+        + payload
+    )
+    sent = time.monotonic()
+    status, headers = await _head(reader)
+    if status != 200:
+        text = (await _whole(reader, headers)).decode(errors="replace")
+        _raise(status, headers, text)
+    if body["stream"]:
+        return await _streamed(reader, sent)
+    answer = Answer()
+    _take(answer, json.loads(await _whole(reader, headers)))
+    answer.first_s = time.monotonic() - sent
+    return answer
+
+
+async def _streamed(reader: asyncio.StreamReader, sent: float) -> Answer:
+    answer, last, done = Answer(), sent, False
+    async for event in _events(reader):
+        if event == b"[DONE]":
+            done = True
+            continue
+        message = json.loads(event)
+        if "error" in message:
+            error = message["error"]
+            code = error.get("code") if isinstance(error, dict) else ""
+            raise Failed(f"event {code}", str(error))
+        _take(answer, message)
+        now = time.monotonic()
+        if last == sent:
+            answer.first_s = now - sent
+        else:
+            answer.gap_s = max(answer.gap_s, now - last)
+        last = now
+    if not done:
+        raise Broken("the stream ended early")
+    return answer
+
+
+def _take(answer: Answer, message: dict[str, Any]) -> None:
+    if message.get("usage"):
+        answer.usage = message["usage"]["completion_tokens"]
+    for choice in message["choices"]:
+        index = choice["index"]
+        answer.tokens.setdefault(index, []).extend(choice.get("token_ids") or ())
+        if choice.get("finish_reason"):
+            answer.finish[index] = choice["finish_reason"]
+
+
+def _raise(status: int, headers: dict[str, str], text: str) -> None:
+    if status in (429, 503) and "retry-after" in headers:
+        raise Refused(str(status), float(headers["retry-after"]), text[:300])
+    raise Failed(str(status), text[:500])
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    pairs = (line.partition(":") for line in head[1:] if line)
+    return int(head[0].split()[1]), {k.lower(): v.strip() for k, _, v in pairs}
+
+
+async def _whole(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
+    if "content-length" in headers:
+        return await reader.readexactly(int(headers["content-length"]))
+    return b"".join([chunk async for chunk in _chunks(reader)])
+
+
+async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event, also of those that share a chunk."""
+    rest = b""
+    async for chunk in _chunks(reader):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line[6:].strip()
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Of a body with chunked transfer encoding."""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+    await reader.readexactly(2)

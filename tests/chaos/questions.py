@@ -1,0 +1,76 @@
+"""What is asked, and what is right: a fixed set of requests and their one answer.
+
+Every answer is decided by its request alone (greedy, or random with a seed), so
+that one plain vLLM server can say once what a graph must say at any time.
+"""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.chaos.client import Answer, ask
+from tests.vllm.asking import prompt_ids
+
+#: Questions of one family begin with the same tokens.
+_FAMILIES = {"": 0, "small": 96, "large": 640}
+
+
+@dataclass(frozen=True)
+class Question:
+    """body: of a completion request. family: whom it shares its prompt's beginning with.
+
+    Prefix caches are kept apart by a salt: with a fresh one nothing of the
+    prompt is known to any engine, and a long prompt is prefilled remotely again.
+    """
+
+    name: str
+    body: dict[str, Any] = field(repr=False)
+    family: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.body["prompt"])
+
+    def salted(self, salt: str) -> dict[str, Any]:
+        return {**self.body, "cache_salt": salt}
+
+
+def questions(seed: int = 0) -> list[Question]:
+    """Short and long, streamed and not, greedy and seeded, one choice and two."""
+    rng = random.Random(seed)
+    made: list[Question] = []
+
+    def add(kind: str, count: int, low: int, high: int, family: str = "", **more: Any) -> None:
+        for _ in range(count):
+            number = len(made)
+            shared = prompt_ids(_FAMILIES[family], seed=seed)
+            prompt = shared + prompt_ids(rng.randrange(low, high), seed=1000 * seed + number)
+            body = {
+                "model": "tiny",
+                "prompt": prompt,
+                "max_tokens": rng.randrange(30, 160),
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "stream": number % 4 != 3,
+                **more,
+            }
+            if body["stream"]:
+                body["stream_options"] = {"include_usage": True}
+            made.append(Question(f"{kind}-{number}", body, family))
+
+    add("short", 9, 20, 250)
+    add("long", 11, 400, 2400)
+    add("prefix", 4, 10, 120, "small")
+    add("prefix-long", 5, 40, 900, "large")
+    add("talk", 4, 30, 120, max_tokens=500)
+    add("seeded", 4, 20, 1200, temperature=0.8, seed=7)
+    add("two", 4, 20, 1200, temperature=0.9, seed=11, n=2)
+    add("penalty", 3, 20, 800, frequency_penalty=0.7, presence_penalty=0.3)
+    return made
+
+
+async def answers(url: str, asked: list[Question]) -> dict[str, Answer]:
+    """What a plain server at `url` answers, by the question's name. None may fail."""
+    port = int(url.rpartition(":")[2])
+    return {q.name: await ask(port, q.salted("reference")) for q in asked}
