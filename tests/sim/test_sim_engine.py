@@ -154,8 +154,9 @@ class Pair:
             registry=CollectorRegistry(),
             clock=self.clock,
         )
-        for work in (self._read(), self.prefill.run_prefills(), self.jobs.run(), self.jobs.run()):
-            task = asyncio.create_task(work)
+        works = (self._read(), self.prefill.run_prefills(), self.jobs.run(), self.jobs.run())
+        self.driving = [asyncio.create_task(work) for work in works]
+        for task in self.driving:
             self.stack.push_async_callback(_end, task)
         await asyncio.sleep(1.0)
 
@@ -341,15 +342,10 @@ def test_what_was_generated_elsewhere_is_gone_on_with():
 
 def test_a_killed_engine_process_ends_the_steps():
     async def script(pair: Pair) -> None:
-        process = pair.decode._process
-        reading = asyncio.create_task(_all(pair.prefill.run_prefills()))
-        assert process is not None and pair.prefill._process is not None
+        assert pair.prefill._process is not None
         pair.prefill._process.kill()
-        await asyncio.wait_for(reading, 1.0)
-
-    async def _all(run: Coroutine[Any, Any, None]) -> None:
-        with pytest.raises(EngineDied):
-            await run
+        await asyncio.wait({pair.driving[1]}, timeout=1.0)
+        assert isinstance(pair.driving[1].exception(), EngineDied)
 
     play(script)
 
