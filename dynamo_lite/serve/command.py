@@ -12,6 +12,7 @@ import msgspec
 
 from dynamo_lite.components.services import Graph
 from dynamo_lite.engine.vllm.args import engine_flags
+from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.component import ProcessSpec
@@ -79,8 +80,15 @@ async def serve(request: ServeRequest) -> int:
         )
         stack.callback(run.remove)
         tiers = [_launches(request, s, directory, nats_url, etcd_url) for s in started]
+        shared = request.config.shared
         supervisor = Supervisor(
-            tiers, servers, run, signals, progress, grace_s=request.config.shared.grace_s
+            tiers,
+            servers,
+            run,
+            signals,
+            progress,
+            grace_s=shared.grace_s,
+            backoff=Backoff(longest_s=shared.restart_max_s),
         )
         return await supervisor.run()
 
