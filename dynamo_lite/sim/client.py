@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_lite.engine.sim.model import sampling_to_bytes
 from dynamo_lite.policy.migration import SamplingFacts, plan
 from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol import names
@@ -20,7 +21,6 @@ from dynamo_lite.runtime.generate.failover import FailoverClient
 from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
-from dynamo_lite.engine.sim.model import sampling_to_bytes
 from dynamo_lite.sim.scenario import Ask
 
 #: How long a worker may take to accept a request.

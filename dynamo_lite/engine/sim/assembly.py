@@ -110,7 +110,7 @@ class Assembly:
         )
         scheduler.bind_block_pool(pool)
         scheduler.metadata = metadata
-        return DecodeHalves(scheduler, DecodeRank(mover), bridges[0])
+        return DecodeHalves(scheduler, DecodeRank(mover), bridges[0], setup.config.block_size)
 
     def ledger(self, setup: EngineSetup) -> Ledger:
         return Ledger(writer_grace_s=setup.link.lease_ttl_s)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from dynamo_lite.engine.remote_prefill.messages import (
 )
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
+from dynamo_lite.engine.remote_prefill.seams import Block
 from dynamo_lite.engine.sim.mover import SimMover
 from dynamo_lite.engine.sim.scheduler import Plan, SimRequest
 from dynamo_lite.runtime.clock import Clock
@@ -57,10 +58,30 @@ class TaskBridge:
 
 
 class DecodeHalves:
-    """Both halves of a decode engine; implements the scheduler's Connector."""
+    """Both halves of a decode engine; implements the scheduler's Connector.
 
-    def __init__(self, scheduler: DecodeScheduler, rank: DecodeRank, bridge: TaskBridge):
+    asked: attempt -> its request, and the blocks that were offered for it.
+    """
+
+    def __init__(
+        self, scheduler: DecodeScheduler, rank: DecodeRank, bridge: TaskBridge, block_size: int
+    ):
         self.scheduler, self.rank, self._bridge = scheduler, rank, bridge
+        self._size = block_size
+        self._offered: dict[str, tuple[SimRequest, frozenset[int]]] = {}
+        self.asked: dict[str, tuple[SimRequest, frozenset[int]]] = {}
+
+    def held(self, attempt: str) -> Sequence[Block]:
+        """The blocks that are kept back because the attempt's writer may still write."""
+        return self.scheduler._held.get(attempt, ())
+
+    def unsettled(self) -> str | None:
+        """What the halves still wait for, to read; None when nothing is left."""
+        if self.scheduler._held:
+            return f"attempts {', '.join(self.scheduler._held)} are in quarantine"
+        if self.scheduler.busy:
+            return "the scheduler half is busy"
+        return None
 
     def running(self) -> AbstractAsyncContextManager[None]:
         return self._bridge.running()
@@ -74,9 +95,15 @@ class DecodeHalves:
 
     def allocated(self, request: SimRequest, external: int) -> None:
         self.scheduler.state_after_alloc(request, request.block_ids, external)
+        if external:
+            first = (request.num_prompt_tokens - 1 - external) // self._size
+            self._offered[request.request_id] = request, frozenset(request.block_ids[first:])
 
     def build_step(self, plan: Plan) -> Any:
-        return self.scheduler.build_step()
+        step = self.scheduler.build_step()
+        for attempt, request_id in step.expect.items():
+            self.asked[attempt] = self._offered.pop(request_id)
+        return step
 
     def before_forward(self, step: Any) -> None:
         """Remote KV is written by the peer."""

@@ -68,6 +68,10 @@ class KvMemory:
             ]
             at = upto
 
+    def ends_with(self, block: int, state: int) -> bool:
+        """Whether the block's last token has this state."""
+        return bool((self._by_plane[:, block, -1] == kv_words([state])[:, 0]).all())
+
     def read(self, block_ids: Sequence[int], count: int) -> Words:
         """The KV of a sequence's first `count` positions: shape (PLANES, count)."""
         used = block_ids[: -(-count // self.block_size)]

@@ -41,6 +41,10 @@ class BlockPool:
         """Ids of the blocks that somebody holds."""
         return [b.block_id for b in self.blocks if b.ref_cnt]
 
+    def cached(self) -> list[tuple[int, int]]:
+        """(block id, key) of what the prefix cache can find."""
+        return [(block.block_id, key) for key, block in self._cached.items()]
+
     def find(self, keys: Iterable[int]) -> list[Block]:
         """The cached blocks of the longest known prefix."""
         found: list[Block] = []

@@ -143,13 +143,13 @@ class Scheduler:
         """Requests that are computed, wait, or whose blocks somebody still uses."""
         return bool(self.requests) or (self._connector is not None and self._connector.busy)
 
-    def parked(self, request_id: str) -> SimRequest | None:
-        """The request, while its blocks wait for KV from elsewhere (or did when it ended)."""
-        request = self.requests.get(request_id)
-        if request is None or request_id in self._arrived:
-            return None
-        ended = request.status is Status.FINISHED and bool(request.blocks)
-        return request if ended or request.status is Status.PARKED else None
+    def parked(self, request: SimRequest) -> bool:
+        """Whether its blocks wait for KV from elsewhere, or did so when it ended."""
+        if self.requests.get(request.request_id) is not request:
+            return False
+        if request.status is Status.FINISHED:
+            return bool(request.blocks)
+        return request.status is Status.PARKED and request.request_id not in self._arrived
 
     def add(self, request: SimRequest) -> None:
         self.requests[request.request_id] = request

@@ -1,0 +1,181 @@
+"""What must always hold, and who looks when.
+
+A write lands only in blocks of its attempt; every block comes back; every request
+ends once, in time, with the model's tokens or a stated error; every job ends; no
+task outlives its owner.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_lite.engine.sim.assembly import Engine
+from dynamo_lite.engine.sim.halves import DecodeHalves, PrefillHalves
+from dynamo_lite.engine.sim.model import first_wrong
+from dynamo_lite.engine.sim.mover import Landing, SimMover
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.sim.client import Story
+
+#: A request may end so much later than its deadline: the next turn of its process.
+_LATE_S = 0.5
+#: Violations beyond these are only counted.
+_MOST_TOLD = 20
+
+
+@dataclass
+class Judge:
+    """say: takes each violation, for the trace. now: virtual time.
+
+    counts: what happened, by name; shows whether a run has reached the states that matter.
+    """
+
+    now: Callable[[], float]
+    say: Callable[[str], None]
+    violations: list[str] = field(default_factory=list[str])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    stories: list[tuple[str, Story]] = field(default_factory=list[tuple[str, Story]])
+    _engines: dict[SimMover, Engine] = field(default_factory=dict[SimMover, Engine])
+
+    def violate(self, text: str) -> None:
+        self.counts["violations"] += 1
+        if len(self.violations) < _MOST_TOLD:
+            self.violations.append(f"{self.now():.3f} s: {text}")
+        self.say(f"VIOLATION {text}")
+
+    # Engines and their blocks
+
+    def engine_started(self, engine: Engine) -> None:
+        self._engines[engine.mover] = engine
+
+    def engine_died(self, engine: Engine) -> None:
+        """Whose memory is gone has no blocks to lose."""
+        self._engines.pop(engine.mover, None)
+
+    def landing(self, landing: Landing) -> None:
+        """Before a copy lands: each of its blocks must be its attempt's."""
+        engine = self._engines.get(landing.target)
+        if engine is None:
+            return
+        self.counts["writes landed"] += 1
+        memory = engine.core.memory
+        at = landing.address - memory.base
+        for offset in range(at, at + landing.length, memory.block_bytes):
+            block = memory.block_at(offset)
+            owned = _ownership(engine, landing.attempt, block)
+            if owned is None:
+                self.violate(
+                    f"a write of {landing.sender} for attempt {landing.attempt} landed in block"
+                    f" {block} of {landing.target.address}, which is not the attempt's"
+                )
+                return
+            self.counts[f"writes landed {owned}"] += 1
+
+    def unsettled(self) -> str | None:
+        """What of the engines has not come to its end; None when all has."""
+        for engine in self._engines.values():
+            what = _engine_unsettled(engine)
+            if what is not None:
+                return f"{engine.setup.address}: {what}"
+        return None
+
+    def check_caches(self) -> None:
+        """What the prefix cache promises must lie in its blocks."""
+        for engine in self._engines.values():
+            for block, key in engine.core.pool.cached():
+                if not engine.core.memory.ends_with(block, key):
+                    self.violate(
+                        f"{engine.setup.address}: block {block} does not hold what it is cached for"
+                    )
+
+    # Requests
+
+    def story(self, client: str, story: Story) -> None:
+        self.stories.append((client, story))
+
+    def open_stories(self) -> list[Story]:
+        return [story for _, story in self.stories if not story.ends]
+
+    def judge_stories(self, held_up_s: Callable[[str, float, float], float]) -> None:
+        """held_up_s: for how long a client was unable to act between two times."""
+        for client, story in self.stories:
+            self.counts[f"request {_kind(story)}"] += 1
+            for text in _wrongs(story):
+                self.violate(f"request {story.ask.request_id} of {client}: {text}")
+            if story.ended_at is None or story.ends[0] == "client died":
+                continue
+            due = story.began_at + story.ask.timeout_s
+            due += held_up_s(client, story.began_at, story.ended_at)
+            wait_s = story.ended_at - story.began_at
+            self.counts["longest wait"] = max(self.counts["longest wait"], round(wait_s * 1000))
+            if story.ended_at > due + _LATE_S:
+                self.violate(
+                    f"request {story.ask.request_id} of {client} ended"
+                    f" {story.ended_at - due:.3f} s after its deadline: {story.ends[0]}"
+                )
+
+    # Counts
+
+    def count_engine(self, counts: Mapping[str, Any]) -> None:
+        for name, value in counts.items():
+            if name.startswith(("decision/", "remote/")) or not isinstance(value, list):
+                self.counts[name] += value
+            elif name == "ended":
+                for _, outcome, _ in value:
+                    self.counts[f"attempt {outcome}"] += 1
+
+
+def _ownership(engine: Engine, attempt: str, block: int) -> str | None:
+    """In which state of the attempt a write into this block is right; None: in none."""
+    halves = engine.halves
+    if not isinstance(halves, DecodeHalves):
+        return None
+    asked = halves.asked.get(attempt)
+    if asked is None:
+        return None
+    request, blocks = asked
+    if any(held.block_id == block for held in halves.held(attempt)):
+        return "in quarantine"
+    if engine.core.scheduler.parked(request) and block in blocks:
+        return "in time"
+    return None
+
+
+def _engine_unsettled(engine: Engine) -> str | None:
+    core, halves = engine.core, engine.halves
+    if core.scheduler.requests:
+        return f"requests {', '.join(core.scheduler.requests)}"
+    if taken := core.pool.taken():
+        return f"blocks {taken} are taken"
+    if isinstance(halves, DecodeHalves) and (what := halves.unsettled()):
+        return what
+    if isinstance(halves, PrefillHalves) and halves.busy:
+        return "the prefill halves are busy"
+    return None
+
+
+def _kind(story: Story) -> str:
+    if story.error is not None:
+        return type(story.error).__name__
+    return story.ends[0] if story.ends else "without an end"
+
+
+def _wrongs(story: Story) -> list[str]:
+    out: list[str] = []
+    ask = story.ask
+    if len(story.ends) != 1:
+        out.append(f"it ended {len(story.ends)} times: {story.ends}")
+    wrong = first_wrong(ask.prompt, ask.sampling, story.tokens)
+    if wrong is not None:
+        out.append(f"token {wrong} of {len(story.tokens)} is wrong")
+    if len(story.tokens) > ask.sampling.max_tokens:
+        out.append(f"{len(story.tokens)} tokens instead of {ask.sampling.max_tokens}")
+    if story.ends[:1] == ["length"]:
+        if len(story.tokens) != ask.sampling.max_tokens:
+            out.append(f"{len(story.tokens)} tokens instead of {ask.sampling.max_tokens}")
+        if story.prompts_told != 1:
+            out.append(f"its prompt was accounted for {story.prompts_told} times")
+    elif story.ends and not isinstance(story.error, DynamoLiteError):
+        if story.ends[0] not in ("cancelled", "client died", "refused: the same id is running"):
+            out.append(f"it ended with {story.ends[0]!r}")
+    return out
