@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -15,7 +14,7 @@ from aetcd import rpc
 from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.address import parse_etcd_url, redact
 from dynamo_lite.runtime.etcd_client import UNREACHABLE, EtcdClient, details, status
-from dynamo_lite.runtime.etcd_lease import EtcdLease
+from dynamo_lite.runtime.etcd_lease import EtcdLease, grant_lease
 from dynamo_lite.runtime.etcd_watch import EtcdWatch, open_watch
 from dynamo_lite.runtime.store import Lease, LeaseLoss
 from dynamo_lite.runtime.tls import tls_refusal
@@ -82,7 +81,9 @@ class EtcdStore:
 
     async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
         lease_id = lease.id if lease else None
-        await self._call(lambda client: client.put(key.encode(), value, lease=lease_id), lease)
+        raw = key.encode()
+        reply = await self._call(lambda client: client.put(raw, value, lease=lease_id), lease)
+        _note(lease, raw, reply.header)
 
     async def create(self, key: str, value: bytes, *, lease: Lease | None = None) -> bool:
         raw = key.encode()
@@ -92,7 +93,9 @@ class EtcdStore:
             put = steps.put(raw, value, lease=lease.id if lease else None)
             return client.transaction(compare=[steps.create(raw) == 0], success=[put], failure=[])
 
-        created, _ = await self._call(send, lease)
+        created, replies = await self._call(send, lease)
+        if created:
+            _note(lease, raw, replies[0].response_put.header)
         return created
 
     async def delete(self, key: str) -> bool:
@@ -138,21 +141,17 @@ class EtcdStore:
         """`lease` is the one that the call hangs a key on."""
         with self._errors(lease):
             client = self._client
+            try:
+                return await client.call(lambda: send(client))
+            except (aetcd.ClientError, rpc.AioRpcError) as exc:
+                if lease is None or not _is_not_found(exc) or await lease.verify() is not None:
+                    raise
+            # A store that was wiped has been given the lease again.
             return await client.call(lambda: send(client))
 
     async def _grant(self, ttl_s: float) -> EtcdLease:
-        granted_at = time.monotonic()
-        # Not `client.lease`: its result hides the store's revision.
-        reply = await self._call(
-            lambda client: client.leasestub.LeaseGrant(
-                rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s)),
-                timeout=self._timeout_s,
-                metadata=client.metadata,
-            )
-        )
-        return EtcdLease(
-            self._client, reply.ID, reply.TTL, granted_at=granted_at, revision=reply.header.revision
-        )
+        with self._errors():
+            return await grant_lease(self._client, ttl_s, timeout_s=self._timeout_s)
 
     async def _probe(self) -> None:
         """Asks until etcd answers; connections are otherwise made at first use."""
@@ -190,6 +189,11 @@ def _meaning(text: str) -> str:
         if re.search(pattern, text):
             return meaning
     return tls_refusal(text) or text
+
+
+def _note(lease: Lease | None, key: bytes, header: Any) -> None:
+    if isinstance(lease, EtcdLease):
+        lease.holds(key, header.revision)
 
 
 def _is_not_found(exc: BaseException | None) -> bool:

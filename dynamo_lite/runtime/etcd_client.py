@@ -22,8 +22,10 @@ T = TypeVar("T")
 #: hangs: the keepalive alone does not fire without the ping timeout.
 _CHANNEL_OPTIONS = {
     "grpc.initial_reconnect_backoff_ms": 100,
-    "grpc.min_reconnect_backoff_ms": 100,
-    "grpc.max_reconnect_backoff_ms": 1000,
+    # In spite of its name: the longest that one try may take. A server that hangs
+    # accepts connections, and goes on with the handshake when it wakes.
+    "grpc.min_reconnect_backoff_ms": 1000,
+    "grpc.max_reconnect_backoff_ms": 400,
     "grpc.keepalive_time_ms": 5000,
     "grpc.keepalive_timeout_ms": 2000,
     "grpc.http2.ping_timeout_ms": 2000,
@@ -136,6 +138,11 @@ def details(exc: BaseException) -> str:
     """etcd's or gRPC's words."""
     text = exc.details() if isinstance(exc, rpc.AioRpcError) else str(exc)
     return text or type(exc).__name__
+
+
+def is_future_revision(exc: BaseException) -> bool:
+    """Whether etcd says that its history has not yet come as far as it was asked for."""
+    return "future revision" in details(exc)
 
 
 def _is_stale(exc: BaseException) -> bool:

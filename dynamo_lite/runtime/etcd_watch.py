@@ -16,12 +16,13 @@ from typing import Any
 from aetcd import rpc
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue]
 
+from dynamo_lite.runtime.etcd_client import is_future_revision
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 0.5
 _REFUSED_PAUSE_S = 1.0
 _BUFFERED_EVENTS = 1024
 #: A member that is cut off from the others ends the stream instead of going silent.
@@ -46,6 +47,7 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue(_BUFFERED_EVENTS)
         self._known: dict[bytes, int] = {}  # key -> revision of its last change
         self._revision = 0  # of the last thing told; 0: nothing, list first
+        self._lost_data = False
         self._broken = False
         self._closed = False
 
@@ -99,15 +101,21 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
             reply = await self._range(revision=self._revision, keys_only=True)
         except rpc.AioRpcError as exc:
             if exc.code() is rpc.StatusCode.OUT_OF_RANGE:  # compacted, or not yet written
+                self._lost_data = is_future_revision(exc)
                 return False
             raise
-        return {kv.key: kv.mod_revision for kv in reply.kvs} == self._known
+        holds = {kv.key: kv.mod_revision for kv in reply.kvs} == self._known
+        self._lost_data = not holds
+        return holds
 
     async def _list(self) -> None:
         reply = await self._range()
+        lost_data = self._lost_data or reply.header.revision < self._revision
         self._known = {kv.key: kv.mod_revision for kv in reply.kvs}
         self._revision = reply.header.revision
-        await self._events.put(Snapshot({_text(kv.key): kv.value for kv in reply.kvs}))
+        entries = {_text(kv.key): kv.value for kv in reply.kvs}
+        self._lost_data = False
+        await self._events.put(Snapshot(entries, lost_data))
 
     async def _range(self, *, revision: int = 0, keys_only: bool = False) -> Any:
         request = rpc.RangeRequest(

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from dynamo_lite.runtime.store import LeaseLoss
 
-_REFRESHES_PER_TTL = 3
+_REFRESHES_PER_TTL = 10
 _lease_ids = itertools.count(0x1A2B3C01)
 
 
@@ -18,6 +18,8 @@ class LeaseSide(Protocol):
     def available(self) -> bool: ...
 
     def now(self) -> float: ...
+
+    def admit(self, lease: "MemoryLease") -> None: ...
 
     def end_lease(self, lease: "MemoryLease", loss: LeaseLoss) -> None: ...
 
@@ -60,8 +62,12 @@ class MemoryLease:
         return self.loss
 
     def refresh(self) -> None:
-        """Starts the time-to-live anew, if the store is there and the lease is not lost."""
+        """Starts the time-to-live anew, if the store is there and the lease is not lost.
+
+        A store that was wiped is given the lease again.
+        """
         if self.loss is None and self._store.available:
+            self._store.admit(self)
             self._deadline = self._store.now() + self._ttl_s
 
     def end(self, loss: LeaseLoss) -> None:

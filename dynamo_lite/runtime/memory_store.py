@@ -1,4 +1,4 @@
-"""The store's in-process twin: same contract as etcd, with an outage and a clock on demand."""
+"""The store's in-process twin: same contract as etcd; outages, wipes and a clock on demand."""
 
 import asyncio
 import contextlib
@@ -17,6 +17,7 @@ class MemoryWatch(AsyncIterator[WatchEvent]):
 
     def __init__(self, prefix: str):
         self.prefix = prefix
+        self.told = False
         self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue()
 
     def __aiter__(self) -> "MemoryWatch":
@@ -31,6 +32,7 @@ class MemoryWatch(AsyncIterator[WatchEvent]):
 
     def tell(self, event: WatchEvent | None) -> None:
         """None ends the iteration."""
+        self.told = True
         self._events.put_nowait(event)
 
 
@@ -50,6 +52,7 @@ class MemoryStore:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic):
         self.now = clock
         self._available = True
+        self._lost_data = False  # since the last resync of the watches
         self._entries: dict[str, _Entry] = {}
         self._leases: dict[int, MemoryLease] = {}
         self._watches: set[MemoryWatch] = set()
@@ -74,8 +77,19 @@ class MemoryStore:
         self._available = available
         if returned:
             self.expire_due()
-            for watch in self._watches:
-                watch.tell(Snapshot(self._matching(watch.prefix)))
+            self._resync()
+
+    def wipe(self) -> None:
+        """Forgets all keys and leases, as an etcd that is started again without its data."""
+        self._entries.clear()
+        self._leases.clear()
+        self._lost_data = True
+        if self._available:
+            self._resync()
+
+    def admit(self, lease: MemoryLease) -> None:
+        """Knows `lease` from here on, also if it has forgotten it."""
+        self._leases[lease.id] = lease
 
     def expire_due(self) -> None:
         """Ends the leases whose time is over."""
@@ -99,11 +113,11 @@ class MemoryStore:
         return self._matching(prefix)
 
     async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
-        self._entries[key] = _Entry(value, self._held(lease))
+        self._entries[key] = _Entry(value, await self._held(lease))
         self._tell(Put(key, value))
 
     async def create(self, key: str, value: bytes, *, lease: Lease | None = None) -> bool:
-        held = self._held(lease)
+        held = await self._held(lease)
         if key in self._entries:
             return False
         self._entries[key] = _Entry(value, held)
@@ -126,7 +140,7 @@ class MemoryStore:
     async def lease(self, ttl_s: float) -> AsyncIterator[MemoryLease]:
         self._check()
         lease = MemoryLease(self, ttl_s)
-        self._leases[lease.id] = lease
+        self.admit(lease)
         task = asyncio.create_task(lease.keep_alive(), name=f"keep lease {lease.id:x}")
         try:
             yield lease
@@ -151,17 +165,25 @@ class MemoryStore:
         if not self._available:
             raise StoreUnavailable("the memory store is switched off")
 
-    def _held(self, lease: Lease | None) -> MemoryLease | None:
+    async def _held(self, lease: Lease | None) -> MemoryLease | None:
         """The store's own side of `lease`. Raises LeaseLost or StoreUnavailable."""
         if lease is not None and lease.loss is not None:
             raise LeaseLost(lease.id, lease.loss.value)
         self._check()
         if lease is None:
             return None
+        if lease.id not in self._leases:
+            await lease.verify()
         held = self._leases.get(lease.id)
         if held is None:
             raise LeaseLost(lease.id, "the store does not know it")
         return held
+
+    def _resync(self) -> None:
+        lost_data, self._lost_data = self._lost_data, False
+        for watch in self._watches:
+            entries = self._matching(watch.prefix)
+            watch.tell(Snapshot(entries, lost_data and watch.told))
 
     def _matching(self, prefix: str) -> dict[str, bytes]:
         keys = sorted(key for key in self._entries if key.startswith(prefix))

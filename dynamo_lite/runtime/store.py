@@ -15,12 +15,16 @@ class LeaseLoss(enum.Enum):
     """Why a lease ended."""
 
     REVOKED = "revoked"  # somebody asked this process to leave
-    EXPIRED = "expired"  # it could not be refreshed within its time-to-live
+    EXPIRED = "expired"  # it could not be refreshed, or granted anew, within its time-to-live
     CLOSED = "closed"  # its owner gave it back
 
 
 class Lease(Protocol):
-    """A lease that is kept alive until it is lost or its context ends."""
+    """A lease that is kept alive until it is lost or its context ends.
+
+    A store that lost its data is given the same lease again, as long as this process's
+    own clock says that it lives. Keys are their owner's to put back.
+    """
 
     @property
     def id(self) -> int: ...
@@ -51,9 +55,14 @@ class Lease(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The whole prefix as it is: first event of a watch, and after every resync."""
+    """The whole prefix as it is: first event of a watch, and after every resync.
+
+    lost_data: the store has forgotten what it had told before. Then the absence of a
+    key proves nothing: its owner may be about to put it back.
+    """
 
     entries: dict[str, bytes]
+    lost_data: bool = False
 
 
 @dataclass(frozen=True)

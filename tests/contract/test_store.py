@@ -194,36 +194,6 @@ async def test_a_watch_goes_on_after_kill_9(etcd_server) -> None:
         assert await take_until(events, Put("n/last", b"x")) == [*written, Put("n/last", b"x")]
 
 
-async def test_a_wiped_server_resyncs_the_watch(etcd_server) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
-        assert await take(events) == Snapshot({})
-        for i in range(3):
-            await store.put(f"n/{i}", b"x")
-        await take_until(events, Put("n/2", b"x"))
-        await etcd_server.kill()
-        await etcd_server.restart(wiped=True)
-        await put_when_back(store, "n/new", b"y")
-        told = await take(events)
-        if told == Snapshot({}):
-            told = await take(events)
-        assert told in (Snapshot({"n/new": b"y"}), Put("n/new", b"y"))
-
-
-async def test_a_wiped_server_that_is_ahead_resyncs_the_watch(etcd_server) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
-        assert await take(events) == Snapshot({})
-        await store.put("n/ghost", b"x")
-        assert await take(events) == Put("n/ghost", b"x")
-        await etcd_server.kill()
-        await etcd_server.restart(wiped=True)
-        async with EtcdStore(etcd_server.url) as other:
-            for i in range(20):
-                await other.put(f"m/{i}", b"y")
-        told = await take(events)
-        assert isinstance(told, Snapshot)
-        assert "n/ghost" not in told.entries
-
-
 async def test_compaction_during_an_outage_resyncs_the_watch(etcd_server) -> None:
     async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
         assert await take(events) == Snapshot({})
@@ -252,28 +222,6 @@ async def test_a_lease_expires_by_the_local_clock(etcd_server) -> None:
             assert await lease.lost() is LeaseLoss.EXPIRED
         assert time.monotonic() - started < lease.ttl_s + 0.5
         assert lease.remaining_s() == 0
-
-
-async def test_a_lease_survives_a_restart(etcd_server) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.lease(3) as lease:
-        await store.put("n/own", b"1", lease=lease)
-        await etcd_server.kill()
-        await etcd_server.restart()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(lease.ttl_s + 1):
-                await lease.lost()
-        assert await store.get("n/own") == b"1"
-
-
-async def test_a_wiped_server_is_no_revocation(etcd_server) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.lease(5) as lease:
-        await store.put("n/own", b"1", lease=lease)
-        await store.put("n/own", b"2", lease=lease)
-        assert await lease.verify() is None
-        await etcd_server.kill()
-        await etcd_server.restart(wiped=True)
-        async with asyncio.timeout(5):
-            assert await lease.lost() is LeaseLoss.EXPIRED
 
 
 async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:

@@ -1,0 +1,311 @@
+"""A store that is away for a while, and one that comes back without its data."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.serve.embedded import EmbeddedEtcd
+from tests.servers import PrivateServer
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+class Rig(Protocol):
+    """A store that a test may take away. store: one client's view of it."""
+
+    store: Store
+
+    async def away(self) -> None: ...
+
+    async def back(self, *, wiped: bool = False) -> None: ...
+
+
+class MemoryRig:
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+
+    async def away(self) -> None:
+        self.store.set_available(False)
+
+    async def back(self, *, wiped: bool = False) -> None:
+        if wiped:
+            self.store.wipe()
+        self.store.set_available(True)
+
+
+class EtcdRig:
+    def __init__(self, server: PrivateServer, store: EtcdStore):
+        self.server, self.store = server, store
+
+    async def away(self) -> None:
+        await self.server.kill()
+
+    async def back(self, *, wiped: bool = False) -> None:
+        await self.server.restart(wiped=wiped)
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
+    if request.param == "memory":
+        yield MemoryRig()
+        return
+    server = PrivateServer(EmbeddedEtcd, tmp_path / "etcd")
+    await server.start()
+    async with EtcdStore(server.url) as store:
+        yield EtcdRig(server, store)
+    await server.stop()
+
+
+async def take(events: AsyncIterator[WatchEvent], timeout_s: float = 10.0) -> WatchEvent:
+    async with asyncio.timeout(timeout_s):
+        return await anext(events)
+
+
+async def when_back(call: Callable[[], Awaitable[None]]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return await call()
+            except StoreUnavailable:
+                await asyncio.sleep(0.02)
+
+
+async def refreshed(lease: Lease) -> None:
+    """The store answers again, and the lease is held."""
+    async with asyncio.timeout(5):
+        while lease.remaining_s() < lease.ttl_s * 0.9:
+            assert lease.loss is None
+            await asyncio.sleep(0.01)
+
+
+# Away, and back with its data
+
+
+class Outage(Protocol):
+    def __call__(self, seconds: float) -> Awaitable[None]: ...
+
+
+@pytest.fixture(params=["frozen", "killed"])
+def outage(request: pytest.FixtureRequest, etcd_server: PrivateServer) -> Outage:
+    """Lasts at least as long as asked; etcd is back when it returns."""
+
+    async def frozen(seconds: float) -> None:
+        etcd_server.freeze()
+        await asyncio.sleep(seconds)
+        etcd_server.thaw()
+
+    async def killed(seconds: float) -> None:
+        await etcd_server.kill()
+        await asyncio.sleep(seconds)
+        await etcd_server.restart()
+
+    return frozen if request.param == "frozen" else killed
+
+
+class Member:
+    """A process as far as the store sees it, with a client of its own."""
+
+    lease: Lease
+    roster: Roster
+
+    def __init__(self, url: str, ttl_s: float):
+        self._url, self._ttl_s = url, ttl_s
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        store = await stack.enter_async_context(EtcdStore(self._url))
+        self.lease = lease = await stack.enter_async_context(store.lease(self._ttl_s))
+        key = names.endpoint_key("n", "Worker", "generate", lease.id)
+        record = EndpointRecord(
+            component="Worker",
+            endpoint="generate",
+            namespace="n",
+            lease_id=lease.id,
+            transport=EndpointTransport(nats_tcp="s"),
+            pid=1,
+            host="h",
+            status_url="",
+            started_at=0.0,
+        )
+        await store.put(key, encode_json(record), lease=lease)
+        self.roster = await stack.enter_async_context(
+            Roster(store, names.endpoint_prefix("n", "Worker", "generate"))
+        )
+
+
+async def test_an_outage_shorter_than_the_lease_costs_nobody_anything(
+    etcd_server: PrivateServer, outage: Outage
+) -> None:
+    """Two thirds of a time-to-live; the same as 20 s of 30 s."""
+    left: list[frozenset[int]] = []
+    async with AsyncExitStack() as stack:
+        members = [Member(etcd_server.url, 6.0) for _ in range(4)]
+        for member in members:
+            await member.open(stack)
+        for member in members:
+            await member.roster.wait(lambda found: len(found) == 4, 5)
+            member.roster.on_change(lambda joined, gone: left.append(gone))
+        watcher = await stack.enter_async_context(EtcdStore(etcd_server.url))
+        events = await stack.enter_async_context(watcher.watch("n/"))
+        assert len((await take(events)).entries) == 4  # type: ignore[union-attr]
+        await outage(4.0)
+        back_at = time.monotonic()
+        for member in members:
+            await refreshed(member.lease)
+        assert time.monotonic() - back_at < 1.0
+        await when_back(lambda: watcher.put("n/end", b""))
+        assert await take(events) == Put("n/end", b"")
+        # A lease that etcd had not prolonged would end in this time, and be told.
+        await asyncio.sleep(2.0)
+        for member in members:
+            assert member.lease.loss is None
+            assert len(member.roster.members) == 4
+        assert len(await watcher.get_prefix("n/components/")) == 4
+        assert left == []
+
+
+async def test_calls_to_a_frozen_store_end_in_time_and_leave_nothing(
+    etcd_server: PrivateServer,
+) -> None:
+    async with EtcdStore(etcd_server.url, timeout_s=0.5) as store, store.lease(6) as lease:
+        etcd_server.freeze()
+        for _ in range(6):
+            began = time.monotonic()
+            assert await lease.verify() is None
+            with pytest.raises(StoreUnavailable):
+                await store.put("n/k", b"", lease=lease)
+            assert time.monotonic() - began < 2.0
+            assert len(asyncio.all_tasks()) < 8  # this one, the keepalive, and a call's own
+        etcd_server.thaw()
+        await refreshed(lease)
+
+
+# Back without its data
+
+
+async def test_a_wiped_store_gets_the_same_lease_again(rig: Rig) -> None:
+    async with rig.store.lease(5) as lease:
+        lease_id = lease.id
+        await rig.store.put("n/own", b"1", lease=lease)
+        await rig.away()
+        await rig.back(wiped=True)
+        await refreshed(lease)
+        assert lease.id == lease_id
+        assert await rig.store.get_prefix("n/") == {}
+        await rig.store.put("n/own", b"2", lease=lease)
+        assert await rig.store.revoke(lease_id) is True
+        assert await rig.store.get("n/own") is None
+        assert await lease.verify() is LeaseLoss.REVOKED
+
+
+async def test_a_key_may_be_put_back_before_the_lease_is_known_again(rig: Rig) -> None:
+    async with rig.store.lease(60) as lease:  # its keepalive comes too late
+        await rig.store.put("n/own", b"1", lease=lease)
+        await rig.away()
+        await rig.back(wiped=True)
+        await when_back(lambda: rig.store.put("n/own", b"2", lease=lease))
+        assert await rig.store.create("n/own", b"3", lease=lease) is False
+        assert lease.loss is None
+    assert await rig.store.get_prefix("n/") == {}
+
+
+async def test_a_wiped_store_resyncs_the_watch_and_says_so(rig: Rig) -> None:
+    async with rig.store.watch("n/") as events:
+        assert await take(events) == Snapshot({})
+        for i in range(3):
+            await rig.store.put(f"n/{i}", b"x")
+            assert await take(events) == Put(f"n/{i}", b"x")
+        await rig.away()
+        await rig.back(wiped=True)
+        await when_back(lambda: rig.store.put("n/new", b"y"))
+        told = await take(events)
+        if told == Snapshot({}, lost_data=True):
+            assert await take(events) == Put("n/new", b"y")
+        else:
+            assert told == Snapshot({"n/new": b"y"}, lost_data=True)
+        async with rig.store.watch("n/") as fresh:
+            assert await take(fresh) == Snapshot({"n/new": b"y"})
+
+
+async def test_a_lease_that_ran_out_is_not_granted_again(rig: Rig) -> None:
+    async with rig.store.lease(2) as lease:
+        await rig.store.put("n/own", b"1", lease=lease)
+        await rig.away()
+        async with asyncio.timeout(5):
+            assert await lease.lost() is LeaseLoss.EXPIRED
+        await rig.back(wiped=True)
+        with pytest.raises(LeaseLost):
+            await rig.store.put("n/own", b"2", lease=lease)
+        assert await lease.verify() is LeaseLoss.EXPIRED
+
+
+async def others_write(url: str, puts: int) -> None:
+    async with EtcdStore(url) as other:
+        for i in range(puts):
+            await other.put(f"m/{i}", b"y")
+
+
+async def test_a_wiped_server_that_is_ahead_is_no_revocation(etcd_server: PrivateServer) -> None:
+    """Its revision alone would say that nothing was lost."""
+    async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        await etcd_server.kill()
+        await etcd_server.restart(wiped=True)
+        await others_write(etcd_server.url, 20)
+        await when_back(lambda: store.put("n/own", b"2", lease=lease))
+        assert await lease.verify() is None
+
+
+async def test_a_wiped_server_that_is_ahead_resyncs_the_watch(etcd_server: PrivateServer) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
+        assert await take(events) == Snapshot({})
+        await store.put("n/ghost", b"x")
+        assert await take(events) == Put("n/ghost", b"x")
+        await etcd_server.kill()
+        await etcd_server.restart(wiped=True)
+        await others_write(etcd_server.url, 20)
+        assert await take(events) == Snapshot({}, lost_data=True)
+
+
+async def test_a_lease_without_keys_survives_a_wipe(etcd_server: PrivateServer) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.lease(5) as lease:
+        await etcd_server.kill()
+        await etcd_server.restart(wiped=True)
+        await others_write(etcd_server.url, 20)
+        await refreshed(lease)
+
+
+async def test_a_revocation_after_compaction_is_one(etcd_server: PrivateServer) -> None:
+    """The place in history where the lease was last seen is forgotten, but it is the same."""
+    async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        await others_write(etcd_server.url, 5)
+        client = store._client
+        await client.compact((await client.get(b"m/4")).mod_revision, physical=True)
+        assert await store.revoke(lease.id)
+        assert await lease.verify() is LeaseLoss.REVOKED
+
+
+async def test_two_looks_at_a_wiped_store_at_a_time_agree(etcd_server: PrivateServer) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        await etcd_server.kill()
+        await etcd_server.restart(wiped=True)
+        with contextlib.suppress(StoreUnavailable):
+            await store.get("n/own")
+        assert await asyncio.gather(*(lease.verify() for _ in range(8))) == [None] * 8
+        await when_back(lambda: store.put("n/own", b"2", lease=lease))
+        assert lease.loss is None
