@@ -23,12 +23,24 @@ class FrontendConfig:
     host, port: where it listens; port 0 takes a free one.
     router: how a decode worker is chosen.
     request_timeout_s: how long a worker may take to accept a request.
+    default_request_timeout_s: time of a request, from its headers to its last
+    token, unless it says `x-request-timeout: SECONDS`; max_request_timeout_s: more
+    is not granted. max_moves: losses of a worker that a request survives; few,
+    because a request may be what its workers die of. max_in_flight_requests:
+    sequences (`n` of a request) at a time; about what one Python process can
+    stream. max_queued_tokens: prompt tokens of sequences without a first token; a
+    backlog of more would be a minute's work for several GPUs.
     """
 
     host: str = "127.0.0.1"
     port: Annotated[int, at.Ge(0), at.Le(65535)] = 8000
     router: Literal["round-robin", "random"] = "round-robin"
     request_timeout_s: Seconds = 5.0
+    default_request_timeout_s: Seconds = 600.0
+    max_request_timeout_s: Seconds = 3600.0
+    max_moves: Natural = 3
+    max_in_flight_requests: Positive = 2048
+    max_queued_tokens: Positive = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +76,9 @@ class VllmWorkerConfig:
     more, everything is. remote_prefill_timeout_s: how long a remote prefill may
     take from the decision to the last block; then the prompt is prefilled here.
     queue_view_max_age_s: an older view of the queue counts as unknown, and
-    unknown means local.
+    unknown means local. max_in_flight_requests, max_queued_tokens: beyond so many
+    sequences, or prompt tokens of those without a first token, requests are refused
+    for a while; the engine's own queue stays about that short.
     """
 
     remote_prefill: bool = True
@@ -72,6 +86,8 @@ class VllmWorkerConfig:
     max_prefill_queue_size: Natural = 8
     remote_prefill_timeout_s: Seconds = 30.0
     queue_view_max_age_s: Seconds = 3.0
+    max_in_flight_requests: Positive = 1024
+    max_queued_tokens: Positive = 500_000
     queue: QueueOptions = field(default_factory=QueueOptions)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo_lite.components.config import FrontendConfig, ProcessorConfig
+from dynamo_lite.components.frontend_metrics import RequestMetrics
 from dynamo_lite.components.http import HttpServer, bind, url_of
 from dynamo_lite.components.processor import ENDPOINTS, Processor
+from dynamo_lite.policy.admission import Limits
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.address import advertised_address
-from dynamo_lite.runtime.generate import RemoteGenerateClient
+from dynamo_lite.runtime.generate import FailoverClient, OnDeltas, OnEnded, RemoteGenerateClient
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
 
@@ -61,19 +64,57 @@ class Frontend:
         from dynamo_lite.engine.vllm.openai_app import open_app
         from dynamo_lite.engine.vllm.remote_core import RemoteCore
 
-        core = RemoteCore(members=lambda: roster.members, picker=self._picker())
+        config = self._config
+        limits = Limits(
+            in_flight=config.max_in_flight_requests, prompt_tokens=config.max_queued_tokens
+        )
+        core = RemoteCore(members=self._candidates, limits=limits)
+        failover = await self._open_failover(host, roster, core.on_deltas, core.on_ended)
+        core.connect(failover)
+        host.registry.register(RequestMetrics(failover.stats, core.refused, core.admission))
+        return await self._stack.enter_async_context(
+            open_app(
+                self._spec.engine_args,
+                core,
+                default_timeout_s=config.default_request_timeout_s,
+                max_timeout_s=config.max_request_timeout_s,
+            )
+        )
+
+    async def _open_failover(
+        self, host: Host, roster: Roster, on_deltas: OnDeltas, on_ended: OnEnded
+    ) -> FailoverClient:
+        failover = await self._stack.enter_async_context(
+            FailoverClient(
+                members=self._candidates,
+                picker=self._picker(),
+                on_deltas=on_deltas,
+                on_ended=on_ended,
+                messaging=host.messaging,
+                max_moves=self._config.max_moves,
+            )
+        )
         transport = await self._stack.enter_async_context(
             RemoteGenerateClient(
                 host.messaging,
                 f"{host.lease.id:x}",
-                core.on_deltas,
-                core.on_lost,
+                failover.take_deltas,
+                failover.take_lost,
                 request_timeout_s=self._config.request_timeout_s,
             )
         )
-        core.connect(transport)
-        roster.on_change(lambda joined, left: transport.retain(roster.members))
-        return await self._stack.enter_async_context(open_app(self._spec.engine_args, core))
+        failover.connect(transport)
+
+        def changed(joined: frozenset[int], left: frozenset[int]) -> None:
+            transport.retain(roster.members)
+            failover.members_changed()
+
+        roster.on_change(changed)
+        return failover
+
+    def _candidates(self) -> Sequence[EndpointRecord]:
+        """The workers that a request may be given to."""
+        return self._roster.members if self._roster is not None else ()
 
     def _picker(self) -> Picker:
         if self._config.router == "random":
@@ -84,7 +125,7 @@ class Frontend:
         server = HttpServer(
             app.asgi, sock, access_log=app.access_log, keep_alive_s=app.keep_alive_s
         )
-        app.asgi.state.server = server
+        app.state.server = server
         await server.start()
         self._server = server
         self._stack.push_async_callback(server.stop, 0.0)

@@ -29,7 +29,11 @@ class Processor:
     def __init__(self, config: ProcessorConfig, app: Any, *, api_key: str | None = None):
         self._config = config
         self._app = app
-        self._headers = [(b"host", b"processor"), (b"content-type", b"application/json")]
+        self._headers = [
+            (b"host", b"processor"),
+            (b"content-type", b"application/json"),
+            (b"x-request-timeout", b"%g" % config.request_timeout_s),
+        ]
         if api_key is not None:
             self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
 

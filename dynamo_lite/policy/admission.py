@@ -63,17 +63,18 @@ class Admission:
 
         promised: somewhere it was admitted already, so it is counted and not refused.
         """
-        if not promised and (busy := self._busy(prompt_tokens)) is not None:
+        if not promised and (busy := self.busy(prompt_tokens)) is not None:
             return busy
         self._keys.add(key)
         self._waiting[key] = prompt_tokens
         self._waiting_tokens += prompt_tokens
         return Admitted(in_flight=self.in_flight)
 
-    def _busy(self, prompt_tokens: int) -> Busy | None:
+    def busy(self, prompt_tokens: int = 0, *, requests: int = 1) -> Busy | None:
+        """What would be said to so many requests with so long prompts, together."""
         most, limit = self._limits.in_flight, self._limits.prompt_tokens
-        if most is not None and self.in_flight >= most:
-            return Busy(reason=f"{most} requests are in flight, the limit")
+        if most is not None and self.in_flight + requests > most:
+            return Busy(reason=f"{self.in_flight} of at most {most} requests are in flight")
         if limit is not None and self._waiting and self._waiting_tokens + prompt_tokens > limit:
             return Busy(reason=f"{self._waiting_tokens} of at most {limit} prompt tokens wait")
         return None

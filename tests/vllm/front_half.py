@@ -9,6 +9,7 @@ from dynamo_lite.engine.vllm.wire import sampling_from_bytes
 from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.generate import FailoverClient
 
 MAX_MODEL_LEN = 256
 _SPECIAL = 256
@@ -89,13 +90,21 @@ class Workers:
         self.asked: list[tuple[int, GenerateRequest]] = []
         self.aborted: list[str] = []
         self.first_token = asyncio.Event()
-        self._on_deltas: Callable[[list[TokenDelta]], None] = lambda deltas: None
+        self._failover: FailoverClient | None = None
         self._abort_seen = asyncio.Condition()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def connect(self, core) -> None:
-        self._on_deltas = core.on_deltas
-        core.connect(self)
+    def connect(self, failover: FailoverClient) -> None:
+        self._failover = failover
+        failover.connect(self)
+
+    def lose(self, request_ids: Sequence[str], why: str) -> None:
+        """The connection that these ran on breaks."""
+        for request_id in request_ids:
+            if task := self._tasks.pop(request_id, None):
+                task.cancel()
+        assert self._failover is not None
+        self._failover.take_lost(request_ids, why)
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
         self.asked.append((member.lease_id, request))
@@ -120,22 +129,26 @@ class Workers:
     def retain(self, members) -> None:
         pass
 
+    def drop(self, member: EndpointRecord, why: str) -> None:
+        pass
+
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _generate(self, request: GenerateRequest) -> None:
+        assert self._failover is not None
         params = sampling_from_bytes(request.sampling)
         count = params.max_tokens or 0
         text = self.script or bytes(97 + i % 26 for i in range(count))
         tokens = [byte_id(b) for b in text[:count]]
         if len(tokens) < count:
             tokens.append(_SPECIAL)  # an end of text, which no client sees
-        for i, token in enumerate(tokens):
-            last = i == len(tokens) - 1
+        for i, token in enumerate(tokens[len(request.output_token_ids) :]):
+            last = i == len(tokens) - 1 - len(request.output_token_ids)
             reason = ("stop" if token == _SPECIAL else "length") if last else None
-            self._on_deltas(
+            self._failover.take_deltas(
                 [
                     TokenDelta(
                         request_id=request.request_id,

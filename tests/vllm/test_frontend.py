@@ -16,9 +16,11 @@ from dynamo_lite.components.processor import Processor
 from dynamo_lite.engine.vllm.openai_app import OpenAiApp, frontend_config, open_app, parse_args
 from dynamo_lite.engine.vllm.remote_core import RemoteCore
 from dynamo_lite.engine.vllm.wire import sampling_from_bytes
+from dynamo_lite.policy.admission import Limits
 from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol.errors import ConfigError, DeadlineExceeded, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
+from dynamo_lite.runtime.generate import FailoverClient
 from tests.vllm.front_half import MAX_MODEL_LEN, Workers, byte_id, flags, write_model
 
 CHAT = {
@@ -55,11 +57,23 @@ class Front:
 
 
 @asynccontextmanager
-async def open_front(model: Path, *extra: str, leases=(1,)) -> AsyncIterator[Front]:
+async def open_front(
+    model: Path, *extra: str, leases=(1,), limits: Limits | None = None
+) -> AsyncIterator[Front]:
     workers = Workers(leases)
-    core = RemoteCore(members=lambda: workers.members, picker=RoundRobin())
-    workers.connect(core)
-    async with open_app([*flags(model), *extra], core) as app:
+    core = RemoteCore(members=lambda: workers.members, limits=limits)
+    async with (
+        FailoverClient(
+            members=lambda: workers.members,
+            picker=RoundRobin(),
+            on_deltas=core.on_deltas,
+            on_ended=core.on_ended,
+            move_wait_s=0.5,
+        ) as failover,
+        open_app([*flags(model), *extra], core) as app,
+    ):
+        workers.connect(failover)
+        core.connect(failover)
         front = Front(app, workers, core)
         try:
             yield front
@@ -78,7 +92,7 @@ async def front(model: Path, no_leaked_tasks) -> AsyncIterator[Front]:
 async def listening(front: Front) -> AsyncIterator[tuple[HttpServer, str]]:
     sock = bind("127.0.0.1", 0)
     server = HttpServer(front.app.asgi, sock, access_log=False, keep_alive_s=5)
-    front.app.asgi.state.server = server
+    front.app.state.server = server
     await server.start()
     try:
         yield server, url_of(sock)
@@ -264,7 +278,8 @@ async def test_a_lost_worker_ends_its_requests_with_a_clear_error(front: Front):
     asking = asyncio.create_task(front.post("/v1/completions", TEXT | {"n": 2, "temperature": 1}))
     await asyncio.wait_for(front.workers.first_token.wait(), 10)
     ids = [request.request_id for _, request in front.workers.asked]
-    front.core.on_lost(ids[:1], "connection reset")
+    front.workers.members = []
+    front.workers.lose(ids[:1], "connection reset")
     answer = await asyncio.wait_for(asking, 10)
     assert answer.status_code == 503 and "connection reset" in answer.text
     await front.workers.wait_aborted(1)
@@ -276,7 +291,8 @@ async def test_a_lost_worker_ends_a_stream_with_an_error_event(front: Front):
     front.workers.hold = True
     asking = asyncio.create_task(front.post("/v1/completions", TEXT | {"stream": True}))
     await asyncio.wait_for(front.workers.first_token.wait(), 10)
-    front.core.on_lost([front.workers.asked[0][1].request_id], "connection reset")
+    front.workers.members = []
+    front.workers.lose([front.workers.asked[0][1].request_id], "connection reset")
     chunks = events((await asyncio.wait_for(asking, 10)).text)
     assert chunks[0]["choices"][0]["text"] == "a"
     assert chunks[-1]["error"]["code"] == 503

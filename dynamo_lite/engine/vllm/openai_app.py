@@ -12,10 +12,11 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import vllm.envs as envs
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import State
+from starlette.types import ASGIApp
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -27,14 +28,12 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from dynamo_lite.engine.vllm.edge import Edge
 from dynamo_lite.engine.vllm.remote_client import RemoteEngineClient
 from dynamo_lite.engine.vllm.remote_core import RemoteCore
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 
 logger = logging.getLogger(__name__)
-
-#: Seconds that a client is told to wait after a 503.
-RETRY_AFTER_S = 1
 
 
 class _Parser(FlexibleArgumentParser):
@@ -46,11 +45,13 @@ class _Parser(FlexibleArgumentParser):
 class OpenAiApp:
     """The ASGI app and what its server should know.
 
+    state: of vLLM's app; it wants to know its `server`.
     served_model: the first name under which the model is served.
     api_key: the key that the app asks for, None when it asks for none.
     """
 
-    asgi: Any
+    asgi: ASGIApp
+    state: State
     client: RemoteEngineClient
     served_model: str
     api_key: str | None
@@ -115,20 +116,30 @@ def _make_client(args: Namespace, core: RemoteCore) -> RemoteEngineClient:
 
 
 @asynccontextmanager
-async def open_app(flags: Sequence[str], core: RemoteCore) -> AsyncIterator[OpenAiApp]:
-    """The app while the context lasts. Raises ConfigError or StartupError."""
+async def open_app(
+    flags: Sequence[str],
+    core: RemoteCore,
+    *,
+    default_timeout_s: float = 600.0,
+    max_timeout_s: float = 3600.0,
+) -> AsyncIterator[OpenAiApp]:
+    """The app while the context lasts. Raises ConfigError or StartupError.
+
+    default_timeout_s, max_timeout_s: of one request; see `Edge`.
+    """
     args = parse_args(flags)
     # A model from the hub may have to be fetched first; the loop must go on meanwhile.
     client = await asyncio.to_thread(_make_client, args, core)
     client.start()
     try:
         tasks = await client.get_supported_tasks()
-        args.middleware = [*args.middleware, f"{__name__}.{RetryAfter.__name__}"]
         app = build_app(args, tasks, client.model_config)
         await init_app_state(client, app.state, args, tasks)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         yield OpenAiApp(
-            asgi=app,
+            # Around it, not among its middleware: vLLM has put that together already.
+            asgi=Edge(app, default_timeout_s=default_timeout_s, max_timeout_s=max_timeout_s),
+            state=app.state,
             client=client,
             served_model=(args.served_model_name or [args.model])[0],
             api_key=keys[0] if keys else None,
@@ -137,22 +148,3 @@ async def open_app(flags: Sequence[str], core: RemoteCore) -> AsyncIterator[Open
         )
     finally:
         await client.close()
-
-
-class RetryAfter:
-    """ASGI middleware: every 503 says when to try again."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-
-        async def send_with_header(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 503:
-                header = (b"retry-after", str(RETRY_AFTER_S).encode())
-                message = {**message, "headers": [*message.get("headers", ()), header]}
-            await send(message)
-
-        await self._app(scope, receive, send_with_header)

@@ -65,9 +65,9 @@ class RemoteEngineClient(AsyncLLM):
         self._run_output_handler()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Also refuses, before a stream has begun, when no worker is live."""
+        """Also refuses, before a stream has begun, what no worker or not this process can take."""
         super().check_admission(n, request_id)
-        self.engine_core.check_members()
+        self.engine_core.check_admission(n)
 
     async def _add_request(
         self,

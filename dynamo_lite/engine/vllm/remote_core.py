@@ -1,88 +1,99 @@
-"""vLLM's engine-core client, where the engine core is whichever worker is picked.
+"""vLLM's engine-core client, where the engine core is whichever worker takes a request.
 
-Owns the choice of a worker per request, the retry on another one while nothing
-has been accepted, and the order in which deltas and losses reach vLLM's output
-processor. Everything that only makes sense next to an engine (sleep, profile,
-LoRA, weights) stays vLLM's NotImplementedError, which its app answers with 501.
+Owns what may come in at this Frontend, the way from vLLM's requests to messages,
+and the order in which deltas and ends reach vLLM's output processor. Workers are
+chosen, and requests moved among them, by the failover client. Everything that
+only makes sense next to an engine (sleep, profile, LoRA, weights) stays vLLM's
+NotImplementedError, which its app answers with 501.
 """
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from types import SimpleNamespace
 
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import VLLMError
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from dynamo_lite.engine.vllm.wire import output_from_delta, sampling_to_bytes
-from dynamo_lite.policy.routing import Picker
+from dynamo_lite.engine.vllm.edge import current_context, http_error
+from dynamo_lite.engine.vllm.requests import generate_request
+from dynamo_lite.engine.vllm.wire import output_from_delta
+from dynamo_lite.policy.admission import Admission, Busy, Limits
 from dynamo_lite.protocol.errors import (
-    BrokerUnavailable,
     DeadlineExceeded,
+    DynamoLiteError,
+    NoWorkers,
+    Overloaded,
     ProtocolError,
     Refused,
-    Unavailable,
 )
-from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.generate import GenerateClient
+from dynamo_lite.runtime.generate import FailoverClient
 
 logger = logging.getLogger(__name__)
 
-_MAX_REQUEST_ID = 256
+#: A timer may fire this much before the deadline that it was made from.
+_ROUNDING_S = 0.01
 
 
 @dataclass(frozen=True)
-class _Lost:
-    request_ids: list[str]
-    why: str
-
-
-def unavailable(message: str) -> GracefulHTTPError:
-    """The 503 that vLLM's app sends as it is."""
-    return GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE)
+class _Ended:
+    request_id: str
+    error: DynamoLiteError
 
 
 class RemoteCore(EngineCoreClient):
-    """members: the live workers.
+    """members: the live workers. limits: what this process takes.
 
-    `on_deltas` and `on_lost` are the transport's callbacks; `connect` must be
-    called before the first request. `fail` is set by the engine client: it ends
+    `on_deltas` and `on_ended` are the failover client's callbacks; `connect` must
+    be called before the first request. `fail` is set by the engine client: it ends
     one request with an error and returns the other sequences that die with it.
+    refused: how many requests were not taken, by "limit" (ours), "busy" (every
+    worker's), "no_worker" (nobody is there, or answers), "late" (its time was up
+    before a worker had it) and "rejected" (not acceptable to the engine).
     """
 
-    def __init__(self, *, members: Callable[[], Sequence[EndpointRecord]], picker: Picker):
+    def __init__(
+        self,
+        *,
+        members: Callable[[], Sequence[EndpointRecord]],
+        limits: Limits | None = None,
+    ):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self.fail: Callable[[str, Exception], list[str]] = lambda request_id, error: []
+        self.refused: Counter[str] = Counter()
+        self.admission = Admission(limits or Limits())
         self._members = members
-        self._picker = picker
-        self._transport: GenerateClient | None = None
-        self._received: asyncio.Queue[list[TokenDelta] | _Lost] = asyncio.Queue()
+        self._failover: FailoverClient | None = None
+        self._received: asyncio.Queue[list[TokenDelta] | _Ended] = asyncio.Queue()
 
-    def connect(self, transport: GenerateClient) -> None:
-        self._transport = transport
+    def connect(self, failover: FailoverClient) -> None:
+        self._failover = failover
 
     def on_deltas(self, deltas: list[TokenDelta]) -> None:
         self._received.put_nowait(deltas)
 
-    def on_lost(self, request_ids: Sequence[str], why: str) -> None:
-        self._received.put_nowait(_Lost(list(request_ids), why))
+    def on_ended(self, request_id: str, error: DynamoLiteError) -> None:
+        self._received.put_nowait(_Ended(request_id, error))
 
     @property
-    def transport(self) -> GenerateClient:
-        assert self._transport is not None, "connect() comes first"
-        return self._transport
+    def failover(self) -> FailoverClient:
+        assert self._failover is not None, "connect() comes first"
+        return self._failover
 
-    def check_members(self) -> None:
-        """Raises the 503 when there is nobody to ask."""
+    def check_admission(self, n: int) -> None:
+        """Raises the 503 when there is nobody to ask, the 429 when `n` more are too many."""
         if not self._members():
-            raise unavailable("No worker is available. Please try again later.")
+            raise self._refusal(NoWorkers("No worker is available. Please try again later."))
+        if (busy := self.admission.busy(prompt_tokens=1, requests=n)) is not None:
+            raise self._refusal(_overloaded(busy), "limit")
 
     async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
@@ -91,96 +102,67 @@ class RemoteCore(EngineCoreClient):
         """Returns when a worker has the request.
 
         Raises VLLMValidationError (400) for what cannot travel or is refused for
-        good, GracefulHTTPError (503) when no worker takes it.
+        good, GracefulHTTPError (429, 503, 504) when it is not taken now.
         """
         if request.abort_immediately:
             return  # releases blocks of vLLM's own KV transfer, which is not used here
         try:
-            await self._submit(self._message(request))
-        except Refused as exc:
-            raise VLLMValidationError(exc.reason) from exc
-        except (Unavailable, DeadlineExceeded) as exc:
-            raise unavailable(f"No worker took the request: {exc}") from exc
-
-    async def _submit(self, message: GenerateRequest) -> None:
-        """Asks each live worker at most once; raises what the last one said."""
-        tried: set[int] = set()
-        failure: Exception | None = None
-        while True:
-            candidates = [m for m in self._members() if m.lease_id not in tried]
-            if not candidates and failure is not None:
-                raise failure
-            # Nobody at all is the picker's NoWorkers.
-            picked = self._picker.pick(candidates)
-            tried.add(picked.member.lease_id)
-            try:
-                await self.transport.submit(picked.member, message)
-            except BrokerUnavailable:
-                raise  # the same for every worker
-            except (Unavailable, DeadlineExceeded) as exc:
-                failure = exc
-            except Refused as exc:
-                if not exc.elsewhere:
-                    raise
-                failure = Unavailable(exc.reason)
-            else:
-                return
-            logger.info(
-                "worker %x (%s) did not take %s: %s",
-                picked.member.lease_id,
-                picked.reason,
-                message.request_id,
-                failure,
-            )
-
-    def _message(self, request: EngineCoreRequest) -> GenerateRequest:
-        params = request.sampling_params
-        if params is None or request.pooling_params is not None:
-            raise VLLMValidationError("Only text generation is served here")
-        if request.mm_features or request.prompt_embeds is not None:
-            raise VLLMValidationError("Multimodal inputs and prompt embeddings are not served here")
-        if request.lora_request is not None:
-            raise VLLMValidationError("LoRA adapters are not served here")
-        if request.resumable:
-            raise VLLMValidationError("Streamed prompts are not served here")
-        if len(request.request_id) > _MAX_REQUEST_ID:
-            raise VLLMValidationError(
-                f"The request id may have at most {_MAX_REQUEST_ID} characters",
-                parameter="request_id",
-            )
+            message, plan = generate_request(request, _time_left_s())
+        except DeadlineExceeded as exc:
+            raise self._refusal(exc) from exc
+        verdict = self.admission.enter(message.request_id, len(message.prompt_token_ids))
+        if isinstance(verdict, Busy):
+            raise self._refusal(_overloaded(verdict), "limit")
         try:
-            sampling = sampling_to_bytes(params)
-        except ProtocolError as exc:
-            raise VLLMValidationError(f"Not served here: {exc}") from exc
-        return GenerateRequest(
-            request_id=request.request_id,
-            client_id="",  # the transport's to fill in
-            prompt_token_ids=request.prompt_token_ids or [],
-            sampling=sampling,
-            arrival_time=request.arrival_time,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            trace_headers=dict(request.trace_headers) if request.trace_headers else None,
-            reasoning_ended=request.reasoning_ended,
-            reasoning_parser_kwargs=request.reasoning_parser_kwargs,
-        )
+            await self.failover.submit(message, movable=plan)
+        except DynamoLiteError as exc:
+            self.admission.leave(message.request_id)
+            raise self._refusal(exc) from exc
+        except BaseException:
+            self.admission.leave(message.request_id)
+            raise
+
+    def _refusal(self, error: DynamoLiteError, reason: str = "") -> VLLMError:
+        """Counts it, and puts it in the words of the app."""
+        late = isinstance(error, DeadlineExceeded) and _is_late()
+        if isinstance(error, DeadlineExceeded) and not late:
+            # A worker did not answer; the request itself has time left.
+            error = NoWorkers(str(error))
+        if not reason:
+            if isinstance(error, Refused):
+                reason = "rejected"
+            elif isinstance(error, Overloaded):
+                reason = "busy"
+            else:
+                reason = "late" if late else "no_worker"
+        self.refused[reason] += 1
+        return http_error(error)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.admission.leave(request_id)
         if request_ids:
-            await self.transport.abort(request_ids)
+            await self.failover.abort(request_ids)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """One engine step of one worker."""
         while True:
             received = await self._received.get()
-            if isinstance(received, _Lost):
-                await self._report_lost(received)
+            if isinstance(received, _Ended):
+                await self._end(received)
                 continue
             now = time.monotonic()
             outputs = [self._output(delta, now) for delta in received]
+            failed = [o.request_id for o in outputs if o.finish_reason is FinishReason.ERROR]
+            await self.abort_requests_async(failed)
             return EngineCoreOutputs(outputs=outputs, timestamp=now)
 
     def _output(self, delta: TokenDelta, now: float) -> EngineCoreOutput:
+        """An error where the delta makes no sense."""
+        if delta.finish_reason is not None:
+            self.admission.leave(delta.request_id)
+        else:
+            self.admission.answered(delta.request_id)
         try:
             return output_from_delta(delta, now)
         except ProtocolError as exc:
@@ -189,12 +171,32 @@ class RemoteCore(EngineCoreClient):
                 request_id=delta.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR
             )
 
-    async def _report_lost(self, lost: _Lost) -> None:
-        error = unavailable(f"The worker that ran this request is gone: {lost.why}")
-        orphans: list[str] = []
-        for request_id in lost.request_ids:
-            orphans += self.fail(request_id, error)
+    async def _end(self, ended: _Ended) -> None:
+        """The other sequences of the same request end with it."""
+        self.admission.leave(ended.request_id)
+        orphans = self.fail(ended.request_id, http_error(ended.error))
         await self.abort_requests_async(orphans)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """The transport belongs to the component."""
+        """Failover client and transport belong to the component."""
+
+
+def _time_left_s() -> float | None:
+    """Of the HTTP request that this is for. Raises DeadlineExceeded when none is."""
+    if (context := current_context()) is None:
+        return None
+    left_s = context.deadline - asyncio.get_running_loop().time()
+    if left_s <= 0:
+        raise DeadlineExceeded("the request", context.timeout_s)
+    return left_s
+
+
+def _is_late() -> bool:
+    context = current_context()
+    return context is not None and (
+        asyncio.get_running_loop().time() >= context.deadline - _ROUNDING_S
+    )
+
+
+def _overloaded(busy: Busy) -> Overloaded:
+    return Overloaded(busy.reason, retry_after_s=busy.retry_after_s)

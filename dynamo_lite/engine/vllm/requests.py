@@ -1,4 +1,4 @@
-"""Messages from the network to vLLM's engine requests, checked at the engine's door.
+"""vLLM's engine requests to messages at the Frontend, and back at the engine's door.
 
 What would break an engine's step is refused here: the engine's process serves
 everybody, and an exception in its loop ends it.
@@ -9,30 +9,95 @@ from collections.abc import Sequence
 
 from vllm import SamplingParams
 from vllm.config import ModelConfig
-from vllm.exceptions import VLLMError
+from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 
-from dynamo_lite.engine.vllm.wire import KV_TRANSFER_PARAMS, sampling_from_bytes
+from dynamo_lite.engine.vllm.movable import movable
+from dynamo_lite.engine.vllm.wire import (
+    KV_TRANSFER_PARAMS,
+    sampling_from_bytes,
+    sampling_to_bytes,
+)
+from dynamo_lite.policy.migration import Plan
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.generate import MAX_REQUEST_ID
+
+
+def generate_request(
+    request: EngineCoreRequest, timeout_s: float | None
+) -> tuple[GenerateRequest, Plan]:
+    """The message, and how it goes on when its worker is lost.
+
+    timeout_s: what is left of its time. Raises VLLMValidationError for what cannot travel.
+    """
+    params = _sampling(request)
+    try:
+        sampling = sampling_to_bytes(params)
+    except ProtocolError as exc:
+        raise VLLMValidationError(f"Not served here: {exc}") from exc
+    message = GenerateRequest(
+        request_id=request.request_id,
+        client_id="",  # the transport's to fill in
+        prompt_token_ids=request.prompt_token_ids or [],
+        sampling=sampling,
+        arrival_time=request.arrival_time,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        trace_headers=dict(request.trace_headers) if request.trace_headers else None,
+        reasoning_ended=request.reasoning_ended,
+        reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+        timeout_s=timeout_s,
+    )
+    return message, movable(params)
+
+
+def _sampling(request: EngineCoreRequest) -> SamplingParams:
+    """Of a request of the kind that is served here."""
+    params = request.sampling_params
+    if params is None or request.pooling_params is not None:
+        raise VLLMValidationError("Only text generation is served here")
+    if request.mm_features or request.prompt_embeds is not None:
+        raise VLLMValidationError("Multimodal inputs and prompt embeddings are not served here")
+    if request.lora_request is not None:
+        raise VLLMValidationError("LoRA adapters are not served here")
+    if request.resumable:
+        raise VLLMValidationError("Streamed prompts are not served here")
+    if len(request.request_id) > MAX_REQUEST_ID:
+        raise VLLMValidationError(
+            f"The request id may have at most {MAX_REQUEST_ID} characters",
+            parameter="request_id",
+        )
+    return params
 
 
 def generation(request: GenerateRequest, model: ModelConfig) -> EngineCoreRequest:
-    """Raises Refused when this model cannot take the request."""
+    """Raises Refused when this model cannot take the request.
+
+    Tokens that were generated elsewhere become the end of the prompt, and the
+    limits shrink by their number: the engine goes on where the other one was.
+    """
     try:
         sampling = sampling_from_bytes(request.sampling)
         sampling.verify(model, None, None, None)
-    except (ProtocolError, VLLMError) as exc:
+    except (ProtocolError, VLLMError, ValueError) as exc:
         raise Refused(str(exc), elsewhere=False) from exc
     if sampling.n != 1:
         raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
     _check_prompt(request.prompt_token_ids, model)
+    prompt = request.prompt_token_ids
+    if sampling.max_tokens is None:
+        sampling.max_tokens = model.max_model_len - len(prompt)
+    if request.output_token_ids:
+        prompt = prompt + request.output_token_ids
+        _check_prompt(prompt, model)
+        _go_on_after(len(request.output_token_ids), sampling)
     return EngineCoreRequest(
         request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
+        prompt_token_ids=prompt,
         mm_features=None,
         sampling_params=sampling,
         pooling_params=None,
@@ -83,6 +148,27 @@ def prefill(
         trace_headers=job.trace_headers,
         external_req_id=job.request_id,
     )
+
+
+def _go_on_after(generated: int, sampling: SamplingParams) -> None:
+    """`sampling` for the rest of a request that has `generated` tokens already.
+
+    What is asked about the prompt was answered with the first of them.
+    """
+    assert sampling.max_tokens is not None
+    if generated >= sampling.max_tokens:
+        raise Refused(
+            f"all {sampling.max_tokens} tokens are there: {generated} were generated elsewhere",
+            elsewhere=False,
+        )
+    sampling.max_tokens -= generated
+    sampling.min_tokens = max(0, sampling.min_tokens - generated)
+    if sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None:
+        sampling.prompt_logprobs = None
+        sampling.prompt_logprob_token_ids = None
+        sampling.prompt_logprob_start = None
+        # vLLM computes such prompts anew; for this reason there is none any more.
+        sampling.skip_reading_prefix_cache = False
 
 
 def _check_prompt(prompt: Sequence[int], model: ModelConfig) -> None:

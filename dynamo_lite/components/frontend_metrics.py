@@ -1,0 +1,58 @@
+"""What became of the Frontend's requests, as Prometheus metrics."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dynamo_lite.policy.admission import Admission
+from dynamo_lite.runtime.generate import FailoverStats
+
+_HOW = ("fresh", "continue", "replay")
+_REFUSALS = ("limit", "busy", "no_worker", "late", "rejected")
+
+
+class RequestMetrics(Collector):
+    """Reads the counts where they are kept. Requests are sequences: `n` of them for n > 1."""
+
+    def __init__(self, stats: FailoverStats, refused: Counter[str], admission: Admission):
+        self._stats, self._refused, self._admission = stats, refused, admission
+
+    def collect(self) -> Iterable[Metric]:
+        moved = CounterMetricFamily(
+            "dynamo_lite_requests_moved",
+            "Requests that went on with another worker: begun anew, continued, replayed",
+            labels=["how"],
+        )
+        for how in _HOW:
+            moved.add_metric([how], self._stats.moved[how])
+        refused = CounterMetricFamily(
+            "dynamo_lite_requests_refused",
+            "Requests that no worker was given, or that none took",
+            labels=["reason"],
+        )
+        for reason in _REFUSALS:
+            refused.add_metric([reason], self._refused[reason])
+        yield moved
+        yield refused
+        yield CounterMetricFamily(
+            "dynamo_lite_requests_lost",
+            "Requests that ended with their worker",
+            value=self._stats.lost,
+        )
+        yield CounterMetricFamily(
+            "dynamo_lite_requests_expired",
+            "Requests that were stopped because their time was up",
+            value=self._stats.expired,
+        )
+        yield GaugeMetricFamily(
+            "dynamo_lite_requests_in_flight",
+            "Requests that were taken and have not ended",
+            value=self._admission.in_flight,
+        )
+        yield GaugeMetricFamily(
+            "dynamo_lite_prompt_tokens_waiting",
+            "Prompt tokens of requests without a first token",
+            value=self._admission.waiting_tokens,
+        )
