@@ -30,6 +30,7 @@ from dynamo_lite.protocol.prefill import (
     decode_cancel_attempt,
     decode_claim_reply,
     decode_job,
+    is_sealed,
 )
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import Job, PrefillQueue
@@ -135,6 +136,8 @@ class PrefillJobs:
             request = decode_job(job.payload)
             if request.wire_version != WIRE_VERSION:
                 raise ProtocolError(f"wire version {request.wire_version} is not spoken")
+            if not is_sealed(request):
+                raise ProtocolError(f"attempt {request.attempt} is not about this content")
         except ProtocolError as exc:
             logger.warning("job %d dropped: %s", job.sequence, exc)
             self._ended.labels("malformed").inc()
@@ -222,7 +225,9 @@ class PrefillJobs:
 
     async def _say_done(self, engine_id: str, ended: AttemptOutcome) -> None:
         """From here on no write of this attempt comes from this worker."""
-        done = msgspec.convert(ended, WriterDone, from_attributes=True)
+        done = msgspec.structs.replace(
+            msgspec.convert(ended, WriterDone, from_attributes=True), writer_lease_id=self._lease_id
+        )
         subject = names.writer_done_subject(self._namespace, engine_id)
         try:
             await self._messaging.publish(subject, encode(done))

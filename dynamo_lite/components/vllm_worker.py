@@ -15,9 +15,16 @@ from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.vllm_parts import VllmParts
 from dynamo_lite.engine.base import DecodeEngine
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied, StoreUnavailable
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    StoreUnavailable,
+    Unavailable,
+)
+from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.generate import GenerateServer
+from dynamo_lite.runtime.health import HealthBeat
 from dynamo_lite.runtime.host import Host, ProcessSpec
 
 logger = logging.getLogger(__name__)
@@ -93,7 +100,7 @@ class VllmWorker:
         namespace, lease = self._spec.namespace, host.lease
         if engine.metadata is not None:
             self._metadata_key = names.nixl_metadata_key(namespace, engine.metadata.engine_id)
-            await host.store.put(self._metadata_key, encode_json(engine.metadata), lease=lease)
+            await host.store.put(self._metadata_key, encode_engine(engine.metadata), lease=lease)
         name = self._spec.component
         model = engine.model
         generate = names.endpoint_subject(namespace, name, "generate", lease.id)

@@ -174,13 +174,18 @@ class Ledger:
         entry = self._by_request.get(request_id)
         return self._withdraw(entry, Outcome.CANCELLED) if entry else []
 
-    def writer_done(self, attempt: str, *, written: bool) -> list[Instruction]:
+    def writer_done(
+        self, attempt: str, writer_lease_id: int, *, written: bool
+    ) -> list[Instruction]:
         """The writer says that it will not touch the blocks again.
 
-        It may say so of an attempt whose claim never arrived: the job is over.
+        It may say so of an attempt whose claim never arrived: the job is over. Of
+        one that another writer holds it knows nothing.
         """
         entry = self._attempts.get(attempt)
         if entry is None or (entry.writer is None and written):
+            return []
+        if entry.writer is not None and entry.writer != writer_lease_id:
             return []
         if entry.state is State.QUARANTINED:
             del self._attempts[attempt]

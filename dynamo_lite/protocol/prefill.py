@@ -5,16 +5,19 @@ message names (engine_id, attempt); a message about an attempt that is not
 current is refused or ignored, never applied.
 """
 
+import hashlib
 from typing import Annotated, Literal
 
 import msgspec
 
+from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
-from dynamo_lite.protocol.generate import RequestId, TokenId
-from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.protocol.generate import RequestId, Timestamp, TokenId
+from dynamo_lite.protocol.records import EngineMetadata, LeaseId
 
-Attempt = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Attempt = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
+#: It becomes part of subjects and keys.
+EngineId = Annotated[str, msgspec.Meta(pattern=rf"^{names.ENGINE_ID}\Z")]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -28,6 +31,8 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: the decode engine's blocks for the positions from
     num_computed_tokens on, in order.
     deadline: seconds since the epoch; afterwards nobody waits for the result.
+
+    On the queue it is sealed: its attempt says what its content must be.
     """
 
     engine_id: EngineId
@@ -36,18 +41,46 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[TokenId]
     num_computed_tokens: Annotated[int, msgspec.Meta(ge=0)]
     block_ids: list[BlockId]
-    deadline: float
+    deadline: Timestamp
     priority: int = 0
     cache_salt: str | None = None
     trace_headers: dict[str, str] | None = None
     wire_version: int = WIRE_VERSION
 
 
+def seal(job: RemotePrefillRequest) -> RemotePrefillRequest:
+    """The job with an attempt that its content is part of.
+
+    A claim names nothing but the attempt. Sealed, a job that was changed on its
+    way, or put together from others, has no attempt that anybody would grant.
+    The attempt before must have at most 47 characters.
+    """
+    return msgspec.structs.replace(job, attempt=f"{job.attempt}-{_content(job, job.attempt)}")
+
+
+def is_sealed(job: RemotePrefillRequest) -> bool:
+    attempt, _, content = job.attempt.rpartition("-")
+    return content == _content(job, attempt)
+
+
+def _content(job: RemotePrefillRequest, attempt: str) -> str:
+    """What decides which KV lands where, in 16 characters."""
+    what = (
+        attempt,
+        job.engine_id,
+        job.prompt_token_ids,
+        job.num_computed_tokens,
+        job.block_ids,
+        job.cache_salt,
+    )
+    return hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=8).hexdigest()
+
+
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to decode engine, before its first write."""
 
     attempt: Attempt
-    writer_lease_id: int
+    writer_lease_id: LeaseId
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -68,12 +101,14 @@ class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to decode engine: no write of this attempt is or will be under way.
 
     outcome: "written" (the data and its notification are delivered),
-    "failed" or "abandoned".
+    "failed" or "abandoned". writer_lease_id: who says so; nobody else's word
+    frees blocks that a writer holds.
     """
 
     attempt: Attempt
     outcome: Literal["written", "failed", "abandoned"]
     detail: str = ""
+    writer_lease_id: LeaseId = 0
 
 
 class WriterStays(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +120,7 @@ class WriterStays(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     attempt: Attempt
-    writer_lease_id: int
+    writer_lease_id: LeaseId
     for_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
 
 

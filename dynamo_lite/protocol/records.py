@@ -1,10 +1,19 @@
 """Records kept in etcd, as JSON. All of them hang on their owner's lease."""
 
+import hashlib
 from typing import Annotated
 
 import msgspec
 
-Natural = Annotated[int, msgspec.Meta(ge=0)]
+from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.errors import ProtocolError
+
+#: Sizes and addresses: no memory of ours reaches beyond 63 bits.
+_LIMIT = (1 << 63) - 1
+Natural = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
+Positive = Annotated[int, msgspec.Meta(gt=0, le=_LIMIT)]
+#: etcd's lease ids are positive and signed; 0 is nobody's.
+LeaseId = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 
 
 class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -30,7 +39,7 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     component: str
     endpoint: str
     namespace: str
-    lease_id: int
+    lease_id: LeaseId
     transport: EndpointTransport
     pid: int = 0
     host: str = ""
@@ -50,8 +59,8 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     layer: str
     plane: Natural
     base: Natural
-    stride_bytes: Annotated[int, msgspec.Meta(gt=0)]
-    block_bytes: Annotated[int, msgspec.Meta(gt=0)]
+    stride_bytes: Positive
+    block_bytes: Positive
 
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,15 +79,57 @@ class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """All that a prefill worker needs to write into a decode engine's blocks.
 
-    Stored at `names.nixl_metadata_key(namespace, engine_id)`; loaded lazily.
+    Stored at `names.nixl_metadata_key(namespace, engine_id)`, by `encode_engine`;
+    loaded lazily.
     fingerprint: what must be equal on both sides (model, dtype, kernel layout,
     vLLM version), as readable `name=value` pairs so that a refusal can name
     the difference.
     """
 
     engine_id: str
-    lease_id: int
+    lease_id: LeaseId
     fingerprint: dict[str, str]
-    block_size_tokens: Annotated[int, msgspec.Meta(gt=0)]
-    num_blocks: Annotated[int, msgspec.Meta(gt=0)]
+    block_size_tokens: Positive
+    num_blocks: Positive
     ranks: tuple[RankMetadata, ...]
+
+
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An EngineMetadata as it lies in the store. checksum: of `metadata` as it is spelled."""
+
+    checksum: str
+    metadata: msgspec.Raw
+
+
+def encode_engine(metadata: EngineMetadata) -> bytes:
+    raw = encode_json(metadata)
+    return encode_json(EngineRecord(checksum=_checksum(raw), metadata=msgspec.Raw(raw)))
+
+
+def decode_engine(data: bytes) -> EngineMetadata:
+    """Raises ProtocolError when it is not one, was changed, or cannot be true.
+
+    Addresses that are slightly wrong would still be somebody's memory, and NIXL
+    cannot load an agent again whose blob it once half accepted: hence the checksum.
+    """
+    record = decode_json(data, EngineRecord)
+    raw = bytes(record.metadata)
+    if record.checksum != _checksum(raw):
+        raise ProtocolError("the engine's metadata was changed: its checksum is another")
+    metadata = decode_json(raw, EngineMetadata)
+    for rank in metadata.ranks:
+        _check_regions(rank, metadata.num_blocks)
+    return metadata
+
+
+def _checksum(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+
+
+def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
+    if len({(region.layer, region.plane) for region in rank.regions}) != len(rank.regions):
+        raise ProtocolError("a layer's plane is there twice")
+    for region in rank.regions:
+        end = region.base + (num_blocks - 1) * region.stride_bytes + region.block_bytes
+        if region.stride_bytes < region.block_bytes or end > _LIMIT:
+            raise ProtocolError(f"impossible region: {region}, {num_blocks} blocks")

@@ -8,8 +8,8 @@ address is never met with stale metadata.
 import asyncio
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.records import EngineMetadata, decode_engine
 from dynamo_lite.runtime.store import Store
 
 
@@ -51,7 +51,9 @@ class MetadataDirectory:
         raw = await self._store.get(names.nixl_metadata_key(self._namespace, engine_id))
         if raw is None:
             return None
-        metadata = decode_json(raw, EngineMetadata)
+        metadata = decode_engine(raw)
+        if metadata.engine_id != engine_id:
+            raise ProtocolError(f"engine {engine_id}'s metadata is engine {metadata.engine_id}'s")
         if metadata.lease_id in self._left_meanwhile:
             return None
         self._known[engine_id] = metadata

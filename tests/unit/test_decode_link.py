@@ -212,8 +212,9 @@ class Decode:
         claim = Claim(attempt=attempt, writer_lease_id=writer)
         return decode_claim_reply(await self.net._on_claim(encode(claim)))
 
-    async def done(self, attempt: str, outcome: Any = "written") -> None:
-        await self.net._on_done(encode(WriterDone(attempt=attempt, outcome=outcome)))
+    async def done(self, attempt: str, outcome: Any = "written", writer: int = WRITER) -> None:
+        done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer)
+        await self.net._on_done(encode(done))
 
     async def cancels(self, *attempts: str) -> None:
         """Waits until the writer has been told to stop these, in this order."""

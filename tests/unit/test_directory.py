@@ -7,7 +7,7 @@ import pytest
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ProtocolError, StoreUnavailable
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata, encode_engine
 from dynamo_lite.runtime.memory import MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 
@@ -45,7 +45,7 @@ def metadata(engine_id, lease_id):
 
 async def put(store, engine_id, lease_id):
     record = metadata(engine_id, lease_id)
-    await store.put(names.nixl_metadata_key("t", engine_id), encode_json(record))
+    await store.put(names.nixl_metadata_key("t", engine_id), encode_engine(record))
     return record
 
 
@@ -127,7 +127,18 @@ async def test_a_store_out_of_reach_raises_and_is_not_remembered(store, director
     assert await directory.get("e1") == record
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b"not json", b'{"engine_id": 3}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{}",
+        b"not json",
+        b'{"engine_id": 3}',
+        b"\xff\xfe",
+        encode_json(metadata("e1", 7)),  # without a checksum
+        encode_engine(metadata("e2", 7)),  # of another engine
+    ],
+)
 async def test_a_malformed_record_raises(store, directory, raw):
     await store.put(names.nixl_metadata_key("t", "e1"), raw)
     with pytest.raises(ProtocolError):

@@ -75,7 +75,7 @@ def test_states_and_counts_along_the_way(empty):
     assert (repr(empty), counts(empty)) == ("<Ledger a:claimed>", (1, 0))
     empty.request_finished("r")
     assert (repr(empty), counts(empty)) == ("<Ledger a:quarantined>", (0, 1))
-    empty.writer_done("a", written=False)
+    empty.writer_done("a", WRITER, written=False)
     assert (repr(empty), counts(empty)) == ("<Ledger empty>", (0, 0))
 
 
@@ -138,14 +138,14 @@ def test_what_nobody_claimed_is_taken_back_when_nobody_will(queued, why):
 
 
 def test_a_worker_whose_claim_never_arrived_may_give_the_job_back(queued):
-    assert queued.writer_done("a", written=False) == [
+    assert queued.writer_done("a", WRITER, written=False) == [
         DeleteJob(9),
         *withdrawn(Outcome.WRITER_FAILED),
     ]
 
 
 def test_nobody_can_have_written_a_queued_attempt(queued):
-    assert queued.writer_done("a", written=True) == []
+    assert queued.writer_done("a", WRITER, written=True) == []
     assert queued.state("a") is State.QUEUED
 
 
@@ -168,7 +168,7 @@ def test_no_claim_after_withdrawal(quarantined):
 
 def test_no_claim_after_the_writer_has_written(claimed):
     """A second grant would let writes into blocks whose request already decodes."""
-    assert claimed.writer_done("a", written=True) == []
+    assert claimed.writer_done("a", WRITER, written=True) == []
     assert claimed.claim("a", WRITER, now=2.0) == Refusal("written already")
 
 
@@ -193,7 +193,7 @@ def test_received(claimed):
     assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
     assert claimed.received("r") == []
     assert claimed.request_finished("r") == []
-    assert claimed.writer_done("a", written=True) == []
+    assert claimed.writer_done("a", WRITER, written=True) == []
     assert counts(claimed) == (0, 0)
 
 
@@ -205,19 +205,19 @@ def test_received_before_the_claim_is_known_to_be_published(empty):
 
 
 def test_a_writer_that_failed_leaves_nothing_to_hold(claimed):
-    assert claimed.writer_done("a", written=False) == [
+    assert claimed.writer_done("a", WRITER, written=False) == [
         DeleteJob(9),
         *withdrawn(Outcome.WRITER_FAILED),
     ]
 
 
 def test_a_writer_that_has_written_leaves_nothing_to_hold(claimed):
-    assert claimed.writer_done("a", written=True) == []
+    assert claimed.writer_done("a", WRITER, written=True) == []
     assert claimed.request_finished("r") == [DeleteJob(9), *withdrawn(Outcome.CANCELLED)]
 
 
 def test_a_writer_that_has_written_may_leave(claimed):
-    claimed.writer_done("a", written=True)
+    claimed.writer_done("a", WRITER, written=True)
     claimed.writer_gone(WRITER, now=2.0)
     assert claimed.tick(2.0 + LEAVING + GRACE) == []
     assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
@@ -245,7 +245,7 @@ def test_a_lost_writer_whose_loss_is_noticed_very_late(claimed):
 
 def test_a_writer_that_said_it_is_done_before_it_counts_as_lost(claimed):
     claimed.writer_gone(WRITER, now=2.0)
-    claimed.writer_done("a", written=True)
+    claimed.writer_done("a", WRITER, written=True)
     assert claimed.tick(2.0 + LEAVING + GRACE) == []
     assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
 
@@ -285,7 +285,7 @@ def test_nobody_waits_for_a_silent_writer_but_its_blocks_stay(claimed):
     assert claimed.state("b") is State.CLAIMED
     assert claimed.claim("a", WRITER, now=2.0) == Refusal("withdrawn")
     assert claimed.tick(2.0 + LEAVING + GRACE) == []
-    assert claimed.writer_done("a", written=True) == [Release("a")]
+    assert claimed.writer_done("a", WRITER, written=True) == [Release("a")]
 
 
 def test_a_silent_writer_that_turns_out_to_be_dead_releases_after_the_grace(claimed):
@@ -296,7 +296,7 @@ def test_a_silent_writer_that_turns_out_to_be_dead_releases_after_the_grace(clai
 
 
 def test_a_silent_writer_that_has_written_is_not_needed_any_more(claimed):
-    claimed.writer_done("a", written=True)
+    claimed.writer_done("a", WRITER, written=True)
     assert claimed.writer_silent(WRITER) == []
     assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
 
@@ -307,13 +307,22 @@ def test_silence_does_not_touch_what_is_queued_nor_forbid_a_claim(queued):
     assert queued.writer_silent(WRITER) == held(Outcome.WRITER_SILENT)
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_nobody_but_the_writer_says_that_it_is_done(claimed, written):
+    assert claimed.writer_done("a", OTHER, written=written) == []
+    assert claimed.writer_done("a", 0, written=written) == []
+    claimed.request_finished("r")
+    assert claimed.writer_done("a", OTHER, written=written) == []
+    assert claimed.writer_done("a", WRITER, written=written) == [Release("a")]
+
+
 # QUARANTINED
 
 
 @pytest.mark.parametrize("written", [True, False])
 def test_the_writer_s_word_releases(quarantined, written):
-    assert quarantined.writer_done("a", written=written) == [Release("a")]
-    assert quarantined.writer_done("a", written=written) == []
+    assert quarantined.writer_done("a", WRITER, written=written) == [Release("a")]
+    assert quarantined.writer_done("a", WRITER, written=written) == []
 
 
 def test_a_late_commit_and_a_late_end_change_nothing(quarantined):
@@ -338,7 +347,7 @@ def test_a_cancelled_writer_that_stays_is_not_cut_short(quarantined):
 
 def test_a_gone_writer_s_own_word_releases_earlier(quarantined):
     quarantined.writer_gone(WRITER, now=5.0)
-    assert quarantined.writer_done("a", written=False) == [Release("a")]
+    assert quarantined.writer_done("a", WRITER, written=False) == [Release("a")]
     assert quarantined.tick(5.0 + LEAVING + GRACE) == []
 
 
@@ -495,7 +504,13 @@ class LedgerMachine(RuleBasedStateMachine):
         fact = self.pick(which)
         if fact.writer is not None:
             fact.writer_ended = True
-            self.apply(self.ledger.writer_done(fact.attempt, written=written))
+            self.apply(self.ledger.writer_done(fact.attempt, fact.writer, written=written))
+
+    @rule(which=YOUNG, whose=YOUNG, written=st.booleans())
+    def stranger_done(self, which, whose, written):
+        fact, writer = self.pick(which), self.writers[whose]
+        if fact.writer not in (None, writer):
+            assert self.ledger.writer_done(fact.attempt, writer, written=written) == []
 
     @rule(whose=YOUNG)
     def writer_back(self, whose):

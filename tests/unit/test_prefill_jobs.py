@@ -13,7 +13,7 @@ from dynamo_lite.components import prefill_jobs
 from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode, encode_json
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DynamoLiteError, IncompatiblePeer, Refused
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
@@ -24,8 +24,14 @@ from dynamo_lite.protocol.prefill import (
     WriterDone,
     decode_claim,
     decode_writer_done,
+    seal,
 )
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.protocol.records import (
+    EngineMetadata,
+    KvRegion,
+    RankMetadata,
+    encode_engine,
+)
 from dynamo_lite.queue.base import Job, QueueConfig
 from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
@@ -60,7 +66,12 @@ def job(attempt: str = "a1", **changes: Any) -> RemotePrefillRequest:
         "block_ids": [5, 6],
         "deadline": time.time() + 60,
     }
-    return RemotePrefillRequest(**{**fields, **changes})
+    return seal(RemotePrefillRequest(**{**fields, **changes}))
+
+
+def short(attempt: str) -> str:
+    """The attempt's name before its job was sealed."""
+    return attempt.rpartition("-")[0] or attempt
 
 
 class NotedJob:
@@ -107,18 +118,18 @@ class ScriptedEngine:
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
         assert target.engine_id == job.engine_id
-        self.attempts.append(job.attempt)
+        self.attempts.append(short(job.attempt))
         if self.raises is not None:
             raise self.raises
-        end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
+        end = self.ends[short(job.attempt)] = asyncio.get_running_loop().create_future()
         if not self.holds:
             end.set_result("written")
         return AttemptOutcome(job.attempt, await end)
 
     async def abandon(self, attempt: str) -> None:
-        self.abandoned.append(attempt)
-        if attempt in self.ends:
-            self.ends[attempt].set_result("abandoned")
+        self.abandoned.append(short(attempt))
+        if short(attempt) in self.ends:
+            self.ends[short(attempt)].set_result("abandoned")
 
 
 class Rig:
@@ -152,7 +163,8 @@ class Rig:
 
     @property
     def told(self) -> list[tuple[str, str]]:
-        return [(done.attempt, done.outcome) for done in self.done]
+        assert all(done.writer_lease_id == LEASE for done in self.done)
+        return [(short(done.attempt), done.outcome) for done in self.done]
 
     def counted(self, outcome: str) -> float:
         labels = {"outcome": outcome}
@@ -186,7 +198,7 @@ async def working(
     """ack_wait_s: what the worker believes. redeliver_s: what the broker does."""
     rig = Rig(ack_wait_s=ack_wait_s, redeliver_s=redeliver_s)
     serve = rig.messaging.serve
-    await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_json(metadata()))
+    await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(metadata()))
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         await enter(rig.queue)
@@ -221,6 +233,7 @@ def metadata() -> EngineMetadata:
 
 async def cancel(rig: Rig, attempt: str) -> None:
     subject = names.cancel_subject(NAMESPACE, LEASE)
+    attempt = next((a for a in rig.jobs.working if short(a) == attempt), attempt)
     await rig.messaging.publish(subject, encode(CancelAttempt(attempt=attempt, engine_id=ENGINE)))
 
 
@@ -231,7 +244,7 @@ async def test_a_written_job_is_claimed_told_and_acknowledged():
     async with working() as rig:
         await rig.push(job())
         await rig.answered("ack")
-        assert rig.claims == [Claim(attempt="a1", writer_lease_id=LEASE)]
+        assert rig.claims == [Claim(attempt=job().attempt, writer_lease_id=LEASE)]
         assert rig.told == [("a1", "written")]
         assert await rig.total() == 0
         assert rig.counted("written") == 1

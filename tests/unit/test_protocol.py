@@ -48,6 +48,7 @@ from dynamo_lite.protocol.records import (
     EndpointRecord,
     EndpointTransport,
     EngineMetadata,
+    EngineRecord,
     KvRegion,
     RankMetadata,
 )
@@ -252,9 +253,9 @@ GOLDEN = [
         b"\x83\xa4type\xacClaimRefused\xa6reason\xa9withdrawn\xa9elsewhere\xc2",
     ),
     (
-        WriterDone(attempt="a1", outcome="failed", detail="why"),
+        WriterDone(attempt="a1", outcome="failed", detail="why", writer_lease_id=31),
         prefill.decode_writer_done,
-        b"\x83\xa7attempt\xa2a1\xa7outcome\xa6failed\xa6detail\xa3why",
+        b"\x84\xa7attempt\xa2a1\xa7outcome\xa6failed\xa6detail\xa3why\xafwriter_lease_id\x1f",
     ),
     (
         WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0),
@@ -320,6 +321,10 @@ RECORDS = [
         ),
         b'{"component":"PrefillWorker","endpoint":"prefill","namespace":"dynamo","lease_id":31,'
         b'"transport":{"nats_tcp":"s"}}',
+    ),
+    (
+        EngineRecord(checksum="00ff", metadata=msgspec.Raw(b'{"engine_id":"e1"}')),
+        b'{"checksum":"00ff","metadata":{"engine_id":"e1"}}',
     ),
 ]
 

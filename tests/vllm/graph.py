@@ -21,7 +21,7 @@ from dynamo_lite.engine.vllm.args import engine_flags
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
-from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata
+from dynamo_lite.protocol.records import EndpointRecord, decode_engine
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.serve.config import resolve
@@ -244,7 +244,7 @@ class Graph(Command):
         """How the decode engines' blocks stand, asked from the engines themselves."""
         async with EtcdStore(self.etcd_url) as store:
             found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
-        engines = [decode_json(value, EngineMetadata).engine_id for value in found.values()]
+        engines = [decode_engine(value).engine_id for value in found.values()]
         async with NatsMessaging(self.nats_url) as messaging:
             subjects = [names.describe_subject(NAMESPACE, engine) for engine in engines]
             replies = [await messaging.request(s, b"", timeout_s=5.0) for s in subjects]

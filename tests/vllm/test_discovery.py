@@ -66,9 +66,9 @@ def test_etcdctl_shows_every_endpoint_under_its_lease(disagg: Graph):
 def test_etcdctl_shows_the_nixl_metadata(disagg: Graph):
     """The decode engine's memory; prefill engines are not written into."""
     metadata = [v for k, v in listing(disagg).items() if k.startswith("dynamo/nixl_metadata/")]
-    assert len(metadata) == 1
-    assert f"{metadata[0]['lease_id']:x}" == disagg.process("VllmWorker").lease
-    assert metadata[0]["num_blocks"] > 0 and len(metadata[0]["ranks"]) == 1
+    (engine,) = [record["metadata"] for record in metadata]
+    assert f"{engine['lease_id']:x}" == disagg.process("VllmWorker").lease
+    assert engine["num_blocks"] > 0 and len(engine["ranks"]) == 1
 
 
 def test_the_leases_are_the_ones_that_etcd_knows(disagg: Graph):

@@ -16,7 +16,13 @@ import pytest
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.generate import GenerateRequest, Hello
-from dynamo_lite.protocol.prefill import CancelAttempt, Claim, RemotePrefillRequest, WriterDone
+from dynamo_lite.protocol.prefill import (
+    CancelAttempt,
+    Claim,
+    RemotePrefillRequest,
+    WriterDone,
+    seal,
+)
 from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.runtime.stream import parse_address
 from tests.vllm.asking import ask, assert_same, prompt_ids
@@ -204,6 +210,7 @@ async def test_wrong_messages_on_the_subjects(disagg: Graph, reference: PlainSer
         deadline=time.time() + 30,
     )
     strange = msgspec.structs.replace(job, engine_id="no-such-engine", attempt="other")
+    later = msgspec.structs.replace(job, wire_version=99)
     bytes_before = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total")
     async with NatsMessaging(disagg.nats_url) as messaging:
         for message in (
@@ -222,7 +229,7 @@ async def test_wrong_messages_on_the_subjects(disagg: Graph, reference: PlainSer
         await messaging.publish(names.writer_done_subject(NAMESPACE, engine), encode(done))
         cancel = CancelAttempt(attempt="forged", engine_id=engine)
         await messaging.publish(names.cancel_subject(NAMESPACE, writer), encode(cancel))
-        for message in (job, strange, msgspec.structs.replace(job, wire_version=99)):
+        for message in (job, seal(job), seal(strange), seal(later)):
             await messaging.publish(names.prefill_jobs_subject(NAMESPACE), encode(message))
     await _answers(disagg, reference)
     await disagg.settled(before.free_blocks)

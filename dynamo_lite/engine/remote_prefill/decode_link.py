@@ -181,7 +181,8 @@ class DecodeLinkSession:
         written = done.outcome == "written"
         if not written:
             logger.info("attempt %s: writer says %s: %s", done.attempt, done.outcome, done.detail)
-        await self._settle(lambda ledger: ledger.writer_done(done.attempt, written=written))
+        writer = done.writer_lease_id
+        await self._settle(lambda ledger: ledger.writer_done(done.attempt, writer, written=written))
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()

@@ -39,7 +39,7 @@ from dynamo_lite.policy.instructions import (
     Release,
 )
 from dynamo_lite.policy.ledger import Ledger
-from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, seal
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -174,23 +174,25 @@ class DecodeScheduler:
         first = computed // self._block_size
         end = -(-wanted // self._block_size)
         targets = tuple(block_ids[first:end])
-        attempt = self._new_attempt()
         timeout = self._role.remote_prefill_timeout_s
-        with self._book.lock:
-            self._book.ledger.allocated(request.request_id, attempt, targets, self._now() + timeout)
-        self._step.expect[attempt] = request.request_id
         assert request.prompt_token_ids is not None
-        job = RemotePrefillRequest(
-            engine_id=self._link.engine_id,
-            request_id=request.request_id,
-            attempt=attempt,
-            prompt_token_ids=request.prompt_token_ids[:wanted],
-            num_computed_tokens=computed,
-            block_ids=list(targets),
-            deadline=self._time() + timeout,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
+        job = seal(
+            RemotePrefillRequest(
+                engine_id=self._link.engine_id,
+                request_id=request.request_id,
+                attempt=self._new_attempt(),
+                prompt_token_ids=request.prompt_token_ids[:wanted],
+                num_computed_tokens=computed,
+                block_ids=list(targets),
+                deadline=self._time() + timeout,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
         )
+        attempt, until = job.attempt, self._now() + timeout
+        with self._book.lock:
+            self._book.ledger.allocated(request.request_id, attempt, targets, until)
+        self._step.expect[attempt] = request.request_id
         self._clock.asked(attempt, decided)
         self._asked_at.append(self._now())
         self.bridge.submit(self._net.push(job))
