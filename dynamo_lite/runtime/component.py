@@ -22,6 +22,8 @@ from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
 
 logger = logging.getLogger(__name__)
 
+_RESTORE_PAUSE_S = 0.2
+
 #: Takes one line for the supervisor.
 Report = Callable[[dict[str, Any]], None]
 
@@ -45,7 +47,7 @@ class ProcessSpec:
     etcd_url: str
     state_dir: str
     bind_host: str = "127.0.0.1"
-    lease_ttl_s: float = 10.0
+    lease_ttl_s: float = 30.0
     grace_s: float = 30.0
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     engine_args: list[str] = field(default_factory=list[str])
@@ -103,12 +105,14 @@ class Host:
         self.status_url = ""
         self._report = report
         self._stop = stop
-        self._registered: dict[str, bytes] = {}
+        self._held: dict[str, bytes] = {}
+        self._endpoints: list[str] = []
+        self._guard: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         name = f"{self.spec.namespace}/{self.spec.component}[{self.spec.instance}]"
-        return f"Host({name}, endpoints={len(self._registered)}, tasks={len(self._tasks)})"
+        return f"Host({name}, endpoints={len(self._endpoints)}, tasks={len(self._tasks)})"
 
     async def register(
         self, endpoint: str, *, component: str = "", stream: str | None = None, model: str = ""
@@ -134,18 +138,30 @@ class Host:
             model=model,
         )
         key, value = names.endpoint_key(*name), encode_json(record)
-        await self.store.put(key, value, lease=self.lease)
-        self._registered[key] = value
-        if len(self._registered) == 1:
-            self.spawn(self._guard(key), f"guard {key}")
+        await self.hold(key, value)
+        self._endpoints.append(key)
         return record
 
     async def deregister(self) -> None:
-        """Deletes what was registered; without a store the keys go with the lease."""
-        registered, self._registered = self._registered, {}
+        """Releases the endpoints."""
+        endpoints, self._endpoints = self._endpoints, []
+        await self.release(*endpoints)
+
+    async def hold(self, key: str, value: bytes) -> None:
+        """Puts `key` under the lease, and puts it back when it vanishes under a live one:
+        the store may lose its data. Raises LeaseLost or StoreUnavailable."""
+        await self.store.put(key, value, lease=self.lease)
+        self._held[key] = value
+        if self._guard is None or self._guard.done():
+            self._guard = self.spawn(self._watch_own(key), f"guard {key}")
+
+    async def release(self, *keys: str) -> None:
+        """Deletes held keys; without a store they go with the lease."""
+        for key in keys:
+            self._held.pop(key, None)
         if self.lease.loss is not None:
             return
-        for key in registered:
+        for key in keys:
             try:
                 await self.store.delete(key)
             except StoreUnavailable as exc:
@@ -189,31 +205,39 @@ class Host:
         logger.error("%s failed", task.get_name(), exc_info=exc)
         self.stop(f"{task.get_name()} failed: {exc}", EXIT_OWNED_TASK_FAILED)
 
-    async def _guard(self, key: str) -> None:
+    async def _watch_own(self, key: str) -> None:
         """Watches an own key: its deletion is the first sign of a revoked lease."""
         async with self.store.watch(key) as events:
             async for event in events:
-                if not self._registered:
+                if key not in self._held:
                     return
                 if _shows_absent(event, key) and not await self._restore():
                     return
 
     async def _restore(self) -> bool:
-        """Puts deleted keys back if the lease is still held. Whether to go on guarding."""
-        if await self.lease.verify() is not None:
-            return False
-        logger.warning("an own key was deleted under a live lease; putting it back")
-        try:
-            for key, value in self._registered.items():
+        """Puts vanished keys back while the lease is held. Whether to go on guarding."""
+        while await self.lease.verify() is None:
+            try:
+                await self._put_back()
+                logger.warning("own keys had vanished under a live lease, and were put back")
+                return True
+            except LeaseLost as exc:
+                # A revocation deletes the keys before the lease, and the first look fell
+                # in between: look again, or it is noticed only by the next keepalive.
+                logger.debug("%s", exc)
+                if await self.lease.verify() is not None:
+                    break
+            except StoreUnavailable as exc:
+                logger.debug("own keys are still to be put back: %s", exc)
+            await asyncio.sleep(_RESTORE_PAUSE_S)
+        return False
+
+    async def _put_back(self) -> None:
+        for key, value in list(self._held.items()):
+            if key in self._held:
                 await self.store.put(key, value, lease=self.lease)
-        except LeaseLost:
-            # A revocation deletes the keys before the lease, and the first look fell
-            # in between: look again, or it is noticed only by the next keepalive.
-            await self.lease.verify()
-            return False
-        except StoreUnavailable as exc:
-            logger.warning("%s", exc)
-        return True
+                if key not in self._held:  # released meanwhile
+                    await self.store.delete(key)
 
 
 def _shows_absent(event: WatchEvent, key: str) -> bool:

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
 from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.host import Host, ProcessSpec, Surroundings, run_process
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.runtime.store import LeaseLoss
+from dynamo_lite.runtime.store import Lease, LeaseLoss, Snapshot
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -215,6 +215,60 @@ async def test_a_deleted_key_is_put_back() -> None:
     assert await run.store.get_prefix("n/") == {}
 
 
+async def hold_another(host: Host) -> None:
+    await host.hold("n/other", b"1")
+
+
+async def test_all_keys_come_back_to_a_store_that_was_wiped() -> None:
+    run = Run(lease_ttl_s=60.0)
+    run.worker.on_start = hold_another
+    exit_code = run.start()
+    await run.until("ready")
+    before = await run.store.get_prefix("n/")
+    assert len(before) == 2
+    async with run.store.watch("n/") as events, asyncio.timeout(5):
+        assert await anext(events) == Snapshot(before)
+        run.store.set_available(False)
+        run.store.wipe()
+        run.store.set_available(True)
+        assert await anext(events) == Snapshot({}, lost_data=True)
+        assert {(await anext(events)).key for _ in before} == set(before)
+    assert await run.store.get_prefix("n/") == before
+    assert run.worker.host
+    await run.worker.host.release("n/other")
+    run.worker.host.stop("enough")
+    assert await exit_code == 0
+    assert await run.store.get_prefix("n/") == {}
+
+
+async def test_keys_come_back_though_the_store_dies_again_meanwhile() -> None:
+    store = Refusing()
+    run = Run(store=store, lease_ttl_s=60.0)
+    exit_code = run.start()
+    await run.until("ready")
+    store.refusals = 2
+    store.wipe()
+    async with asyncio.timeout(5), store.watch("n/") as events:
+        while not await store.get_prefix("n/"):
+            await anext(events)
+    assert store.refusals == 0
+    assert run.worker.host
+    run.worker.host.stop("enough")
+    assert await exit_code == 0
+
+
+class Refusing(MemoryStore):
+    """refusals: how many puts still fail."""
+
+    refusals = 0
+
+    async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise StoreUnavailable("not now")
+        await super().put(key, value, lease=lease)
+
+
 @pytest.mark.parametrize("error", [StartupError("no model"), KeyError("bug")])
 async def test_a_failed_start_exits_1(error: Exception) -> None:
     run = Run()
@@ -348,6 +402,27 @@ async def test_an_etcd_outage_longer_than_the_lease_exits_75(nats_url: str, etcd
     await etcd_server.kill()
     assert (await run.until("draining"))["reason"] == "lease expired"
     assert await exit_code == 75
+
+
+async def test_an_etcd_that_was_wiped_costs_no_process_its_life(nats_url: str, etcd_server) -> None:
+    run = Run(nats_url=nats_url, etcd_url=etcd_server.url, lease_ttl_s=10.0)
+    run.worker.on_start = hold_another
+    exit_code = asyncio.create_task(run_process(run.spec, run.worker, run.reports.put_nowait))
+    await run.until("ready")
+    async with EtcdStore(etcd_server.url) as other:
+        before = await other.get_prefix("n/")
+    await etcd_server.kill()
+    await etcd_server.restart(wiped=True)
+    async with asyncio.timeout(5), EtcdStore(etcd_server.url) as other:
+        async with other.watch("n/") as events:
+            while await other.get_prefix("n/") != before:
+                await anext(events)
+    assert len(before) == 2
+    assert run.worker.host
+    assert run.worker.host.lease.loss is None
+    await run.worker.host.release("n/other")
+    run.worker.host.stop("enough")
+    assert await exit_code == 0
 
 
 async def test_a_second_signal_ends_the_process_at_once() -> None:
