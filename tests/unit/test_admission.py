@@ -1,0 +1,90 @@
+"""Limits on what is in flight, and the counts that they are about."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_lite.policy.admission import Admission, Admitted, Busy, Limits
+
+
+def test_without_limits_everything_is_admitted():
+    admission = Admission(Limits())
+    assert [admission.enter(str(i), 10**9) for i in range(3)] == [
+        Admitted(in_flight=i) for i in (1, 2, 3)
+    ]
+
+
+def test_requests_in_flight_are_limited():
+    admission = Admission(Limits(in_flight=2))
+    for key in ("a", "b"):
+        assert isinstance(admission.enter(key, 1), Admitted)
+    refused = admission.enter("c", 1)
+    assert isinstance(refused, Busy) and "2 requests" in refused.reason
+    assert refused.retry_after_s > 0
+    admission.answered("a")
+    assert isinstance(admission.enter("c", 1), Busy)
+    admission.leave("a")
+    assert isinstance(admission.enter("c", 1), Admitted)
+
+
+def test_prompts_wait_until_their_first_token_or_their_end():
+    admission = Admission(Limits(prompt_tokens=100))
+    assert isinstance(admission.enter("a", 60), Admitted)
+    assert isinstance(admission.enter("b", 41), Busy)
+    assert isinstance(admission.enter("b", 40), Admitted)
+    admission.answered("a")
+    admission.answered("a")
+    assert admission.waiting_tokens == 40
+    admission.leave("b")
+    assert admission.waiting_tokens == 0 and admission.in_flight == 1
+
+
+def test_one_prompt_beyond_the_limit_is_taken_when_no_other_waits():
+    admission = Admission(Limits(prompt_tokens=100))
+    assert isinstance(admission.enter("long", 1000), Admitted)
+    assert isinstance(admission.enter("short", 1), Busy)
+    admission.answered("long")
+    assert isinstance(admission.enter("short", 1), Admitted)
+    assert isinstance(admission.enter("long again", 1000), Busy)
+
+
+def test_what_was_admitted_elsewhere_is_counted_and_not_refused():
+    admission = Admission(Limits(in_flight=1, prompt_tokens=10))
+    assert isinstance(admission.enter("a", 10), Admitted)
+    assert isinstance(admission.enter("moved", 10, promised=True), Admitted)
+    assert (admission.in_flight, admission.waiting_tokens) == (2, 20)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["enter", "answered", "leave"]),
+            st.sampled_from("abcdef"),
+            st.integers(0, 60),
+            st.booleans(),
+        )
+    )
+)
+def test_counts_are_those_of_what_is_in_flight(events: list[tuple[str, str, int, bool]]):
+    admission = Admission(Limits(in_flight=4, prompt_tokens=100))
+    waiting: dict[str, int] = {}
+    keys: set[str] = set()
+    for event, key, size, promised in events:
+        match event:
+            case "enter" if key not in keys:
+                full = len(keys) >= 4 or (waiting and sum(waiting.values()) + size > 100)
+                verdict = admission.enter(key, size, promised=promised)
+                assert isinstance(verdict, Busy) == bool(full and not promised)
+                if isinstance(verdict, Admitted):
+                    keys.add(key)
+                    waiting[key] = size
+            case "answered":
+                admission.answered(key)
+                waiting.pop(key, None)
+            case "leave":
+                admission.leave(key)
+                keys.discard(key)
+                waiting.pop(key, None)
+        assert (admission.in_flight, admission.waiting_tokens) == (
+            len(keys),
+            sum(waiting.values()),
+        )

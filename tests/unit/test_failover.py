@@ -1,0 +1,194 @@
+"""Requests that outlive their workers, in virtual time."""
+
+import asyncio
+
+import pytest
+
+from dynamo_lite.policy.migration import Continue, Plan, Replay, Stay
+from dynamo_lite.protocol.errors import NoResponders, Refused
+from dynamo_lite.protocol.generate import TokenDelta
+from tests.unit.fake_workers import (
+    ANSWER_TOKENS,
+    answer_to,
+    cluster,
+    request_of,
+    rows_of,
+    steps,
+    to_the_end,
+    token,
+)
+from tests.unit.virtual import virtual
+
+CONTINUE = Continue(reason="test")
+REPLAY = Replay(reason="test")
+STAY = Stay(reason="test")
+
+A = request_of("a")
+
+
+@virtual
+async def test_an_answer_without_faults_is_passed_on_as_it_comes():
+    async with cluster() as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        assert fake.workers[1].asked == [A]
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+        assert fake.ends == [("a", "length")]
+
+
+@pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
+@virtual
+async def test_a_killed_worker_s_request_goes_on_exactly(plan: Plan):
+    async with cluster() as (fake, client):
+        fake.workers[2].tokens_per_step = 2  # the border lies within a delta
+        await client.submit(A, movable=plan)
+        await steps(3)
+        fake.kill(1)
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+        assert fake.ends == [("a", "length")]
+        (again,) = fake.workers[2].asked
+        assert again.moved and again.request_id != "a"
+        assert again.output_token_ids == (answer_to(A)[:3] if plan is CONTINUE else [])
+        assert client.stats.moved == {"continue" if plan is CONTINUE else "replay": 1}
+        assert fake.running() == {}
+
+
+@pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
+@virtual
+async def test_what_is_said_once_per_request_is_told_once(plan: Plan):
+    async with cluster() as (fake, client):
+        fake.workers[2].tokens_per_step = 2
+        await client.submit(A, movable=plan)
+        await steps(3)
+        fake.kill(1)
+        await to_the_end(client)
+        deltas = fake.deltas["a"]
+        assert [d.prefill is not None for d in deltas] == [True] + [False] * (len(deltas) - 1)
+        assert [d for d in deltas if d.prompt_logprobs is not None] == deltas[:1]
+        for delta in deltas:
+            assert delta.logprobs == rows_of(delta.token_ids)
+
+
+@virtual
+async def test_a_request_lost_before_any_token_is_sent_again_whatever_its_plan():
+    async with cluster() as (fake, client):
+        await client.submit(A, movable=STAY)
+        fake.kill(1)
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+        assert client.stats.moved == {"fresh": 1}
+
+
+@virtual
+async def test_a_request_that_cannot_move_ends_with_the_reason():
+    async with cluster() as (fake, client):
+        await client.submit(A, movable=STAY)
+        await steps(1)
+        fake.kill(1)
+        assert fake.ends == [("a", "WorkerLost")]
+        assert "connection lost" in str(fake.errors["a"]) and "test" in str(fake.errors["a"])
+        assert client.in_flight == 0 and client.stats.lost == 1
+
+
+@pytest.mark.parametrize("answer_tokens", [2, ANSWER_TOKENS])
+@virtual
+async def test_a_repetition_that_differs_or_ends_early_is_not_passed_on(answer_tokens: int):
+    async with cluster() as (fake, client):
+        fake.workers[2].own_tokens = answer_tokens == ANSWER_TOKENS
+        fake.workers[2].answer_tokens = answer_tokens
+        await client.submit(A, movable=REPLAY)
+        await steps(3)
+        fake.kill(1)
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)[:3]
+        assert fake.ends == [("a", "WorkerLost")]
+        assert "repeated" in str(fake.errors["a"])
+        assert fake.running() == {}
+
+
+@virtual
+async def test_lost_again_and_again_up_to_a_limit():
+    async with cluster(max_moves=2) as (fake, client):
+        await client.submit(A, movable=REPLAY)
+        for lease_id in (1, 2, 1):
+            await steps(2)
+            fake.start(3 - lease_id)
+            fake.kill(lease_id)
+        assert fake.ends == [("a", "WorkerLost")]
+        assert "2 times" in str(fake.errors["a"])
+        assert fake.tokens("a") == answer_to(A)[:2]
+
+
+@virtual
+async def test_without_a_worker_a_lost_request_waits_for_the_next():
+    async with cluster(1) as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        await steps(3)
+        fake.kill(1)
+        await asyncio.sleep(10)
+        assert fake.ends == []
+        fake.start(1)
+        await asyncio.sleep(0)
+        assert fake.running() == {1: ["a~1"]}
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+
+
+@virtual
+async def test_a_lost_request_does_not_wait_for_ever():
+    async with cluster(1, move_wait_s=15.0) as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        await steps(3)
+        fake.kill(1)
+        await asyncio.sleep(14.9)
+        assert fake.ends == []
+        await asyncio.sleep(0.2)
+        assert fake.ends == [("a", "WorkerLost")]
+        assert client.in_flight == 0
+
+
+@virtual
+async def test_a_move_asks_the_busy_and_the_lost_one_again():
+    async with cluster() as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        fake.workers[2].refusal = Refused("full", elsewhere=True, busy=True)
+        client.take_lost(["a"], "cut")  # it is alive: its own connection broke
+        fake.workers[1].running.clear()
+        await steps(0)
+        assert [r.request_id for r in fake.workers[1].asked] == ["a", "a~2"]
+        assert [r.request_id for r in fake.workers[2].asked] == ["a~1"]
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+
+
+@virtual
+async def test_a_worker_that_wakes_up_disturbs_nobody():
+    async with cluster() as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        await steps(3)
+        fake.workers[1].frozen = True
+        fake.workers[1].own_tokens = True
+        fake.drop(fake.members()[0], "silent")
+        await steps(1)
+        fake.thaw(1)
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+        assert fake.ends == [("a", "length")]
+
+
+@virtual
+async def test_a_loss_before_the_answer_to_the_request():
+    """Deltas and losses travel faster than the acceptance."""
+    async with cluster() as (fake, client):
+        fake.workers[1].accepts_after_s = 0.5
+        submitting = asyncio.create_task(client.submit(A, movable=CONTINUE))
+        await asyncio.sleep(0.1)
+        client.take_deltas([first := TokenDelta(request_id="a", token_ids=[token(A, 0)])])
+        client.take_lost(["a"], "cut")
+        fake.workers[1].refusal = NoResponders("gone")
+        await submitting
+        await to_the_end(client)
+        assert fake.deltas["a"][0] == first
+        assert fake.tokens("a") == answer_to(A)
+        assert [r.request_id for r in fake.workers[2].asked] == ["a~1"]

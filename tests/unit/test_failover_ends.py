@@ -1,0 +1,221 @@
+"""Who is asked, what is held, and how requests end before their answer does."""
+
+import asyncio
+
+import pytest
+
+from dynamo_lite.policy.migration import Continue
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    NoResponders,
+    NoWorkers,
+    Overloaded,
+    Refused,
+    Unavailable,
+)
+from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.runtime.generate import MAX_REQUEST_ID
+from tests.unit.fake_workers import answer_to, cluster, request_of, steps, to_the_end
+from tests.unit.virtual import virtual
+
+CONTINUE = Continue(reason="test")
+
+A = request_of("a")
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# Asking
+
+
+@virtual
+async def test_each_worker_is_asked_at_most_once():
+    async with cluster(3) as (fake, client):
+        fake.workers[1].dead = True
+        fake.workers[2].refusal = DeadlineExceeded("request", 5.0)
+        fake.workers[3].refusal = Refused("draining", elsewhere=True)
+        with pytest.raises(Unavailable, match="draining"):
+            await client.submit(A, movable=CONTINUE)
+        assert [len(w.asked) for w in fake.workers.values()] == [1, 1, 1]
+        assert client.in_flight == 0
+        fake.workers[2].refusal = None
+        await client.submit(A, movable=CONTINUE)
+
+
+@virtual
+async def test_busy_workers_are_overload_with_the_shortest_wait():
+    async with cluster(3) as (fake, client):
+        for lease_id, retry_after_s in ((1, 4.0), (2, 2.0)):
+            fake.workers[lease_id].refusal = Refused(
+                "full", elsewhere=True, busy=True, retry_after_s=retry_after_s
+            )
+        fake.workers[3].dead = True
+        with pytest.raises(Overloaded, match="full") as caught:
+            await client.submit(A, movable=CONTINUE)
+        assert caught.value.retry_after_s == 2.0
+
+
+@virtual
+async def test_what_no_worker_would_take_is_asked_once():
+    async with cluster() as (fake, client):
+        fake.workers[1].refusal = Refused("too long", elsewhere=False)
+        with pytest.raises(Refused, match="too long"):
+            await client.submit(A, movable=CONTINUE)
+        assert fake.workers[2].asked == []
+        fake.workers[1].listed = fake.workers[2].listed = False
+        with pytest.raises(NoWorkers):
+            await client.submit(A, movable=CONTINUE)
+        with pytest.raises(Refused, match="240"):
+            await client.submit(request_of("x" * (MAX_REQUEST_ID + 1)), movable=CONTINUE)
+
+
+@virtual
+async def test_no_two_requests_share_an_id_on_the_wire():
+    async with cluster() as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        await client.submit(B := request_of("a~1"), movable=CONTINUE)
+        with pytest.raises(Refused, match="runs"):
+            await client.submit(A, movable=CONTINUE)
+        await steps(2)
+        fake.kill(1)
+        await to_the_end(client)
+        assert (fake.tokens("a"), fake.tokens("a~1")) == (answer_to(A), answer_to(B))
+
+
+# The broker is away
+
+
+@virtual
+async def test_requests_are_held_until_the_broker_and_the_workers_are_back():
+    async with cluster(hold_s=30.0) as (fake, client):
+        fake.messaging.set_connected(False)
+        submitting = asyncio.create_task(client.submit(A, movable=CONTINUE))
+        await asyncio.sleep(20)
+        for worker in fake.workers.values():
+            worker.refusal = NoResponders("not subscribed yet")
+        fake.messaging.set_connected(True)
+        await asyncio.sleep(1)
+        assert not submitting.done()
+        for worker in fake.workers.values():
+            worker.refusal = None
+        await asyncio.wait_for(submitting, 1.5)
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+
+
+@virtual
+async def test_requests_are_not_held_for_ever():
+    async with cluster(hold_s=30.0) as (fake, client):
+        fake.messaging.set_connected(False)
+        began = now()
+        with pytest.raises(BrokerUnavailable):
+            await client.submit(A, movable=CONTINUE)
+        assert now() - began == pytest.approx(30.0)
+        assert client.in_flight == 0
+
+
+@virtual
+async def test_a_loss_while_the_broker_is_away_waits_for_it():
+    async with cluster(hold_s=30.0, move_wait_s=5.0) as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        await steps(2)
+        fake.messaging.set_connected(False)
+        fake.kill(1)
+        await asyncio.sleep(20)
+        assert fake.ends == []
+        fake.messaging.set_connected(True)
+        await to_the_end(client)
+        assert fake.tokens("a") == answer_to(A)
+
+
+# Deadlines and aborts
+
+
+@virtual
+async def test_a_deadline_ends_the_request_here_and_at_its_worker():
+    async with cluster() as (fake, client):
+        began = now()
+        await client.submit(request_of("a", timeout_s=3.5), movable=CONTINUE)
+        assert fake.workers[1].asked[0].timeout_s == pytest.approx(3.5)
+        await steps(2)
+        fake.kill(1)
+        await asyncio.sleep(0)
+        assert fake.workers[2].asked[0].timeout_s == pytest.approx(1.0)
+        while not fake.ends:
+            await asyncio.sleep(0.01)
+        assert now() - began == pytest.approx(3.5, abs=0.02)
+        assert fake.ends == [("a", "DeadlineExceeded")]
+        await steps(2)
+        assert fake.running() == {} and client.stats.expired == 1
+        assert fake.tokens("a") == answer_to(A)[:2]
+
+
+@pytest.mark.parametrize("fault", ["held", "slow", "over"])
+@virtual
+async def test_a_deadline_before_any_worker_took_it(fault: str):
+    async with cluster() as (fake, client):
+        fake.messaging.set_connected(fault != "held")
+        fake.workers[1].accepts_after_s = 10.0
+        began = now()
+        timeout_s = 0.0 if fault == "over" else 3.0
+        with pytest.raises(DeadlineExceeded, match="request a"):
+            await client.submit(request_of("a", timeout_s=timeout_s), movable=CONTINUE)
+        assert now() - began == pytest.approx(timeout_s)
+        assert client.in_flight == 0 and fake.ends == [] and client.stats.expired == 1
+        assert bool(fake.workers[1].asked) == (fault != "over")
+
+
+@virtual
+async def test_a_worker_s_own_deadline_is_told_as_one():
+    async with cluster() as (fake, client):
+        await client.submit(request_of("a", timeout_s=2.0), movable=CONTINUE)
+        await asyncio.sleep(1.95)
+        client.take_deltas([TokenDelta(request_id="a", token_ids=[], finish_reason="abort")])
+        assert fake.ends == [("a", "DeadlineExceeded")]
+
+
+@pytest.mark.parametrize("where", ["running", "waiting", "sending", "held"])
+@virtual
+async def test_an_abort_ends_it_wherever_it_is(where: str):
+    async with cluster(1) as (fake, client):
+        if where == "held":
+            fake.messaging.set_connected(False)
+        submitting = asyncio.create_task(client.submit(A, movable=CONTINUE))
+        await steps(2)
+        if where in ("waiting", "sending"):
+            fake.kill(1)
+        if where == "sending":
+            fake.start(1)
+            fake.workers[1].accepts_after_s = 1.0
+        await steps(0)
+        await client.abort(["a", "unknown"])
+        assert client.in_flight == 0
+        await asyncio.sleep(0)
+        await submitting
+        told = len(fake.deltas.get("a", []))
+        fake.messaging.set_connected(True)
+        fake.start(2)
+        await asyncio.sleep(60)
+        assert fake.ends == [] and fake.errors == {}
+        assert len(fake.deltas.get("a", [])) == told
+        assert fake.running() == {}
+
+
+@virtual
+async def test_closing_ends_moves_and_held_requests():
+    async with cluster(1) as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        fake.kill(1)
+        fake.messaging.set_connected(False)
+        fake.start(2)
+        held = asyncio.create_task(client.submit(request_of("b"), movable=CONTINUE))
+        await asyncio.sleep(1)
+        await client.aclose()
+        with pytest.raises(Unavailable, match="closed"):
+            await held
+        assert client.in_flight == 0 and fake.ends == []
+        with pytest.raises(Unavailable, match="closed"):
+            await client.submit(A, movable=CONTINUE)

@@ -1,0 +1,26 @@
+"""How a request may go on elsewhere, from what is known of its sampling."""
+
+import pytest
+
+from dynamo_lite.policy.migration import Continue, Replay, SamplingFacts, Stay, plan
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind"),
+    [
+        (SamplingFacts(greedy=True), Continue),
+        (SamplingFacts(greedy=True, seeded=True), Continue),
+        (SamplingFacts(greedy=True, history_dependent=True), Replay),
+        (SamplingFacts(greedy=True, grammar=True), Replay),
+        (SamplingFacts(seeded=True), Replay),
+        (SamplingFacts(seeded=True, history_dependent=True, grammar=True), Replay),
+        (SamplingFacts(), Continue),
+        (SamplingFacts(history_dependent=True), Continue),
+        (SamplingFacts(grammar=True), Stay),
+        (SamplingFacts(grammar=True, history_dependent=True), Stay),
+    ],
+)
+def test_the_plan_and_its_reason(facts: SamplingFacts, kind: type):
+    made = plan(facts)
+    assert isinstance(made, kind)
+    assert made.reason
