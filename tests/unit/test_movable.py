@@ -1,0 +1,68 @@
+"""Which vLLM sampling parameters can go on elsewhere, and how."""
+
+import pytest
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+from dynamo_lite.engine.vllm.movable import facts, movable
+from dynamo_lite.policy.migration import Continue, Replay, Stay
+
+GRAMMAR = StructuredOutputsParams(json={"type": "object"})
+
+
+def bad_words(*words: list[int]) -> SamplingParams:
+    params = SamplingParams(temperature=0, bad_words=["x"] * len(words))
+    params._bad_words_token_ids = list(words)
+    return params
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        (SamplingParams(temperature=0), Continue),
+        (SamplingParams(temperature=0, seed=7), Continue),
+        (SamplingParams(temperature=0, logprobs=3, prompt_logprobs=2, min_tokens=4), Continue),
+        (SamplingParams(temperature=0, logit_bias={3: 1.0}, allowed_token_ids=[3]), Continue),
+        (SamplingParams(temperature=0, stop=["x"], stop_token_ids=[9]), Continue),
+        # Prompt and output count alike.
+        (SamplingParams(temperature=0, repetition_penalty=1.2), Continue),
+        (bad_words([5], [6]), Continue),
+        (SamplingParams(temperature=1), Continue),
+        (SamplingParams(temperature=1, presence_penalty=0.5), Continue),
+        (SamplingParams(temperature=0, presence_penalty=0.5), Replay),
+        (SamplingParams(temperature=0, frequency_penalty=-0.5), Replay),
+        (bad_words([5], [6, 7]), Replay),
+        (SamplingParams(temperature=0, bad_words=["not tokenised"]), Replay),
+        (SamplingParams(temperature=0, structured_outputs=GRAMMAR), Replay),
+        (SamplingParams(temperature=0, thinking_token_budget=5), Replay),
+        (
+            SamplingParams(
+                temperature=0,
+                repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_count=2),
+            ),
+            Replay,
+        ),
+        (SamplingParams(temperature=0, extra_args={"mine": 1}), Replay),
+        (SamplingParams(temperature=0.8, seed=7), Replay),
+        (SamplingParams(temperature=0.8, seed=7, structured_outputs=GRAMMAR), Replay),
+        (SamplingParams(temperature=0.8, structured_outputs=GRAMMAR), Stay),
+    ],
+    ids=str,
+)
+def test_how_a_request_goes_on(params: SamplingParams, kind: type):
+    assert isinstance(movable(params), kind), facts(params)
+
+
+def test_each_of_several_choices_has_a_seed_of_its_own():
+    """vLLM gives child i of a seeded request the seed plus i: each replays by itself."""
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    from tests.unit.test_requests import core_request
+
+    parent = ParentRequest(core_request(SamplingParams(temperature=1, n=3, seed=7)))
+    children = [parent.get_child_info(index)[1] for index in range(3)]
+    assert [child.seed for child in children] == [7, 8, 9]
+    assert all(isinstance(movable(child), Replay) for child in children)

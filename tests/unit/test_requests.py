@@ -1,0 +1,119 @@
+"""vLLM's requests to messages and back: what an engine is given after a move."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from vllm import SamplingParams
+from vllm.config import ModelConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
+
+from dynamo_lite.engine.vllm.requests import generate_request, generation
+from dynamo_lite.policy.migration import Continue
+from dynamo_lite.protocol.errors import Refused
+from dynamo_lite.protocol.generate import GenerateRequest
+
+MAX_MODEL_LEN = 64
+
+MODEL = cast(
+    "ModelConfig",
+    SimpleNamespace(
+        max_model_len=MAX_MODEL_LEN,
+        max_logprobs=20,
+        logits_processors=None,
+        is_diffusion=False,
+        get_vocab_size=lambda: 100,
+    ),
+)
+
+
+def core_request(params: SamplingParams, **other: Any) -> EngineCoreRequest:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "external_req_id": "r",
+        "prompt_token_ids": [1, 2, 3],
+        "mm_features": None,
+        "sampling_params": params,
+        "pooling_params": None,
+        "arrival_time": 5.0,
+        "lora_request": None,
+        "cache_salt": "salt",
+        "data_parallel_rank": None,
+    }
+    return EngineCoreRequest(**(fields | other))
+
+
+def message(output: list[int] | None = None, **params: Any) -> GenerateRequest:
+    import msgspec
+
+    sent, _ = generate_request(core_request(SamplingParams(**params)), 2.5)
+    return msgspec.structs.replace(sent, output_token_ids=output or [])
+
+
+def test_a_request_arrives_as_it_was():
+    sent, plan = generate_request(core_request(SamplingParams(temperature=0)), 2.5)
+    assert sent.timeout_s == 2.5 and isinstance(plan, Continue)
+    got = generation(sent, MODEL)
+    assert got.prompt_token_ids == [1, 2, 3] and got.cache_salt == "salt"
+    assert got.sampling_params == SamplingParams(temperature=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling_params": None},
+        {"mm_features": [object()]},
+        {"lora_request": object()},
+        {"resumable": True},
+        {"request_id": "x" * 250},
+    ],
+    ids=str,
+)
+def test_what_cannot_travel_is_the_clients_mistake(changes: dict[str, Any]):
+    request = core_request(SamplingParams(), **changes)
+    with pytest.raises(VLLMValidationError):
+        generate_request(request, None)
+
+
+def test_generated_tokens_go_into_the_prompt_and_out_of_the_limits():
+    got = generation(message([4, 5], max_tokens=10, min_tokens=6, temperature=0), MODEL)
+    assert got.prompt_token_ids == [1, 2, 3, 4, 5]
+    assert (got.params.max_tokens, got.params.min_tokens) == (8, 4)
+    got = generation(message([4, 5], max_tokens=10, min_tokens=1, temperature=0), MODEL)
+    assert got.params.min_tokens == 0
+
+
+def test_without_a_limit_the_models_length_is_it():
+    got = generation(message([4, 5], max_tokens=None), MODEL)
+    assert got.params.max_tokens == MAX_MODEL_LEN - 5
+
+
+def test_what_was_asked_about_the_prompt_is_not_asked_again():
+    fresh = generation(message(prompt_logprobs=2, logprobs=3), MODEL).params
+    assert (fresh.prompt_logprobs, fresh.skip_reading_prefix_cache) == (2, True)
+    moved = generation(message([4], prompt_logprobs=2, logprobs=3), MODEL).params
+    assert (moved.prompt_logprobs, moved.skip_reading_prefix_cache) == (None, False)
+    assert moved.logprobs == 3
+
+
+@pytest.mark.parametrize(
+    ("output", "max_tokens", "words"),
+    [
+        ([4, 5], 2, "all 2 tokens are there"),
+        ([4] * (MAX_MODEL_LEN - 3), 100, "this model takes"),
+        ([100], 10, "vocabulary"),
+    ],
+)
+def test_output_that_leaves_nothing_to_do_is_refused(output, max_tokens, words):
+    with pytest.raises(Refused, match=words) as refused:
+        generation(message(output, max_tokens=max_tokens), MODEL)
+    assert not refused.value.elsewhere
+
+
+def test_output_without_a_prompt_is_refused():
+    import msgspec
+
+    forged = msgspec.structs.replace(message([4]), prompt_token_ids=[])
+    with pytest.raises(Refused, match="prompt of 0 tokens"):
+        generation(forged, MODEL)
