@@ -11,6 +11,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError, Refused
 from tests.unit.fake_workers import (
     ANSWER_TOKENS,
     FakeWorkers,
+    Worker,
     answer_to,
     cluster,
     record,
