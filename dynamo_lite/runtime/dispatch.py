@@ -27,6 +27,11 @@ class Dispatcher:
     def __repr__(self) -> str:
         return f"Dispatcher({self._subject!r}, running={len(self._tasks)})"
 
+    @property
+    def full(self) -> bool:
+        """Whether `submit` would wait."""
+        return self._slots.locked()
+
     async def submit(self, payload: bytes, reply: Reply | None) -> None:
         """Starts the handler on `payload`; waits while `limit` handlers run."""
         await self._slots.acquire()

@@ -106,7 +106,7 @@ class End:
 
     def reconsider(self) -> None:
         """Who reaches whom has changed, or who is paused."""
-        cut = self.network.is_cut(self.process.name, self.peer.process.name)
+        cut = self.network.is_cut(self.process.host, self.peer.process.host)
         if not cut and self._held:
             self._flush()
         if not self.is_open:
@@ -124,7 +124,7 @@ class End:
 
     def _send(self, item: Any) -> None:
         network, peer = self.network, self.peer
-        if self._held or network.is_cut(self.process.name, peer.process.name):
+        if self._held or network.is_cut(self.process.host, peer.process.host):
             self._held.append(item)
             return
         arrival = network.loop.time() + network.delay_s()
@@ -137,7 +137,7 @@ class End:
     def _send_late(self, item: Any) -> None:
         """Out of order; lost when cut off."""
         network, peer = self.network, self.peer
-        if self.is_open and not network.is_cut(self.process.name, peer.process.name):
+        if self.is_open and not network.is_cut(self.process.host, peer.process.host):
             delay_s = network.delay_s() + _REORDER_S * network.random()
             network.loop.call_later(delay_s, peer._arrive, item, context=peer.context)
 

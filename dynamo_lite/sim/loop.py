@@ -117,13 +117,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.tasks_made = 0
         self.cancelled_timers = 0
         self._now = START_S
+        self._wall_jumps: dict[str, float] = {}
         self._timers: list[tuple[float, int, SimHandle]] = []
         self._timer_number = 0
         self._processes: dict[str, SimProcess] = {}
         self._graves: list[Any] = []
         self._handles_at_instant = 0
         self._active: list[SimProcess] = []  # running, and something is ready
-        self._world = SimProcess(self, "world", 0, EPOCH_S - START_S)
+        self._world = SimProcess(self, "world", 0, "world")
         self._collecting = gc.isenabled()
         gc.disable()
         self.set_exception_handler(_note_failure)
@@ -134,13 +135,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add_process(self, name: str) -> SimProcess:
-        """The next incarnation of `name`; the one before must be dead."""
+    def add_process(self, name: str, *, host: str = "") -> SimProcess:
+        """The next incarnation of `name`; the one before must be dead.
+
+        host: where it runs; a host of its own, called as itself, when empty.
+        """
         former = self._processes.get(name)
         if former is not None and not former.dead:
             raise ValueError(f"{former} is still there")
         incarnation = former.incarnation + 1 if former else 1
-        process = SimProcess(self, name, incarnation, EPOCH_S - START_S)
+        process = SimProcess(self, name, incarnation, host or name)
         self._processes[name] = process
         return process
 
@@ -152,6 +156,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def current_process(self) -> SimProcess:
         """Whose code is running; the process "world" outside of all others."""
         return PROCESS.get(self._world)
+
+    def wall(self, host: str) -> float:
+        """Seconds since the epoch, as the clock of `host` shows them."""
+        return self._now - START_S + EPOCH_S + self._wall_jumps.get(host, 0.0)
+
+    def jump_wall(self, host: str, seconds: float) -> None:
+        """Sets the clock of `host` forward, or back; nobody's monotonic time changes."""
+        self._wall_jumps[host] = self._wall_jumps.get(host, 0.0) + seconds
 
     def stream(self, name: str) -> random.Random:
         """A random source of its own, from this loop's seed."""

@@ -1,7 +1,7 @@
 """The network between simulated processes: delays, faults, partitions, connections.
 
-Names are cut off from each other, whatever incarnation bears them; connections and
-messages belong to incarnations.
+Hosts are cut off from each other, whatever runs there; connections and messages
+belong to one incarnation of a process.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Network:
         self._ends: dict[End, None] = {}
         self._watched: dict[SimProcess, None] = {}
         self._listeners: dict[int, Listener] = {}
-        self._ports = 0
+        self._numbers = 0
         self._nobody = contextvars.Context()
         loop.network = self
 
@@ -75,10 +75,10 @@ class Network:
         self._cuts.add((a, b) if a < b else (b, a))
         self._reconsider()
 
-    def isolate(self, name: str) -> None:
-        """From now on nothing passes between `name` and anybody."""
-        self.loop.trace.add(f"network: {name} is cut off")
-        self._isolated.add(name)
+    def isolate(self, host: str) -> None:
+        """From now on nothing passes between `host` and any other."""
+        self.loop.trace.add(f"network: {host} is cut off")
+        self._isolated.add(host)
         self._reconsider()
 
     def heal(self, a: str, b: str) -> None:
@@ -87,10 +87,10 @@ class Network:
         self._cuts.discard((a, b) if a < b else (b, a))
         self._reconsider()
 
-    def rejoin(self, name: str) -> None:
+    def rejoin(self, host: str) -> None:
         """Ends an `isolate`."""
-        self.loop.trace.add(f"network: {name} is back")
-        self._isolated.discard(name)
+        self.loop.trace.add(f"network: {host} is back")
+        self._isolated.discard(host)
         self._reconsider()
 
     def heal_all(self) -> None:
@@ -114,11 +114,11 @@ class Network:
 
         Lost when the two are cut off now or at the arrival, or the sender is dead.
         """
-        if sender.dead or self.is_cut(sender.name, receiver.name):
+        if sender.dead or self.is_cut(sender.host, receiver.host):
             return False
 
         def arrive() -> None:
-            if not self.is_cut(sender.name, receiver.name):
+            if not self.is_cut(sender.host, receiver.host):
                 function(*args)
 
         delay_s = self.delay_s() if delay_s is None else delay_s
@@ -135,8 +135,7 @@ class Network:
         port: unique in the whole network; 0 for a free one. Raises OSError when taken.
         """
         if port == 0:
-            self._ports += 1
-            port = _FIRST_PORT + self._ports
+            port = _FIRST_PORT + self.next_number()
         if port in self._listeners:
             raise OSError(f"port {port} is in use")
         listener = Listener(self, process, port, on_accept)
@@ -203,14 +202,18 @@ class Network:
     ) -> tuple[StreamTransport, asyncio.BaseProtocol]:
         """TCP, for the loop's method of that name. Raises OSError."""
         process = self.loop.current_process()
-        self._ports += 1
-        mine = (process.name, _FIRST_PORT + self._ports)
+        mine = (process.name, _FIRST_PORT + self.next_number())
 
         def make(end: End) -> StreamTransport:
             return StreamTransport(end, protocol_factory(), mine, (host, port)).open()
 
         transport = await self.connect(process, port, make, StreamTransport.abort)
         return transport, transport.get_protocol()
+
+    def next_number(self) -> int:
+        """A number that nothing else in this network gets."""
+        self._numbers += 1
+        return self._numbers
 
     def listener_at(self, port: int) -> "Listener | None":
         return self._listeners.get(port)
@@ -296,7 +299,7 @@ class Dial:
         now = network.loop.time()
         back_at = now + network.delay_s()
         listener = network.listener_at(self._port)
-        if listener is not None and network.is_cut(process.name, listener.process.name):
+        if listener is not None and network.is_cut(process.host, listener.process.host):
             self._tries += 1
             if self._tries < _DIAL_TRIES:
                 self._timer = network.call_at(now + _DIAL_RETRY_S, self._reach)

@@ -33,17 +33,18 @@ class SimProcess:
     due: they run when it goes on, as those of a process that was stopped do. A dead
     process's handles are dropped: no `finally` and no `except` of it runs.
 
+    host: processes of one host share its wall clock, and reach each other always.
     ready, idle: the loop's business. idle: running, and nothing is ready.
     """
 
-    def __init__(self, loop: "VirtualLoop", name: str, incarnation: int, epoch_s: float):
+    def __init__(self, loop: "VirtualLoop", name: str, incarnation: int, host: str):
         self.loop = loop
         self.name = name
+        self.host = host
         self.incarnation = incarnation
         self.state = State.RUNNING
         self.ready: deque[SimHandle] = deque()
         self.idle = True
-        self.wall_offset_s = epoch_s
         self.clock = Clock(monotonic=loop.time, wall=self.wall)
         self.context = contextvars.Context()
         self.context.run(PROCESS.set, self)
@@ -66,12 +67,8 @@ class SimProcess:
         return self.state is State.DEAD
 
     def wall(self) -> float:
-        """Seconds since the epoch, as this process's machine shows them."""
-        return self.loop.time() + self.wall_offset_s
-
-    def jump_wall(self, seconds: float) -> None:
-        """Sets the machine's clock forward, or back."""
-        self.wall_offset_s += seconds
+        """Seconds since the epoch, as the clock of its host shows them."""
+        return self.loop.wall(self.host)
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str | None = None) -> "SimTask[T]":
         """A task of this process."""

@@ -138,11 +138,13 @@ def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> Token
 
 
 async def open_setup(kind: str, stack: AsyncExitStack, nats_url: str, namespace: str) -> Setup:
-    messaging: Messaging
+    messaging: Messaging = MemoryMessaging()
     if kind == "nats":
         messaging = await stack.enter_async_context(NatsMessaging(nats_url))
-    else:
-        messaging = MemoryMessaging()
+    return await set_up(kind, stack, messaging, namespace)
+
+
+async def set_up(kind: str, stack: AsyncExitStack, messaging: Messaging, namespace: str) -> Setup:
     subject = f"{namespace}.{SUBJECT}"
     engine, outputs = FakeEngine(), Outputs()
     serving = await stack.enter_async_context(AsyncExitStack())
