@@ -20,19 +20,24 @@ Members = tuple[EndpointRecord, ...]
 OnChange = Callable[[frozenset[int], frozenset[int]], None]
 
 _FIRST_LISTING_S = 10.0
+#: Processes put their keys back as soon as they see that the store lost them.
+_RETURN_S = 5.0
 
 
 class Roster:
     """Async context manager; entering it waits for the first listing.
 
     Malformed records, and records that lie at another key than their own, are
-    logged and skipped. While the store is away the last known members stay.
+    logged and skipped. While the store is away the last known members stay, and
+    when it comes back without its data they have a while to put their keys back.
     """
 
     def __init__(self, store: Store, prefix: str):
         self._store = store
         self._prefix = prefix
         self._records: dict[str, EndpointRecord] = {}
+        self._doubted: set[str] = set()  # keys that the store has lost
+        self._timer: asyncio.TimerHandle | None = None
         self._members: Members = ()
         self._version = 0
         self._callbacks: list[OnChange] = []
@@ -80,6 +85,7 @@ class Roster:
             except TimeoutError as exc:
                 raise StoreUnavailable(f"no listing of {self._prefix}") from exc
             task = asyncio.create_task(self._follow(events), name=f"roster {self._prefix}")
+            stack.callback(self._forget_timer)
             stack.push_async_callback(_end, task)
             self._stack = stack.pop_all()
         return self
@@ -93,21 +99,45 @@ class Roster:
 
     def _apply(self, event: WatchEvent) -> None:
         match event:
-            case Snapshot(entries):
-                self._records = {
+            case Snapshot(entries, lost_data):
+                listed = {
                     key: record
                     for key, value in entries.items()
                     if (record := _parse(key, value)) is not None
                 }
+                if lost_data:
+                    self._begin_doubt()
+                self._doubted -= entries.keys()
+                kept = {key: self._records[key] for key in self._doubted}
+                self._records = {**kept, **listed}
             case Put(key, value):
+                self._doubted.discard(key)
                 record = _parse(key, value)
                 if record is None:
                     self._records.pop(key, None)
                 else:
                     self._records[key] = record
             case Delete(key):
+                self._doubted.discard(key)
                 self._records.pop(key, None)
         self._publish()
+
+    def _begin_doubt(self) -> None:
+        """All stay for a while although the store does not have them."""
+        self._doubted = set(self._records)
+        self._forget_timer()
+        self._timer = asyncio.get_running_loop().call_later(_RETURN_S, self._end_doubt)
+
+    def _end_doubt(self) -> None:
+        for key in self._doubted:
+            self._records.pop(key, None)
+        self._doubted.clear()
+        self._publish()
+
+    def _forget_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _publish(self) -> None:
         before = {member.lease_id for member in self._members}

@@ -9,6 +9,7 @@ from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded
 from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime import roster as roster_module
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.memory import MemoryStore
 from dynamo_lite.runtime.roster import Roster
@@ -114,3 +115,38 @@ async def test_two_waiters_see_the_same_change(store: Store, namespace: str) -> 
         waits = [group.create_task(roster.wait(bool, 5)) for _ in range(2)]
         member = await put(store, namespace, 0x1)
     assert [wait.result() for wait in waits] == [(member,), (member,)]
+
+
+async def test_members_have_a_while_to_come_back_to_a_store_that_lost_its_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roster_module, "_RETURN_S", 0.2)
+    store = MemoryStore()
+    members = [await put(store, "n", lease_id) for lease_id in (1, 2, 3)]
+    left: list[set[int]] = []
+    async with Roster(store, endpoint_prefix("n", "Worker", "generate")) as roster:
+        roster.on_change(lambda joined, gone: left.append(set(gone)))
+        store.set_available(False)
+        store.wipe()
+        store.set_available(True)
+        await put(store, "n", 1)
+        await put(store, "n", 4)
+        await roster.wait(lambda found: len(found) == 4, 5)
+        assert roster.members[:3] == tuple(members)
+        assert left == [set()]
+        await store.put(record("n", 2)[0], b"nonsense")
+        await roster.wait(lambda found: members[1] not in found, 5)
+        await roster.wait(lambda found: members[2] not in found, 5)
+        assert [member.lease_id for member in roster.members] == [1, 4]
+        assert left == [set(), {2}, {3}]
+
+
+async def test_a_roster_may_be_closed_while_members_are_doubted() -> None:
+    store = MemoryStore()
+    await put(store, "n", 1)
+    async with Roster(store, endpoint_prefix("n", "Worker", "generate")) as roster:
+        async with store.watch("") as events:
+            await anext(events)
+            store.wipe()
+            await anext(events)
+        assert len(roster.members) == 1
