@@ -199,7 +199,9 @@ def _difference(got: Answer, right: Answer) -> str:
     for index, tokens in right.tokens.items():
         has = got.tokens.get(index, [])
         if has != tokens:
-            same = next((i for i, (a, b) in enumerate(zip(has, tokens)) if a != b), len(has))
+            same = next(
+                (i for i, (a, b) in enumerate(zip(has, tokens, strict=False)) if a != b), len(has)
+            )
             return (
                 f"choice {index} differs from token {same} of {len(tokens)} on: "
                 f"{has[same : same + 5]} instead of {tokens[same : same + 5]}; {len(has)} came"

@@ -106,7 +106,7 @@ class Command:
     def end(self) -> int:
         """SIGINT, then patience, then SIGKILL. Returns the exit code; nothing may be left."""
         assert self._process is not None
-        family = _descendants(self.pid)
+        family = descendants_of(self.pid)
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:
@@ -153,11 +153,11 @@ class Graph(Command):
                 *("--state-dir", str(directory), "--Frontend.port=0", *alone, *options),
             ],
         )
-        self._state = directory / "lone" / f"{service}-0" if service else directory
+        self.state_dir = directory / "lone" / f"{service}-0" if service else directory
 
     def __enter__(self) -> Self:
         self.start()
-        self.wait_until(self._is_ready, _READY_S)
+        self.wait_until(self.is_ready, _READY_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,8 +179,8 @@ class Graph(Command):
 
     @property
     def run(self) -> RunState:
-        state = read_run(self._state)
-        assert state is not None, f"no graph runs on {self._state}\n{self.tails()}"
+        state = read_run(self.state_dir)
+        assert state is not None, f"no graph runs on {self.state_dir}\n{self.tails()}"
         return state
 
     @property
@@ -226,13 +226,13 @@ class Graph(Command):
         return httpx.get(f"{url}/health", timeout=10).json()
 
     def descendants(self) -> list[int]:
-        return _descendants(self.pid)
+        return descendants_of(self.pid)
 
     def engine_pid(self, component: str, instance: int = 0) -> int:
         """The process in which vLLM's engine core of that instance runs."""
-        family = _descendants(self.process(component, instance).pid)
-        engines = [pid for pid in family if "EngineCore" in _command_line(pid)]
-        assert len(engines) == 1, f"{component}: {[_command_line(pid) for pid in family]}"
+        family = descendants_of(self.process(component, instance).pid)
+        engines = [pid for pid in family if "EngineCore" in command_line(pid)]
+        assert len(engines) == 1, f"{component}: {[command_line(pid) for pid in family]}"
         return engines[0]
 
     async def records(self) -> list[EndpointRecord]:
@@ -269,7 +269,7 @@ class Graph(Command):
         except TimeoutError:
             raise AssertionError(f"not settled at {free_blocks} free blocks: {found}") from None
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         return any(line.startswith("ready ") for line in self.output.splitlines())
 
 
@@ -299,13 +299,13 @@ class PlainServer(Command):
 
     def __enter__(self) -> Self:
         self.start()
-        self.wait_until(self._is_ready, _READY_S)
+        self.wait_until(self.is_ready, _READY_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
         except httpx.HTTPError:
@@ -344,7 +344,7 @@ def process_tree() -> dict[int, int]:
     return tree
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants_of(pid: int) -> list[int]:
     tree = process_tree()
     found = [pid]
     for parent in found:
@@ -352,7 +352,7 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def _command_line(pid: int) -> str:
+def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:

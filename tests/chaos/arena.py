@@ -1,0 +1,160 @@
+"""A cluster under load: brought to rest, let go, brought to rest again, reported."""
+
+import asyncio
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.client import Answer
+from tests.chaos.cluster import CONFIG, DECODE, FRONTEND, PREFILL, Cluster
+from tests.chaos.load import Load
+from tests.chaos.meters import Meters
+from tests.chaos.questions import Question, answers, questions
+from tests.chaos.report import Report
+from tests.chaos.standing import at_rest, open_files
+from tests.vllm.graph import PlainServer, descendants_of
+
+_EXIT = re.compile(r"(\w+)-\w+ +(?:\| )?ended \(((?:exit|signal) -?\d+)\)")
+_NEWS_S = 5.0
+_TASKS_END_S = 2.0
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Arena:
+    """free_blocks: of a decode engine at rest."""
+
+    cluster: Cluster
+    meters: Meters
+    asked: list[Question]
+    right: dict[str, Answer]
+    free_blocks: int
+    say: Say
+
+    async def run(
+        self,
+        report: Report,
+        body: Callable[[Load], Awaitable[None]],
+        *,
+        clients: int = 8,
+        cancels: float = 0.15,
+    ) -> None:
+        """`body` under load, between two rests; everything seen goes into `report`."""
+        cluster, began = self.cluster, time.monotonic()
+        standing, trouble = await at_rest(cluster, self.free_blocks)
+        report.trouble += [f"before: {trouble}"] if trouble else []
+        report.before(standing, open_files(cluster))
+        exits = self._exits()
+        load = Load(
+            *(cluster.port, self.asked, self.right),
+            seed=report.seed,
+            clients=clients,
+            cancels=cancels,
+            excuse=cluster.excuse,
+        )
+        report.tally = load.tally
+        telling = asyncio.create_task(self._tell(load), name="news")
+        try:
+            async with load:
+                await body(load)
+            self.say("the load has ended; waiting for rest")
+            standing, trouble = await at_rest(cluster, self.free_blocks)
+            report.trouble += [f"afterwards: {trouble}"] if trouble else []
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+            await self.meters.ask()
+            report.after(standing, open_files(cluster))
+            report.meter(self.meters)
+            report.exits = dict(self._exits() - exits)
+            report.seconds = time.monotonic() - began
+
+    def _exits(self) -> Counter[str]:
+        """How processes ended that their supervisors started again."""
+        said = "\n".join(graph.output for graph in self.cluster.graphs)
+        return Counter(f"{service} {how}" for service, how in _EXIT.findall(said))
+
+    async def _tell(self, load: Load) -> None:
+        while True:
+            await asyncio.sleep(_NEWS_S)
+            t, c = load.tally, self.cluster
+            up = " ".join(
+                f"{service} {len(c.ready(service))}" for service in (FRONTEND, DECODE, PREFILL)
+            )
+            self.say(
+                f"asked {t.requests}, right {t.right}, cancelled {t.cancelled}, "
+                f"moved {self.meters.total('requests_moved')}, refused {t.refused.total()}, "
+                f"excused {t.excused.total()}, lost {t.lost.total()}, wrong {t.wrong}; ready: {up}"
+            )
+
+
+async def reference(directory: Path, say: Say) -> tuple[list[Question], dict[str, Answer]]:
+    """The questions, and what one plain engine answers."""
+    asked = questions()
+    say(f"{len(asked)} questions to a plain vLLM server")
+    server = PlainServer(directory / "plain", CONFIG)
+    server.start()
+    try:
+        await asyncio.to_thread(server.wait_until, server.is_ready, 180.0)
+        return asked, await answers(server.url, asked)
+    finally:
+        await asyncio.to_thread(server.end)
+
+
+@asynccontextmanager
+async def arena(
+    directory: Path,
+    known: tuple[list[Question], dict[str, Answer]],
+    say: Say,
+    options: Sequence[str] = (),
+) -> AsyncIterator[Arena]:
+    say("starting the graph")
+    async with Cluster(directory, options) as cluster, Meters(cluster) as meters:
+        standing, trouble = await at_rest(cluster)
+        if trouble:
+            raise AssertionError(f"the graph does not come to rest: {trouble}")
+        free = min(free for free, _ in standing.free.values())
+        say(f"ready: {', '.join(m.name for m in cluster.members())}; {free} blocks free each")
+        yield Arena(cluster, meters, *known, free, say)
+        say("stopping the graph")
+    if cluster.unclean:
+        raise AssertionError("; ".join(cluster.unclean))
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """Of this process: what may be there at the end as at the beginning."""
+
+    files: int
+    children: frozenset[int]
+    tasks: frozenset[asyncio.Task[object]]
+
+    @classmethod
+    def now(cls) -> "Belongings":
+        return cls(
+            len(os.listdir("/proc/self/fd")),
+            frozenset(descendants_of(os.getpid())),
+            frozenset(asyncio.all_tasks()),
+        )
+
+    async def left(self) -> list[str]:
+        """What is more than before. Tasks that are just ending are waited for."""
+        deadline = time.monotonic() + _TASKS_END_S
+        while (more := self._more()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return more
+
+    def _more(self) -> list[str]:
+        now = Belongings.now()
+        tasks = [task.get_name() for task in now.tasks - self.tasks if not task.done()]
+        return [
+            *(f"process {pid} is left" for pid in sorted(now.children - self.children)),
+            *(f"task {name} is left" for name in tasks),
+            *([f"{now.files - self.files} files are left"] if now.files > self.files else []),
+        ]

@@ -1,0 +1,153 @@
+"""The graph that is broken on purpose, with a broker and a store beside it.
+
+Those two belong to this process, not to `dynamo-lite serve`, so that they can
+be frozen, killed and come back with their data or without. Everything lies in
+one directory; nothing is left running when the context is left.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+from dynamo_lite.serve.processes import free_port
+from dynamo_lite.serve.run_state import ProcessState, read_run
+from tests.servers import PrivateServer
+from tests.vllm.graph import Graph, command_line, descendants_of
+
+CONFIG = ("graphs.disagg:Frontend", "configs/chaos.yaml")
+FRONTEND, DECODE, PREFILL = "Frontend", "VllmWorker", "PrefillWorker"
+
+_POLL_S = 0.1
+_READY_S = 240.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One instance that a supervisor keeps. `state` is as fresh as its run.json."""
+
+    name: str
+    graph: Graph = field(repr=False)
+    service: str
+    instance: int
+
+    @property
+    def state(self) -> ProcessState:
+        return self.graph.process(self.service, self.instance)
+
+    @property
+    def ready(self) -> bool:
+        return self.state.state == "ready"
+
+    @property
+    def engine_pid(self) -> int:
+        """Of its EngineCore process; 0 while there is none."""
+        pid = self.state.pid
+        family = descendants_of(pid) if pid else []
+        return next((p for p in family if "EngineCore" in command_line(p)), 0)
+
+
+class Cluster:
+    """Async context manager; entering it takes as long as the graph's start.
+
+    excuses: deeds after which requests cannot but break: (monotonic time, why).
+    unclean: what did not end as it should, known after the context was left.
+    """
+
+    def __init__(self, directory: Path, options: Sequence[str] = ()):
+        self.directory = directory
+        self.nats = PrivateServer(EmbeddedNats, directory / "nats")
+        self.etcd = PrivateServer(EmbeddedEtcd, directory / "etcd")
+        self.port = free_port()
+        self.excuses: list[tuple[float, str]] = []
+        self.unclean: list[str] = []
+        self._options = list(options)
+        self._graphs: dict[str, Graph] = {}
+        self._joined = 0
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for server in (self.nats, self.etcd):
+                await server.start()
+                stack.push_async_callback(server.stop)
+            stack.push_async_callback(self._end_graphs)
+            await self._start("", "")
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for server in (self.nats, self.etcd):
+            server.thaw()
+        await self._stack.aclose()
+
+    @property
+    def graphs(self) -> list[Graph]:
+        return list(self._graphs.values())
+
+    @property
+    def main(self) -> Graph:
+        return self._graphs[""]
+
+    def members(self, service: str = "") -> list[Member]:
+        """Those that run or will run again."""
+        return [
+            Member(f"{p.service}-{label or p.instance}", graph, p.service, p.instance)
+            for label, graph in self._graphs.items()
+            for p in _processes(graph)
+            if service in ("", p.service) and p.state != "stopped"
+        ]
+
+    def ready(self, service: str) -> list[Member]:
+        return [member for member in self.members(service) if member.ready]
+
+    async def join(self, service: str) -> None:
+        """Starts one more worker, alone, and waits until it is ready."""
+        self._joined += 1
+        await self._start(f"joined{self._joined}", service)
+
+    async def until(self, reached: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+        """Raises TimeoutError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not reached():
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}") from None
+
+    def excuse(self, began: float) -> str:
+        """Why a request that was under way since `began` could not but break, or ""."""
+        return next((why for at, why in self.excuses if at >= began), "")
+
+    def forgive(self, why: str) -> None:
+        """What is under way now may break, because of us."""
+        self.excuses.append((time.monotonic(), why))
+
+    async def _start(self, label: str, service: str) -> None:
+        options = [f"--Frontend.port={self.port}", *self._options]
+        options += ["--nats-url", self.nats.url, "--etcd-url", self.etcd.url]
+        graph = Graph(self.directory / (label or "graph"), CONFIG, options, service)
+        # From this thread: the kernel's death signal comes with the end of a thread.
+        graph.start()
+        self._graphs[label] = graph
+        await asyncio.to_thread(graph.wait_until, graph.is_ready, _READY_S)
+
+    async def _end_graphs(self) -> None:
+        for label, graph in list(self._graphs.items())[::-1]:
+            try:
+                code = await asyncio.to_thread(graph.end)
+            except AssertionError as exc:
+                self.unclean.append(str(exc))
+            else:
+                if code:
+                    self.unclean.append(f"serve {label} ended with {code}")
+
+
+def _processes(graph: Graph) -> list[ProcessState]:
+    """None before the graph has written down any, and after its end."""
+    run = read_run(graph.state_dir)
+    return run.processes if run is not None else []

@@ -1,0 +1,78 @@
+"""What the processes count, summed over all that ever ran.
+
+A counter dies with its process, so everybody is asked once a second and the
+last answer is kept: of a killed process up to a second is missing.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections import Counter
+
+import httpx
+
+from tests.chaos.cluster import Cluster
+
+_PERIOD_S = 1.0
+_TIMEOUT_S = 2.0
+_SAMPLE = re.compile(r"^(dynamo_lite_(?!kv_blocks)\w+_total)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+class Meters:
+    """Async context manager that asks all the time."""
+
+    def __init__(self, cluster: Cluster):
+        self._cluster = cluster
+        self._last: dict[int, Counter[str]] = {}
+        self._http = httpx.AsyncClient(timeout=_TIMEOUT_S)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Meters":
+        self._task = asyncio.create_task(self._keep_asking(), name="meters")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._http.aclose()
+
+    def total(self, name: str, **labels: str) -> int:
+        """Sum over processes and over labels that are not given. name: without
+        `dynamo_lite_` and `_total`."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        return int(
+            sum(
+                value
+                for sample, value in self.totals().items()
+                if sample.partition("{")[0] == name
+                and wanted <= set(sample.partition("{")[2].rstrip("}").split(","))
+            )
+        )
+
+    def totals(self) -> Counter[str]:
+        """All counters that are not 0: `name{label="value"}`."""
+        return sum(self._last.values(), Counter[str]())
+
+    async def ask(self) -> None:
+        """Now, once. Whoever does not answer in time keeps its last numbers."""
+        states = [member.state for member in self._cluster.members()]
+        await asyncio.gather(*(self._ask(p.pid, p.status_url) for p in states if p.status_url))
+
+    async def _keep_asking(self) -> None:
+        while True:
+            with contextlib.suppress(AssertionError, StopIteration):
+                await self.ask()
+            await asyncio.sleep(_PERIOD_S)
+
+    async def _ask(self, pid: int, url: str) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            text = (await self._http.get(f"{url}/metrics")).text
+            self._last[pid] = Counter(
+                {_name(name, labels): float(value) for name, labels, value in _SAMPLE.findall(text)}
+            )
+
+
+def _name(name: str, labels: str) -> str:
+    short = name.removeprefix("dynamo_lite_").removesuffix("_total")
+    return f"{short}{{{labels}}}" if labels else short

@@ -1,0 +1,159 @@
+"""What a run of chaos has shown: as a table for people, as JSON for programs."""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.load import Tally
+from tests.chaos.meters import Meters
+from tests.chaos.standing import Standing
+
+
+@dataclass
+class Report:
+    """One run. blocks: free and all, by engine. trouble: what has not come back or
+    not ended as it should; empty when all is well. left: processes, tasks, file
+    descriptors and the like that remain after the end."""
+
+    what: str
+    seed: int
+    seconds: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+    blows: dict[str, int] = field(default_factory=dict[str, int])
+    exits: dict[str, int] = field(default_factory=dict[str, int])
+    counters: dict[str, int] = field(default_factory=dict[str, int])
+    moved: int = 0
+    remote_prefills: dict[str, int] = field(default_factory=dict[str, int])
+    fenced_writes: int = 0
+    late_notices: int = 0
+    blocks_before: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    blocks_after: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    files_before: dict[str, int] = field(default_factory=dict[str, int])
+    files_after: dict[str, int] = field(default_factory=dict[str, int])
+    jobs_left: int | None = None
+    quarantined_left: int = 0
+    trouble: list[str] = field(default_factory=list[str])
+    left: list[str] = field(default_factory=list[str])
+    refusals_allowed: bool = True
+
+    def meter(self, meters: Meters) -> None:
+        self.counters = {k: int(v) for k, v in sorted(meters.totals().items())}
+        self.moved = meters.total("requests_moved")
+        self.remote_prefills = {
+            name.partition('outcome="')[2].rstrip('"}'): value
+            for name, value in self.counters.items()
+            if name.startswith("remote_prefills{")
+        }
+        self.fenced_writes = meters.total("fenced_writes")
+        self.late_notices = meters.total("late_notices")
+
+    def before(self, standing: Standing, files: dict[str, int]) -> None:
+        self.blocks_before, self.files_before = standing.free, files
+
+    def after(self, standing: Standing, files: dict[str, int]) -> None:
+        self.blocks_after, self.files_after = standing.free, files
+        self.jobs_left, self.quarantined_left = standing.jobs, standing.quarantined
+
+    @property
+    def recomputed(self) -> int:
+        """Remote prefills that became local ones."""
+        kept = ("committed", "cancelled")
+        return sum(n for outcome, n in self.remote_prefills.items() if outcome not in kept)
+
+    @property
+    def failures(self) -> list[str]:
+        """Why this run is no success, or nothing."""
+        tally, found = self.tally, []
+        if tally.wrong:
+            found.append(f"{tally.wrong} wrong answers")
+        if tally.lost:
+            found.append(f"{tally.lost.total()} lost requests")
+        if tally.open:
+            found.append(f"{tally.open} requests have not ended")
+        if tally.refused and not self.refusals_allowed:
+            found.append(f"{tally.refused.total()} refusals")
+        return [*found, *self.trouble, *self.left]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "recomputed": self.recomputed,
+            "failures": self.failures,
+            "ok": not self.failures,
+        }
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
+
+    def as_text(self) -> str:
+        lines = [f"{self.what}, seed {self.seed}, {self.seconds:.0f} s", ""]
+        lines += [f"  {name:<28}{value}" for name, value in self._rows()]
+        for title, items in (
+            ("hit", [f"{n:>5}  {kind}" for kind, n in self.blows.items()]),
+            ("exits seen by the supervisors", [f"{n:>5}  {k}" for k, n in self.exits.items()]),
+            ("examples", self.tally.examples),
+            ("NOT GOOD", self.failures),
+        ):
+            if items:
+                lines += ["", f"  {title}:", *(f"    {item}" for item in items)]
+        return "\n".join([*lines, "", "  all is well" if not self.failures else "  FAILED"])
+
+    def _rows(self) -> list[tuple[str, str]]:
+        tally = self.tally
+        return [
+            ("requests", str(tally.requests)),
+            ("ended right", f"{tally.right}, {tally.tokens} tokens"),
+            ("wrong answers", str(tally.wrong)),
+            ("lost", _counts(tally.lost)),
+            ("cancelled by clients", str(tally.cancelled)),
+            ("refused, asked again", _counts(tally.refused)),
+            ("excused, asked again", _counts(tally.excused)),
+            ("moved to another worker", str(self.moved)),
+            ("remote prefills", _counts(Counter(self.remote_prefills))),
+            ("recomputed locally", str(self.recomputed)),
+            ("blocks free before", _blocks(self.blocks_before)),
+            ("blocks free after", _blocks(self.blocks_after)),
+            (
+                "jobs left in the queue",
+                "unknown" if self.jobs_left is None else str(self.jobs_left),
+            ),
+            ("quarantined left", str(self.quarantined_left)),
+            (
+                "zombie writes refused",
+                f"{self.fenced_writes} fenced, {self.late_notices} late notices",
+            ),
+            (
+                "longest wait: first token",
+                _wait(tally.first_token.seconds, tally.first_token.whose),
+            ),
+            (
+                "longest wait: next token",
+                _wait(tally.between_tokens.seconds, tally.between_tokens.whose),
+            ),
+            ("open files", _files(self.files_before, self.files_after)),
+        ]
+
+
+def _counts(counts: Counter[str]) -> str:
+    total = counts.total()
+    return f"{total}: " + ", ".join(f"{n} {k}" for k, n in counts.most_common()) if total else "0"
+
+
+def _blocks(blocks: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{free} of {total}" for free, total in blocks.values()) or "unknown"
+
+
+def _wait(seconds: float, whose: str) -> str:
+    return f"{seconds:.2f} s ({whose})" if whose else "none"
+
+
+def _files(before: dict[str, int], after: dict[str, int]) -> str:
+    """Of processes that lived all the time; else of the kind of process."""
+
+    def of(files: dict[str, int], suffix: str) -> int:
+        return max((n for k, n in files.items() if suffix in k.partition(":")[0]), default=0)
+
+    kinds = ("Frontend", "VllmWorker", "PrefillWorker")
+    return ", ".join(f"{kind} {of(before, kind)} → {of(after, kind)}" for kind in kinds)

@@ -1,0 +1,111 @@
+"""How things stand: blocks, jobs, members, file descriptors, processes."""
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass, field
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.nats import NatsMessaging
+from tests.chaos.cluster import DECODE, Cluster
+from tests.vllm.graph import NAMESPACE
+
+_POLL_S = 0.25
+_ASK_S = 3.0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """engines: the decode engines that answer. silent: engines that are known to
+    the store and do not. jobs: left on the queue, None where there is no telling."""
+
+    engines: dict[str, EngineStatus] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
+    jobs: int | None = None
+
+    @property
+    def quarantined(self) -> int:
+        return sum(engine.quarantined for engine in self.engines.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(engine.waiting for engine in self.engines.values())
+
+    @property
+    def free(self) -> dict[str, tuple[int, int]]:
+        """Free and all blocks by engine."""
+        return {key: (e.free_blocks, e.total_blocks) for key, e in self.engines.items()}
+
+    def trouble(self, engines: int, free_blocks: int | None) -> str:
+        """What is not at rest, or "". free_blocks: of each engine at rest."""
+        if len(self.engines) != engines or self.silent:
+            return f"{len(self.engines)} of {engines} engines answer, {len(self.silent)} do not"
+        if self.quarantined or self.waiting or self.jobs:
+            return f"{self.quarantined} quarantined, {self.waiting} waiting, {self.jobs} jobs"
+        missing = {k: free for k, (free, _) in self.free.items() if free_blocks not in (None, free)}
+        if missing:
+            return f"blocks free: {missing}, at rest: {free_blocks}"
+        return "" if self.jobs == 0 else "the queue cannot be seen"
+
+
+async def look(cluster: Cluster) -> Standing:
+    """Raises DynamoLiteError when broker or store do not answer."""
+    async with EtcdStore(cluster.etcd.url, connect_timeout_s=_ASK_S) as store:
+        found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
+    known = [decode_json(value, EngineMetadata).engine_id for value in found.values()]
+    engines: dict[str, EngineStatus] = {}
+    async with NatsMessaging(cluster.nats.url) as messaging:
+        for engine in known:
+            try:
+                subject = names.describe_subject(NAMESPACE, engine)
+                reply = await messaging.request(subject, b"", timeout_s=_ASK_S)
+                engines[engine] = decode_engine_status(reply)
+            except DynamoLiteError:
+                continue
+        jobs = await _jobs(messaging)
+    return Standing(engines, tuple(e for e in known if e not in engines), jobs)
+
+
+async def _jobs(messaging: NatsMessaging) -> int | None:
+    try:
+        stream = messaging.client.jetstream(timeout=_ASK_S)
+        return (await stream.stream_info(names.prefill_stream(NAMESPACE))).state.messages
+    except Exception:
+        # nats-py's errors have no common ancestor; any of them means: cannot be seen.
+        return None
+
+
+async def at_rest(
+    cluster: Cluster, free_blocks: int | None = None, *, timeout_s: float = 90.0
+) -> tuple[Standing, str]:
+    """Waits until all members are ready and nothing is under way; says what is
+    still not at rest then, or ""."""
+    deadline = time.monotonic() + timeout_s
+    standing, trouble = Standing(), "not looked at yet"
+    while True:
+        late = [m.name for m in cluster.members() if not m.ready]
+        if late:
+            trouble = f"not ready: {', '.join(late)}"
+        else:
+            try:
+                standing = await look(cluster)
+                trouble = standing.trouble(len(cluster.members(DECODE)), free_blocks)
+            except DynamoLiteError as exc:
+                trouble = f"{type(exc).__name__}: {exc}"
+        if not trouble or time.monotonic() > deadline:
+            return standing, trouble
+        await asyncio.sleep(_POLL_S)
+
+
+def open_files(cluster: Cluster) -> dict[str, int]:
+    """File descriptors by process: component and engine of each member."""
+    pids: dict[str, int] = {}
+    for member in cluster.members():
+        pids[member.name] = member.state.pid
+        pids[f"{member.name}/engine"] = member.engine_pid
+    return {f"{n}:{pid}": len(os.listdir(f"/proc/{pid}/fd")) for n, pid in pids.items() if pid}

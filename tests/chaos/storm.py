@@ -1,0 +1,161 @@
+"""Mixed blows, planned by a seed: one lane for each part that can be hit.
+
+Lanes strike at the same time, so that failures meet; within a lane the next
+blow comes when the one before has healed. Only what a graph survives without a
+lost request is done: a decode worker is hit while another one is ready.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dynamo_lite.protocol.errors import DynamoLiteError
+from tests.chaos.blows import Blow, Blows, NotNow, freezing, holding, killing, restarting, revoking
+from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, Cluster
+
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Kind:
+    """per_20_min: how often it is done in twenty minutes where the machine keeps up."""
+
+    name: str
+    blow: Blow
+    per_20_min: float
+
+
+@dataclass(frozen=True)
+class Lane:
+    """pause_s: between two blows: shortest, longest."""
+
+    name: str
+    pause_s: tuple[float, float]
+    kinds: tuple[Kind, ...]
+
+
+def _nats(cluster: Cluster):
+    return cluster.nats
+
+
+def _etcd(cluster: Cluster):
+    return cluster.etcd
+
+
+#: Leases of configs/chaos.yaml live for the default time; stopping somebody for
+#: longer than that makes a zombie of it.
+LANES = (
+    Lane(
+        "decode",
+        (0.5, 3.0),
+        (
+            Kind("kill decode worker", killing(DECODE, spare=1), 33),
+            Kind("kill decode engine", killing(DECODE, engine=True, spare=1), 33),
+            Kind("stop decode briefly", holding(DECODE, 0.2, 2.0), 8),
+            Kind("stop decode past health", holding(DECODE, 11, 14, spare=1), 3),
+            Kind("stop decode past lease", holding(DECODE, 34, 36, spare=1), 1),
+            Kind("revoke decode", revoking(DECODE, spare=1), 2),
+        ),
+    ),
+    Lane(
+        "prefill",
+        (0.5, 3.0),
+        (
+            Kind("kill prefill worker", killing(PREFILL), 33),
+            Kind("kill prefill engine", killing(PREFILL, engine=True), 33),
+            Kind("stop prefill briefly", holding(PREFILL, 0.2, 2.0), 8),
+            Kind("stop prefill past health", holding(PREFILL, 4, 8), 4),
+            Kind("stop prefill past lease", holding(PREFILL, 34, 36), 1),
+            Kind("revoke prefill", revoking(PREFILL), 2),
+        ),
+    ),
+    Lane(
+        "frontend",
+        (10.0, 30.0),
+        (
+            Kind("kill Frontend", killing(FRONTEND, again=0.2), 33),
+            Kind("stop Frontend briefly", holding(FRONTEND, 0.2, 3.0), 5),
+        ),
+    ),
+    Lane(
+        "broker",
+        (5.0, 15.0),
+        (
+            Kind("kill nats-server", restarting(_nats, 0, 2), 33),
+            Kind("kill nats-server, wiped", restarting(_nats, 0, 2, wiped=True), 33),
+            Kind("freeze nats-server", freezing(_nats, 0.5, 6), 6),
+        ),
+    ),
+    Lane(
+        "store",
+        (5.0, 15.0),
+        (
+            Kind("kill etcd", restarting(_etcd, 0, 4), 33),
+            Kind("kill etcd, wiped", restarting(_etcd, 0, 4, wiped=True), 33),
+            Kind("freeze etcd", freezing(_etcd, 0.5, 8), 6),
+        ),
+    ),
+)
+
+
+class Storm:
+    """Strikes until `stop` is set; what is under way then heals first.
+
+    trouble: blows after which something did not come back, and what that was.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        seed: int,
+        lanes: tuple[Lane, ...] = LANES,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.trouble: list[str] = []
+        self._lanes = {
+            lane: Blows(cluster, random.Random(f"{seed}/{lane.name}"), say) for lane in lanes
+        }
+        self._stop = asyncio.Event()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {
+            kind.name: blows.counts[kind.name]
+            for lane, blows in self._lanes.items()
+            for kind in lane.kinds
+        }
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def rage(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for lane, blows in self._lanes.items():
+                tasks.create_task(self._strike(lane, blows), name=f"lane {lane.name}")
+
+    async def _strike(self, lane: Lane, blows: Blows) -> None:
+        while not self._stop.is_set():
+            kind = _due(lane, blows)
+            pause_s = blows.rng.uniform(*lane.pause_s)
+            try:
+                await kind.blow(blows, kind.name)
+            except NotNow:
+                pause_s = _RETRY_S
+            except (TimeoutError, AssertionError, DynamoLiteError, ProcessLookupError) as exc:
+                self.trouble.append(f"{kind.name}: {type(exc).__name__}: {exc}"[:2000])
+                blows.say(f"trouble: {self.trouble[-1]}")
+            try:
+                await asyncio.wait_for(self._stop.wait(), pause_s)
+            except TimeoutError:
+                pass
+
+
+def _due(lane: Lane, blows: Blows) -> Kind:
+    """The kind that is furthest behind its share; which of them first, chance decides."""
+
+    def behind(kind: Kind) -> float:
+        return (blows.counts[kind.name] + blows.rng.random()) / kind.per_20_min
+
+    return min(lane.kinds, key=behind)
