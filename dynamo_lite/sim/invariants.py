@@ -93,6 +93,12 @@ class Judge:
     def story(self, client: str, story: Story) -> None:
         self.stories.append((client, story))
 
+    def client_died(self, client: str) -> None:
+        """Its callers' connections break: nobody tells them anything any more."""
+        for name, story in self.stories:
+            if name == client and not story.ends:
+                story.end("client died", self.now())
+
     def open_stories(self) -> list[Story]:
         return [story for _, story in self.stories if not story.ends]
 

@@ -1,0 +1,153 @@
+"""What the shipped components run on in a simulation: parts, servers' clients, clocks."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_lite.components.config import QueueOptions, VllmWorkerConfig
+from dynamo_lite.components.vllm_parts import PREFILL_COMPONENT, queue_config
+from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
+from dynamo_lite.engine.sim.assembly import Assembly, EngineSetup
+from dynamo_lite.engine.sim.core import SimModelConfig
+from dynamo_lite.engine.sim.engine import SimEngine
+from dynamo_lite.engine.sim.mover import Fabric
+from dynamo_lite.protocol import names
+from dynamo_lite.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.runtime.fence import Fence, MemoryFence
+from dynamo_lite.runtime.host import Host, ProcessSpec, Surroundings
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.store import Store
+from dynamo_lite.sim.invariants import Judge
+from dynamo_lite.sim.messaging import SimMessaging
+from dynamo_lite.sim.network import Network
+from dynamo_lite.sim.process import SimProcess
+from dynamo_lite.sim.queue import SimQueue
+from dynamo_lite.sim.store import SimStore
+from dynamo_lite.sim.supervisor import Slot
+
+#: How long a component's imports take.
+_IMPORTS_S = 0.05
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Implements the halves' Outside: clients of the process that opens them."""
+
+    network: Network
+    namespace: str
+
+    def messaging(self) -> AbstractAsyncContextManager[Messaging]:
+        return SimMessaging(self.network)
+
+    def store(self) -> AbstractAsyncContextManager[Store]:
+        return SimStore(self.network)
+
+    def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]:
+        return SimQueue(
+            self.network,
+            stream=names.prefill_stream(self.namespace),
+            subject=names.prefill_jobs_subject(self.namespace),
+            config=config,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimParts:
+    """Implements WorkerParts for one incarnation of a worker."""
+
+    network: Network
+    fabric: Fabric
+    judge: Judge
+    assembly: Assembly
+    model: SimModelConfig
+    slot: Slot
+    process: SimProcess
+    rng: random.Random
+
+    async def prepare(self) -> None:
+        await asyncio.sleep(_IMPORTS_S)
+
+    def open_fence(self, host: Host) -> MemoryFence:
+        return MemoryFence(self.process.clock.monotonic)
+
+    def open_queue(
+        self, host: Host, options: QueueOptions
+    ) -> AbstractAsyncContextManager[PrefillQueue]:
+        return Outside(self.network, host.spec.namespace).queue(queue_config(options))
+
+    def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
+        role = DecodeLink(
+            max_local_prefill_length_tokens=config.max_local_prefill_length,
+            max_prefill_queue_size=config.max_prefill_queue_size,
+            remote_prefill_timeout_s=config.remote_prefill_timeout_s,
+            queue_view_max_age_s=config.queue_view_max_age_s,
+            prefill_component=PREFILL_COMPONENT,
+            queue=queue_config(config.queue),
+        )
+        return self._engine(host, role, None)
+
+    def open_prefill_engine(self, host: Host, fence: Fence) -> SimEngine:
+        assert isinstance(fence, MemoryFence)
+        return self._engine(host, PrefillLink(fence_path=""), fence)
+
+    def _engine(
+        self, host: Host, role: DecodeLink | PrefillLink, fence: MemoryFence | None
+    ) -> SimEngine:
+        spec = host.spec
+        link = EngineLink(
+            namespace=spec.namespace,
+            engine_id=_uuid(self.rng),
+            lease_id=host.lease.id,
+            lease_ttl_s=spec.lease_ttl_s,
+            nats_url=spec.nats_url,
+            etcd_url=spec.etcd_url,
+            role=role,
+        )
+        setup = EngineSetup(
+            config=self.model,
+            link=link,
+            outside=Outside(self.network, spec.namespace),
+            fabric=self.fabric,
+            address=self.slot.name,
+            clock=self.process.clock,
+            rng=self.rng,
+            alive=fence.open if fence is not None else lambda: True,
+        )
+        return SimEngine(
+            setup,
+            home=self.slot,
+            assembly=self.assembly,
+            messaging=host.messaging,
+            on_counts=self.judge.count_engine,
+        )
+
+
+class _NoStatus:
+    url = "http://nowhere"
+
+
+def surroundings(network: Network, process: SimProcess) -> Surroundings:
+    @asynccontextmanager
+    async def no_status(*_: Any) -> AsyncIterator[_NoStatus]:
+        yield _NoStatus()
+
+    def open_store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:
+        return SimStore(network)
+
+    def open_messaging(_: ProcessSpec) -> AbstractAsyncContextManager[Messaging]:
+        return SimMessaging(network)
+
+    return Surroundings(
+        open_store=open_store,
+        open_messaging=open_messaging,
+        open_status=no_status,
+        clock=process.clock,
+    )
+
+
+def _uuid(rng: random.Random) -> str:
+    digits = f"{rng.getrandbits(128):032x}"
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
