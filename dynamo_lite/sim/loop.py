@@ -127,6 +127,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._world = SimProcess(self, "world", 0, "world")
         self._collecting = gc.isenabled()
         gc.disable()
+        gc.freeze()  # so that the collection at the end looks at this run's objects only
         self.set_exception_handler(_note_failure)
 
     def __enter__(self) -> "VirtualLoop":
@@ -372,6 +373,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         left = [task for task in asyncio.all_tasks(self) if not task.done()]
         self.trace.loop = None
         self._bury(left)
+        gc.unfreeze()
         if self._collecting:
             gc.enable()
 

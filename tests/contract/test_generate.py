@@ -411,7 +411,7 @@ async def test_connections_to_members_that_left_close_when_idle(remote: Setup):
     await remote.outputs.until(lambda: len(remote.outputs.deltas) == 2)
     before = remote.engine.running["a"].client_id
     while remote.server.has_client(before):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
     await remote.client.submit(remote.member, request_of("b"))
     assert remote.engine.running["b"].client_id != before
     assert remote.outputs.lost == []
