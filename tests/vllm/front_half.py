@@ -2,10 +2,18 @@
 workers that live in this process and answer with scripted tokens."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
+
+from dynamo_lite.engine.vllm.openai_app import OpenAiApp, open_app
+from dynamo_lite.engine.vllm.remote_core import RemoteCore
 from dynamo_lite.engine.vllm.wire import sampling_from_bytes
+from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
@@ -18,6 +26,15 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 5,
+    "temperature": 0,
+}
+TEXT = {"model": "tiny", "prompt": "hello", "max_tokens": 5, "temperature": 0}
 
 
 def write_model(directory: Path) -> Path:
@@ -77,13 +94,14 @@ class Workers:
     """A `GenerateClient` whose workers answer "abcd..." one token per step.
 
     refusals: lease id to what `submit` raises there. hold: no token after the
-    first one. gate: the second token waits for it. script: the text instead.
+    first one, silent: none at all, until `release`. gate: the second token waits
+    for it. script: the text instead.
     """
 
     def __init__(self, lease_ids: Sequence[int] = (1,)):
         self.members = [member(lease_id) for lease_id in lease_ids]
         self.refusals: dict[int, Exception] = {}
-        self.hold = False
+        self.hold = self.silent = False
         self.gate: asyncio.Event | None = None
         self.script: bytes | None = None
         self.logprobs: Callable[[int], object] | None = None
@@ -92,11 +110,16 @@ class Workers:
         self.first_token = asyncio.Event()
         self._failover: FailoverClient | None = None
         self._abort_seen = asyncio.Condition()
+        self._released = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def connect(self, failover: FailoverClient) -> None:
         self._failover = failover
         failover.connect(self)
+
+    def release(self) -> None:
+        """Whoever is held goes on."""
+        self._released.set()
 
     def lose(self, request_ids: Sequence[str], why: str) -> None:
         """The connection that these ran on breaks."""
@@ -145,6 +168,8 @@ class Workers:
         tokens = [byte_id(b) for b in text[:count]]
         if len(tokens) < count:
             tokens.append(_SPECIAL)  # an end of text, which no client sees
+        if self.silent:
+            await self._released.wait()
         for i, token in enumerate(tokens[len(request.output_token_ids) :]):
             last = i == len(tokens) - 1 - len(request.output_token_ids)
             reason = ("stop" if token == _SPECIAL else "length") if last else None
@@ -163,11 +188,63 @@ class Workers:
             )
             self.first_token.set()
             if self.hold:
-                await asyncio.Event().wait()
+                await self._released.wait()
             if self.gate:
                 await self.gate.wait()
             await asyncio.sleep(0)
         self._tasks.pop(request.request_id, None)
+
+
+class Front:
+    """The app over `workers`, and an HTTP client of it within the process."""
+
+    def __init__(self, app: OpenAiApp, workers: Workers, core: RemoteCore):
+        self.app, self.workers, self.core = app, workers, core
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app.asgi), base_url="http://app"
+        )
+
+    async def post(self, path: str, body: dict, **headers: str) -> httpx.Response:
+        return await self.http.post(path, json=body, headers=headers)
+
+    async def idle(self) -> None:
+        """Returns when no request is known any more."""
+        async with asyncio.timeout(10):
+            while self.app.client.get_num_unfinished_requests():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def open_front(
+    model: Path, *extra: str, leases=(1,), limits: Limits | None = None, **times: float
+) -> AsyncIterator[Front]:
+    """times: `default_timeout_s` and `max_timeout_s` of the app."""
+    workers = Workers(leases)
+    core = RemoteCore(members=lambda: workers.members, limits=limits)
+    async with (
+        FailoverClient(
+            members=lambda: workers.members,
+            picker=RoundRobin(),
+            on_deltas=core.on_deltas,
+            on_ended=core.on_ended,
+            move_wait_s=0.5,
+        ) as failover,
+        open_app([*flags(model), *extra], core, **times) as app,
+    ):
+        workers.connect(failover)
+        core.connect(failover)
+        front = Front(app, workers, core)
+        try:
+            yield front
+        finally:
+            await front.http.aclose()
+            await workers.close()
+
+
+def events(body: str) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def byte_id(byte: int) -> int:

@@ -13,73 +13,27 @@ import pytest
 from dynamo_lite.components.config import ProcessorConfig
 from dynamo_lite.components.http import HttpServer, bind, url_of
 from dynamo_lite.components.processor import Processor
-from dynamo_lite.engine.vllm.openai_app import OpenAiApp, frontend_config, open_app, parse_args
-from dynamo_lite.engine.vllm.remote_core import RemoteCore
+from dynamo_lite.engine.vllm.openai_app import frontend_config, parse_args
 from dynamo_lite.engine.vllm.wire import sampling_from_bytes
-from dynamo_lite.policy.admission import Limits
-from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol.errors import ConfigError, DeadlineExceeded, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
-from dynamo_lite.runtime.generate import FailoverClient
-from tests.vllm.front_half import MAX_MODEL_LEN, Workers, byte_id, flags, write_model
-
-CHAT = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "hi"}],
-    "max_tokens": 5,
-    "temperature": 0,
-}
-TEXT = {"model": "tiny", "prompt": "hello", "max_tokens": 5, "temperature": 0}
+from tests.vllm.front_half import (
+    CHAT,
+    MAX_MODEL_LEN,
+    TEXT,
+    Front,
+    Workers,
+    byte_id,
+    events,
+    flags,
+    open_front,
+    write_model,
+)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-class Front:
-    """The app over `workers`, and an HTTP client of it within the process."""
-
-    def __init__(self, app: OpenAiApp, workers: Workers, core: RemoteCore):
-        self.app, self.workers, self.core = app, workers, core
-        self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=app.asgi), base_url="http://app"
-        )
-
-    async def post(self, path: str, body: dict) -> httpx.Response:
-        return await self.http.post(path, json=body)
-
-    async def idle(self) -> None:
-        """Returns when no request is known any more."""
-        async with asyncio.timeout(10):
-            while self.app.client.get_num_unfinished_requests():
-                await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def open_front(
-    model: Path, *extra: str, leases=(1,), limits: Limits | None = None
-) -> AsyncIterator[Front]:
-    workers = Workers(leases)
-    core = RemoteCore(members=lambda: workers.members, limits=limits)
-    async with (
-        FailoverClient(
-            members=lambda: workers.members,
-            picker=RoundRobin(),
-            on_deltas=core.on_deltas,
-            on_ended=core.on_ended,
-            move_wait_s=0.5,
-        ) as failover,
-        open_app([*flags(model), *extra], core) as app,
-    ):
-        workers.connect(failover)
-        core.connect(failover)
-        front = Front(app, workers, core)
-        try:
-            yield front
-        finally:
-            await front.http.aclose()
-            await workers.close()
 
 
 @pytest.fixture
@@ -99,12 +53,6 @@ async def listening(front: Front) -> AsyncIterator[tuple[HttpServer, str]]:
     finally:
         await server.stop(0.0)
         sock.close()
-
-
-def events(body: str) -> list[dict]:
-    lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 # What a client asks for
