@@ -12,6 +12,8 @@ from dynamo_lite.protocol.errors import ProtocolError
 _LIMIT = (1 << 63) - 1
 Natural = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 Positive = Annotated[int, msgspec.Meta(gt=0, le=_LIMIT)]
+#: A NATS subject without wildcards.
+Subject = Annotated[str, msgspec.Meta(pattern=r"^[!-)+-=?-~]{1,512}\Z")]
 #: etcd's lease ids are positive and signed; 0 is nobody's.
 LeaseId = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 
@@ -26,7 +28,7 @@ class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
               for endpoints that answer with one reply.
     """
 
-    nats_tcp: str
+    nats_tcp: Subject
     stream: str | None = None
 
 

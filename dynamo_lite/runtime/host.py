@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.component import Component, Host, ProcessSpec, Report
+from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging
@@ -55,8 +56,10 @@ class Surroundings:
         NatsMessaging(spec.nats_url)
     )
     open_status: Callable[
-        [ProcessSpec, Health, CollectorRegistry], AbstractAsyncContextManager[Status]
-    ] = lambda spec, health, registry: StatusServer(health, registry, spec.bind_host)
+        [ProcessSpec, Health, CollectorRegistry, OnDrop], AbstractAsyncContextManager[Status]
+    ] = lambda spec, health, registry, on_drop: StatusServer(
+        health, registry, spec.bind_host, on_drop=on_drop
+    )
     clock: Clock = SYSTEM_CLOCK
 
 
@@ -125,7 +128,7 @@ class _Process:
         )
         _add_gauges(registry, lease, messaging)
         status = await stack.enter_async_context(
-            around.open_status(self._spec, self._health, registry)
+            around.open_status(self._spec, self._health, registry, self.host.drops)
         )
         self.host.status_url = status.url
         # Outlives the owned tasks' failures: it decides between their code and its own.

@@ -10,6 +10,7 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, StoreUnavailable
 from dynamo_lite.protocol.names import endpoint_key
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,13 @@ class Roster:
     """Async context manager; entering it waits for the first listing.
 
     Malformed records, and records that lie at another key than their own, are
-    logged and skipped. While the store is away the last known members stay, and
+    logged, counted and skipped. While the store is away the last known members stay, and
     when it comes back without its data they have a while to put their keys back.
     """
 
-    def __init__(self, store: Store, prefix: str):
+    def __init__(self, store: Store, prefix: str, on_drop: OnDrop = uncounted):
         self._store = store
+        self._on_drop = on_drop
         self._prefix = prefix
         self._records: dict[str, EndpointRecord] = {}
         self._doubted: set[str] = set()  # keys that the store has lost
@@ -103,7 +105,7 @@ class Roster:
                 listed = {
                     key: record
                     for key, value in entries.items()
-                    if (record := _parse(key, value)) is not None
+                    if (record := self._parse(key, value)) is not None
                 }
                 if lost_data:
                     self._begin_doubt()
@@ -112,7 +114,7 @@ class Roster:
                 self._records = {**kept, **listed}
             case Put(key, value):
                 self._doubted.discard(key)
-                record = _parse(key, value)
+                record = self._parse(key, value)
                 if record is None:
                     self._records.pop(key, None)
                 else:
@@ -121,6 +123,18 @@ class Roster:
                 self._doubted.discard(key)
                 self._records.pop(key, None)
         self._publish()
+
+    def _parse(self, key: str, value: bytes) -> EndpointRecord | None:
+        try:
+            record = decode_json(value, EndpointRecord)
+            names = record.namespace, record.component, record.endpoint
+            if key != endpoint_key(*names, record.lease_id):
+                raise ProtocolError("it belongs to another key")
+        except ProtocolError as exc:
+            logger.warning("skipped the record at %s: %s", key, exc)
+            self._on_drop("record")
+            return None
+        return record
 
     def _begin_doubt(self) -> None:
         """All stay for a while although the store does not have them."""
@@ -157,18 +171,6 @@ class Roster:
                 callback(joined, left)
             except Exception:
                 logger.exception("a listener of %s failed", self._prefix)
-
-
-def _parse(key: str, value: bytes) -> EndpointRecord | None:
-    try:
-        record = decode_json(value, EndpointRecord)
-    except ProtocolError as exc:
-        logger.warning("skipped the record at %s: %s", key, exc)
-        return None
-    if key != endpoint_key(record.namespace, record.component, record.endpoint, record.lease_id):
-        logger.warning("skipped the record at %s: it belongs to another key", key)
-        return None
-    return record
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -4,17 +4,21 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Self
 
+import h11
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address, host_port
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 2.0
@@ -29,8 +33,10 @@ class StatusServer:
         registry: CollectorRegistry,
         host: str = "127.0.0.1",
         port: int = 0,
+        on_drop: OnDrop = uncounted,
     ):
         self._health = health
+        self._on_drop = on_drop
         self._registry = registry
         self._host = host
         self._port = port
@@ -53,6 +59,7 @@ class StatusServer:
         )
         config = uvicorn.Config(
             app,
+            http=partial(_Protocol, on_drop=self._on_drop),  # pyright: ignore[reportArgumentType]
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -92,6 +99,21 @@ class StatusServer:
 
     async def _get_metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Protocol(H11Protocol):
+    """h11 bounds what it keeps of a request; what is none is told to `on_drop` as "status"."""
+
+    def __init__(self, *args: Any, on_drop: OnDrop, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._on_drop = on_drop
+
+    def send_400_response(self, msg: str) -> None:
+        self._on_drop("status")
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # the answer to a request before it is under way
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):

@@ -15,6 +15,7 @@ from typing import Protocol, cast
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.address import host_port
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class FrameReceiver(Protocol):
 class FrameConnection(asyncio.Protocol):
     """One TCP connection. `send` never waits; a peer that does not read is cut off.
 
+    on_drop: told "stream" when what has come is no frame, or one out of place.
     States: new -> open -> closed; `repr` shows the state and what is unsent.
     """
 
@@ -106,8 +108,10 @@ class FrameConnection(asyncio.Protocol):
         stall_timeout_s: float = STALL_TIMEOUT_S,
         max_unsent_bytes: int = MAX_UNSENT_BYTES,
         on_open: Callable[["FrameConnection"], None] | None = None,
+        on_drop: OnDrop = uncounted,
     ):
         self._receiver = receiver
+        self._on_drop = on_drop
         self._first_frame_timeout_s = first_frame_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._max_unsent_bytes = max_unsent_bytes
@@ -185,6 +189,7 @@ class FrameConnection(asyncio.Protocol):
                     return
         except ProtocolError as exc:
             _log.warning("closing the connection with %s: %s", self.peer, exc)
+            self._on_drop("stream")
             self.abort(str(exc))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -8,6 +8,7 @@ from typing import Self
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.generate.base import OnDeltas, OnLost
 from dynamo_lite.runtime.generate.link import Link
 from dynamo_lite.runtime.messaging import Messaging
@@ -33,6 +34,7 @@ class RemoteGenerateClient:
         on_lost: OnLost,
         connect_timeout_s: float = 2.0,
         request_timeout_s: float = 5.0,
+        on_drop: OnDrop = uncounted,
     ):
         self._messaging = messaging
         self._client_id = client_id
@@ -40,6 +42,7 @@ class RemoteGenerateClient:
         self._on_lost = on_lost
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
+        self._on_drop = on_drop
         self._links: dict[str, Link] = {}
         self._connecting: dict[str, asyncio.Task[Link]] = {}
         self._connections_made = 0
@@ -103,7 +106,7 @@ class RemoteGenerateClient:
     async def _connect(self, address: str) -> Link:
         self._connections_made += 1
         client_id = f"{self._client_id}.{self._connections_made}"
-        link = Link(address, client_id, self._on_deltas, self._on_lost)
+        link = Link(address, client_id, self._on_deltas, self._on_lost, self._on_drop)
         await link.open(self._connect_timeout_s)
         return link
 

@@ -24,6 +24,7 @@ from dynamo_lite.protocol.generate import (
     decode_generate_reply,
     decode_worker_frame,
 )
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.generate.base import NO_STREAM, OnDeltas, OnLost
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.stream import FrameConnection, frame, parse_address
@@ -42,8 +43,16 @@ class Link:
     reason, when the connection is gone.
     """
 
-    def __init__(self, address: str, client_id: str, on_deltas: OnDeltas, on_lost: OnLost):
+    def __init__(
+        self,
+        address: str,
+        client_id: str,
+        on_deltas: OnDeltas,
+        on_lost: OnLost,
+        on_drop: OnDrop = uncounted,
+    ):
         self._address = address
+        self._on_drop = on_drop
         self._client_id = client_id
         self._on_deltas = on_deltas
         self._on_lost = on_lost
@@ -52,7 +61,7 @@ class Link:
         self._retired = False
         self._silence: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
-        self._connection = FrameConnection(self)
+        self._connection = FrameConnection(self, on_drop=on_drop)
         self._welcomed: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[str] = loop.create_future()
 
@@ -132,6 +141,7 @@ class Link:
         try:
             reply = decode_generate_reply(answer)
         except ProtocolError as exc:
+            self._on_drop("generate_reply")
             raise Unavailable(f"unreadable answer of the worker: {exc}") from exc
         if isinstance(reply, RequestRefused):
             if reply.reason == NO_STREAM:

@@ -15,6 +15,7 @@ from dynamo_lite.protocol.generate import (
     decode_client_frame,
 )
 from dynamo_lite.runtime.address import advertised_address
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.stream import FrameConnection, frame
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ _log = logging.getLogger(__name__)
 
 
 class _Sessions(Protocol):
-    def open_session(self, client_id: str, outlet: "Outlet") -> "Session": ...
+    def open_session(self, client_id: str, outlet: "Outlet") -> "Session":
+        """Raises ProtocolError when the client has one already."""
+        ...
 
     def close_session(self, session: "Session") -> None: ...
 
@@ -60,8 +63,9 @@ class _ConnectionOutlet:
 class Listener:
     """Accepts connections; each becomes a session at its Hello."""
 
-    def __init__(self, sessions: _Sessions, bind_host: str):
+    def __init__(self, sessions: _Sessions, bind_host: str, on_drop: OnDrop = uncounted):
         self._sessions = sessions
+        self._on_drop = on_drop
         self._bind_host = bind_host
         self._server: asyncio.Server | None = None
         self._connections: dict[FrameConnection, Session | None] = {}
@@ -73,7 +77,9 @@ class Listener:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                lambda: FrameConnection(self, on_open=self._opened), self._bind_host, 0
+                lambda: FrameConnection(self, on_open=self._opened, on_drop=self._on_drop),
+                self._bind_host,
+                0,
             )
         except OSError as exc:
             raise StartupError(f"cannot listen on {self._bind_host}: {exc}") from exc

@@ -13,7 +13,7 @@ from typing import Self
 
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
-from dynamo_lite.protocol.errors import DynamoLiteError, Refused
+from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Refused
 from dynamo_lite.protocol.generate import (
     Accepted,
     GenerateRequest,
@@ -21,6 +21,7 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
     decode_generate_request,
 )
+from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.generate.base import NO_STREAM, GenerateHandler
 from dynamo_lite.runtime.generate.listener import Listener
 from dynamo_lite.runtime.generate.session import Outlet, Owned, Session
@@ -51,10 +52,12 @@ class GenerateServer:
         *,
         max_in_flight: int | None = None,
         max_prompt_tokens: int | None = None,
+        on_drop: OnDrop = uncounted,
     ):
         self._messaging = messaging
         self._handler = handler
-        self._listener = Listener(self, bind_host)
+        self._on_drop = on_drop
+        self._listener = Listener(self, bind_host, on_drop)
         self._sessions: dict[str, Session] = {}
         self._owned = Owned(
             Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire
@@ -111,7 +114,8 @@ class GenerateServer:
     @asynccontextmanager
     async def serve(self, subject: str) -> AsyncIterator[None]:
         """Takes requests on `subject` while the context lasts."""
-        async with self._messaging.serve(subject, self._on_request):
+        handler = counted(self._on_request, "generate", self._on_drop)
+        async with self._messaging.serve(subject, handler):
             yield
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
@@ -140,10 +144,13 @@ class GenerateServer:
     # Sessions
 
     def open_session(self, client_id: str, outlet: Outlet) -> Session:
-        """A client that is already known is replaced: its old session is dead."""
-        known = self._sessions.get(client_id)
-        if known is not None:
-            self._dismiss(known, "the same client connected again")
+        """Raises ProtocolError when the client has one already.
+
+        A client's connections have ids of their own, so that a repeated `Hello`
+        is somebody else's; it must not cost the first one its requests.
+        """
+        if client_id in self._sessions:
+            raise ProtocolError(f"client {client_id!r} is connected already")
         session = self._sessions[client_id] = Session(client_id, outlet)
         return session
 
