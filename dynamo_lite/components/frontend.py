@@ -14,12 +14,14 @@ from dynamo_lite.components.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.components.frontend_metrics import RequestMetrics
 from dynamo_lite.components.http import HttpServer, bind, url_of
 from dynamo_lite.components.processor import ENDPOINTS, Processor
+from dynamo_lite.components.rotation import Rotation
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.generate import FailoverClient, OnDeltas, OnEnded, RemoteGenerateClient
+from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
 
@@ -36,6 +38,7 @@ class Frontend:
         self._spec = spec
         self._stack = AsyncExitStack()
         self._roster: Roster | None = None
+        self._workers: HealthMonitor | None = None
         self._app: OpenAiApp | None = None
         self._server: HttpServer | None = None
 
@@ -43,21 +46,31 @@ class Frontend:
         """Serves at once; without a worker it answers 503 until one is live."""
         sock = bind(self._config.host, self._config.port)
         self._stack.callback(sock.close)
-        self._roster = await self._stack.enter_async_context(
-            Roster(
-                host.store,
-                names.endpoint_prefix(self._spec.namespace, self._spec.watch_component, "generate"),
-            )
-        )
+        await self._watch_workers(host)
         host.progress("loading the tokenizer and the OpenAI app")
-        self._app = await self._open_app(host, self._roster)
+        self._app = await self._open_app(host)
         url = await self._serve_http(self._app, sock)
         port = sock.getsockname()[1]
         await host.register("http", stream=advertised_address(self._config.host, port))
         await self._serve_processor(host, self._app)
         return {"url": url, "model": self._app.served_model}
 
-    async def _open_app(self, host: Host, roster: Roster) -> "OpenAiApp":
+    async def _watch_workers(self, host: Host) -> None:
+        namespace, component = self._spec.namespace, self._spec.watch_component
+        enter = self._stack.enter_async_context
+        prefix = names.endpoint_prefix(namespace, component, "generate")
+        self._roster = await enter(Roster(host.store, prefix))
+        self._workers = await enter(
+            HealthMonitor(
+                host.messaging,
+                self._roster,
+                namespace=namespace,
+                component=component,
+                registry=host.registry,
+            )
+        )
+
+    async def _open_app(self, host: Host) -> "OpenAiApp":
         # vLLM takes seconds to import: a taken port or a dead store is reported
         # before, and the lease must not starve meanwhile.
         await asyncio.to_thread(__import__, "dynamo_lite.engine.vllm.openai_app")
@@ -69,7 +82,7 @@ class Frontend:
             in_flight=config.max_in_flight_requests, prompt_tokens=config.max_queued_tokens
         )
         core = RemoteCore(members=self._candidates, limits=limits)
-        failover = await self._open_failover(host, roster, core.on_deltas, core.on_ended)
+        failover = await self._open_failover(host, core.on_deltas, core.on_ended)
         core.connect(failover)
         host.registry.register(RequestMetrics(failover.stats, core.refused, core.admission))
         return await self._stack.enter_async_context(
@@ -82,8 +95,9 @@ class Frontend:
         )
 
     async def _open_failover(
-        self, host: Host, roster: Roster, on_deltas: OnDeltas, on_ended: OnEnded
+        self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
     ) -> FailoverClient:
+        assert self._roster is not None and self._workers is not None
         failover = await self._stack.enter_async_context(
             FailoverClient(
                 members=self._candidates,
@@ -104,17 +118,14 @@ class Frontend:
             )
         )
         failover.connect(transport)
-
-        def changed(joined: frozenset[int], left: frozenset[int]) -> None:
-            transport.retain(roster.members)
-            failover.members_changed()
-
-        roster.on_change(changed)
+        self._stack.enter_context(
+            Rotation(self._roster, self._workers, transport, failover.members_changed)
+        )
         return failover
 
     def _candidates(self) -> Sequence[EndpointRecord]:
-        """The workers that a request may be given to."""
-        return self._roster.members if self._roster is not None else ()
+        """The workers that a request may be given to: those that respond; if none does, all."""
+        return self._workers.members_or_all if self._workers is not None else ()
 
     def _picker(self) -> Picker:
         if self._config.router == "random":
@@ -155,5 +166,6 @@ class Frontend:
         return {
             "ok": client is not None and not client.errored,
             "workers": len(self._roster.members) if self._roster is not None else 0,
+            "responsive": len(self._workers.responsive) if self._workers is not None else 0,
             "requests": client.get_num_unfinished_requests() if client is not None else 0,
         }

@@ -7,7 +7,7 @@ unacknowledged, and the queue delivers it again.
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -44,6 +44,7 @@ _PULL_S = 2.0
 _CLAIM_S = 2.0
 _RETRY_DELAY_S = 0.5
 _BROKER_PAUSE_S = 0.2
+_UNFIT_PAUSE_S = 0.2
 #: Hosts' clocks may differ by this much; the claim is judged by the engine's own.
 _CLOCK_SKEW_S = 5.0
 
@@ -59,7 +60,10 @@ class Prefiller(Protocol):
 
 
 class PrefillJobs:
-    """working: attempt -> job, of what was pulled and is not over. idle: nothing is."""
+    """working: attempt -> job, of what was pulled and is not over. idle: nothing is.
+
+    fit: whether the engine can take a job; meanwhile others shall.
+    """
 
     def __init__(
         self,
@@ -72,11 +76,12 @@ class PrefillJobs:
         directory: MetadataDirectory,
         messaging: Messaging,
         registry: CollectorRegistry,
+        fit: Callable[[], bool] = lambda: True,
         clock: Clock = SYSTEM_CLOCK,
     ):
         self._time, self._now = clock.wall, clock.monotonic
         self._namespace, self._lease_id, self._ack_wait_s = namespace, lease_id, ack_wait_s
-        self._queue, self._engine = queue, engine
+        self._queue, self._engine, self._fit = queue, engine, fit
         self._directory, self._messaging = directory, messaging
         self._ended = Counter(
             "dynamo_lite_prefill_jobs",
@@ -101,6 +106,9 @@ class PrefillJobs:
     async def run(self) -> None:
         """One job after the other, until `stop`. Run several for several at a time."""
         while self._pulling:
+            if not self._fit():
+                await asyncio.sleep(_UNFIT_PAUSE_S)
+                continue
             try:
                 job = await self._queue.pull(timeout_s=_PULL_S)
             except Unavailable as exc:

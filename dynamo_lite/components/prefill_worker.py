@@ -11,6 +11,7 @@ import msgspec
 from prometheus_client import Gauge
 
 from dynamo_lite.components.config import PrefillWorkerConfig
+from dynamo_lite.components.engine_probe import EngineProbe
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.prefill_fence import FenceKeeper
 from dynamo_lite.components.prefill_jobs import PrefillJobs
@@ -19,6 +20,7 @@ from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.runtime.health import HealthBeat
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
 from dynamo_lite.transfer.directory import MetadataDirectory
@@ -43,6 +45,8 @@ class PrefillWorker:
         self._stack = AsyncExitStack()
         self._jobs: PrefillJobs | None = None
         self._fence: FenceKeeper | None = None
+        self._probe: EngineProbe | None = None
+        self._beat: HealthBeat | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
@@ -54,6 +58,12 @@ class PrefillWorker:
         enter = self._stack.enter_async_context
         engine = await enter(self._parts.open_prefill_engine(host, fence))
         host.spawn(engine.run_prefills(), "engine-steps")
+        self._probe = probe = EngineProbe(
+            engine,
+            host.messaging,
+            host.clock,
+            busy=lambda: bool(keeper.jobs and keeper.jobs.working),
+        )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
         self._jobs = keeper.jobs = jobs = PrefillJobs(
             namespace=self._spec.namespace,
@@ -64,11 +74,21 @@ class PrefillWorker:
             directory=await self._open_directory(host, engine),
             messaging=host.messaging,
             registry=host.registry,
+            fit=lambda: probe.verdict()[0],
             clock=host.clock,
         )
         cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
         await enter(host.messaging.serve(cancel, jobs.on_cancel))
         await host.register("prefill", model=engine.model)
+        self._beat = HealthBeat(
+            host.messaging,
+            namespace=self._spec.namespace,
+            component=self._spec.component,
+            lease_id=host.lease.id,
+            verdict=probe.verdict,
+        )
+        host.spawn(probe.run(), "engine-probe")
+        host.spawn(self._beat.run(), "health-beat")
         for index in range(self._config.concurrency):
             host.spawn(jobs.run(), f"prefill-jobs-{index}")
         host.spawn(_watch_depth(host, queue), "queue-depth")
@@ -78,18 +98,23 @@ class PrefillWorker:
         """Stops pulling; what was pulled is finished, its writes too."""
         if self._fence is None or self._jobs is None:
             return
+        if self._beat is not None:
+            self._beat.stop()
         self._fence.leaving.set()
         await self._jobs.stop()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._jobs.idle.wait(), grace_s)
 
     async def close(self) -> None:
+        if self._probe is not None:
+            self._probe.closing = True
         await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
-        if self._jobs is None:
+        if self._jobs is None or self._probe is None:
             return {"ok": False}
-        return {"ok": True, "jobs": len(self._jobs.working)}
+        works, trouble = self._probe.verdict()
+        return {"ok": works, "trouble": trouble, "jobs": len(self._jobs.working)}
 
     async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
         directory = MetadataDirectory(host.store, self._spec.namespace)

@@ -1,26 +1,20 @@
 """The decode worker: gets each request first, and keeps it."""
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
-from prometheus_client import Gauge
+from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.components.config import VllmWorkerConfig
+from dynamo_lite.components.engine_probe import EngineProbe
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.vllm_parts import VllmParts
 from dynamo_lite.engine.base import DecodeEngine
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import (
-    DeadlineExceeded,
-    EngineDied,
-    StoreUnavailable,
-    Unavailable,
-)
+from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.generate import GenerateServer
@@ -29,9 +23,7 @@ from dynamo_lite.runtime.host import Host, ProcessSpec
 
 logger = logging.getLogger(__name__)
 
-_POOL_PERIOD_S = 2.0
-#: Unanswered descriptions in a row after which the engine is not trusted any more.
-_MAX_SILENT = 5
+_LEAVE_TRIES = 3
 
 
 class VllmWorker:
@@ -50,8 +42,8 @@ class VllmWorker:
         self._engine: DecodeEngine | None = None
         self._server: GenerateServer | None = None
         self._host: Host | None = None
-        self._metadata_key = ""
-        self._closing = False
+        self._probe: EngineProbe | None = None
+        self._beat: HealthBeat | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
@@ -61,46 +53,87 @@ class VllmWorker:
             self._parts.open_decode_engine(host, self._config)
         )
         self._server = server = await self._stack.enter_async_context(
-            GenerateServer(host.messaging, engine, self._spec.bind_host)
+            GenerateServer(
+                host.messaging,
+                engine,
+                self._spec.bind_host,
+                max_in_flight=self._config.max_in_flight_requests,
+                max_prompt_tokens=self._config.max_queued_tokens,
+            )
         )
         host.spawn(self._deliver(engine, server), "engine-steps")
         await self._register(host, engine, server)
-        if engine.metadata is not None:
-            host.spawn(self._watch_pool(host, engine), "kv-pool")
+        self._watch(host, engine, server)
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
         """Finishes what it has; prompts that wait for help unclaimed become local."""
-        if self._metadata_key and self._host is not None and self._host.lease.loss is None:
-            with contextlib.suppress(StoreUnavailable):
-                await self._host.store.delete(self._metadata_key)
+        if self._beat is not None:
+            self._beat.stop()
         if self._server is not None:
             self._server.refuse_new("this worker is draining")
-            if not await self._server.wait_idle(grace_s):
-                logger.warning("%d requests outlived the grace", self._server.in_flight)
+        if self._host is not None and self._engine is not None:
+            await self._tell_engine_to_leave(self._host, self._engine)
+        if self._server is not None and not await self._server.wait_idle(grace_s):
+            logger.warning("%d requests outlived the grace", self._server.in_flight)
 
     async def close(self) -> None:
-        self._closing = True
+        if self._probe is not None:
+            self._probe.closing = True
         await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
-        if self._engine is None or self._server is None:
+        if self._engine is None or self._server is None or self._probe is None:
             return {"ok": False}
         load = self._engine.load
+        works, trouble = self._probe.verdict()
         return {
-            "ok": True,
+            "ok": works,
+            "trouble": trouble,
             "in_flight": self._server.in_flight,
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
         }
 
+    def _watch(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
+        gauges = PoolGauges(host.registry) if engine.metadata is not None else None
+        self._probe = probe = EngineProbe(
+            engine,
+            host.messaging,
+            host.clock,
+            busy=lambda: server.in_flight > 0,
+            on_status=gauges.show if gauges else lambda status: None,
+        )
+        self._beat = beat = HealthBeat(
+            host.messaging,
+            namespace=self._spec.namespace,
+            component=self._spec.component,
+            lease_id=host.lease.id,
+            verdict=probe.verdict,
+        )
+        host.spawn(self._probe_engine(probe, server), "engine-probe")
+        host.spawn(beat.run(), "health-beat")
+
+    async def _tell_engine_to_leave(self, host: Host, engine: DecodeEngine) -> None:
+        """So that it asks for no help any more. It cannot tell by the keys: the store may
+        have lost them."""
+        if engine.metadata is None:
+            return
+        subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
+        for _ in range(_LEAVE_TRIES):
+            try:
+                await host.messaging.request(subject, b"", timeout_s=1.0)
+                return
+            except (DeadlineExceeded, Unavailable) as exc:
+                logger.warning("the engine was not told that it leaves: %s", exc)
+
     async def _register(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
         """Metadata first: whoever sees the worker may write into its blocks."""
         namespace, lease = self._spec.namespace, host.lease
         if engine.metadata is not None:
-            self._metadata_key = names.nixl_metadata_key(namespace, engine.metadata.engine_id)
-            await host.store.put(self._metadata_key, encode_engine(engine.metadata), lease=lease)
+            key = names.nixl_metadata_key(namespace, engine.metadata.engine_id)
+            await host.hold(key, encode_engine(engine.metadata))
         name = self._spec.component
         model = engine.model
         generate = names.endpoint_subject(namespace, name, "generate", lease.id)
@@ -115,6 +148,13 @@ class VllmWorker:
         assert self._engine is not None
         return msgspec.msgpack.encode(self._engine.load)
 
+    async def _probe_engine(self, probe: EngineProbe, server: GenerateServer) -> None:
+        try:
+            await probe.run()
+        except EngineDied:
+            server.hang_up("the worker's engine is stuck")
+            raise
+
     async def _deliver(self, engine: DecodeEngine, server: GenerateServer) -> None:
         try:
             async for deltas in engine.steps():
@@ -123,44 +163,31 @@ class VllmWorker:
             server.hang_up("the worker's engine died")
             raise
 
-    async def _watch_pool(self, host: Host, engine: DecodeEngine) -> None:
-        """Asks the engine's process how its blocks stand, for the metrics."""
-        gauge = _pool_gauges(host)
-        silent = 0
-        while True:
-            try:
-                status = await engine.describe()
-            except DynamoLiteError as exc:
-                if self._closing:
-                    return
-                silent = silent + 1 if host.messaging.connected else 0
-                logger.warning("the engine did not describe itself: %s", exc)
-                if silent == _MAX_SILENT:
-                    raise EngineDied("the engine's bridge is silent") from exc
-            else:
-                silent = 0
-                gauge["free"].set(status.free_blocks)
-                gauge["total"].set(status.total_blocks)
-                gauge["quarantined"].set(status.quarantined)
-                gauge["depth"].set(float("nan") if status.queue_jobs is None else status.queue_jobs)
-            await asyncio.sleep(_POOL_PERIOD_S)
 
+class PoolGauges:
+    """How an engine's blocks stand, as it said last."""
 
-def _pool_gauges(host: Host) -> dict[str, Gauge]:
-    return {
-        name: Gauge(metric, text, registry=host.registry)
-        for name, metric, text in (
-            ("free", "dynamo_lite_kv_blocks_free", "KV blocks that a new request may take"),
-            ("total", "dynamo_lite_kv_blocks_total", "KV blocks of the engine"),
-            (
-                "quarantined",
-                "dynamo_lite_quarantined_attempts",
-                "Withdrawn remote prefills whose blocks a writer may still touch",
-            ),
-            (
-                "depth",
-                "dynamo_lite_prefill_queue_depth",
-                "Jobs on the prefill queue, waiting and in flight",
-            ),
+    def __init__(self, registry: CollectorRegistry):
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"dynamo_lite_{name}", text, registry=registry)
+
+        self._free = gauge("kv_blocks_free", "KV blocks that a new request may take")
+        self._total = gauge("kv_blocks_total", "KV blocks of the engine")
+        self._quarantined = gauge(
+            "quarantined_attempts",
+            "Withdrawn remote prefills whose blocks a writer may still touch",
         )
-    }
+        self._depth = gauge(
+            "prefill_queue_depth", "Jobs on the prefill queue, waiting and in flight"
+        )
+        self._unresponsive = gauge(
+            "prefill_workers_unresponsive",
+            "Prefill workers that are registered, but silent or unable to work",
+        )
+
+    def show(self, status: EngineStatus) -> None:
+        self._free.set(status.free_blocks)
+        self._total.set(status.total_blocks)
+        self._quarantined.set(status.quarantined)
+        self._depth.set(float("nan") if status.queue_jobs is None else status.queue_jobs)
+        self._unresponsive.set(status.unresponsive_writers)

@@ -146,7 +146,9 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     uses count as free. waiting: requests that wait for remote KV. quarantined:
     attempts whose blocks are held back because a writer may still touch them.
     queue_jobs: jobs on the prefill queue as this engine last saw it; None when
-    it has not seen it lately.
+    it has not seen it lately. last_step_age_s: since its scheduler began its last
+    step. unresponsive_writers: prefill workers that are registered, but silent or
+    not able to work.
     """
 
     metadata: EngineMetadata
@@ -155,6 +157,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     quarantined: int = 0
     queue_jobs: int | None = None
+    last_step_age_s: float | None = None
+    unresponsive_writers: int = 0
 
 
 decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)

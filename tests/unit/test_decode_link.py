@@ -35,7 +35,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.memory import MemoryMessaging
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -121,6 +121,25 @@ def prompt(request_id: str, tokens: int, **fields: Any) -> Any:
     return SimpleNamespace(**{**defaults, **fields})
 
 
+class Writers:
+    """Who is registered, and what ails them: the roster and the monitor in one."""
+
+    def __init__(self) -> None:
+        self.members: tuple[int, ...] = (WRITER,)
+        self.ails: dict[int, str] = {}
+        self.alive: list[int] = []
+
+    @property
+    def responsive(self) -> tuple[int, ...]:
+        return tuple(writer for writer in self.members if writer not in self.ails)
+
+    def trouble(self, writer: int) -> str:
+        return self.ails.get(writer, "")
+
+    def shows_life(self, writer: int) -> None:
+        self.alive.append(writer)
+
+
 class Decode:
     """A decode engine: its scheduler half, its pool, and the network that it sees."""
 
@@ -158,7 +177,7 @@ class Decode:
         self.bridge: Any = self.half.bridge
         self.net: Any = self.half._net
         self.net._queue, self.net._messaging = self.queue, self.messaging
-        self.writers = self.net._writers = SimpleNamespace(members=(WRITER,))
+        self.writers = self.net._writers = self.net._health = Writers()
         self.cancelled: list[CancelAttempt] = []
         self.sees()
 
@@ -524,8 +543,15 @@ async def test_a_thousand_prompts_leave_nothing_behind(decode: Decode):
 async def change(decode: Decode, *, joined: int | None = None, left: int | None = None) -> None:
     here = frozenset() if joined is None else frozenset({joined})
     gone = frozenset() if left is None else frozenset({left})
-    async with asyncio.TaskGroup() as tasks:
-        decode.net._on_writers(tasks, here, gone)
+    async with asyncio.TaskGroup() as decode.net._tasks:
+        decode.net._on_writers(here, gone)
+
+
+async def ails(decode: Decode, **trouble: str) -> None:
+    """Writers turn unresponsive: a is WRITER, b another one."""
+    decode.writers.ails = {int(name, 16): what for name, what in trouble.items()}
+    async with asyncio.TaskGroup() as decode.net._tasks:
+        decode.net._on_health(frozenset(), frozenset(decode.writers.ails))
 
 
 async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):
@@ -578,23 +604,91 @@ async def test_a_writer_that_is_back_never_left(decode: Decode):
     assert await decode.claim(attempt) == Granted()
 
 
-async def test_an_engine_whose_metadata_is_gone_asks_for_nothing_more(decode: Decode):
-    store, key = MemoryStore(), names.nixl_metadata_key(NAMESPACE, ENGINE)
+async def test_what_a_silent_writer_holds_is_computed_here_and_its_blocks_wait(decode: Decode):
+    decode.writers.members = (WRITER, 0xB)
+    attempt = await decode.ask("r1", claimed=True)
+    queued = await decode.ask("r2")
+    await ails(decode, a="silent for 4.0 s")
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    assert decode.counted("remote/writer_silent") == 1
+    await decode.cancels(attempt)
+    decode.finish("r1")
+    assert await decode.claim(queued, 0xB) == Granted()
+    decode.output("r2")
+    decode.clock.now += 3 * TTL_S / 2
+    assert decode.half.build_step().give_up == []
+    assert decode.pool.used == 6
+    await change(decode, left=WRITER)
+    decode.clock.now += 1.0 + TTL_S
+    decode.half.build_step()
+    assert decode.pool.used == 3
+    decode.finish("r2")
+    decode.assert_clean()
+
+
+async def test_a_silent_writer_that_wakes_ends_what_it_held(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    await ails(decode, a="silent for 4.0 s")
+    decode.output("r1")  # its notice comes after all, when nobody waits for it any more
+    decode.finish("r1")
+    decode.half.build_step()
+    assert decode.half.busy
+    await decode.done(attempt, "written")
+    decode.half.build_step()
+    decode.assert_clean()
+    assert decode.counted("remote/committed") == 0
+
+
+async def test_without_a_writer_that_responds_prompts_stay_here(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(decode_link, "_VIEW_PERIOD_S", 0.001)
     attempt = await decode.ask("r1")
-    watching = asyncio.create_task(decode.net._watch_own_metadata(store))
-    await store.put(key, b"here")
-    await store.delete(key)
-    async with asyncio.timeout(10):
-        while not decode.half.busy:
-            # Before the first snapshot the key may have come and gone unseen.
-            await store.put(key, b"here")
-            await asyncio.sleep(0.005)
-            await store.delete(key)
-            await asyncio.sleep(0.005)
+    await ails(decode, a="silent for 4.0 s")
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+    assert decode.counted("remote/no_writer") == 1
+    assert (await decode.queue.depth()).total == 0
+    pushed = await decode.ask("r2")  # decided before the view is new
+    assert decode.half.build_step().give_up == [(pushed, "r2")]
+    async with watching_queue(decode):
+        while decode.net.view.prefill_workers:
+            await asyncio.sleep(0.001)
+    assert decode.admit(prompt("r3", 10)) == 0
+    assert decode.counted("decision/local/no_prefill_worker") == 1
+    assert decode.net.unresponsive_writers == 1
+    for request_id in ("r1", "r2", "r3"):
+        decode.finish(request_id)
+    decode.half.build_step()
+    decode.assert_clean()
+
+
+async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(decode: Decode):
+    decode.writers.members = (WRITER, 0xB)
+    attempt = await decode.ask("r1")
+    decode.writers.ails = {WRITER: "the engine is stuck"}
+    refused = await decode.claim(attempt)
+    assert refused == ClaimRefused(reason="not able to work: the engine is stuck", elsewhere=True)
+    assert await decode.claim(attempt, 0xB) == Granted()
+    assert decode.writers.alive == [WRITER, 0xB]
+
+
+async def test_an_engine_that_is_told_to_leave_asks_for_nothing_more(decode: Decode):
+    attempt, claimed = await decode.ask("r1"), await decode.ask("r2", claimed=True)
+    assert await decode.net._on_leave(b"") == b""
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/leaving") == 1
-    assert decode.admit(prompt("r2", 10)) == 0
+    assert decode.admit(prompt("r3", 10)) == 0
     assert decode.counted("decision/local/leaving") == 1
+    await decode.done(claimed)
+    decode.output("r2")
+    assert decode.counted("remote/committed") == 1
+
+
+@contextlib.asynccontextmanager
+async def watching_queue(decode: Decode):
+    watching = asyncio.create_task(decode.net._watch_queue())
+    async with asyncio.timeout(10):
+        yield
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
@@ -604,8 +698,7 @@ async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.Monkey
     monkeypatch.setattr(decode_link, "_VIEW_PERIOD_S", 0.001)
     await decode.queue.push(b"", message_id="m")
     decode.net.view = None
-    watching = asyncio.create_task(decode.net._watch_queue())
-    async with asyncio.timeout(10):
+    async with watching_queue(decode):
         while decode.net.view is None:
             await asyncio.sleep(0.001)
         assert decode.net.view == QueueView(1, 1, decode.clock.now)
@@ -616,9 +709,6 @@ async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.Monkey
         decode.broker.set_connected(True)
         while decode.net.view.read_at != decode.clock.now:
             await asyncio.sleep(0.001)
-    watching.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await watching
 
 
 async def test_an_engine_describes_itself(decode: Decode):
@@ -638,5 +728,8 @@ async def test_an_engine_describes_itself(decode: Decode):
     status = decode_engine_status(await decode.net._on_describe(b""))
     assert (status.free_blocks, status.total_blocks) == (POOL - 6, POOL)
     assert (status.waiting, status.quarantined, status.queue_jobs) == (1, 1, 2)
+    assert (status.last_step_age_s, status.unresponsive_writers) == (0.0, 0)
+    decode.clock.now += 2.0
+    assert decode_engine_status(await decode.net._on_describe(b"")).last_step_age_s == 2.0
     decode.clock.now += 60.0
     assert decode_engine_status(await decode.net._on_describe(b"")).queue_jobs is None

@@ -149,7 +149,13 @@ FULL_JOB = RemotePrefillRequest(
     trace_headers={"t": "0"},
     wire_version=2,
 )
-STATUS = EngineStatus(metadata=ENGINE, free_blocks=60, total_blocks=64)
+STATUS = EngineStatus(
+    metadata=ENGINE,
+    free_blocks=60,
+    total_blocks=64,
+    last_step_age_s=0.5,
+    unresponsive_writers=2,
+)
 
 # (message, its decoder, its bytes)
 GOLDEN = [
@@ -275,14 +281,16 @@ GOLDEN = [
     (
         STATUS,
         prefill.decode_engine_status,
-        b"\x86\xa8metadata\x86\xa9engine_id\xa2e1"
+        b"\x88\xa8metadata\x86\xa9engine_id\xa2e1"
         b"\xa8lease_id\xcfiM\x96}\xa6\x94\xea\x1a\xabfingerprint\x81\xa5dtype\xa4bf16"
         b"\xb1block_size_tokens \xaanum_blocks@\xa5ranks\x91\x84"
         b"\xa5agent\xc4\x06nixl\x00\xff\xa6memory\xa4DRAM\xa6device\x00"
         b"\xa7regions\x91\x85\xa5layer\xaemodel.layers.0\xa5plane\x00"
         b"\xa4base\xcf\x00\x00@\x00\x00\x00\x00\x00\xacstride_bytes\xcd \x00"
         b"\xabblock_bytes\xcd\x10\x00\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
-        b"\xabquarantined\x00\xaaqueue_jobs\xc0",
+        b"\xabquarantined\x00\xaaqueue_jobs\xc0"
+        b"\xaflast_step_age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+        b"\xb4unresponsive_writers\x02",
     ),
 ]
 

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from functools import partial
 
 from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
@@ -37,17 +36,15 @@ from dynamo_lite.protocol.prefill import (
     decode_writer_stays,
 )
 from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.roster import Roster
-from dynamo_lite.runtime.store import Delete, Snapshot, Store, WatchEvent
 
 logger = logging.getLogger(__name__)
 
 #: How often the queue's depth is read. The broker itself holds the hard cap; the
 #: view only saves pushes that would be refused.
 _VIEW_PERIOD_S = 0.25
-
-_NO_WRITER, _LEAVING = Outcome.NO_WRITER, Outcome.LEAVING
 
 
 class LockedLedger:
@@ -96,6 +93,8 @@ class DecodeLinkSession:
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
         self._writers: Roster | None = None
+        self._health: HealthMonitor | None = None
+        self._tasks: asyncio.TaskGroup | None = None
         self.view: QueueView | None = None
         self.leaving = False
 
@@ -111,24 +110,31 @@ class DecodeLinkSession:
             prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
             self._writers = writers = await enter(Roster(store, prefix))
             self._messaging = messaging
+            self._health = health = await enter(
+                HealthMonitor(
+                    messaging,
+                    writers,
+                    namespace=link.namespace,
+                    component=self._role.prefill_component,
+                )
+            )
             await enter(messaging.serve(names.claim_subject(*subject), self._on_claim))
             await enter(messaging.serve(names.writer_done_subject(*subject), self._on_done))
             await enter(messaging.serve(names.describe_subject(*subject), self._on_describe))
             await enter(messaging.serve(names.writer_stays_subject(*subject), self._on_stays))
-            async with asyncio.TaskGroup() as tasks:
-                watchers = [
-                    tasks.create_task(self._watch_queue(), name="queue-view"),
-                    tasks.create_task(self._watch_own_metadata(store), name="own-metadata"),
-                ]
-                writers.on_change(partial(self._on_writers, tasks))
+            await enter(messaging.serve(names.leave_subject(*subject), self._on_leave))
+            async with asyncio.TaskGroup() as self._tasks:
+                watcher = self._tasks.create_task(self._watch_queue(), name="queue-view")
+                writers.on_change(self._on_writers)
+                health.on_change(self._on_health)
                 yield
-                for watcher in watchers:
-                    watcher.cancel()
+                watcher.cancel()
+                self._tasks = None
 
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job; anything but a clear yes makes the prompt local."""
-        assert self._queue is not None and self._writers is not None
-        if not self._writers.members:
+        assert self._queue is not None and self._health is not None
+        if not self._health.responsive:
             await self._settle(lambda ledger: ledger.not_published(job.attempt))
             return
         try:
@@ -168,7 +174,12 @@ class DecodeLinkSession:
         await self.carry_out(instructions)
 
     async def _on_claim(self, payload: bytes) -> bytes:
+        assert self._health is not None
         claim = decode_claim(payload)
+        # One that beats, but says that it cannot work, would only hold the job.
+        self._health.shows_life(claim.writer_lease_id)
+        if trouble := self._health.trouble(claim.writer_lease_id):
+            return encode(ClaimRefused(reason=f"not able to work: {trouble}", elsewhere=True))
         with self._book.lock:
             refusal = self._book.ledger.claim(claim.attempt, claim.writer_lease_id, self._now())
         if refusal is not None:
@@ -196,43 +207,47 @@ class DecodeLinkSession:
             )
         return b""
 
-    def _on_writers(
-        self, tasks: asyncio.TaskGroup, joined: frozenset[int], left: frozenset[int]
-    ) -> None:
-        assert self._writers is not None
+    async def _on_leave(self, _payload: bytes) -> bytes:
+        """The component says so itself: its keys may vanish for other reasons."""
+        self.leaving = True
+        await self._settle(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
+        return b""
+
+    def _on_writers(self, joined: frozenset[int], left: frozenset[int]) -> None:
         with self._book.lock:
             for lease_id in joined:
                 self._book.ledger.writer_back(lease_id)
             for lease_id in left:
                 self._book.ledger.writer_gone(lease_id, self._now())
-        if not self._writers.members:
-            tasks.create_task(self._settle(lambda ledger: ledger.withdraw_queued(_NO_WRITER)))
+        self._withdraw_if_nobody_responds()
 
-    async def _watch_own_metadata(self, store: Store) -> None:
-        """The component deletes it when it leaves, or it goes with the lease."""
-        key = names.nixl_metadata_key(self._link.namespace, self._link.engine_id)
-        async with store.watch(key) as events:
-            known = False
-            async for event in events:
-                here = _shows_present(event, key)
-                known, gone = known or here, known and not here
-                if gone:
-                    self.leaving = True
-                    await self._settle(lambda ledger: ledger.withdraw_queued(_LEAVING))
+    def _on_health(self, back: frozenset[int], lost: frozenset[int]) -> None:
+        for lease_id in lost:
+            self._settle_soon(lambda ledger, writer=lease_id: ledger.writer_silent(writer))
+        self._withdraw_if_nobody_responds()
+
+    def _withdraw_if_nobody_responds(self) -> None:
+        assert self._health is not None
+        if not self._health.responsive:
+            self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
+
+    def _settle_soon(self, event: Callable[[Ledger], list[Instruction]]) -> None:
+        if self._tasks is not None:  # else the session is being closed
+            self._tasks.create_task(self._settle(event))
+
+    @property
+    def unresponsive_writers(self) -> int:
+        if self._writers is None or self._health is None:
+            return 0
+        return len(self._writers.members) - len(self._health.responsive)
 
     async def _watch_queue(self) -> None:
-        assert self._queue is not None and self._writers is not None
+        assert self._queue is not None and self._health is not None
         while True:
             asked_at = self._now()
             try:
                 depth = await self._queue.depth()
-                self.view = QueueView(depth.total, len(self._writers.members), asked_at)
+                self.view = QueueView(depth.total, len(self._health.responsive), asked_at)
             except DynamoLiteError as exc:
                 logger.debug("queue depth not read: %s", exc)
             await asyncio.sleep(_VIEW_PERIOD_S)
-
-
-def _shows_present(event: WatchEvent, key: str) -> bool:
-    if isinstance(event, Snapshot):
-        return key in event.entries
-    return not isinstance(event, Delete)

@@ -80,6 +80,7 @@ class DecodeScheduler:
         self._decided: set[str] = set()
         self._asked_at: deque[float] = deque()
         self._step = DecodeStep()
+        self._stepped_at = self._now()
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -116,6 +117,7 @@ class DecodeScheduler:
 
     def build_step(self) -> DecodeStep:
         """Runs every step, and so does the ledger's housekeeping."""
+        self._stepped_at = self._now()
         with self._book.lock:
             due = self._book.ledger.tick(self._now())
             left = self._book.take_for_engine()
@@ -237,4 +239,6 @@ class DecodeScheduler:
             waiting=ledger.waiting,
             quarantined=ledger.quarantined,
             queue_jobs=view.jobs if fresh and view is not None else None,
+            last_step_age_s=self._now() - self._stepped_at,
+            unresponsive_writers=self._net.unresponsive_writers,
         )

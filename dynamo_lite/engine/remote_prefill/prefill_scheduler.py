@@ -74,6 +74,7 @@ class PrefillScheduler:
         self._failures: dict[str, str] = {}
         self._ended: list[tuple[str, str, bool]] = []
         self._forget: list[str] = []
+        self._stepped_at = self._now()
 
     def bind_block_pool(self, pool: BlockPool, block_ids: BlockIds) -> None:
         self._pool, self._block_ids = pool, block_ids
@@ -101,6 +102,7 @@ class PrefillScheduler:
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> PrefillStep:
         """scheduled: request id -> tokens that this step computes of it."""
+        self._stepped_at = self._now()
         step = PrefillStep(ended=self._ended, forget=self._forget)
         self._ended, self._forget = [], []
         for request_id in preempted:
@@ -186,5 +188,6 @@ class PrefillScheduler:
                 metadata=self.metadata,
                 free_blocks=self._pool.get_num_free_blocks(),
                 total_blocks=self._pool.num_gpu_blocks,
+                last_step_age_s=self._now() - self._stepped_at,
             )
         )

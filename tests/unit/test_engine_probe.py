@@ -1,0 +1,221 @@
+"""What a worker says of its engine, and when it gives it up; in virtual time."""
+
+import asyncio
+
+import pytest
+
+from dynamo_lite.components.engine_probe import EngineProbe
+from dynamo_lite.engine.base import EngineLoad
+from dynamo_lite.protocol.errors import EngineDied, StartupError
+from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.memory import MemoryMessaging
+from tests.unit.virtual import virtual
+
+METADATA = EngineMetadata(
+    engine_id="e1", lease_id=1, fingerprint={}, block_size_tokens=4, num_blocks=8, ranks=()
+)
+
+
+class Engine:
+    """answers: whether it describes itself; there: whether anybody takes the question."""
+
+    def __init__(self, *, described: bool = True):
+        self.metadata = METADATA if described else None
+        self.load = EngineLoad()
+        self.answers, self.there = asyncio.Event(), True
+        self.answers.set()
+        self.stepped_at = now()
+
+    async def describe(self) -> EngineStatus:
+        if not self.there:
+            raise StartupError("the engine's process does not answer on NATS")
+        await self.answers.wait()
+        return EngineStatus(
+            metadata=METADATA,
+            free_blocks=1,
+            total_blocks=8,
+            last_step_age_s=now() - self.stepped_at,
+        )
+
+    def step(self) -> None:
+        self.load, self.stepped_at = EngineLoad(running=1), now()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Worker:
+    def __init__(self, engine: Engine):
+        self.engine, self.messaging = engine, MemoryMessaging()
+        self.busy, self.statuses = False, 0
+        self.probe = EngineProbe(
+            engine,
+            self.messaging,
+            Clock(monotonic=now),
+            busy=lambda: self.busy,
+            on_status=self._take,
+        )
+        self.task = asyncio.create_task(self.probe.run())
+
+    def _take(self, _: EngineStatus) -> None:
+        self.statuses += 1
+
+    @property
+    def ok(self) -> bool:
+        return self.probe.verdict()[0]
+
+    async def until(self, ok: bool, *, between: tuple[float, float]) -> None:
+        """The verdict turns to `ok` in so many seconds; asked once a second, as by beats."""
+        began = now()
+        while self.ok is not ok:
+            assert now() - began < 1000
+            assert not self.task.done(), self.task
+            await asyncio.sleep(0.1)
+        assert between[0] <= now() - began <= between[1]
+
+    async def stays_ok(self, seconds: float) -> None:
+        until = now() + seconds
+        while now() < until:
+            assert self.probe.verdict() == (True, "")
+            await asyncio.sleep(1.0)
+
+    async def close(self) -> None:
+        self.probe.closing = True
+        self.engine.answers.set()
+        async with asyncio.timeout(5):
+            await self.task
+
+
+@virtual
+async def test_an_engine_that_answers_is_well():
+    worker = Worker(Engine())
+    await worker.stays_ok(100)
+    assert 95 <= worker.statuses <= 105
+    await worker.close()
+
+
+@virtual
+async def test_a_stopped_engine_is_out_until_it_goes_on():
+    worker = Worker(Engine())
+    await worker.stays_ok(10)
+    worker.engine.answers.clear()
+    await worker.until(False, between=(2.0, 4.0))
+    assert worker.probe.verdict()[1].startswith("the engine has not answered for 2.")
+    await asyncio.sleep(20)
+    assert not worker.ok
+    worker.engine.answers.set()
+    await worker.until(True, between=(0.0, 0.3))
+    await worker.close()
+
+
+@pytest.mark.parametrize("how", ["answers", "there"])
+def test_an_engine_that_is_silent_for_good_is_given_up(how: str):
+    @virtual
+    async def test():
+        worker = Worker(Engine())
+        await worker.stays_ok(10)
+        if how == "answers":
+            worker.engine.answers.clear()
+        else:
+            worker.engine.there = False
+        began = now()
+        with pytest.raises(EngineDied, match="has not answered for 30 s"):
+            await worker.task
+        assert 30 <= now() - began <= 34
+
+    test()
+
+
+@virtual
+async def test_nobody_hears_an_answer_while_the_broker_is_away():
+    worker = Worker(Engine())
+    worker.engine.answers.clear()
+    await asyncio.sleep(0.5)
+    worker.messaging.set_connected(False)
+    await worker.stays_ok(100)
+    worker.messaging.set_connected(True)
+    await worker.stays_ok(2)
+    await worker.until(False, between=(0.0, 1.0))
+    worker.engine.answers.set()
+    await worker.until(True, between=(0.0, 0.3))
+    await worker.close()
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_an_engine_with_work_but_without_steps_is_out_then_given_up(described: bool):
+    @virtual
+    async def test():
+        worker = Worker(Engine(described=described))
+        await worker.stays_ok(500)  # idle is not stuck
+        worker.busy = True
+        await worker.stays_ok(20)
+        worker.engine.step()
+        await worker.until(False, between=(30, 32))
+        assert worker.probe.verdict()[1] == "the engine has work, but made no step for 30 s"
+        worker.engine.step()
+        await worker.until(True, between=(0.0, 1.1))
+        await worker.until(False, between=(29, 32))
+        worker.busy = False
+        await worker.stays_ok(200)
+        worker.busy = True
+        began = now()
+        with pytest.raises(EngineDied, match="made no step for 120 s"):
+            await worker.task
+        assert 120 <= now() - began <= 124
+
+    test()
+
+
+@virtual
+async def test_steps_that_bring_no_output_are_steps():
+    """A long prompt is computed chunk by chunk: only the engine's process knows."""
+    worker = Worker(Engine())
+    worker.busy = True
+    for _ in range(300):
+        worker.engine.stepped_at = now()
+        assert worker.ok
+        await asyncio.sleep(1.0)
+    await worker.close()
+
+
+@pytest.mark.parametrize("asking", [True, False])
+def test_a_worker_that_was_held_up_itself_gives_nothing_up(asking: bool):
+    """Stopped for minutes, all of it; the engine answers right after."""
+
+    @virtual
+    async def test():
+        engine = Engine()
+        held_up_s = 0.0
+        probe = EngineProbe(
+            engine,
+            MemoryMessaging(),
+            Clock(monotonic=lambda: now() + held_up_s),
+            busy=lambda: True,
+        )
+        task = asyncio.create_task(probe.run())
+        if asking:
+            engine.answers.clear()
+        await asyncio.sleep(0.5)
+        held_up_s = 300.0
+        await asyncio.sleep(2.0)  # a question that ran out unanswered meanwhile
+        engine.answers.set()
+        engine.stepped_at += held_up_s
+        await asyncio.sleep(5.0)
+        assert probe.verdict() == (True, "")
+        probe.closing = True
+        await task
+
+    test()
+
+
+@virtual
+async def test_an_engine_that_is_being_closed_is_not_missed():
+    worker = Worker(Engine())
+    await worker.stays_ok(3)
+    worker.engine.there = False
+    worker.probe.closing = True
+    async with asyncio.timeout(5):
+        await worker.task
