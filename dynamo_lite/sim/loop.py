@@ -121,7 +121,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, SimHandle]] = []
         self._timer_number = 0
         self._processes: dict[str, SimProcess] = {}
-        self._graves: list[Any] = []
+        self._dead_tasks: list[SimTask[Any]] = []
+        self._dead_handles: list[deque[SimHandle]] = []
         self._handles_at_instant = 0
         self._active: list[SimProcess] = []  # running, and something is ready
         self._world = SimProcess(self, "world", 0, "world")
@@ -171,6 +172,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return random.Random(f"{self.seed}/{name}")
 
     def tasks_of(self, process: SimProcess) -> list[SimTask[Any]]:
+        """Not done, oldest first; none of a dead process."""
         mine = [t for t in asyncio.all_tasks(self) if isinstance(t, SimTask)]
         return sorted((t for t in mine if t.process is process), key=hash)
 
@@ -359,7 +361,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if process.state is State.DEAD:
             # What is never to run must not be forgotten either: a coroutine that nobody
             # refers to any more is closed, and closing runs its `finally`.
-            self._graves.append((list(self.tasks_of(process)), process.ready))
+            tasks = self.tasks_of(process)
+            self._dead_tasks += tasks
+            for task in tasks:
+                asyncio.tasks._unregister_task(task)
+            self._dead_handles.append(process.ready)
             process.ready = deque(maxlen=0)
         elif process.state is State.RUNNING:
             if process.ready:
@@ -370,9 +376,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def close(self) -> None:
         if self.is_closed():
             return
-        left = [task for task in asyncio.all_tasks(self) if not task.done()]
         self.trace.loop = None
-        self._bury(left)
+        self._bury([*asyncio.all_tasks(self), *self._dead_tasks])
         gc.unfreeze()
         if self._collecting:
             gc.enable()
@@ -392,7 +397,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 except BaseException:
                     continue
             left.clear()
-            self._graves.clear()
+            self._dead_tasks.clear()
+            self._dead_handles.clear()
             self._timers.clear()
             self._active.clear()
             self._processes.clear()

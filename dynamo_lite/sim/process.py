@@ -98,7 +98,7 @@ class SimProcess:
         return left
 
     def tasks(self) -> list["SimTask[Any]"]:
-        """Its tasks that are not done, oldest first."""
+        """Its tasks that are not done, oldest first; none when it is dead."""
         return self.loop.tasks_of(self)
 
     def _become(self, state: State) -> None:

@@ -1,0 +1,416 @@
+"""What clients see of servers that die, stop, are cut off, or come back without their data."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    LeaseLost,
+    NoResponders,
+    PushAmbiguous,
+    StartupError,
+    StoreUnavailable,
+)
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot
+from dynamo_lite.sim.etcd import EtcdData, EtcdServer
+from dynamo_lite.sim.loop import VirtualLoop
+from dynamo_lite.sim.messaging import SILENCE_S, SimMessaging
+from dynamo_lite.sim.nats import NatsServer
+from dynamo_lite.sim.network import Network, Weather
+from dynamo_lite.sim.queue import SimQueue
+from dynamo_lite.sim.store import SimStore
+
+
+class Cluster:
+    def __init__(self, loop: VirtualLoop):
+        self.loop = loop
+        self.network = Network(loop)
+        self.data = EtcdData()
+        self.start_nats()
+        self.start_etcd()
+
+    def start_nats(self) -> None:
+        self.nats = self.loop.add_process("nats")
+        NatsServer(self.network, self.nats)
+
+    def start_etcd(self, *, wiped: bool = False) -> None:
+        self.data = self.data.wiped() if wiped else self.data
+        self.etcd = self.loop.add_process("etcd")
+        self.etcd_server = EtcdServer(self.network, self.etcd, self.data)
+
+
+@pytest.fixture
+async def cluster(loop: VirtualLoop) -> Cluster:
+    return Cluster(loop)
+
+
+@pytest.fixture
+async def messaging(cluster: Cluster) -> AsyncIterator[SimMessaging]:
+    async with SimMessaging(cluster.network) as messaging:
+        yield messaging
+
+
+@pytest.fixture
+async def store(cluster: Cluster) -> AsyncIterator[SimStore]:
+    async with SimStore(cluster.network) as store:
+        yield store
+
+
+async def echo(payload: bytes) -> bytes:
+    return b"echo " + payload
+
+
+# NATS
+
+
+async def test_a_killed_nats_raises_until_it_is_back(cluster: Cluster, messaging: SimMessaging):
+    states: list[bool] = []
+    with messaging.watch_connection(states.append):
+        async with messaging.serve("s", echo):
+            cluster.nats.kill()
+            await asyncio.sleep(0.1)
+            assert not messaging.connected
+            with pytest.raises(BrokerUnavailable):
+                await messaging.publish("s", b"")
+            with pytest.raises(BrokerUnavailable):
+                await messaging.request("s", b"", timeout_s=5)
+            cluster.start_nats()
+            await asyncio.sleep(1)
+            assert messaging.connected
+            assert await messaging.request("s", b"x", timeout_s=1) == b"echo x"
+            assert states == [False, True]
+
+
+@pytest.mark.parametrize("how", ["paused", "cut off"])
+async def test_a_silent_nats_is_given_up_after_its_pings(
+    cluster: Cluster, messaging: SimMessaging, how: str
+):
+    async with messaging.serve("s", echo):
+        if how == "paused":
+            cluster.nats.pause()
+        else:
+            cluster.network.isolate("nats")
+        with pytest.raises(DeadlineExceeded):
+            await messaging.request("s", b"", timeout_s=SILENCE_S[0] - 0.1)
+        await asyncio.sleep(SILENCE_S[1] - SILENCE_S[0] + 0.2)
+        assert not messaging.connected
+        await asyncio.sleep(20)
+        assert not messaging.connected
+        cluster.nats.resume()
+        cluster.network.heal_all()
+        await asyncio.sleep(3)
+        assert messaging.connected
+        assert await messaging.request("s", b"x", timeout_s=1) == b"echo x"
+
+
+async def test_a_short_silence_of_nats_loses_nothing(cluster: Cluster, messaging: SimMessaging):
+    async with messaging.serve("s", echo):
+        asking = asyncio.create_task(messaging.request("s", b"x", timeout_s=5))
+        cluster.network.isolate("nats")
+        await asyncio.sleep(1)
+        cluster.network.heal_all()
+        assert await asking == b"echo x"
+
+
+async def test_nats_tells_who_has_no_responders_when_a_server_has_died(
+    cluster: Cluster, messaging: SimMessaging, loop: VirtualLoop
+):
+    async def serve() -> None:
+        async with SimMessaging(cluster.network) as own, own.serve("s", echo):
+            await asyncio.Event().wait()
+
+    worker = loop.add_process("worker")
+    worker.spawn(serve())
+    await asyncio.sleep(1)
+    assert await messaging.request("s", b"", timeout_s=1) == b"echo "
+    worker.pause()
+    with pytest.raises(DeadlineExceeded):
+        await messaging.request("s", b"", timeout_s=1)
+    worker.kill()
+    await asyncio.sleep(0.1)
+    with pytest.raises(NoResponders):
+        await messaging.request("s", b"", timeout_s=1)
+
+
+async def test_answers_and_notices_get_lost_in_bad_weather(
+    cluster: Cluster, messaging: SimMessaging
+):
+    got: list[bytes] = []
+
+    async def note(payload: bytes) -> bytes:
+        got.append(payload)
+        return b""
+
+    cluster.network.weather = Weather(loss=0.2, duplicate=0.2)
+    answered = 0
+    async with messaging.serve("s", note):
+        for i in range(100):
+            try:
+                await messaging.request("s", bytes([i]), timeout_s=0.5)
+                answered += 1
+            except DeadlineExceeded:
+                pass
+    assert 20 < answered < 70
+    assert answered < len(set(got)) < 90
+    assert len(got) > len(set(got))
+
+
+async def test_a_missing_server_ends_the_start(cluster: Cluster):
+    cluster.nats.kill()
+    cluster.etcd.pause()
+    began = cluster.loop.time()
+    clients: list[Any] = [
+        SimMessaging(cluster.network, connect_timeout_s=3),
+        SimStore(cluster.network, connect_timeout_s=3),
+        SimQueue(cluster.network, stream="q", subject="q.jobs"),
+    ]
+    for client in clients:
+        with pytest.raises(StartupError):
+            await client.__aenter__()
+    assert cluster.loop.time() - began < 17
+    assert cluster.network.ends_of(cluster.loop.current_process()) == []
+
+
+# The queue
+
+
+@pytest.fixture
+async def queues(cluster: Cluster) -> AsyncIterator[tuple[SimQueue, SimQueue]]:
+    config = QueueConfig(ack_wait_s=5.0)
+    async with AsyncExitStack() as stack:
+        pair = [
+            SimQueue(cluster.network, stream="q", subject="q.jobs", config=config) for _ in range(2)
+        ]
+        for queue in pair:
+            await stack.enter_async_context(queue)
+        yield pair[0], pair[1]
+
+
+async def test_a_killed_broker_loses_the_queue_and_takes_jobs_again(
+    cluster: Cluster, queues: tuple[SimQueue, SimQueue]
+):
+    decode, prefill = queues
+    first = await decode.push(b"a", message_id="a")
+    held = await prefill.pull(timeout_s=1)
+    await decode.push(b"b", message_id="b")
+    assert held is not None
+    pulling = asyncio.create_task(prefill.pull(timeout_s=30))
+    cluster.nats.kill()
+    await asyncio.sleep(0.1)
+    with pytest.raises(BrokerUnavailable):
+        await decode.push(b"c", message_id="c")
+    with pytest.raises(BrokerUnavailable):
+        await decode.depth()
+    cluster.start_nats()
+    await asyncio.sleep(1)
+    assert (await decode.depth()).total == 0
+    second = await decode.push(b"b", message_id="b")
+    assert second > first + 1
+    with pytest.raises(BrokerUnavailable):
+        await held.ack()
+    job = await pulling
+    assert job is not None and (job.payload, job.sequence) == (b"b", second)
+
+
+async def test_a_push_without_an_answer_is_ambiguous(
+    cluster: Cluster, queues: tuple[SimQueue, SimQueue]
+):
+    decode, prefill = queues
+    cluster.network.isolate("nats")
+    with pytest.raises(PushAmbiguous):
+        await decode.push(b"a", message_id="a")
+    cluster.network.heal_all()
+    job = await prefill.pull(timeout_s=5)
+    assert job is not None and job.payload == b"a"
+    await job.ack()
+    assert (await decode.depth()).total == 0
+
+
+async def test_a_job_of_a_holder_that_died_is_delivered_again(
+    cluster: Cluster, queues: tuple[SimQueue, SimQueue], loop: VirtualLoop
+):
+    decode, prefill = queues
+
+    async def hold() -> None:
+        config = QueueConfig(ack_wait_s=5.0)
+        queue = SimQueue(cluster.network, stream="q", subject="q.jobs", config=config)
+        async with queue:
+            await queue.pull(timeout_s=60)
+            await asyncio.Event().wait()
+
+    worker = loop.add_process("worker")
+    worker.spawn(hold())
+    await asyncio.sleep(1)
+    sequence = await decode.push(b"a", message_id="a")
+    await asyncio.sleep(1)
+    assert (await decode.depth()).in_flight == 1
+    worker.kill()
+    assert await prefill.pull(timeout_s=3) is None
+    job = await prefill.pull(timeout_s=3)
+    assert job is not None and (job.sequence, job.deliveries) == (sequence, 2)
+
+
+async def test_another_configuration_is_refused(
+    cluster: Cluster, queues: tuple[SimQueue, SimQueue]
+):
+    other = SimQueue(cluster.network, stream="q", subject="q.jobs", config=QueueConfig(max_depth=1))
+    with pytest.raises(StartupError, match="another configuration"):
+        await other.__aenter__()
+
+
+# The store
+
+
+async def test_calls_fail_while_etcd_is_away(cluster: Cluster, store: SimStore):
+    await store.put("k", b"1")
+    cluster.etcd.pause()
+    began = cluster.loop.time()
+    with pytest.raises(StoreUnavailable, match="no answer in time"):
+        await store.put("k", b"2")
+    assert 1.9 < cluster.loop.time() - began < 2.1
+    cluster.etcd.resume()
+    await asyncio.sleep(1)
+    assert await store.get("k") == b"2", "a call that timed out may have been applied"
+    cluster.etcd.kill()
+    await asyncio.sleep(0.1)
+    with pytest.raises(StoreUnavailable, match="failed to connect"):
+        await store.get("k")
+    cluster.start_etcd()
+    await asyncio.sleep(1)
+    assert await store.get("k") == b"2"
+
+
+async def test_a_watch_goes_on_without_a_gap_or_takes_a_snapshot(
+    cluster: Cluster, store: SimStore, loop: VirtualLoop
+):
+    async with store.watch("w/") as events:
+        assert await anext(events) == Snapshot({})
+        await store.put("w/a", b"1")
+        assert await anext(events) == Put("w/a", b"1")
+        cluster.network.isolate("etcd")
+        await asyncio.sleep(10)
+        server = cluster.etcd_server
+        cluster.etcd.run(server._tell, Put("other", b""))
+        cluster.data.revision += 1
+        cluster.etcd.run(server._tell, Put("w/b", b"2"))
+        cluster.network.heal_all()
+        assert await anext(events) == Put("w/b", b"2")
+        cluster.etcd.kill()
+        await asyncio.sleep(1)
+        cluster.start_etcd()
+        await asyncio.sleep(1)
+        await store.put("w/c", b"3")
+        assert await anext(events) == Put("w/c", b"3")
+        cluster.etcd.kill()
+        cluster.start_etcd(wiped=True)
+        assert await anext(events) == Snapshot({}, lost_data=True)
+        await store.put("w/d", b"4")
+        assert await anext(events) == Put("w/d", b"4")
+
+
+async def test_a_lease_outlives_an_outage_shorter_than_itself(cluster: Cluster, store: SimStore):
+    async with store.lease(10) as lease:
+        await store.put("k", b"1", lease=lease)
+        for stop, go_on in (
+            (cluster.etcd.pause, cluster.etcd.resume),
+            (lambda: cluster.network.isolate("etcd"), cluster.network.heal_all),
+            (lambda: cluster.etcd.kill(), cluster.start_etcd),
+        ):
+            await asyncio.sleep(5)
+            stop()
+            await asyncio.sleep(7)
+            assert lease.loss is None and lease.remaining_s() < 4
+            go_on()
+            await asyncio.sleep(2)
+            assert lease.remaining_s() > 7
+            assert await store.get("k") == b"1"
+
+
+async def test_a_longer_outage_ends_the_lease_by_the_owners_clock(
+    cluster: Cluster, store: SimStore
+):
+    async with store.lease(10) as lease:
+        await store.put("k", b"1", lease=lease)
+        cluster.etcd.pause()
+        began = cluster.loop.time()
+        assert await lease.lost() is LeaseLoss.EXPIRED
+        assert 8.5 < cluster.loop.time() - began <= 10
+        with pytest.raises(LeaseLost):
+            await store.put("k", b"2", lease=lease)
+
+
+async def test_the_owner_is_never_the_last_to_know(cluster: Cluster, loop: VirtualLoop):
+    """While its keys are there its own clock may say lost, but never the other way round."""
+
+    async def hold() -> None:
+        async with SimStore(cluster.network) as own, own.lease(10) as lease:
+            leases.append(lease)
+            await own.put("k", b"1", lease=lease)
+            await lease.lost()
+
+    leases: list[Any] = []
+    worker = loop.add_process("worker")
+    worker.spawn(hold())
+    await asyncio.sleep(3)
+    cluster.network.isolate("worker")
+    began = loop.time()
+    while "k" in cluster.data.entries:
+        await asyncio.sleep(0.01)
+    assert leases[0].loss is LeaseLoss.EXPIRED
+    assert 9 < loop.time() - began < 11
+    assert cluster.data.leases == {}
+
+
+async def test_a_paused_owner_finds_its_lease_lost_when_it_wakes(
+    cluster: Cluster, loop: VirtualLoop
+):
+    seen: list[LeaseLoss] = []
+
+    async def hold() -> None:
+        async with SimStore(cluster.network) as own, own.lease(10) as lease:
+            seen.append(await lease.lost())
+
+    worker = loop.add_process("worker")
+    worker.spawn(hold())
+    await asyncio.sleep(3)
+    worker.pause()
+    await asyncio.sleep(60)
+    assert (seen, cluster.data.leases) == ([], {})
+    worker.resume()
+    await asyncio.sleep(0.001)
+    assert seen == [LeaseLoss.EXPIRED]
+
+
+async def test_a_wiped_store_gets_its_leases_back(cluster: Cluster, store: SimStore):
+    async with store.lease(10) as lease, store.watch("k") as events:
+        await store.put("k", b"1", lease=lease)
+        assert [await anext(events), await anext(events)] == [Snapshot({}), Put("k", b"1")]
+        cluster.etcd.kill()
+        await asyncio.sleep(3)
+        cluster.start_etcd(wiped=True)
+        assert await anext(events) == Snapshot({}, lost_data=True)
+        assert await lease.verify() is None
+        await store.put("k", b"1", lease=lease)
+        assert cluster.data.leases == {lease.id: 10}
+        assert await anext(events) == Put("k", b"1")
+    assert await store.get("k") is None
+
+
+async def test_a_revoked_lease_is_told_by_its_keys_and_by_its_refresh(
+    cluster: Cluster, store: SimStore
+):
+    async with store.lease(10) as lease, store.watch("k") as events:
+        await store.put("k", b"1", lease=lease)
+        await anext(events)
+        await anext(events)
+        assert cluster.etcd_server.revoke(lease.id)
+        assert not cluster.etcd_server.revoke(lease.id)
+        assert await anext(events) == Delete("k")
+        assert lease.loss is None
+        assert await lease.lost() is LeaseLoss.REVOKED
