@@ -6,10 +6,9 @@ import time
 from dataclasses import dataclass, field
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
-from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.protocol.records import decode_engine
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.nats import NatsMessaging
 from tests.chaos.cluster import DECODE, Cluster
@@ -57,7 +56,7 @@ async def look(cluster: Cluster) -> Standing:
     """Raises DynamoLiteError when broker or store do not answer."""
     async with EtcdStore(cluster.etcd.url, connect_timeout_s=_ASK_S) as store:
         found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
-    known = [decode_json(value, EngineMetadata).engine_id for value in found.values()]
+    known = [decode_engine(value).engine_id for value in found.values()]
     engines: dict[str, EngineStatus] = {}
     async with NatsMessaging(cluster.nats.url) as messaging:
         for engine in known:
