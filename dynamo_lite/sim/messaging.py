@@ -88,6 +88,11 @@ class SimMessaging:
     def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
         return self._watch.watch(callback)
 
+    async def wait_connected(self, timeout_s: float) -> None:
+        await self._watch.wait(lambda: self.connected, timeout_s)
+        if not self.connected:
+            raise BrokerUnavailable("NATS: disconnected")
+
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         self._numbers += 1
         number = self._numbers
