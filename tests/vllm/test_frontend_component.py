@@ -24,6 +24,7 @@ from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.runtime.stop import StopRequest
 from tests.vllm.front_half import flags, write_model
 
+IDLE = {"ok": True, "workers": 0, "responsive": 0, "requests": 0}
 TEXT = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 
 
@@ -49,6 +50,7 @@ class Cluster:
         )
         self.store = MemoryStore()
         self.messaging = MemoryMessaging()
+        self.registry = CollectorRegistry()  # the Frontend's
 
     @asynccontextmanager
     async def host(self, spec: ProcessSpec) -> AsyncIterator[Host]:
@@ -58,7 +60,7 @@ class Cluster:
                 store=self.store,
                 messaging=self.messaging,
                 lease=lease,
-                registry=CollectorRegistry(),
+                registry=self.registry if spec.component == "Frontend" else CollectorRegistry(),
                 report=lambda line: None,
                 stop=StopRequest(),
             )
@@ -110,11 +112,13 @@ def cluster(namespace: str) -> Cluster:
     return Cluster(namespace)
 
 
-async def answered(http: httpx.AsyncClient, status: int) -> httpx.Response:
+async def answered(
+    http: httpx.AsyncClient, status: int, body: dict[str, object] = TEXT
+) -> httpx.Response:
     """The first answer with this status; the roster needs a moment."""
     async with asyncio.timeout(10):
         while True:
-            answer = await http.post("/v1/completions", json=TEXT)
+            answer = await http.post("/v1/completions", json=body)
             if answer.status_code == status:
                 return answer
             await asyncio.sleep(0.01)
@@ -127,7 +131,7 @@ async def test_from_http_through_a_worker_and_back(cluster: Cluster, model: Path
     ):
         nobody = await http.post("/v1/completions", json=TEXT)
         assert nobody.status_code == 503 and nobody.headers["retry-after"]
-        assert component.health() == {"ok": True, "workers": 0, "requests": 0}
+        assert component.health() == IDLE
         async with cluster.worker():
             answer = (await answered(http, 200)).json()
             assert answer["usage"]["completion_tokens"] == 4
@@ -139,7 +143,7 @@ async def test_from_http_through_a_worker_and_back(cluster: Cluster, model: Path
                 answer["choices"][0]["text"]
             }
         await answered(http, 503)
-        assert component.health() == {"ok": True, "workers": 0, "requests": 0}
+        assert component.health() == IDLE
 
 
 async def test_requests_move_from_a_draining_worker_to_the_other(cluster: Cluster, model: Path):
@@ -156,6 +160,54 @@ async def test_requests_move_from_a_draining_worker_to_the_other(cluster: Cluste
         second.refuse_new("draining")
         last = await http.post("/v1/completions", json=TEXT)
         assert last.status_code == 503 and "draining" in last.text
+
+
+async def test_an_answer_goes_on_when_its_worker_hangs_up(cluster: Cluster, model: Path):
+    long = TEXT | {"max_tokens": 200}
+    async with (
+        cluster.worker() as first,
+        cluster.worker() as second,
+        cluster.frontend(model) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        expected = await answered(http, 200, long)
+        asking = asyncio.create_task(http.post("/v1/completions", json=long))
+        async with asyncio.timeout(10):
+            while not (first.in_flight or second.in_flight):
+                await asyncio.sleep(0)
+        (first if first.in_flight else second).hang_up("the worker's engine died")
+        answer = await asking
+        assert answer.json()["choices"] == expected.json()["choices"]
+        assert answer.json()["usage"] == expected.json()["usage"]
+    moved = sum(
+        cluster.registry.get_sample_value("dynamo_lite_requests_moved_total", {"how": how}) or 0
+        for how in ("fresh", "continue")
+    )
+    assert moved == 1
+    assert cluster.registry.get_sample_value("dynamo_lite_requests_lost_total") == 0
+    assert cluster.registry.get_sample_value("dynamo_lite_requests_in_flight") == 0
+
+
+async def test_limits_of_the_configuration(cluster: Cluster, model: Path):
+    config = {"max_in_flight_requests": 2, "default_request_timeout_s": 20.0}
+    cluster.spec = replace(cluster.spec, config={**cluster.spec.config, **config})
+    async with (
+        cluster.worker(),
+        cluster.frontend(model) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        await answered(http, 200)
+        refused = await http.post("/v1/completions", json=TEXT | {"n": 3, "temperature": 1})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert "at most 2 requests" in refused.json()["error"]["message"]
+        late = await http.post(
+            "/v1/completions", json=TEXT, headers={"x-request-timeout": "0.000001"}
+        )
+        assert late.status_code == 504
+        assert (await http.post("/v1/completions", json=TEXT)).status_code == 200
+    for reason, count in (("limit", 1), ("late", 1), ("busy", 0)):
+        sample = ("dynamo_lite_requests_refused_total", {"reason": reason})
+        assert cluster.registry.get_sample_value(*sample) == count
 
 
 async def test_endpoints_are_announced_and_the_processor_answers(cluster: Cluster, model: Path):
