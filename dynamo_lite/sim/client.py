@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_lite.components.rotation import Rotation
 from dynamo_lite.engine.sim.model import sampling_to_bytes
 from dynamo_lite.policy.migration import SamplingFacts, plan
 from dynamo_lite.policy.routing import RoundRobin
@@ -25,8 +26,6 @@ from dynamo_lite.sim.scenario import Ask
 
 #: How long a worker may take to accept a request.
 _REQUEST_S = 5.0
-#: A worker that is silent for this long loses its requests.
-_SILENT_S = 10.0
 
 
 @dataclass
@@ -87,9 +86,7 @@ class SimFrontend:
             )
         )
         client.connect(transport)
-        roster.on_change(lambda joined, left: transport.retain(roster.members))
-        roster.on_change(lambda joined, left: client.members_changed())
-        health.on_change(lambda back, lost: client.members_changed())
+        self._stack.enter_context(Rotation(roster, health, transport, client.members_changed))
         await host.register("http")
         self._accepting = True
         return {}
