@@ -171,11 +171,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """A random source of its own, from this loop's seed."""
         return random.Random(f"{self.seed}/{name}")
 
-    def tasks_of(self, process: SimProcess) -> list[SimTask[Any]]:
-        """Not done, oldest first; none of a dead process."""
-        mine = [t for t in asyncio.all_tasks(self) if isinstance(t, SimTask)]
-        return sorted((t for t in mine if t.process is process), key=hash)
-
     def fingerprint(self) -> str:
         """Equal for equal runs: how far they came, and every random choice so far."""
         return f"{self._now!r}/{self.handles_run}/{self.tasks_made}/{self.rng.getrandbits(64):x}"
@@ -238,9 +233,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         # A default name would count on over all runs of this interpreter.
         name = name or f"task {self.tasks_made + 1}"
         task = SimTask(coro, loop=self, name=name, context=context)
-        task.process = (
-            PROCESS.get(self._world) if context is None else context.get(PROCESS, self._world)
-        )
+        if context is None:
+            process = PROCESS.get(self._world)
+        else:
+            process = context.get(PROCESS, self._world)
+        task.process = process
+        process.tasks_made.add(task)
+        if process.state is State.DEAD:
+            self._hide(task)
         return task
 
     def run_in_executor(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -361,10 +361,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if process.state is State.DEAD:
             # What is never to run must not be forgotten either: a coroutine that nobody
             # refers to any more is closed, and closing runs its `finally`.
-            tasks = self.tasks_of(process)
-            self._dead_tasks += tasks
-            for task in tasks:
-                asyncio.tasks._unregister_task(task)
+            for task in process.tasks():
+                self._hide(task)
             self._dead_handles.append(process.ready)
             process.ready = deque(maxlen=0)
         elif process.state is State.RUNNING:
@@ -372,6 +370,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self._active.append(process)
             else:
                 process.idle = True
+
+    def _hide(self, task: SimTask[Any]) -> None:
+        """A dead process's: kept, and not to be found by anybody who waits for all tasks."""
+        self._dead_tasks.append(task)
+        asyncio.tasks._unregister_task(task)
 
     def close(self) -> None:
         if self.is_closed():

@@ -156,7 +156,9 @@ def test_of_a_killed_process_nothing_runs_ever_again():
         assert [task.get_name() for task in process.tasks()] == ["task 2"]
         process.kill()
         process.run(loop.call_soon, ticks.append, ("p", -2))
-        assert process.tasks() == []
+        process.spawn(tick("p", ticks), "too late")
+        assert {"task 2", "too late"} == {task.get_name() for task in process.tasks()}
+        assert {task.get_name() for task in asyncio.all_tasks()} == {"task 1"}
         await asyncio.sleep(10)
         gc.collect()
         await asyncio.sleep(10)
