@@ -15,11 +15,11 @@ from dynamo_lite.runtime.generate.client import RemoteGenerateClient
 from dynamo_lite.runtime.generate.failover import (
     MAX_REQUEST_ID,
     FailoverClient,
-    FailoverStats,
     OnEnded,
 )
 from dynamo_lite.runtime.generate.local import LocalGenerateClient
 from dynamo_lite.runtime.generate.server import GenerateServer
+from dynamo_lite.runtime.generate.stats import FailoverStats
 
 __all__ = [
     "MAX_REQUEST_ID",

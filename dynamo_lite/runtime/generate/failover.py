@@ -8,10 +8,8 @@ worker that was given up can get into the answer of its successor.
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 from dynamo_lite.policy.migration import Plan
@@ -28,6 +26,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.generate.base import GenerateClient, OnDeltas
 from dynamo_lite.runtime.generate.flight import Flight
 from dynamo_lite.runtime.generate.placing import Placer
+from dynamo_lite.runtime.generate.stats import FailoverStats
 from dynamo_lite.runtime.messaging import Messaging
 
 _log = logging.getLogger(__name__)
@@ -40,20 +39,6 @@ _CLOCK_SLACK_S = 0.1
 
 #: Takes the id of a request that will get no further delta, and why.
 OnEnded = Callable[[str, DynamoLiteError], None]
-
-
-@dataclass
-class FailoverStats:
-    """Counts since the start.
-
-    moved: losses of a worker after which the request was sent again, by what that
-    meant: "fresh" (it had given no token), "continue", "replay". lost: requests
-    ended by WorkerLost. expired: by their deadline.
-    """
-
-    moved: Counter[str] = field(default_factory=Counter[str])
-    lost: int = 0
-    expired: int = 0
 
 
 class FailoverClient:
@@ -94,7 +79,10 @@ class FailoverClient:
         self._stack = ExitStack()
 
     def __repr__(self) -> str:
-        return f"FailoverClient(requests={len(self._flights)}, stats={self.stats})"
+        return (
+            f"<FailoverClient requests={len(self._flights)} attempts={len(self._attempts)}"
+            f" tasks={len(self._tasks)}>"
+        )
 
     @property
     def in_flight(self) -> int:
