@@ -29,7 +29,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import EngineDied, Refused
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
 from dynamo_lite.runtime.clock import Clock
@@ -141,7 +141,7 @@ class Pair:
         self.decode = await self.engine("decode", role)
         assert self.decode.metadata is not None
         key = names.nixl_metadata_key("t", self.decode.metadata.engine_id)
-        await store.put(key, encode_json(self.decode.metadata))
+        await store.put(key, encode_engine(self.decode.metadata))
         self.prefill = await self.engine("prefill", PrefillLink(fence_path=""))
         self.jobs = PrefillJobs(
             namespace="t",
@@ -316,7 +316,7 @@ def test_one_wrong_byte_changes_the_answer():
         core = pair.engines["decode"].core
         await pair.submit("r", tokens(1, 10), Sampling(max_tokens=60))
         await pair.until(lambda: len(pair.got.get("r", ())) > 3)
-        request = core.scheduler.requests["r"]
+        (request,) = core.scheduler.requests.values()
         core.memory.fill(request.block_ids, 2, [12345])
         so_far = len(pair.got["r"])
         await pair.until(lambda: "r" in pair.ended)

@@ -99,7 +99,7 @@ class SimCore:
     async def run(self) -> None:
         while not self._stopping:
             self._take_posted()
-            if self.scheduler.has_work or (self.halves is not None and self.halves.busy):
+            if self.scheduler.has_work:
                 await self._step()
             else:
                 self._posted.clear()

@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Self
 
+import msgspec
+
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad
 from dynamo_lite.engine.remote_prefill.counts import ENDED
+from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.engine.sim.core import Outputs
 from dynamo_lite.engine.sim.model import Sampling, sampling_from_bytes
@@ -69,6 +72,7 @@ class SimEngine:
         self._outputs: asyncio.Queue[Outputs | None] = asyncio.Queue()
         self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
         self._left: list[str] = []
+        self._ids = RequestIds()
         self._closing = False
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
@@ -114,12 +118,13 @@ class SimEngine:
         left = sampling.max_tokens - len(done)
         if left <= 0:
             # Its last token was given elsewhere, and the word of its end got lost.
-            delta = TokenDelta(request_id=request.request_id, token_ids=[], finish_reason="length")
+            own = self._ids.enter(request.request_id)
+            delta = TokenDelta(request_id=own, token_ids=[], finish_reason="length")
             self._outputs.put_nowait(Outputs(deltas=[delta], load=self.load))
             return
         self._add(
             SimRequest(
-                request_id=request.request_id,
+                request_id=self._ids.enter(request.request_id),
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 max_tokens=min(left, self._setup.config.max_model_len - len(prompt)),
@@ -131,12 +136,13 @@ class SimEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if self._engine is not None:
-            self._engine.core.abort(request_ids)
+            self._engine.core.abort(self._ids.leave(request_ids))
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
         while (outputs := await self._next()) is not None:
-            if outputs.deltas:
-                yield outputs.deltas
+            deltas = [mine for delta in outputs.deltas if (mine := self._named(delta))]
+            if deltas:
+                yield deltas
 
     async def run_prefills(self) -> None:
         try:
@@ -181,10 +187,16 @@ class SimEngine:
             self._attempts.pop(job.attempt, None)
 
     async def abandon(self, attempt: str) -> None:
-        await self.abort([attempt])
+        if self._engine is not None:
+            self._engine.core.abort([attempt])
 
     def forget(self, engine_ids: Sequence[str]) -> None:
         self._left += engine_ids
+
+    def _named(self, delta: TokenDelta) -> TokenDelta | None:
+        """The delta as its caller knows it; None when that has aborted the request."""
+        caller = self._ids.caller(delta.request_id, ended=delta.finish_reason is not None)
+        return None if caller is None else msgspec.structs.replace(delta, request_id=caller)
 
     async def _wait_ready(self) -> None:
         waits = [asyncio.ensure_future(e.wait()) for e in (self._ready, self._ended)]

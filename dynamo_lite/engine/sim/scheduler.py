@@ -129,6 +129,7 @@ class Scheduler:
         self._holding: list[SimRequest] = []  # parked now or a moment ago
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
+        self._untold = False
 
     @property
     def running(self) -> int:
@@ -140,8 +141,10 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Requests that are computed, wait, or whose blocks somebody still uses."""
-        return bool(self.requests) or (self._connector is not None and self._connector.busy)
+        """Requests that are computed, wait, or whose blocks somebody still uses; and one
+        more step after each end, which tells of it."""
+        busy = self._connector is not None and self._connector.busy
+        return bool(self.requests) or self._untold or busy
 
     def parked(self, request: SimRequest) -> bool:
         """Whether its blocks wait for KV from elsewhere, or did so when it ended."""
@@ -173,6 +176,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         plan = Plan()
+        self._untold = False
         self._schedule_running(plan)
         if not plan.preempted:
             self._schedule_waiting(plan, now)
@@ -208,6 +212,7 @@ class Scheduler:
 
     def _finish(self, request: SimRequest, *, parked: bool) -> None:
         request.status = Status.FINISHED
+        self._untold = True
         sending = self._connector is not None and self._connector.finished(request)
         if not (parked or sending):
             self._free(request)

@@ -27,6 +27,7 @@ from dynamo_lite.engine.base import AttemptOutcome, EngineLoad
 from dynamo_lite.engine.remote_prefill.counts import ENDED
 from dynamo_lite.engine.remote_prefill.link import LINK_FILE, DecodeLink, EngineLink, write_link
 from dynamo_lite.engine.remote_prefill.metrics import RemotePrefillMetrics
+from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.engine.vllm.wire import delta_from_output
@@ -69,6 +70,7 @@ class VllmEngine:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
         self._left: list[str] = []
+        self._ids = RequestIds()
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
 
@@ -115,18 +117,22 @@ class VllmEngine:
 
     async def submit(self, request: GenerateRequest) -> None:
         """Raises Refused when this engine cannot take the request."""
-        await self._add(requests.generation(request, self.config.model_config))
+        made = requests.generation(request, self.config.model_config)
+        made.request_id = self._ids.enter(request.request_id)
+        try:
+            await self._add(made)
+        except BaseException:
+            self._ids.leave([request.request_id])
+            raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        if self._client is not None:
-            await self._client.abort_requests_async(list(request_ids))
+        await self._abort(self._ids.leave(request_ids))
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
         """Ends when the engine is closed. Raises EngineDied when its process ended by itself."""
         while (outputs := await self._next()) is not None:
             if outputs.outputs:
-                stamp = outputs.timestamp
-                yield [delta_from_output(output, stamp) for output in outputs.outputs]
+                yield self._deltas(outputs)
 
     async def run_prefills(self) -> None:
         """Drives the engine for `prefill`: nobody reads its tokens. Raises EngineDied."""
@@ -157,11 +163,25 @@ class VllmEngine:
             self._attempts.pop(job.attempt, None)
 
     async def abandon(self, attempt: str) -> None:
-        await self.abort([attempt])
+        await self._abort([attempt])
 
     def forget(self, engine_ids: Sequence[str]) -> None:
         """These decode engines left; told to the engine's processes with the next job."""
         self._left += engine_ids
+
+    async def _abort(self, own_ids: list[str]) -> None:
+        if self._client is not None and own_ids:
+            await self._client.abort_requests_async(own_ids)
+
+    def _deltas(self, outputs: EngineCoreOutputs) -> list[TokenDelta]:
+        """What the step gave to requests that still run."""
+        deltas: list[TokenDelta] = []
+        for output in outputs.outputs:
+            caller = self._ids.caller(output.request_id, ended=output.finish_reason is not None)
+            if caller is not None:
+                output.request_id = caller
+                deltas.append(delta_from_output(output, outputs.timestamp))
+        return deltas
 
     async def _add(self, request: EngineCoreRequest) -> None:
         try:
