@@ -92,5 +92,10 @@ async def _stop(world: World) -> None:
     for kind in ("client", "decode", "prefill"):
         names = [name for name in world.slots if name.startswith(kind)]
         await world.stop(names, _STOP_S)
+    # Whoever was killed has left its keys to its lease.
+    for _ in range(8):
+        if not world.etcd.keys():
+            return
+        await asyncio.sleep(1.0)
     if keys := world.etcd.keys():
         world.judge.violate(f"left in the store: {keys}")
