@@ -59,7 +59,7 @@ class Frontend:
         namespace, component = self._spec.namespace, self._spec.watch_component
         enter = self._stack.enter_async_context
         prefix = names.endpoint_prefix(namespace, component, "generate")
-        self._roster = await enter(Roster(host.store, prefix))
+        self._roster = await enter(Roster(host.store, prefix, host.drops))
         self._workers = await enter(
             HealthMonitor(
                 host.messaging,
@@ -67,6 +67,7 @@ class Frontend:
                 namespace=namespace,
                 component=component,
                 registry=host.registry,
+                on_drop=host.drops,
             )
         )
 
@@ -115,6 +116,7 @@ class Frontend:
                 failover.take_deltas,
                 failover.take_lost,
                 request_timeout_s=self._config.request_timeout_s,
+                on_drop=host.drops,
             )
         )
         failover.connect(transport)
@@ -143,7 +145,9 @@ class Frontend:
         return url_of(sock)
 
     async def _serve_processor(self, host: Host, app: "OpenAiApp") -> None:
-        processor = Processor(self._processor_config, app.asgi, api_key=app.api_key)
+        processor = Processor(
+            self._processor_config, app.asgi, api_key=app.api_key, on_drop=host.drops
+        )
         for endpoint in ENDPOINTS:
             subject = names.endpoint_subject(
                 self._spec.namespace, "Processor", endpoint, host.lease.id

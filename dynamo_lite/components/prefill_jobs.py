@@ -35,6 +35,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.transfer.directory import MetadataDirectory
 
@@ -78,11 +79,12 @@ class PrefillJobs:
         registry: CollectorRegistry,
         fit: Callable[[], bool] = lambda: True,
         clock: Clock = SYSTEM_CLOCK,
+        on_drop: OnDrop = uncounted,
     ):
         self._time, self._now = clock.wall, clock.monotonic
         self._namespace, self._lease_id, self._ack_wait_s = namespace, lease_id, ack_wait_s
         self._queue, self._engine, self._fit = queue, engine, fit
-        self._directory, self._messaging = directory, messaging
+        self._directory, self._messaging, self._on_drop = directory, messaging, on_drop
         self._ended = Counter(
             "dynamo_lite_prefill_jobs",
             "Prefill jobs pulled, by how they ended",
@@ -148,6 +150,7 @@ class PrefillJobs:
                 raise ProtocolError(f"attempt {request.attempt} is not about this content")
         except ProtocolError as exc:
             logger.warning("job %d dropped: %s", job.sequence, exc)
+            self._on_drop("job")
             self._ended.labels("malformed").inc()
             await _answer(job.term())
             return
@@ -196,7 +199,11 @@ class PrefillJobs:
             )
             return "abandoned"
         except ProtocolError as exc:
+            # Either its record or its answer cannot be read; that one may have been a yes.
             logger.warning("engine %s: %s", request.engine_id, exc)
+            await self._say_done(
+                request.engine_id, AttemptOutcome(request.attempt, "failed", str(exc))
+            )
             return "malformed"
         if refusal is not None:
             logger.info("attempt %s refused: %s", request.attempt, refusal.reason)
@@ -215,7 +222,11 @@ class PrefillJobs:
             encode(Claim(attempt=request.attempt, writer_lease_id=self._lease_id)),
             timeout_s=_CLAIM_S,
         )
-        answer = decode_claim_reply(reply)
+        try:
+            answer = decode_claim_reply(reply)
+        except ProtocolError:
+            self._on_drop("claim_reply")
+            raise
         return answer if isinstance(answer, ClaimRefused) else None
 
     async def _write(self, request: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:

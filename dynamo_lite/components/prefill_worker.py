@@ -20,6 +20,7 @@ from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.health import HealthBeat
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
@@ -76,9 +77,11 @@ class PrefillWorker:
             registry=host.registry,
             fit=lambda: probe.verdict()[0],
             clock=host.clock,
+            on_drop=host.drops,
         )
         cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
-        await enter(host.messaging.serve(cancel, jobs.on_cancel))
+        on_cancel = counted(jobs.on_cancel, "cancel", host.drops)
+        await enter(host.messaging.serve(cancel, on_cancel))
         await host.register("prefill", model=engine.model)
         self._beat = HealthBeat(
             host.messaging,
@@ -117,9 +120,10 @@ class PrefillWorker:
         return {"ok": works, "trouble": trouble, "jobs": len(self._jobs.working)}
 
     async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
-        directory = MetadataDirectory(host.store, self._spec.namespace)
+        directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)
         prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
-        decoders = await self._stack.enter_async_context(Roster(host.store, prefix))
+        roster = Roster(host.store, prefix, host.drops)
+        decoders = await self._stack.enter_async_context(roster)
         decoders.on_change(partial(_forget_left, directory, engine))
         return directory
 

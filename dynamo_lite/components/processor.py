@@ -13,6 +13,9 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.components.config import ProcessorConfig
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,15 @@ ENDPOINTS: Mapping[str, str] = {
 class Processor:
     """app: the ASGI app. api_key: what the app asks for, if anything."""
 
-    def __init__(self, config: ProcessorConfig, app: Any, *, api_key: str | None = None):
+    def __init__(
+        self,
+        config: ProcessorConfig,
+        app: Any,
+        *,
+        api_key: str | None = None,
+        on_drop: OnDrop = uncounted,
+    ):
+        self._on_drop = on_drop
         self._config = config
         self._app = app
         self._headers = [
@@ -40,11 +51,10 @@ class Processor:
     async def answer(self, endpoint: str, payload: bytes) -> bytes:
         """The JSON reply to a JSON request; errors in the form of the app's own bodies."""
         try:
-            request = msgspec.json.decode(payload)
-        except (msgspec.DecodeError, RecursionError) as exc:
-            return _error(400, f"The request is not JSON: {exc}")
-        if not isinstance(request, dict):
-            return _error(400, "The request must be a JSON object")
+            request = decode_json(payload, dict[str, Any])
+        except ProtocolError as exc:
+            self._on_drop(endpoint)
+            return _error(400, f"The request is not a JSON object: {exc}")
         if request.get("stream"):
             return _error(400, "This endpoint does not stream; ask over HTTP", param="stream")
         call = _Call(self._app, ENDPOINTS[endpoint], self._headers, payload)

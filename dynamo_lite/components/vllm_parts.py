@@ -85,6 +85,7 @@ class VllmParts:
             link_path=_engine_file(self._spec, "engine.json"),
             messaging=host.messaging,
             registry=host.registry,
+            on_drop=host.drops,
         )
 
 

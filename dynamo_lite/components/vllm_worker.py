@@ -14,8 +14,9 @@ from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.vllm_parts import VllmParts
 from dynamo_lite.engine.base import DecodeEngine
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
-from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.prefill import EngineStatus, Leave
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.health import HealthBeat
@@ -59,6 +60,7 @@ class VllmWorker:
                 self._spec.bind_host,
                 max_in_flight=self._config.max_in_flight_requests,
                 max_prompt_tokens=self._config.max_queued_tokens,
+                on_drop=host.drops,
             )
         )
         host.spawn(self._deliver(engine, server), "engine-steps")
@@ -123,7 +125,8 @@ class VllmWorker:
         subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
         for _ in range(_LEAVE_TRIES):
             try:
-                await host.messaging.request(subject, b"", timeout_s=1.0)
+                leave = encode(Leave(lease_id=host.lease.id))
+                await host.messaging.request(subject, leave, timeout_s=1.0)
                 return
             except (DeadlineExceeded, Unavailable) as exc:
                 logger.warning("the engine was not told that it leaves: %s", exc)

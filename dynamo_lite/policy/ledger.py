@@ -118,6 +118,11 @@ class Ledger:
         entry = self._attempts.get(attempt)
         return entry.state if entry else None
 
+    def writer(self, attempt: str) -> int | None:
+        """The lease id of whoever was granted its claim."""
+        entry = self._attempts.get(attempt)
+        return entry.writer if entry else None
+
     def allocated(
         self, request_id: str, attempt: str, block_ids: tuple[int, ...], deadline: float
     ) -> None:

@@ -131,6 +131,12 @@ class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: EngineId
 
 
+class Leave(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode worker to its own engine: ask for no remote prefill any more."""
+
+    lease_id: LeaseId
+
+
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
     """Travels as the NIXL notification of the last write of one rank."""
 
@@ -168,4 +174,5 @@ decode_claim_reply: Decoder[Granted | ClaimRefused] = Decoder(Granted | ClaimRef
 decode_writer_done: Decoder[WriterDone] = Decoder(WriterDone)
 decode_writer_stays: Decoder[WriterStays] = Decoder(WriterStays)
 decode_cancel_attempt: Decoder[CancelAttempt] = Decoder(CancelAttempt)
+decode_leave: Decoder[Leave] = Decoder(Leave)
 decode_committed: Decoder[Committed] = Decoder(Committed)

@@ -18,6 +18,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError, Unavailable
 from dynamo_lite.protocol.health import Beat, decode_beat
+from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.roster import Members, Roster
 
@@ -29,6 +30,9 @@ SILENT_S = 3.0
 #: ... and judged so much later. It may be we who were held up, or whose connection
 #: has just broken: what waits in our own buffers, or that news, comes first.
 SECOND_LOOK_S = 1.0
+
+#: So many beats in a row are a worker's own, though somebody has sent a higher number.
+_IN_ROW = 4
 
 #: Whether the worker can work, and what is wrong if not.
 Verdict = tuple[bool, str]
@@ -72,10 +76,16 @@ class HealthBeat:
 
 @dataclass
 class _Member:
-    """well_at: when it was last known to be well, or began to be waited for."""
+    """well_at: when it was last known to be well, or began to be waited for.
+
+    number: of the newest beat. late, late_in_row: the last number below it, and how
+    many have led to that one without a gap.
+    """
 
     well_at: float
     number: int = -1
+    late: int = -1
+    late_in_row: int = 0
     ok: bool = True
     silent: bool = False
     detail: str = ""
@@ -83,6 +93,17 @@ class _Member:
     @property
     def responsive(self) -> bool:
         return self.ok and not self.silent
+
+    def is_news(self, number: int) -> bool:
+        """Whether the beat comes after the newest one, or shows that it was not the worker's:
+        late beats that keep coming one by one are no repetition."""
+        if number <= self.number:
+            self.late_in_row = self.late_in_row + 1 if number == self.late + 1 else 1
+            self.late = number
+            if self.late_in_row < _IN_ROW:
+                return False
+        self.late, self.late_in_row = -1, 0
+        return True
 
 
 class HealthMonitor:
@@ -100,8 +121,9 @@ class HealthMonitor:
         namespace: str,
         component: str,
         registry: CollectorRegistry | None = None,
+        on_drop: OnDrop = uncounted,
     ):
-        self._messaging, self._roster = messaging, roster
+        self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
         self._subject = names.health_subject(namespace, component)
         self._members: dict[int, _Member] = {}
         self._callbacks: list[OnHealth] = []
@@ -170,7 +192,8 @@ class HealthMonitor:
             self._roster.on_change(self._on_roster)
             self._on_roster(frozenset(m.lease_id for m in self._roster.members), frozenset())
             stack.enter_context(self._messaging.watch_connection(self._on_connection))
-            await stack.enter_async_context(self._messaging.serve(self._subject, self._on_beat))
+            on_beat = counted(self._on_beat, "beat", self._on_drop)
+            await stack.enter_async_context(self._messaging.serve(self._subject, on_beat))
             self._stack = stack.pop_all()
         return self
 
@@ -202,7 +225,7 @@ class HealthMonitor:
         member = self._members.get(beat.lease_id)
         if member is None:
             self._drop("unknown")
-        elif beat.number <= member.number:
+        elif not member.is_news(beat.number):
             self._drop("late")
         else:
             self._heard(beat.lease_id, beat)

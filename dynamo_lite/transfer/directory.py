@@ -10,12 +10,13 @@ import asyncio
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import EngineMetadata, decode_engine
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.store import Store
 
 
 class MetadataDirectory:
-    def __init__(self, store: Store, namespace: str):
-        self._store, self._namespace = store, namespace
+    def __init__(self, store: Store, namespace: str, on_drop: OnDrop = uncounted):
+        self._store, self._namespace, self._on_drop = store, namespace, on_drop
         self._known: dict[str, EngineMetadata] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         self._loads = 0
@@ -51,9 +52,13 @@ class MetadataDirectory:
         raw = await self._store.get(names.nixl_metadata_key(self._namespace, engine_id))
         if raw is None:
             return None
-        metadata = decode_engine(raw)
-        if metadata.engine_id != engine_id:
-            raise ProtocolError(f"engine {engine_id}'s metadata is engine {metadata.engine_id}'s")
+        try:
+            metadata = decode_engine(raw)
+            if metadata.engine_id != engine_id:
+                raise ProtocolError(f"it is another engine's, {metadata.engine_id}")
+        except ProtocolError:
+            self._on_drop("engine_metadata")
+            raise
         if metadata.lease_id in self._left_meanwhile:
             return None
         self._known[engine_id] = metadata

@@ -19,11 +19,13 @@ from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
     ClaimRefused,
     Granted,
+    Leave,
     RemotePrefillRequest,
     WriterDone,
     WriterStays,
@@ -132,6 +134,9 @@ class Writers:
     @property
     def responsive(self) -> tuple[int, ...]:
         return tuple(writer for writer in self.members if writer not in self.ails)
+
+    def get(self, writer: int) -> int | None:
+        return writer if writer in self.members else None
 
     def trouble(self, writer: int) -> str:
         return self.ails.get(writer, "")
@@ -672,9 +677,34 @@ async def test_a_writer_that_cannot_work_is_refused_but_a_silent_one_shows_life(
     assert decode.writers.alive == [WRITER, 0xB]
 
 
+async def test_a_claim_of_a_writer_that_nobody_knows_is_refused(decode: Decode):
+    """Its end would never be noticed, and its blocks stay in quarantine for ever."""
+    attempt = await decode.ask("r1")
+    refused = ClaimRefused(reason="no such prefill worker", elsewhere=True)
+    assert await decode.claim(attempt, 0xBAD) == refused
+    assert decode.counted("dropped/claim") == 1
+    assert await decode.claim(attempt) == Granted()
+
+
+async def test_the_word_of_another_writer_is_dropped(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    with pytest.raises(ProtocolError, match="is not bad's"):
+        await decode.done(attempt, "abandoned", writer=0xBAD)
+    with pytest.raises(ProtocolError, match="is not bad's"):
+        stays = WriterStays(attempt=attempt, writer_lease_id=0xBAD, for_s=3.0)
+        await decode.net._on_stays(encode(stays))
+    assert decode.half.build_step().give_up == []
+    await decode.done(attempt, "abandoned")
+    assert decode.half.build_step().give_up == [(attempt, "r1")]
+
+
 async def test_an_engine_that_is_told_to_leave_asks_for_nothing_more(decode: Decode):
     attempt, claimed = await decode.ask("r1"), await decode.ask("r2", claimed=True)
-    assert await decode.net._on_leave(b"") == b""
+    for foreign in (b"", encode(Leave(lease_id=2))):
+        with pytest.raises(ProtocolError):
+            await decode.net._on_leave(foreign)
+    assert decode.half.build_step().give_up == []
+    assert await decode.net._on_leave(encode(Leave(lease_id=1))) == b""
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/leaving") == 1
     assert decode.admit(prompt("r3", 10)) == 0

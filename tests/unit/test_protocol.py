@@ -40,6 +40,7 @@ from dynamo_lite.protocol.prefill import (
     Committed,
     EngineStatus,
     Granted,
+    Leave,
     RemotePrefillRequest,
     WriterDone,
     WriterStays,
@@ -272,6 +273,11 @@ GOLDEN = [
         CancelAttempt(attempt="a1", engine_id="e1"),
         prefill.decode_cancel_attempt,
         b"\x82\xa7attempt\xa2a1\xa9engine_id\xa2e1",
+    ),
+    (
+        Leave(lease_id=31),
+        prefill.decode_leave,
+        b"\x81\xa8lease_id\x1f",
     ),
     (
         Committed(attempt="a1", rank=1, num_blocks=63),

@@ -4,6 +4,7 @@ A half adds to a small dictionary, which the engine carries to its component
 with the statistics of the same step, in order and without loss.
 """
 
+import threading
 from typing import Any
 
 DECISION = "decision"  # + "/verdict/reason"
@@ -14,25 +15,34 @@ SECONDS = "seconds"  # a list of durations
 STAGE = "stage"  # + "/stage": a list of durations
 LATE = "late_notices"
 FENCED = "fenced_writes"
+DROPPED = "dropped"  # + "/where": see `runtime/drops.py`
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 
 
 class Counts:
-    """data: name -> number, or list of numbers."""
+    """data: name -> number, or list of numbers. Any thread may add to it."""
 
     def __init__(self) -> None:
         self.data: dict[str, Any] = {}
+        self._lock = threading.Lock()
 
     def add(self, name: str, amount: float = 1) -> None:
-        self.data[name] = self.data.get(name, 0) + amount
+        with self._lock:
+            self.data[name] = self.data.get(name, 0) + amount
 
     def append(self, name: str, value: Any) -> None:
-        self.data.setdefault(name, []).append(value)
+        with self._lock:
+            self.data.setdefault(name, []).append(value)
+
+    def drop(self, where: str) -> None:
+        """An OnDrop."""
+        self.add(f"{DROPPED}/{where}")
 
     def add_stage(self, stage: str, seconds: float) -> None:
         self.append(f"{STAGE}/{stage}", seconds)
 
     def take(self) -> dict[str, Any]:
         """What was collected since the last call."""
-        taken, self.data = self.data, {}
+        with self._lock:
+            taken, self.data = self.data, {}
         return taken

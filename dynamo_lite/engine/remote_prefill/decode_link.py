@@ -22,6 +22,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     DynamoLiteError,
+    ProtocolError,
     PushAmbiguous,
     QueueFull,
 )
@@ -32,10 +33,12 @@ from dynamo_lite.protocol.prefill import (
     Granted,
     RemotePrefillRequest,
     decode_claim,
+    decode_leave,
     decode_writer_done,
     decode_writer_stays,
 )
 from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.roster import Roster
@@ -86,10 +89,12 @@ class DecodeLinkSession:
         *,
         outside: Outside,
         now: Callable[[], float],
+        on_drop: OnDrop = uncounted,
     ):
         assert isinstance(link.role, DecodeLink)
         self._link, self._role, self._book, self._status = link, link.role, book, status
         self._clock, self._outside, self._now = clock, outside, now
+        self._on_drop = on_drop
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
         self._writers: Roster | None = None
@@ -108,7 +113,7 @@ class DecodeLinkSession:
             self._queue = await enter(self._outside.queue(self._role.queue))
             store = await enter(self._outside.store())
             prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
-            self._writers = writers = await enter(Roster(store, prefix))
+            self._writers = writers = await enter(Roster(store, prefix, self._on_drop))
             self._messaging = messaging
             self._health = health = await enter(
                 HealthMonitor(
@@ -116,13 +121,18 @@ class DecodeLinkSession:
                     writers,
                     namespace=link.namespace,
                     component=self._role.prefill_component,
+                    on_drop=self._on_drop,
                 )
             )
-            await enter(messaging.serve(names.claim_subject(*subject), self._on_claim))
-            await enter(messaging.serve(names.writer_done_subject(*subject), self._on_done))
-            await enter(messaging.serve(names.describe_subject(*subject), self._on_describe))
-            await enter(messaging.serve(names.writer_stays_subject(*subject), self._on_stays))
-            await enter(messaging.serve(names.leave_subject(*subject), self._on_leave))
+            for name, where, handler in (
+                (names.claim_subject, "claim", self._on_claim),
+                (names.writer_done_subject, "writer_done", self._on_done),
+                (names.writer_stays_subject, "writer_stays", self._on_stays),
+                (names.leave_subject, "leave", self._on_leave),
+                (names.describe_subject, "describe", self._on_describe),
+            ):
+                handler = counted(handler, where, self._on_drop)
+                await enter(messaging.serve(name(*subject), handler))
             async with asyncio.TaskGroup() as self._tasks:
                 watcher = self._tasks.create_task(self._watch_queue(), name="queue-view")
                 writers.on_change(self._on_writers)
@@ -174,8 +184,12 @@ class DecodeLinkSession:
         await self.carry_out(instructions)
 
     async def _on_claim(self, payload: bytes) -> bytes:
-        assert self._health is not None
+        assert self._health is not None and self._writers is not None
         claim = decode_claim(payload)
+        if self._writers.get(claim.writer_lease_id) is None:
+            # Nobody would ever tell that it is gone. Its record may only be late.
+            self._on_drop("claim")
+            return encode(ClaimRefused(reason="no such prefill worker", elsewhere=True))
         # One that beats, but says that it cannot work, would only hold the job.
         self._health.shows_life(claim.writer_lease_id)
         if trouble := self._health.trouble(claim.writer_lease_id):
@@ -183,6 +197,8 @@ class DecodeLinkSession:
         with self._book.lock:
             refusal = self._book.ledger.claim(claim.attempt, claim.writer_lease_id, self._now())
         if refusal is not None:
+            if not refusal.elsewhere:
+                self._on_drop("claim")
             return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
         self._clock.granted(claim.attempt)
         return encode(Granted())
@@ -193,6 +209,7 @@ class DecodeLinkSession:
         if not written:
             logger.info("attempt %s: writer says %s: %s", done.attempt, done.outcome, done.detail)
         writer = done.writer_lease_id
+        self._check_writer(done.attempt, writer)
         await self._settle(lambda ledger: ledger.writer_done(done.attempt, writer, written=written))
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
@@ -201,17 +218,27 @@ class DecodeLinkSession:
 
     async def _on_stays(self, payload: bytes) -> bytes:
         stays = decode_writer_stays(payload)
+        self._check_writer(stays.attempt, stays.writer_lease_id)
         with self._book.lock:
             self._book.ledger.writer_stays(
                 stays.attempt, stays.writer_lease_id, stays.for_s, self._now()
             )
         return b""
 
-    async def _on_leave(self, _payload: bytes) -> bytes:
+    async def _on_leave(self, payload: bytes) -> bytes:
         """The component says so itself: its keys may vanish for other reasons."""
+        if decode_leave(payload).lease_id != self._link.lease_id:
+            raise ProtocolError("somebody else's leave")
         self.leaving = True
         await self._settle(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
         return b""
+
+    def _check_writer(self, attempt: str, writer_lease_id: int) -> None:
+        """Raises ProtocolError when the attempt is somebody else's."""
+        with self._book.lock:
+            holder = self._book.ledger.writer(attempt)
+        if holder not in (None, writer_lease_id):
+            raise ProtocolError(f"attempt {attempt} is not {writer_lease_id:x}'s")
 
     def _on_writers(self, joined: frozenset[int], left: frozenset[int]) -> None:
         with self._book.lock:

@@ -12,6 +12,7 @@ from dynamo_lite.engine.remote_prefill.counts import LATE, Counts
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import decode_committed
+from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.transfer.base import Mover
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class DecodeRank:
         self._expected: dict[str, str] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
         self._given_up: OrderedDict[str, None] = OrderedDict()
+        self._log_limit = LogLimit()
         self._received: set[str] = set()
         self._failed: set[str] = set()
 
@@ -61,7 +63,9 @@ class DecodeRank:
         try:
             attempt = decode_committed(notice).attempt
         except ProtocolError as exc:
-            logger.warning("foreign NIXL notice dropped: %s", exc)
+            self.stats.drop("notice")
+            if self._log_limit.allow() is not None:
+                logger.warning("foreign NIXL notice dropped: %s", exc)
             return
         request_id = self._expected.pop(attempt, None)
         if request_id is not None:

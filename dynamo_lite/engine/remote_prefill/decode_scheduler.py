@@ -70,7 +70,13 @@ class DecodeScheduler:
         self.stats = Counts()
         self._clock = HandoverClock(self.stats, clock)
         self._net = DecodeLinkSession(
-            link, self._book, self._clock, self._status, outside=outside, now=self._now
+            link,
+            self._book,
+            self._clock,
+            self._status,
+            outside=outside,
+            now=self._now,
+            on_drop=self.stats.drop,
         )
         self.bridge = open_bridge(self._net.session)
         self.metadata: EngineMetadata | None = None

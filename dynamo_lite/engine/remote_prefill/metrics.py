@@ -1,6 +1,6 @@
 """The counts of both halves as Prometheus metrics of the component that runs them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -9,18 +9,24 @@ from dynamo_lite.engine.remote_prefill.counts import (
     BYTES,
     DECISION,
     DESCRIPTORS,
+    DROPPED,
     FENCED,
     LATE,
     REMOTE,
     SECONDS,
     STAGE,
 )
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 
 class RemotePrefillMetrics:
-    """Takes counts as they come; each registry can have one of these."""
+    """Takes counts as they come; each registry can have one of these.
 
-    def __init__(self, registry: CollectorRegistry):
+    on_drop: told of the messages that the engine's processes have dropped.
+    """
+
+    def __init__(self, registry: CollectorRegistry, on_drop: OnDrop = uncounted):
+        self._on_drop = on_drop
         self._decisions = Counter(
             "dynamo_lite_prefill_decisions",
             "Prefill decisions of the disaggregated router",
@@ -66,24 +72,30 @@ class RemotePrefillMetrics:
             registry=registry,
         )
 
+        self._takers: dict[str, Callable[[str, Any], None]] = {
+            DECISION: lambda labels, n: self._decisions.labels(*labels.split("/")).inc(n),
+            REMOTE: lambda outcome, n: self._remote.labels(outcome).inc(n),
+            STAGE: lambda stage, all_s: _observe(self._stages.labels(stage), all_s),
+            SECONDS: lambda _, all_s: _observe(self._seconds, all_s),
+            BYTES: lambda _, n: self._bytes.inc(n),
+            DESCRIPTORS: lambda _, n: self._descriptors.inc(n),
+            LATE: lambda _, n: self._late.inc(n),
+            FENCED: lambda _, n: self._fenced.inc(n),
+            DROPPED: self._drop,
+        }
+
     def apply(self, data: Mapping[str, Any]) -> None:
         """Unknown names are ignored."""
         for name, value in data.items():
-            kind, *labels = name.split("/")
-            if kind == DECISION:
-                self._decisions.labels(*labels).inc(value)
-            elif kind == REMOTE:
-                self._remote.labels(*labels).inc(value)
-            elif kind == STAGE:
-                for seconds in value:
-                    self._stages.labels(*labels).observe(seconds)
-            elif kind == SECONDS:
-                for seconds in value:
-                    self._seconds.observe(seconds)
-            elif counter := {
-                BYTES: self._bytes,
-                DESCRIPTORS: self._descriptors,
-                LATE: self._late,
-                FENCED: self._fenced,
-            }.get(kind):
-                counter.inc(value)
+            kind, _, labels = name.partition("/")
+            if (take := self._takers.get(kind)) is not None:
+                take(labels, value)
+
+    def _drop(self, where: str, count: float) -> None:
+        for _ in range(int(count)):
+            self._on_drop(where)
+
+
+def _observe(histogram: Histogram, all_s: list[float]) -> None:
+    for seconds in all_s:
+        histogram.observe(seconds)

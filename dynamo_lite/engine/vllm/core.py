@@ -32,10 +32,17 @@ from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.engine.vllm.wire import delta_from_output
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import EngineDied, NoResponders, Refused, StartupError
+from dynamo_lite.protocol.errors import (
+    EngineDied,
+    NoResponders,
+    ProtocolError,
+    Refused,
+    StartupError,
+)
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, decode_engine_status
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
@@ -61,10 +68,11 @@ class VllmEngine:
         link_path: Path,
         messaging: Messaging,
         registry: CollectorRegistry,
+        on_drop: OnDrop = uncounted,
     ):
         self._args, self._link, self._link_path = engine_args, link, link_path
-        self._messaging = messaging
-        self._metrics = RemotePrefillMetrics(registry)
+        self._messaging, self._on_drop = messaging, on_drop
+        self._metrics = RemotePrefillMetrics(registry, on_drop)
         self._client: Any = None
         self._config: VllmConfig | None = None
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
@@ -113,7 +121,11 @@ class VllmEngine:
             reply = await self._messaging.request(subject, b"", timeout_s=_DESCRIBE_S)
         except NoResponders as exc:
             raise StartupError("the engine's process does not answer on NATS") from exc
-        return decode_engine_status(reply)
+        try:
+            return decode_engine_status(reply)
+        except ProtocolError:
+            self._on_drop("describe_reply")
+            raise
 
     async def submit(self, request: GenerateRequest) -> None:
         """Raises Refused when this engine cannot take the request."""
