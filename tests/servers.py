@@ -39,6 +39,8 @@ class PrivateServer:
     async def kill(self) -> None:
         """kill -9; returns when the process is gone."""
         os.kill(self._server.pid, signal.SIGKILL)
+        self._frozen = False
+        await self._server.exited()
         await self.stop()
 
     async def stop(self) -> None:
