@@ -8,6 +8,7 @@ order, and the report covers what was done until then.
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -19,7 +20,8 @@ from pathlib import Path
 from tests.chaos.arena import Arena, Belongings, Say, arena, reference
 from tests.chaos.load import Load
 from tests.chaos.report import Report
-from tests.chaos.scenarios import SCENARIOS, Scenario, play
+from tests.chaos.scenario import Scenario, play
+from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.storm import Storm
 
 #: Scenarios have one prefill worker: what happens to it happens to all.
@@ -141,8 +143,6 @@ def main() -> int:
 
 
 def _write(reports: list[Report], path: Path) -> None:
-    import json
-
     content = [report.as_json() for report in reports]
     path.write_text(json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n")
 

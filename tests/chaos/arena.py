@@ -50,7 +50,8 @@ class Arena:
         standing, trouble = await at_rest(cluster, self.free_blocks)
         report.trouble += [f"before: {trouble}"] if trouble else []
         report.before(standing, open_files(cluster))
-        exits = self._exits()
+        await self.meters.ask()
+        exits, counted = self._exits(), self.meters.totals()
         load = Load(
             *(cluster.port, self.asked, self.right),
             seed=report.seed,
@@ -71,7 +72,7 @@ class Arena:
             await asyncio.gather(telling, return_exceptions=True)
             await self.meters.ask()
             report.after(standing, open_files(cluster))
-            report.meter(self.meters)
+            report.meter(self.meters.totals() - counted)
             report.exits = dict(self._exits() - exits)
             report.seconds = time.monotonic() - began
 

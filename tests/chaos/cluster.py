@@ -6,8 +6,10 @@ one directory; nothing is left running when the context is left.
 """
 
 import asyncio
+import contextlib
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +56,6 @@ class Member:
 class Cluster:
     """Async context manager; entering it takes as long as the graph's start.
 
-    excuses: deeds after which requests cannot but break: (monotonic time, why).
     unclean: what did not end as it should, known after the context was left.
     """
 
@@ -63,7 +64,7 @@ class Cluster:
         self.nats = PrivateServer(EmbeddedNats, directory / "nats")
         self.etcd = PrivateServer(EmbeddedEtcd, directory / "etcd")
         self.port = free_port()
-        self.excuses: list[tuple[float, str]] = []
+        self._excuses: list[tuple[str, Callable[[], float]]] = []
         self.unclean: list[str] = []
         self._options = list(options)
         self._graphs: dict[str, Graph] = {}
@@ -121,11 +122,17 @@ class Cluster:
 
     def excuse(self, began: float) -> str:
         """Why a request that was under way since `began` could not but break, or ""."""
-        return next((why for at, why in self.excuses if at >= began), "")
+        return next((why for why, over in self._excuses if began <= over()), "")
 
-    def forgive(self, why: str) -> None:
-        """What is under way now may break, because of us."""
-        self.excuses.append((time.monotonic(), why))
+    @contextlib.contextmanager
+    def excusing(self, why: str) -> Iterator[None]:
+        """What is under way at any moment of the body may break, because of us."""
+        over = math.inf
+        self._excuses.append((why, lambda: over))
+        try:
+            yield
+        finally:
+            over = time.monotonic()
 
     async def _start(self, label: str, service: str) -> None:
         options = [f"--Frontend.port={self.port}", *self._options]

@@ -38,17 +38,7 @@ class Meters:
         await self._http.aclose()
 
     def total(self, name: str, **labels: str) -> int:
-        """Sum over processes and over labels that are not given. name: without
-        `dynamo_lite_` and `_total`."""
-        wanted = {f'{key}="{value}"' for key, value in labels.items()}
-        return int(
-            sum(
-                value
-                for sample, value in self.totals().items()
-                if sample.partition("{")[0] == name
-                and wanted <= set(sample.partition("{")[2].rstrip("}").split(","))
-            )
-        )
+        return int(total(self.totals(), name, **labels))
 
     def totals(self) -> Counter[str]:
         """All counters that are not 0: `name{label="value"}`."""
@@ -71,6 +61,17 @@ class Meters:
             self._last[pid] = Counter(
                 {_name(name, labels): float(value) for name, labels, value in _SAMPLE.findall(text)}
             )
+
+
+def total(counts: Counter[str], name: str, **labels: str) -> float:
+    """Sum over labels that are not given. name: without `dynamo_lite_` and `_total`."""
+    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    return sum(
+        value
+        for sample, value in counts.items()
+        if sample.partition("{")[0] == name
+        and wanted <= set(sample.partition("{")[2].rstrip("}").split(","))
+    )
 
 
 def _name(name: str, labels: str) -> str:

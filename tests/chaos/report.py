@@ -1,13 +1,11 @@
 """What a run of chaos has shown: as a table for people, as JSON for programs."""
 
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.load import Tally
-from tests.chaos.meters import Meters
+from tests.chaos.load import Tally, Wait
+from tests.chaos.meters import total
 from tests.chaos.standing import Standing
 
 
@@ -36,18 +34,20 @@ class Report:
     quarantined_left: int = 0
     trouble: list[str] = field(default_factory=list[str])
     left: list[str] = field(default_factory=list[str])
+    facts: dict[str, str] = field(default_factory=dict[str, str])
     refusals_allowed: bool = True
 
-    def meter(self, meters: Meters) -> None:
-        self.counters = {k: int(v) for k, v in sorted(meters.totals().items())}
-        self.moved = meters.total("requests_moved")
+    def meter(self, counts: Counter[str]) -> None:
+        """counts: what the processes have counted meanwhile."""
+        self.counters = {k: int(v) for k, v in sorted(counts.items())}
+        self.moved = int(total(counts, "requests_moved"))
         self.remote_prefills = {
             name.partition('outcome="')[2].rstrip('"}'): value
             for name, value in self.counters.items()
             if name.startswith("remote_prefills{")
         }
-        self.fenced_writes = meters.total("fenced_writes")
-        self.late_notices = meters.total("late_notices")
+        self.fenced_writes = int(total(counts, "fenced_writes"))
+        self.late_notices = int(total(counts, "late_notices"))
 
     def before(self, standing: Standing, files: dict[str, int]) -> None:
         self.blocks_before, self.files_before = standing.free, files
@@ -77,19 +77,20 @@ class Report:
         return [*found, *self.trouble, *self.left]
 
     def as_json(self) -> dict[str, Any]:
+        # asdict() would take Counters apart.
+        tally = {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self.tally).items()}
+        tally |= {k: vars(v) for k, v in tally.items() if isinstance(v, Wait)}
         return {
-            **asdict(self),
+            **vars(self),
+            "tally": tally,
             "recomputed": self.recomputed,
             "failures": self.failures,
             "ok": not self.failures,
         }
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
-
     def as_text(self) -> str:
         lines = [f"{self.what}, seed {self.seed}, {self.seconds:.0f} s", ""]
-        lines += [f"  {name:<28}{value}" for name, value in self._rows()]
+        lines += [f"  {name:<36}{value}" for name, value in self._rows()]
         for title, items in (
             ("hit", [f"{n:>5}  {kind}" for kind, n in self.blows.items()]),
             ("exits seen by the supervisors", [f"{n:>5}  {k}" for k, n in self.exits.items()]),
@@ -133,6 +134,7 @@ class Report:
                 _wait(tally.between_tokens.seconds, tally.between_tokens.whose),
             ),
             ("open files", _files(self.files_before, self.files_after)),
+            *self.facts.items(),
         ]
 
 

@@ -6,6 +6,7 @@ lost request is done: a decode worker is hit while another one is ready.
 """
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ class Storm:
                 tasks.create_task(self._strike(lane, blows), name=f"lane {lane.name}")
 
     async def _strike(self, lane: Lane, blows: Blows) -> None:
+        await self._pause(blows.rng.uniform(0, lane.pause_s[1]))
         while not self._stop.is_set():
             kind = _due(lane, blows)
             pause_s = blows.rng.uniform(*lane.pause_s)
@@ -146,10 +148,11 @@ class Storm:
             except (TimeoutError, AssertionError, DynamoLiteError, ProcessLookupError) as exc:
                 self.trouble.append(f"{kind.name}: {type(exc).__name__}: {exc}"[:2000])
                 blows.say(f"trouble: {self.trouble[-1]}")
-            try:
-                await asyncio.wait_for(self._stop.wait(), pause_s)
-            except TimeoutError:
-                pass
+            await self._pause(pause_s)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
 
 
 def _due(lane: Lane, blows: Blows) -> Kind:

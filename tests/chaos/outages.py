@@ -1,0 +1,74 @@
+"""Scenarios: one process, or one server, is away for a while."""
+
+import asyncio
+
+from dynamo_lite.runtime.etcd import EtcdStore
+from tests.chaos.cluster import DECODE, PREFILL
+from tests.chaos.scenario import STEADY_S, Scenario, Scene
+
+_OUTAGE_S = 20.0
+
+
+def _killed(service: str):
+    async def body(scene: Scene) -> None:
+        victim = scene.blows.pick(service)
+        await scene.blows.kill(victim, f"kill {service}")
+        await scene.blows.back(victim)
+
+    return body
+
+
+async def _etcd_frozen(scene: Scene) -> None:
+    etcd = scene.arena.cluster.etcd
+    etcd.freeze()
+    scene.blows.hit("freeze etcd", f"for {_OUTAGE_S:g} s")
+    await asyncio.sleep(_OUTAGE_S)
+    etcd.thaw()
+
+
+async def _etcd_killed(scene: Scene) -> None:
+    etcd = scene.arena.cluster.etcd
+    await etcd.kill()
+    scene.blows.hit("kill etcd", f"for {_OUTAGE_S:g} s")
+    await asyncio.sleep(_OUTAGE_S)
+    await etcd.restart()
+
+
+async def _nats_killed(scene: Scene) -> None:
+    nats = scene.arena.cluster.nats
+    for seconds in (0.0, 1.0, 5.0):
+        await nats.kill()
+        scene.blows.hit("kill nats-server", f"for {seconds:g} s")
+        await asyncio.sleep(seconds)
+        await nats.restart()
+        await asyncio.sleep(STEADY_S)
+
+
+def _revoked(service: str):
+    async def body(scene: Scene) -> None:
+        cluster, victim = scene.arena.cluster, scene.blows.pick(service)
+        async with EtcdStore(cluster.etcd.url) as store:
+            await store.revoke(int(victim.state.lease, 16))
+        scene.blows.hit(f"revoke {service}", victim.name)
+        await cluster.until(
+            lambda: any(
+                victim.name in line and "left the graph (exit 0)" in line
+                for line in victim.graph.output.splitlines()
+            ),
+            timeout_s=60,
+            what=f"{victim.name} has left in order",
+        )
+        await cluster.join(service)
+
+    return body
+
+
+OUTAGES = (
+    Scenario("prefill-killed", "the only prefill worker is killed (-9)", _killed(PREFILL)),
+    Scenario("decode-killed", "one of two decode workers is killed (-9)", _killed(DECODE)),
+    Scenario("etcd-frozen", "etcd is stopped for 20 s", _etcd_frozen, calm=True),
+    Scenario("etcd-killed", "etcd is killed, and started after 20 s", _etcd_killed, calm=True),
+    Scenario("nats-killed", "nats-server is killed and started thrice", _nats_killed, calm=True),
+    Scenario("prefill-revoked", "the only prefill worker's lease is revoked", _revoked(PREFILL)),
+    Scenario("decode-revoked", "a decode worker's lease is revoked", _revoked(DECODE)),
+)
