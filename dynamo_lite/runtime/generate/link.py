@@ -209,7 +209,7 @@ class Link:
     def connection_closed(self, connection: FrameConnection, why: str) -> None:
         if self._silence is not None:
             self._silence.cancel()
-        lost = [i for i in self._wanted if i not in self._pending]
+        lost = sorted(i for i in self._wanted if i not in self._pending)
         self._wanted.clear()
         self.closed.set_result(why)
         if lost:

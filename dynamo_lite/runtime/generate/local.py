@@ -62,7 +62,7 @@ class LocalGenerateClient:
     def drop(self, member: EndpointRecord, why: str) -> None:
         if (session := self._session) is None:
             return
-        running = list(session.request_ids)
+        running = sorted(session.request_ids)
         self._server.close_session(session)
         self._session = self._server.open_session(self._client_id, self)
         if running:

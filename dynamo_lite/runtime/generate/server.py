@@ -158,10 +158,10 @@ class GenerateServer:
         """Aborts everything that was asked through it."""
         if self._sessions.get(session.client_id) is session:
             del self._sessions[session.client_id]
-            self.cancel(session, list(session.request_ids))
+            self.cancel(session, sorted(session.request_ids))
 
     def _dismiss(self, session: Session, why: str) -> None:
-        running = list(session.request_ids)
+        running = sorted(session.request_ids)
         self.close_session(session)
         session.outlet.closed(running, why)
 
