@@ -1,9 +1,8 @@
 """GenerateClient and GenerateServer: over NATS and TCP, over memory and TCP, in one process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -19,147 +18,25 @@ from dynamo_lite.protocol.generate import (
     Accepted,
     Cancel,
     Deltas,
-    GenerateRequest,
     Hello,
     LogprobRows,
     TokenDelta,
     Welcome,
     decode_worker_frame,
 )
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.generate import (
-    GenerateClient,
-    GenerateServer,
-    LocalGenerateClient,
     RemoteGenerateClient,
 )
-from dynamo_lite.runtime.memory import MemoryMessaging
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.runtime.stream import frame
+from tests.contract.generating import (
+    Setup,
+    member_at,
+    open_setup,
+    request_of,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
-
-SUBJECT = "generate-test.generate-1"
-
-
-class FakeEngine:
-    """Takes what it is given; says what it was told to abort."""
-
-    def __init__(self) -> None:
-        self.running: dict[str, GenerateRequest] = {}
-        self.aborted: list[str] = []
-        self.refusal: Exception | None = None
-        self.gate: asyncio.Event | None = None
-        self.changed = asyncio.Event()
-
-    async def submit(self, request: GenerateRequest) -> None:
-        self.changed.set()
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.refusal is not None:
-            raise self.refusal
-        self.running[request.request_id] = request
-        self.changed.set()
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self.aborted += request_ids
-        for request_id in request_ids:
-            self.running.pop(request_id, None)
-        self.changed.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-
-class Outputs:
-    """What a client was pushed."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[TokenDelta]] = []
-        self.lost: list[tuple[list[str], str]] = []
-        self.changed = asyncio.Event()
-
-    def on_deltas(self, deltas: list[TokenDelta]) -> None:
-        self.batches.append(deltas)
-        self.changed.set()
-
-    def on_lost(self, request_ids: list[str], why: str) -> None:
-        self.lost.append((request_ids, why))
-        self.changed.set()
-
-    @property
-    def deltas(self) -> list[TokenDelta]:
-        return [delta for batch in self.batches for delta in batch]
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-
-@dataclass
-class Setup:
-    messaging: Messaging
-    engine: FakeEngine
-    server: GenerateServer
-    outputs: Outputs
-    client: GenerateClient
-    member: EndpointRecord
-    stop_server: Callable[[], Awaitable[None]]
-
-
-def member_at(stream: str | None, subject: str = SUBJECT) -> EndpointRecord:
-    return EndpointRecord(
-        component="VllmWorker",
-        endpoint="generate",
-        namespace="generate-test",
-        lease_id=1,
-        transport=EndpointTransport(nats_tcp=subject, stream=stream),
-    )
-
-
-def request_of(request_id: str, client_id: str = "") -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        client_id=client_id,
-        prompt_token_ids=[1, 2, 3],
-        sampling=b"\x80",
-        arrival_time=1.0,
-    )
-
-
-def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> TokenDelta:
-    return TokenDelta(request_id=request_id, token_ids=list(token_ids), finish_reason=finish)
-
-
-async def open_setup(kind: str, stack: AsyncExitStack, nats_url: str, namespace: str) -> Setup:
-    messaging: Messaging = MemoryMessaging()
-    if kind == "nats":
-        messaging = await stack.enter_async_context(NatsMessaging(nats_url))
-    return await set_up(kind, stack, messaging, namespace)
-
-
-async def set_up(kind: str, stack: AsyncExitStack, messaging: Messaging, namespace: str) -> Setup:
-    subject = f"{namespace}.{SUBJECT}"
-    engine, outputs = FakeEngine(), Outputs()
-    serving = await stack.enter_async_context(AsyncExitStack())
-    server = await serving.enter_async_context(GenerateServer(messaging, engine))
-    await serving.enter_async_context(server.serve(subject))
-    client: GenerateClient
-    if kind == "local":
-        client = LocalGenerateClient(server, outputs.on_deltas, outputs.on_lost)
-    else:
-        client = RemoteGenerateClient(
-            messaging, "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0
-        )
-    await stack.enter_async_context(client)
-    member = member_at(server.stream_address, subject)
-    return Setup(messaging, engine, server, outputs, client, member, serving.aclose)
 
 
 @pytest.fixture(params=["nats", "memory", "local"])

@@ -7,21 +7,28 @@ import pytest
 
 from dynamo_lite.sim.messaging import SimMessaging
 from dynamo_lite.sim.network import Network
-from tests.contract import test_generate
+from tests.contract import test_generate, test_generate_ends
+from tests.contract.generating import Setup, set_up
 from tests.sim import contract
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 globals().update(contract.tests_of(test_generate, "setup", "remote"))
+globals().update(contract.tests_of(test_generate_ends, "opened"))
 
 
 @pytest.fixture
-async def setup(network: Network, namespace: str) -> AsyncIterator[test_generate.Setup]:
+async def opened(network: Network, namespace: str) -> AsyncIterator[test_generate_ends.Open]:
     async with AsyncExitStack() as stack:
         messaging = await stack.enter_async_context(SimMessaging(network))
-        yield await test_generate.set_up("sim", stack, messaging, namespace)
+        yield lambda **limits: set_up("sim", stack, messaging, namespace, **limits)
 
 
 @pytest.fixture
-def remote(setup: test_generate.Setup) -> test_generate.Setup:
+async def setup(opened: test_generate_ends.Open) -> Setup:
+    return await opened()
+
+
+@pytest.fixture
+def remote(setup: Setup) -> Setup:
     return setup

@@ -1,0 +1,114 @@
+"""Requests that a worker ends or refuses by itself: time, limits, a link that is cut."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from dynamo_lite.protocol.errors import Refused
+from tests.contract.generating import Setup, open_setup, request_of, tokens
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+Open = Callable[..., Awaitable[Setup]]
+
+
+@pytest.fixture(params=["nats", "memory", "local"])
+async def opened(
+    request: pytest.FixtureRequest, nats_url: str, namespace: str
+) -> AsyncIterator[Open]:
+    async with AsyncExitStack() as stack:
+        yield lambda **limits: open_setup(request.param, stack, nats_url, namespace, **limits)
+
+
+async def test_a_request_whose_time_is_up_ends_at_the_worker(opened: Open):
+    setup = await opened()
+    await setup.client.submit(setup.member, request_of("a", timeout_s=0.05))
+    await setup.client.submit(setup.member, request_of("b", timeout_s=60.0))
+    await setup.client.submit(setup.member, request_of("c"))
+    setup.server.deliver([tokens("a", 1)])
+    await setup.engine.until(lambda: setup.engine.aborted == ["a"])
+    await setup.outputs.until(lambda: len(setup.outputs.deltas) == 2)
+    assert setup.outputs.deltas == [tokens("a", 1), tokens("a", finish="abort")]
+    assert setup.server.in_flight == 2
+    setup.server.deliver([tokens("a", 2), tokens("b", 3, finish="stop")])
+    await setup.outputs.until(lambda: len(setup.outputs.deltas) == 3)
+    assert setup.outputs.deltas[2] == tokens("b", 3, finish="stop")
+    assert setup.outputs.lost == []
+
+
+async def test_time_may_be_up_while_the_engine_is_taking_the_request(opened: Open):
+    setup = await opened()
+    setup.engine.gate = asyncio.Event()
+    submitting = asyncio.create_task(
+        setup.client.submit(setup.member, request_of("a", timeout_s=0.05))
+    )
+    await setup.outputs.until(lambda: setup.outputs.deltas == [tokens("a", finish="abort")])
+    setup.engine.gate.set()
+    await submitting
+    await setup.engine.until(lambda: setup.engine.aborted == ["a"])
+    assert await setup.server.wait_idle(5)
+    assert setup.engine.running == {}
+
+
+async def test_a_request_without_time_is_not_begun(opened: Open):
+    setup = await opened()
+    with pytest.raises(Refused, match="time") as caught:
+        await setup.client.submit(setup.member, request_of("a", timeout_s=0.0))
+    assert not caught.value.elsewhere
+    assert setup.server.in_flight == 0 and setup.engine.running == {}
+
+
+async def test_beyond_its_limit_of_requests_a_worker_is_busy(opened: Open):
+    setup = await opened(max_in_flight=2)
+    for request_id in ("a", "b"):
+        await setup.client.submit(setup.member, request_of(request_id))
+    with pytest.raises(Refused, match="2 requests") as caught:
+        await setup.client.submit(setup.member, request_of("c"))
+    assert caught.value.busy and caught.value.elsewhere and caught.value.retry_after_s > 0
+    await setup.client.submit(setup.member, request_of("moved", moved=True))
+    await setup.client.abort(["a", "moved"])
+    await setup.engine.until(lambda: sorted(setup.engine.aborted) == ["a", "moved"])
+    await setup.client.submit(setup.member, request_of("c"))
+    assert setup.server.in_flight == 2
+
+
+async def test_beyond_its_limit_of_waiting_prompts_a_worker_is_busy(opened: Open):
+    setup = await opened(max_prompt_tokens=8)  # each prompt has 3
+    await setup.client.submit(setup.member, request_of("a"))
+    await setup.client.submit(setup.member, request_of("b"))
+    with pytest.raises(Refused, match="wait") as caught:
+        await setup.client.submit(setup.member, request_of("c"))
+    assert caught.value.busy
+    setup.server.deliver([tokens("a", 1)])
+    await setup.client.submit(setup.member, request_of("c"))
+    setup.engine.refusal = Refused("too long", elsewhere=False)
+    setup.server.deliver([tokens("b", 1)])
+    for _ in range(3):  # what the engine refuses does not count
+        with pytest.raises(Refused, match="too long"):
+            await setup.client.submit(setup.member, request_of("d"))
+
+
+async def test_a_link_that_is_cut_loses_what_runs_on_it(opened: Open):
+    setup = await opened()
+    for request_id in ("a", "b"):
+        await setup.client.submit(setup.member, request_of(request_id))
+    setup.server.deliver([tokens("b", 1, finish="stop")])
+    await setup.outputs.until(lambda: bool(setup.outputs.deltas))
+    setup.client.drop(setup.member, "it is silent")
+    await setup.outputs.until(lambda: bool(setup.outputs.lost))
+    assert setup.outputs.lost == [(["a"], "it is silent")]
+    await setup.engine.until(lambda: setup.engine.aborted == ["a"])
+    setup.server.deliver([tokens("a", 2)])
+    await setup.client.submit(setup.member, request_of("c"))
+    setup.server.deliver([tokens("c", 3, finish="stop")])
+    await setup.outputs.until(lambda: len(setup.outputs.deltas) == 2)
+    assert setup.outputs.deltas[1] == tokens("c", 3, finish="stop")
+
+
+async def test_a_cut_fails_what_was_not_accepted_yet(opened: Open):
+    setup = await opened()
+    setup.client.drop(setup.member, "nothing runs there")
+    assert setup.outputs.lost == []
+    await setup.client.submit(setup.member, request_of("a"))
