@@ -1,0 +1,182 @@
+"""Workers that live but do not answer: others do their work, and they come back."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import httpx
+import pytest
+
+from tests.vllm.asking import prompt_ids, tokens_of
+from tests.vllm.graph import Graph, PlainServer
+from tests.vllm.test_decisions import REMOTE, counting
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+MOVED = "dynamo_lite_requests_moved_total"
+UNRESPONSIVE = "dynamo_lite_workers_unresponsive"
+
+
+@pytest.fixture(scope="module")
+def graph(stage) -> Iterator[Graph]:
+    """Two decode workers and one prefill worker, whose leases outlast what is done to them."""
+    options = ["--VllmWorker.ServiceArgs.workers=2", "--Graph.lease-ttl-s=60"]
+    with stage.alone(options=options) as graph:
+        yield graph
+        assert all(process.restarts == 0 for process in graph.processes())
+
+
+def shorts(count: int, seed: int, tokens: int = 8) -> list[dict]:
+    return [{"prompt": prompt_ids(20 + i, seed), "max_tokens": tokens} for i in range(count)]
+
+
+def longs(count: int, seed: int) -> list[dict]:
+    return [{"prompt": prompt_ids(1200 + i, seed), "max_tokens": 6} for i in range(count)]
+
+
+@contextlib.asynccontextmanager
+async def stopped(pid: int, *, group: bool = False) -> AsyncIterator[None]:
+    """A process, or all of its group, stands still."""
+    send = os.killpg if group else os.kill
+    send(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send(pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def steady(
+    url: str, requests: list[dict], expected: list[list[int]]
+) -> AsyncIterator[list[int]]:
+    """Four callers ask the requests in turn while the body runs; all answers must be right."""
+    answered: list[int] = []
+    going = True
+
+    async def call(number: int) -> None:
+        while going:
+            which = number % len(requests)
+            assert await tokens_of(url, [requests[which]]) == [expected[which]]
+            answered.append(which)
+            number += 4
+
+    callers = [asyncio.create_task(call(i)) for i in range(4)]
+    try:
+        yield answered
+        going = False
+        await asyncio.gather(*callers)
+    finally:
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+
+
+async def until(wanted: Callable[[], object], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await asyncio.to_thread(wanted):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(0.05)
+
+
+def responsive(graph: Graph) -> int:
+    return graph.health("Frontend")["responsive"]
+
+
+def in_flight(graph: Graph, instance: int) -> int:
+    """Asks only that worker: the other one may stand still."""
+    url = graph.process("VllmWorker", instance).status_url
+    return httpx.get(f"{url}/health", timeout=10).json()["in_flight"]
+
+
+async def both_work(graph: Graph, expected: list[list[int]], requests: list[dict]) -> None:
+    await until(lambda: responsive(graph) == 2, 10, "both decode workers respond")
+    assert graph.count("Frontend", UNRESPONSIVE) == 0
+    before = await asyncio.gather(
+        *(asyncio.to_thread(graph.health, "VllmWorker", i) for i in range(2))
+    )
+    assert [health["ok"] for health in before] == [True, True]
+    assert await tokens_of(graph.url, requests) == expected
+
+
+@pytest.mark.parametrize("victim", ["worker", "engine"])
+async def test_a_decode_worker_that_stands_still_is_passed_over_and_comes_back(
+    graph: Graph, reference: PlainServer, victim: str
+):
+    """The whole worker is missed by its beats; of its engine alone the worker tells. What
+    runs there waits for it; what comes later is given to the other one."""
+    requests = shorts(8, seed=800, tokens=40)
+    expected = await tokens_of(reference.url, requests)
+    pid = graph.process("VllmWorker", 0).pid
+    if victim == "engine":
+        pid = graph.engine_pid("VllmWorker", 0)
+    async with steady(graph.url, requests, expected) as answered:
+        await until(lambda: len(answered) >= 8, 30, "answers come")
+        async with stopped(pid, group=victim == "worker"):
+            began = time.monotonic()
+            await until(lambda: responsive(graph) == 1, 8, "the worker is out of rotation")
+            assert graph.count("Frontend", UNRESPONSIVE) == 1
+            if victim == "engine":
+                facts = graph.health("VllmWorker", 0)
+                assert not facts["ok"] and facts["trouble"].startswith("the engine has not")
+            assert await tokens_of(graph.url, requests) == expected
+            assert time.monotonic() - began < 10, "nothing has been moved for this"
+        await until(lambda: responsive(graph) == 2, 5, "the worker is back")
+    await both_work(graph, expected, requests)
+    await graph.settled()
+
+
+async def test_a_worker_that_stands_still_for_long_loses_its_requests(
+    graph: Graph, reference: PlainServer
+):
+    requests = shorts(8, seed=810, tokens=300)
+    expected = await tokens_of(reference.url, requests)
+    worker = graph.process("VllmWorker", 0)
+    moved = graph.count("Frontend", MOVED, how="continue")
+    asking = asyncio.create_task(tokens_of(graph.url, requests))
+    await until(lambda: in_flight(graph, 0) and in_flight(graph, 1), 20, "both have requests")
+    began = time.monotonic()
+    async with stopped(worker.pid, group=True):
+        assert await asking == expected
+        assert 8 < time.monotonic() - began < 40
+    assert graph.count("Frontend", MOVED, how="continue") > moved
+    await both_work(graph, expected[:2], requests[:2])
+    await until(lambda: in_flight(graph, 0) == 0, 10, "it has forgotten what has moved")
+    await graph.settled()
+
+
+async def test_nobody_waits_for_a_prefill_worker_that_stands_still(
+    graph: Graph, reference: PlainServer
+):
+    """What it has claimed, what is queued, and what is asked later: all local in seconds."""
+    requests, later, again = longs(6, seed=820), longs(2, seed=821), longs(2, seed=822)
+    expected = await tokens_of(reference.url, [*requests, *later, *again])
+    await graph.settled()
+    free = sum(pool.free_blocks for pool in await graph.pools())
+    silent, nobody = (
+        graph.count("VllmWorker", REMOTE, outcome=how) for how in ("writer_silent", "no_writer")
+    )
+    worker = graph.process("PrefillWorker")
+    asking = asyncio.create_task(tokens_of(graph.url, requests))
+    await until(lambda: graph.health("PrefillWorker")["jobs"], 10, "it has claimed something")
+    async with stopped(worker.pid, group=True):
+        began = time.monotonic()
+        assert await asking == expected[:6]
+        assert time.monotonic() - began < 12, "the deadline is 30 s, the lease lives for 60"
+        since = counting(graph)
+        assert await tokens_of(graph.url, later) == expected[6:8]
+        assert since() == {"local/no_prefill_worker": 2}
+        assert graph.count("VllmWorker", REMOTE, outcome="writer_silent") > silent
+        assert graph.count("VllmWorker", REMOTE, outcome="no_writer") >= nobody
+        assert graph.count("VllmWorker", "dynamo_lite_prefill_workers_unresponsive") == 2
+    await graph.settled(free)
+    await until(
+        lambda: graph.count("VllmWorker", "dynamo_lite_prefill_workers_unresponsive") == 0,
+        10,
+        "both decode engines trust it again",
+    )
+    since = counting(graph)
+    assert await tokens_of(graph.url, again, 1) == expected[8:]
+    assert since() == {"remote/long": 2}
