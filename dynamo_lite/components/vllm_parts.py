@@ -39,6 +39,7 @@ class VllmParts:
             stream=names.prefill_stream(self._spec.namespace),
             subject=names.prefill_jobs_subject(self._spec.namespace),
             config=queue_config(options),
+            on_drop=host.drops,
         )
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> "VllmEngine":

@@ -20,6 +20,7 @@ from dynamo_lite.queue.base import QueueConfig, QueueDepth
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.puller import Puller
 from dynamo_lite.queue.topology import CONSUMER, Topology
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.nats import NatsMessaging
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,16 @@ class JetStreamQueue:
     memory; when the broker lost it, it is created anew, empty.
     """
 
-    def __init__(self, url: str, *, stream: str, subject: str, config: QueueConfig | None = None):
+    def __init__(
+        self,
+        url: str,
+        *,
+        stream: str,
+        subject: str,
+        config: QueueConfig | None = None,
+        on_drop: OnDrop = uncounted,
+    ):
+        self._on_drop = on_drop
         self._config = config or QueueConfig()
         self._topology = Topology(stream, subject, self._config)
         self._connection = _Connection(url, self._on_down, self._on_missing)
@@ -73,7 +83,7 @@ class JetStreamQueue:
                 await self._ensure()
             except BrokerUnavailable as exc:
                 raise StartupError(f"JetStream cannot be used: {exc}") from exc
-            self._puller = Puller(client, self._topology, self._missing.set)
+            self._puller = Puller(client, self._topology, self._missing.set, self._on_drop)
             await stack.enter_async_context(self._puller)
             keeper = asyncio.create_task(self._keep(), name=f"keep {self._topology.stream}")
             stack.push_async_callback(_cancel, keeper)

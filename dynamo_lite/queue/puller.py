@@ -21,6 +21,7 @@ from nats.aio.subscription import Subscription
 from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.topology import CONSUMER, Topology
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +38,17 @@ class Puller:
     on_missing: called when the broker says that the consumer is gone.
     """
 
-    def __init__(self, client: Client, topology: Topology, on_missing: Callable[[], None]):
+    def __init__(
+        self,
+        client: Client,
+        topology: Topology,
+        on_missing: Callable[[], None],
+        on_drop: OnDrop = uncounted,
+    ):
         self._client = client
         self._config = topology.config
         self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{topology.stream}.{CONSUMER}"
-        self._on_missing = on_missing
+        self._on_missing, self._on_drop = on_missing, on_drop
         self._inbox = client.new_inbox()
         self._subscription: Subscription | None = None
         self._requests: deque[float] = deque()  # when each unanswered one is over
@@ -152,20 +159,27 @@ class Puller:
         await asyncio.wait({change}, timeout=max(until - _now(), 0.0))
 
     async def _on_message(self, message: Msg) -> None:
-        status = message.headers.get("Status") if message.headers else None
         if self._requests:
             self._requests.popleft()
-        if status is None:
-            self._arrived.append(
-                JetStreamJob(
-                    self._client, message, _now(), self._config.push_timeout_s, self._held.discard
-                )
-            )
+        status = message.headers.get("Status") if message.headers else None
+        # Whoever pushes a job chooses its headers; only the broker's own word has no reply.
+        if message.reply or status is None:
+            self._take_in(message)
         elif status not in ("404", "408"):
             _log.debug("pull answered with %s", message.headers)
             self.pause()
             self._on_missing()
         self._notify()
+
+    def _take_in(self, message: Msg) -> None:
+        timeout_s = self._config.push_timeout_s
+        try:
+            job = JetStreamJob(self._client, message, _now(), timeout_s, self._held.discard)
+        except (errors.Error, ValueError, IndexError, OverflowError, OSError) as exc:
+            _log.warning("dropped what is no delivery of a job: %r", exc)
+            self._on_drop("job")
+        else:
+            self._arrived.append(job)
 
     def _drop_unanswered(self, now: float) -> None:
         while self._requests and self._requests[0] <= now:
