@@ -1,0 +1,226 @@
+"""A simulated decode and prefill engine with its jobs, over the memory twins, in virtual time."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components.prefill_jobs import PrefillJobs
+from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
+from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
+from dynamo_lite.engine.sim.core import SimModelConfig
+from dynamo_lite.engine.sim.engine import SimEngine
+from dynamo_lite.engine.sim.model import (
+    Sampling,
+    sampling_to_bytes,
+)
+from dynamo_lite.engine.sim.mover import Fabric, Wire
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, encode_engine
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.sim.loop import VirtualLoop
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+QUEUE = QueueConfig(ack_wait_s=5.0)
+
+
+class Servers:
+    """Implements Outside."""
+
+    def __init__(self, clock: Clock):
+        self._messaging, self._store = MemoryMessaging(), MemoryStore(clock=clock.monotonic)
+        self._broker = MemoryBroker()
+
+    def messaging(self) -> MemoryMessaging:
+        return self._messaging
+
+    def store(self) -> MemoryStore:
+        return self._store
+
+    def queue(self, config: QueueConfig) -> MemoryQueue:
+        return MemoryQueue(self._broker, stream="jobs", subject="jobs", config=config)
+
+
+class Task:
+    """An engine's process: a task. Implements EngineProcess."""
+
+    def __init__(self, main: Coroutine[Any, Any, None], on_end: Callable[[], None]):
+        self.task = asyncio.create_task(main)
+        self.task.add_done_callback(lambda _: on_end())
+
+    def kill(self) -> None:
+        self.task.cancel()
+
+
+class Pair:
+    """A decode engine, and a prefill engine with its jobs."""
+
+    def __init__(self, stack: AsyncExitStack, wire: Wire, assembly: Assembly, **config: Any):
+        self.stack, self.assembly = stack, assembly
+        loop = asyncio.get_running_loop()
+        self.clock = Clock(monotonic=loop.time, wall=loop.time)
+        self.servers = Servers(self.clock)
+        self.fabric = Fabric(random.Random(1), wire)
+        self.config = SimModelConfig(**config)
+        self.engines: dict[str, Engine] = {}
+        self.counts: dict[str, Any] = {}
+        self.got: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.alive = True
+
+    def start_engine(
+        self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
+    ) -> Task:
+        self.engines[engine.setup.address] = engine
+        return Task(main, on_end)
+
+    def _count(self, counts: dict[str, Any]) -> None:
+        for name, value in counts.items():
+            if isinstance(value, list):
+                self.counts.setdefault(name, []).extend(value)
+            else:
+                self.counts[name] = self.counts.get(name, 0) + value
+
+    async def engine(self, name: str, role: DecodeLink | PrefillLink) -> SimEngine:
+        link = EngineLink(
+            namespace="t",
+            engine_id=f"00000000-0000-4000-8000-{len(name):012x}",
+            lease_id=len(name),
+            lease_ttl_s=5.0,
+            nats_url="",
+            etcd_url="",
+            role=role,
+        )
+        setup = EngineSetup(
+            config=self.config,
+            link=link,
+            outside=self.servers,
+            fabric=self.fabric,
+            address=name,
+            clock=self.clock,
+            rng=random.Random(name),
+            alive=lambda: self.alive,
+        )
+        return await self.stack.enter_async_context(
+            SimEngine(
+                setup,
+                home=self,
+                assembly=self.assembly,
+                messaging=self.servers.messaging(),
+                on_counts=self._count,
+            )
+        )
+
+    async def start(self) -> None:
+        store = self.servers.store()
+        await _register(store, "PrefillWorker", "prefill", 2)
+        role = DecodeLink(
+            max_local_prefill_length_tokens=12,
+            max_prefill_queue_size=8,
+            remote_prefill_timeout_s=10.0,
+            queue_view_max_age_s=3.0,
+            prefill_component="PrefillWorker",
+            queue=QUEUE,
+        )
+        self.decode = await self.engine("decode", role)
+        assert self.decode.metadata is not None
+        key = names.nixl_metadata_key("t", self.decode.metadata.engine_id)
+        await store.put(key, encode_engine(self.decode.metadata))
+        self.prefill = await self.engine("prefill", PrefillLink(fence_path=""))
+        self.jobs = PrefillJobs(
+            namespace="t",
+            lease_id=2,
+            ack_wait_s=QUEUE.ack_wait_s,
+            queue=await self.stack.enter_async_context(self.servers.queue(QUEUE)),
+            engine=self.prefill,
+            directory=MetadataDirectory(store, "t"),
+            messaging=self.servers.messaging(),
+            registry=CollectorRegistry(),
+            clock=self.clock,
+        )
+        works = (self._read(), self.prefill.run_prefills(), self.jobs.run(), self.jobs.run())
+        self.driving = [asyncio.create_task(work) for work in works]
+        for task in self.driving:
+            self.stack.push_async_callback(_end, task)
+        await asyncio.sleep(1.0)
+
+    async def _read(self) -> None:
+        async for deltas in self.decode.steps():
+            for delta in deltas:
+                self.got.setdefault(delta.request_id, []).extend(delta.token_ids)
+                if delta.finish_reason:
+                    self.ended[delta.request_id] = delta.finish_reason
+
+    async def submit(self, name: str, prompt: list[int], sampling: Sampling, **more: Any) -> None:
+        await self.decode.submit(
+            GenerateRequest(
+                request_id=name,
+                client_id="c",
+                prompt_token_ids=prompt,
+                sampling=sampling_to_bytes(sampling),
+                arrival_time=0.0,
+                **more,
+            )
+        )
+
+    async def until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+        async with asyncio.timeout(limit_s):
+            while not condition():
+                await asyncio.sleep(0.05)
+
+    def check_idle(self) -> None:
+        """Every block of both pools is free, and nobody waits for anything."""
+        for engine in self.engines.values():
+            assert engine.core.pool.taken() == []
+            assert not engine.core.scheduler.has_work
+
+
+async def _register(store: MemoryStore, component: str, endpoint: str, lease_id: int) -> None:
+    record = EndpointRecord(
+        component=component,
+        endpoint=endpoint,
+        namespace="t",
+        lease_id=lease_id,
+        transport=EndpointTransport(nats_tcp="x"),
+    )
+    key = names.endpoint_key("t", component, endpoint, lease_id)
+    await store.put(key, encode_json(record))
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def play(
+    script: Callable[[Pair], Coroutine[Any, Any, None]],
+    *,
+    wire: Wire | None = None,
+    assembly: Assembly | None = None,
+    **config: Any,
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            pair = Pair(stack, wire or Wire(), assembly or Assembly(), **config)
+            await pair.start()
+            await script(pair)
+
+    with VirtualLoop(7) as loop:
+        loop.run_until_complete(main())
+        assert loop.failures == []
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(count)]
+
+
+GREEDY = Sampling(max_tokens=8)
