@@ -188,7 +188,7 @@ class Scheduler:
 
     def settle(self, results: RankResults, report: Any) -> None:
         """What the rank has received, lost and sent."""
-        for request_id in results.lost:
+        for request_id in sorted(results.lost):
             request = self.requests.get(request_id)
             if request is not None and request.status is Status.PARKED:
                 request.num_computed_tokens = 0
@@ -197,12 +197,12 @@ class Scheduler:
             results.received or results.lost or results.sent or report
         ):
             self._connector.worker_output(results, report)
-        for request_id in results.received | results.lost:
+        for request_id in sorted(results.received | results.lost):
             if self.requests[request_id].status is Status.PARKED:
                 self._arrived.add(request_id)
             else:
                 self._free(self.requests[request_id])
-        for request_id in results.sent:
+        for request_id in sorted(results.sent):
             self._free(self.requests[request_id])
 
     def finish(self, request: SimRequest) -> None:
