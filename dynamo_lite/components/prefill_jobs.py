@@ -102,6 +102,7 @@ class PrefillJobs:
         self._pulling = True
         self.working: dict[str, RemotePrefillRequest] = {}
         self._abandoned: set[str] = set()
+        self._engine_died = False
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -131,7 +132,8 @@ class PrefillJobs:
             await self.abandon(cancel.attempt)
         else:
             # It is over here, and the word of that was lost.
-            over = AttemptOutcome(cancel.attempt, "abandoned", "not held here")
+            outcome = "died" if self._engine_died else "abandoned"
+            over = AttemptOutcome(cancel.attempt, outcome, "not held here")
             await self._say_done(cancel.engine_id, over)
 
     async def abandon(self, attempt: str) -> None:
@@ -240,6 +242,7 @@ class PrefillJobs:
         except DynamoLiteError as exc:
             return AttemptOutcome(request.attempt, "failed", str(exc))
         self._stages.labels("engine").observe(self._now() - claimed)
+        self._engine_died = self._engine_died or ended.outcome == "died"
         return ended
 
     async def _say_done(self, engine_id: str, ended: AttemptOutcome) -> None:

@@ -27,7 +27,8 @@ class EngineLoad:
 class AttemptOutcome:
     """How a prefill engine's work on one attempt ended: no write is under way any more.
 
-    outcome: "written", "failed" or "abandoned".
+    outcome: "written", "failed" or "abandoned"; or "died", of an engine whose process
+    ended: what it had started may still land.
     """
 
     attempt: str

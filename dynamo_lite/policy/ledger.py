@@ -25,11 +25,12 @@ deadlines:
         │             └────── (each promise replaces the one before)
         └─keys are back, same lease: nothing happened
 
-The second is for a revoked worker, which can say that it still finishes what
-it has begun; a dead one cannot. A writer that was done when its keys vanished
-loses nothing. New claims of a lease that is gone are refused until it is back.
-A quarantined attempt whose writer is neither done nor dead is reminded: its
-cancel is repeated every `writer_grace_s`, because either word can get lost.
+The second is for a revoked worker, which can say that it still finishes what it
+has begun; a dead one cannot. A writer whose engine died says so, and counts as
+lost at once. A writer that was done when its keys vanished loses nothing. New
+claims of a lease that is gone are refused until it is back. A quarantined
+attempt whose writer is neither done nor dead is reminded: its cancel is
+repeated every `writer_grace_s`, because either word can get lost.
 
 Events come in as method calls named after what happened; what must be done
 comes out as instructions. The caller owns I/O, clock and locking. Two rules
@@ -197,6 +198,16 @@ class Ledger:
             return [Release(attempt)]
         entry.writer_done = True
         return [] if written else self._withdraw(entry, Outcome.WRITER_FAILED)
+
+    def writer_died(self, attempt: str, writer_lease_id: int, now: float) -> list[Instruction]:
+        """The writer's engine is dead: it starts no write, but what it started may still land."""
+        entry = self._attempts.get(attempt)
+        if entry is not None and entry.writer is None:
+            return self.writer_done(attempt, writer_lease_id, written=False)
+        if entry is not None and entry.writer == writer_lease_id and not entry.writer_done:
+            entry.lost_at = now
+            entry.release_at = now + self.writer_grace_s
+        return []
 
     def writer_gone(self, writer_lease_id: int, now: float) -> None:
         """The writer's keys are gone: it was revoked, or it is dead. `tick` settles it."""

@@ -100,13 +100,14 @@ class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to decode engine: no write of this attempt is or will be under way.
 
-    outcome: "written" (the data and its notification are delivered),
-    "failed" or "abandoned". writer_lease_id: who says so; nobody else's word
+    outcome: "written" (the data and its notification are delivered), "failed",
+    "abandoned", or "died": the engine's process ended, and what it had started may
+    still land. writer_lease_id: who says so; nobody else's word
     frees blocks that a writer holds.
     """
 
     attempt: Attempt
-    outcome: Literal["written", "failed", "abandoned"]
+    outcome: Literal["written", "failed", "abandoned", "died"]
     detail: str = ""
     writer_lease_id: LeaseId = 0
 

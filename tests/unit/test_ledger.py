@@ -250,6 +250,21 @@ def test_a_writer_that_said_it_is_done_before_it_counts_as_lost(claimed):
     assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
 
 
+def test_a_writer_whose_engine_died_is_lost_at_once_and_given_the_grace(claimed):
+    assert claimed.writer_died("a", OTHER, now=20.0) == []
+    assert claimed.tick(20.0) == []
+    assert claimed.writer_died("a", WRITER, now=20.0) == []
+    assert claimed.tick(20.0) == held(Outcome.WRITER_LOST)
+    assert claimed.tick(20.0 + GRACE - 0.1) == []
+    assert claimed.tick(20.0 + GRACE) == [Release("a")]
+
+
+def test_a_writer_whose_engine_died_before_its_claim_arrived_has_written_nothing(queued):
+    over = [DeleteJob(9), *withdrawn(Outcome.WRITER_FAILED)]
+    assert queued.writer_died("a", WRITER, now=20.0) == over
+    assert queued.writer_died("a", WRITER, now=20.0) == []
+
+
 def test_a_leaving_writer_that_stays_is_waited_for(claimed):
     claimed.writer_gone(WRITER, now=2.0)
     claimed.writer_stays("a", WRITER, 3.0, now=2.5)

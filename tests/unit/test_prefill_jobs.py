@@ -409,6 +409,18 @@ async def test_the_cancel_of_an_attempt_that_is_not_held_is_answered():
         assert rig.engine.abandoned == []
 
 
+async def test_a_worker_whose_engine_died_never_says_that_nothing_can_land_any_more():
+    async with working() as rig:
+        rig.engine.holds = True
+        await rig.push(job())
+        await eventually(lambda: rig.engine.ends)
+        rig.engine.ends["a1"].set_result("died")
+        await rig.answered("ack")
+        await cancel(rig, "a1")
+        await eventually(lambda: len(rig.done) == 2)
+        assert rig.told == [("a1", "died"), ("a1", "died")]
+
+
 async def test_a_cancel_that_overtakes_the_granted_claim_is_heeded():
     asked, may_answer = asyncio.Event(), asyncio.Event()
 

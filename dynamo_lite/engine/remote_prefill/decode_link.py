@@ -210,7 +210,13 @@ class DecodeLinkSession:
             logger.info("attempt %s: writer says %s: %s", done.attempt, done.outcome, done.detail)
         writer = done.writer_lease_id
         self._check_writer(done.attempt, writer)
-        await self._settle(lambda ledger: ledger.writer_done(done.attempt, writer, written=written))
+        if done.outcome == "died":
+            now = self._now()
+            await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))
+        else:
+            await self._settle(
+                lambda ledger: ledger.writer_done(done.attempt, writer, written=written)
+            )
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()

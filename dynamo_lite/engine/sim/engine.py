@@ -149,8 +149,8 @@ class SimEngine:
             while await self._next() is not None:
                 pass
         except EngineDied as exc:
-            # A dead process writes nothing: say so, rather than let anybody wait.
-            self._settle([(attempt, "failed", str(exc)) for attempt in self._attempts])
+            # A dead process starts no write: say so, rather than let anybody wait.
+            self._settle([(attempt, "died", str(exc)) for attempt in self._attempts])
             raise
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
