@@ -4,6 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from dynamo_lite.engine.base import DecodeEngine
 from dynamo_lite.engine.null import NullEngine
@@ -55,6 +56,22 @@ async def test_an_aborted_request_gets_nothing_more():
         await engine.abort(["a", "unknown"])
         steps = await collect(engine, 1)
     assert {delta.request_id for step in steps for delta in step} == {"b"}
+
+
+async def test_a_request_goes_on_after_tokens_that_it_got_elsewhere():
+    async with NullEngine(
+        tokens_per_step=2,
+        max_tokens=4,
+        token_at=lambda prompt, position: 10 * len(prompt) + position,
+    ) as engine:
+        for request_id, done in (("new", []), ("moved", [30]), ("complete", [30, 31, 32, 33])):
+            await engine.submit(replace(request_of(request_id), output_token_ids=done))
+        steps = await collect(engine, 3)
+    got: dict[str, list[int]] = {}
+    for delta in (delta for step in steps for delta in step):
+        got.setdefault(delta.request_id, []).extend(delta.token_ids)
+    assert got == {"new": [30, 31, 32, 33], "moved": [31, 32, 33], "complete": []}
+    assert [delta.finish_reason for delta in steps[0]] == [None, None, "length"]
 
 
 async def test_steps_wait_for_requests_and_end_with_the_engine():

@@ -1,0 +1,249 @@
+"""FailoverClient over real token streams: workers with null engines are killed under it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+
+from dynamo_lite.engine.null import NullEngine
+from dynamo_lite.policy.migration import Continue, Plan, Replay
+from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.protocol.errors import DynamoLiteError, Overloaded
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.generate import FailoverClient, GenerateServer, RemoteGenerateClient
+from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+from tests.servers import PrivateServer
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+ANSWER_TOKENS = 40
+CONTINUE = Continue(reason="test")
+REPLAY = Replay(reason="test")
+
+
+def token_at(prompt: list[int], position: int) -> int:
+    return prompt[0] * 1000 + position
+
+
+def request_of(number: int, timeout_s: float | None = None) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"r{number}",
+        client_id="",
+        prompt_token_ids=[number, 2, 3],
+        sampling=msgspec.msgpack.encode({"max_tokens": ANSWER_TOKENS}),
+        arrival_time=1.0,
+        timeout_s=timeout_s,
+    )
+
+
+def answer_to(number: int) -> list[int]:
+    return [token_at([number], position) for position in range(ANSWER_TOKENS)]
+
+
+class Worker:
+    """One engine and its server. It makes a step for each `release` of `steps`."""
+
+    def __init__(
+        self, messaging: Messaging, subject: str, lease_id: int, max_in_flight: int | None
+    ):
+        self.engine = NullEngine(token_at=token_at)
+        self.server = GenerateServer(messaging, self.engine, max_in_flight=max_in_flight)
+        self.steps = asyncio.Semaphore(0)
+        self._subject, self._lease_id = subject, lease_id
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        await self._stack.enter_async_context(self.engine)
+        await self._stack.enter_async_context(self.server)
+        await self._stack.enter_async_context(self.server.serve(self._subject))
+        stepping = asyncio.create_task(self._step(), name="steps")
+        self._stack.callback(stepping.cancel)
+
+    async def kill(self) -> None:
+        await self._stack.aclose()
+
+    @property
+    def record(self) -> EndpointRecord:
+        return EndpointRecord(
+            component="VllmWorker",
+            endpoint="generate",
+            namespace="t",
+            lease_id=self._lease_id,
+            transport=EndpointTransport(nats_tcp=self._subject, stream=self.server.stream_address),
+        )
+
+    async def _step(self) -> None:
+        steps = self.engine.steps()
+        while True:
+            await self.steps.acquire()
+            self.server.deliver(await anext(steps))
+
+
+class Cluster:
+    def __init__(self, messaging: Messaging, namespace: str):
+        self.messaging = messaging
+        self.workers: list[Worker] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: list[tuple[str, str]] = []
+        self.prompts_told = 0
+        self._namespace = namespace
+        self._changed = asyncio.Event()
+
+    async def open(
+        self, stack: AsyncExitStack, workers: int, max_in_flight: int | None = None
+    ) -> FailoverClient:
+        for lease_id in range(1, workers + 1):
+            subject = f"{self._namespace}.g{lease_id}"
+            worker = Worker(self.messaging, subject, lease_id, max_in_flight)
+            stack.push_async_callback(worker.kill)
+            await worker.start()
+            self.workers.append(worker)
+        self.client = FailoverClient(
+            members=lambda: [worker.record for worker in self.workers],
+            picker=RoundRobin(),
+            on_deltas=self._on_deltas,
+            on_ended=self._on_ended,
+            messaging=self.messaging,
+        )
+        await stack.enter_async_context(self.client)
+        self.transport = RemoteGenerateClient(
+            self.messaging, "front", self.client.take_deltas, self.client.take_lost
+        )
+        await stack.enter_async_context(self.transport)
+        self.client.connect(self.transport)
+        return self.client
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def have(self, count: int, requests: int) -> None:
+        """Each of so many requests has at least `count` tokens."""
+        await self.until(lambda: sum(len(ids) >= count for ids in self.tokens.values()) == requests)
+
+    def run_freely(self) -> None:
+        for worker in self.workers:
+            for _ in range(1000):
+                worker.steps.release()
+
+    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.prompts_told += delta.prefill is not None
+            if delta.finish_reason is not None:
+                self.ends.append((delta.request_id, delta.finish_reason))
+        self._changed.set()
+
+    def _on_ended(self, request_id: str, error: DynamoLiteError) -> None:
+        self.ends.append((request_id, type(error).__name__))
+        self._changed.set()
+
+
+@pytest.fixture(params=["nats", "memory"])
+async def messaging(request: pytest.FixtureRequest, nats_url: str) -> AsyncIterator[Messaging]:
+    if request.param == "memory":
+        yield MemoryMessaging()
+        return
+    async with NatsMessaging(nats_url) as real:
+        yield real
+
+
+@pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
+async def test_a_killed_worker_s_requests_go_on_exactly(
+    messaging: Messaging, namespace: str, plan: Plan
+):
+    cluster = Cluster(messaging, namespace)
+    async with AsyncExitStack() as stack:
+        client = await cluster.open(stack, 2)
+        for number in range(6):
+            await client.submit(request_of(number), movable=plan)
+        for worker in cluster.workers:
+            for _ in range(5):
+                worker.steps.release()
+        await cluster.have(5, 6)
+        await cluster.workers.pop(0).kill()
+        client.members_changed()
+        cluster.run_freely()
+        await cluster.until(lambda: len(cluster.ends) == 6)
+        assert cluster.tokens == {f"r{n}": answer_to(n) for n in range(6)}
+        assert set(cluster.ends) == {(f"r{n}", "length") for n in range(6)}
+        assert cluster.prompts_told == 6
+        assert sum(client.stats.moved.values()) == 3
+        assert client.in_flight == 0
+
+
+async def test_a_silent_worker_is_cut_off_and_may_wake_up(messaging: Messaging, namespace: str):
+    cluster = Cluster(messaging, namespace)
+    async with AsyncExitStack() as stack:
+        client = await cluster.open(stack, 2)
+        await client.submit(request_of(1), movable=CONTINUE)
+        silent = cluster.workers[0]
+        for _ in range(3):
+            silent.steps.release()
+        await cluster.have(3, 1)
+        cluster.transport.drop(silent.record, "no beat")
+        cluster.run_freely()
+        await cluster.until(lambda: bool(cluster.ends))
+        assert cluster.tokens == {"r1": answer_to(1)}
+        assert cluster.ends == [("r1", "length")] and client.stats.moved == {"continue": 1}
+        assert await silent.server.wait_idle(5)
+        assert silent.engine.load.running == 0
+        await client.submit(request_of(2), movable=CONTINUE)
+        await client.submit(request_of(3), movable=CONTINUE)
+        await cluster.until(lambda: len(cluster.ends) == 3)
+        assert cluster.tokens["r2"] == answer_to(2) and cluster.tokens["r3"] == answer_to(3)
+
+
+async def test_limits_hold_back_new_requests_and_not_moved_ones(
+    messaging: Messaging, namespace: str
+):
+    cluster = Cluster(messaging, namespace)
+    async with AsyncExitStack() as stack:
+        client = await cluster.open(stack, 2, max_in_flight=1)
+        for number in (1, 2):
+            await client.submit(request_of(number), movable=CONTINUE)
+        with pytest.raises(Overloaded):
+            await client.submit(request_of(3), movable=CONTINUE)
+        await cluster.workers.pop(0).kill()
+        client.members_changed()
+        cluster.run_freely()
+        await cluster.until(lambda: len(cluster.ends) == 2)
+        assert cluster.tokens == {f"r{n}": answer_to(n) for n in (1, 2)}
+        await client.submit(request_of(3), movable=CONTINUE)
+
+
+async def test_a_deadline_ends_the_request_everywhere(messaging: Messaging, namespace: str):
+    cluster = Cluster(messaging, namespace)
+    async with AsyncExitStack() as stack:
+        client = await cluster.open(stack, 1)
+        await client.submit(request_of(1, timeout_s=0.3), movable=CONTINUE)
+        cluster.workers[0].steps.release()
+        await cluster.until(lambda: bool(cluster.ends))
+        assert cluster.ends == [("r1", "DeadlineExceeded")]
+        assert await cluster.workers[0].server.wait_idle(5)
+        assert cluster.workers[0].engine.load.running == 0
+        assert client.in_flight == 0
+
+
+async def test_nats_may_be_killed_and_come_back(nats_server: PrivateServer, namespace: str):
+    async with NatsMessaging(nats_server.url) as messaging, AsyncExitStack() as stack:
+        cluster = Cluster(messaging, namespace)
+        client = await cluster.open(stack, 2)
+        await client.submit(request_of(1), movable=CONTINUE)
+        await nats_server.kill()
+        held = asyncio.create_task(client.submit(request_of(2), movable=CONTINUE))
+        cluster.run_freely()
+        await cluster.until(lambda: bool(cluster.ends))  # tokens do not need it
+        assert not held.done()
+        await nats_server.restart()
+        async with asyncio.timeout(10):
+            await held
+        await cluster.until(lambda: len(cluster.ends) == 2)
+        assert cluster.tokens == {f"r{n}": answer_to(n) for n in (1, 2)}
