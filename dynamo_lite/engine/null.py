@@ -8,8 +8,9 @@ from typing import Self
 import msgspec
 
 from dynamo_lite.engine.base import EngineLoad
-from dynamo_lite.protocol.errors import Refused
+from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
+from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 
 
@@ -64,12 +65,19 @@ class NullEngine:
         self._wake.set()
 
     @property
+    def model(self) -> str:
+        return "null"
+
+    @property
     def load(self) -> EngineLoad:
         return EngineLoad(running=len(self._running))
 
     @property
     def metadata(self) -> EngineMetadata | None:
         return None
+
+    async def describe(self) -> EngineStatus:
+        raise Unavailable("a null engine has no process of its own")
 
     async def submit(self, request: GenerateRequest) -> None:
         try:
