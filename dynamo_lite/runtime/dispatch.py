@@ -1,6 +1,7 @@
 """From messages to handler tasks: what both messaging implementations share."""
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -15,11 +16,15 @@ Reply = Callable[[bytes], Awaitable[None]]
 
 
 class Dispatcher:
-    """Owns the handler tasks of one subject; at most `limit` run at a time."""
+    """Owns the handler tasks of one subject; at most `limit` run at a time.
+
+    They run in the context in which this was made, not in that of whoever sends.
+    """
 
     def __init__(self, subject: str, handler: Handler, *, limit: int):
         self._subject = subject
         self._handler = handler
+        self._context = contextvars.copy_context()
         self._slots = asyncio.Semaphore(limit)
         self._tasks: set[asyncio.Task[None]] = set()
         self._log_limit = LogLimit()
@@ -35,7 +40,11 @@ class Dispatcher:
     async def submit(self, payload: bytes, reply: Reply | None) -> None:
         """Starts the handler on `payload`; waits while `limit` handlers run."""
         await self._slots.acquire()
-        task = asyncio.create_task(self._run(payload, reply), name=f"handle {self._subject}")
+        task = asyncio.create_task(
+            self._run(payload, reply),
+            name=f"handle {self._subject}",
+            context=self._context.copy(),
+        )
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

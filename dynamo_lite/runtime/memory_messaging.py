@@ -52,6 +52,10 @@ class MemoryMessaging:
     def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
         return self._watch.watch(callback)
 
+    async def wait_connected(self, timeout_s: float) -> None:
+        await self._watch.wait(lambda: self.connected, timeout_s)
+        self._check_connected()
+
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         self._check(subject, payload)
         servers = list(self._served.get(subject, ()))
@@ -92,8 +96,11 @@ class MemoryMessaging:
                 del self._served[subject]
             await dispatcher.join()
 
-    def _check(self, subject: str, payload: bytes) -> None:
+    def _check_connected(self) -> None:
         if not self._connected:
             raise BrokerUnavailable("the memory broker is switched off")
+
+    def _check(self, subject: str, payload: bytes) -> None:
+        self._check_connected()
         if len(payload) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"the message to {subject} exceeds the broker's limit")

@@ -4,6 +4,7 @@
 `tests/contract/test_messaging.py`.
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Generator
@@ -25,6 +26,14 @@ class Messaging(Protocol):
 
     def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
         """Calls back after each loss and each reconnect while the context lasts."""
+        ...
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Returns when the broker is connected. Raises BrokerUnavailable after `timeout_s`.
+
+        Others may find their way back a little later: nobody responding says little
+        just after a reconnect.
+        """
         ...
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
@@ -62,6 +71,15 @@ class ConnectionWatch:
             yield
         finally:
             self._callbacks.remove(callback)
+
+    async def wait(self, connected: Callable[[], bool], timeout_s: float) -> None:
+        """Returns when `connected` is true, or after the time."""
+        changed = asyncio.Event()
+        with self.watch(lambda _: changed.set()), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not connected():
+                    await changed.wait()
+                    changed.clear()
 
     def tell(self, connected: bool) -> None:
         for callback in list(self._callbacks):

@@ -22,6 +22,7 @@ from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url
 from dynamo_lite.runtime.dispatch import Dispatcher, Reply
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
+from dynamo_lite.runtime.nats_client import PersistentClient
 from dynamo_lite.runtime.nats_tls import TlsClient, TlsMismatch
 from dynamo_lite.runtime.tls import tls_refusal
 
@@ -67,9 +68,13 @@ class NatsMessaging:
     def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
         return self._watch.watch(callback)
 
+    async def wait_connected(self, timeout_s: float) -> None:
+        await self._watch.wait(lambda: self.connected, timeout_s)
+        self._check_connected()
+
     async def __aenter__(self) -> Self:
         """Raises StartupError when no server accepts the connection in time, or all refuse."""
-        client = TlsClient(self._address.tls) if self._address.tls else Client()
+        client = TlsClient(self._address.tls) if self._address.tls else PersistentClient()
         try:
             # Endless reconnecting also means that the first connect never gives up.
             async with asyncio.timeout(self._connect_timeout_s):

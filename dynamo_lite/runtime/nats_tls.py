@@ -5,14 +5,12 @@ as they say, so anybody between could ask for the password in plain text.
 """
 
 import ssl
-import time
-from typing import Any
 from urllib.parse import ParseResult
 
 from nats import errors
-from nats.aio.client import DEFAULT_BUFFER_SIZE, Client
 from nats.aio.transport import TcpTransport
 
+from dynamo_lite.runtime.nats_client import PersistentClient
 from dynamo_lite.runtime.tls import TlsFiles
 
 
@@ -20,18 +18,15 @@ class TlsMismatch(errors.Error):
     """Server and URL disagree about TLS: asking again is of no use."""
 
 
-class TlsClient(Client):
+class TlsClient(PersistentClient):
     """Raises TlsMismatch, or has it reported, before anything is told to a wrong server."""
 
     def __init__(self, files: TlsFiles):
         super().__init__()
         self._files = files
 
-    async def _connect_to_server(self, s: Any) -> None:
-        s.last_attempt = time.monotonic()
-        self._transport = transport = _TlsTransport()
-        timeout_s = self.options["connect_timeout"]
-        await transport.connect(s.uri, buffer_size=DEFAULT_BUFFER_SIZE, connect_timeout=timeout_s)
+    def _new_transport(self) -> TcpTransport:
+        return _TlsTransport()
 
     def _connect_command(self) -> bytes:
         if not isinstance(self._transport, _TlsTransport) or not self._transport.secured:

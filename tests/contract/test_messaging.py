@@ -1,9 +1,12 @@
 """What every messaging must do; and what NATS must do when its server dies or is missing."""
 
 import asyncio
+import contextlib
+import contextvars
 import logging
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,8 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.runtime.memory import MemoryMessaging
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.serve.embedded import EmbeddedNats
+from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -208,6 +213,44 @@ async def test_the_twin_tells_of_its_connection() -> None:
     assert told == [False, True]
 
 
+async def test_who_is_connected_waits_for_nothing(messaging: Messaging) -> None:
+    await messaging.wait_connected(0.0)
+
+
+async def test_waiting_for_the_twin_to_come_back() -> None:
+    messaging = MemoryMessaging()
+    messaging.set_connected(False)
+    for timeout_s in (0.0, 0.02):
+        with pytest.raises(BrokerUnavailable):
+            await messaging.wait_connected(timeout_s)
+    waiting = [asyncio.create_task(messaging.wait_connected(5)) for _ in range(3)]
+    await asyncio.sleep(0)
+    messaging.set_connected(True)
+    await asyncio.gather(*waiting)
+
+
+who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
+
+
+async def test_handlers_run_in_the_context_of_who_serves(
+    messaging: Messaging, namespace: str
+) -> None:
+    async def tell(_: bytes) -> bytes:
+        told = who.get()
+        who.set("a handler")
+        return told.encode()
+
+    async def serve(stack: contextlib.AsyncExitStack) -> None:
+        who.set("the server")
+        await stack.enter_async_context(messaging.serve(f"{namespace}.s", tell))
+
+    who.set("the sender")
+    async with contextlib.AsyncExitStack() as stack:
+        await asyncio.create_task(serve(stack))
+        for _ in range(2):
+            assert await messaging.request(f"{namespace}.s", b"", timeout_s=5) == b"the server"
+
+
 # NATS's own ways to fail
 
 
@@ -243,6 +286,82 @@ async def test_an_outage_raises_at_once_and_ends_by_itself(
     assert sum("disconnected" in line for line in lines) == 2
     assert len(lines) <= 6
     assert told.empty()
+
+
+async def test_the_way_back_is_quick_after_any_outage(nats_server: PrivateServer) -> None:
+    """And subscriptions come along, those of others too."""
+    async with NatsMessaging(nats_server.url) as client, NatsMessaging(nats_server.url) as server:
+        async with server.serve("s", echo):
+            for outage_s in (0.0, 0.3, 1.5):
+                await nats_server.kill()
+                await wait_for_connection(client, False)
+                with pytest.raises(BrokerUnavailable):
+                    await client.wait_connected(outage_s)
+                await nats_server.restart()
+                began = time.monotonic()
+                await asyncio.gather(client.wait_connected(5), server.wait_connected(5))
+                assert time.monotonic() - began < 0.5
+                assert await client.request("s", b"x", timeout_s=5) == b"echo x"
+
+
+async def test_a_frozen_broker_is_noticed_and_the_way_back_is_quick(
+    nats_server: PrivateServer,
+) -> None:
+    async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
+        nats_server.freeze()
+        await wait_for_connection(messaging, False)
+        # Connections are accepted meanwhile, but nothing is said.
+        with pytest.raises(BrokerUnavailable):
+            await messaging.wait_connected(2.5)
+        nats_server.thaw()
+        began = time.monotonic()
+        await messaging.wait_connected(5)
+        assert time.monotonic() - began < 0.5
+        assert await messaging.request("s", b"x", timeout_s=5) == b"echo x"
+
+
+async def test_a_broker_that_hangs_with_unread_messages_is_left_for_another(
+    nats_server: PrivateServer, tmp_path: Path
+) -> None:
+    other = PrivateServer(EmbeddedNats, tmp_path / "other")
+    await other.start()
+    hosts = {server.url.removeprefix("nats://"): server for server in (nats_server, other)}
+    async with NatsMessaging("nats://" + ",".join(hosts)) as messaging:
+        connected = messaging.client.connected_url
+        assert connected is not None
+        hosts[connected.netloc].freeze()
+        for _ in range(4):
+            await messaging.publish("s", bytes(7 << 20))
+        await wait_for_connection(messaging, False)
+        await messaging.wait_connected(8)
+        assert messaging.client.connected_url != connected
+    await other.stop()
+
+
+@pytest.mark.parametrize("error", ["Maximum Connections Exceeded", "Authorization Violation"])
+async def test_a_server_that_throws_us_out_is_asked_again(error: str) -> None:
+    visits = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal visits
+        visits += 1
+        writer.write(b'INFO {"max_payload": 1048576}\r\n')
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+                if visits < 3:
+                    await asyncio.sleep(0.05)
+                    writer.write(f"-ERR '{error}'\r\n".encode())
+                    break
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
+            async with asyncio.timeout(5):
+                while visits < 3:
+                    await asyncio.sleep(0.01)
+            await messaging.wait_connected(5)
 
 
 async def test_leaving_during_an_outage_is_bounded(nats_server) -> None:

@@ -1,0 +1,78 @@
+"""A NATS client that comes back from whatever ended its connection.
+
+nats-py closes for good when a server that accepted it says later that it will not
+have it: too many connections, a login that ran out, a violated protocol. Before it
+connects anew it waits for what it has still to send, even where the old server
+hangs or is cut off and will never read it; and it forgets to close a connection on
+which nothing was said. It stops reading at a message whose headers or reply subject
+it cannot read.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from nats import errors
+from nats.aio.client import DEFAULT_BUFFER_SIZE, Client
+from nats.aio.transport import TcpTransport
+
+_PERMISSIONS = "permissions violation"
+
+
+class PersistentClient(Client):
+    """Use it with endless reconnects, and for one connection: it is not opened again."""
+
+    _ended = False
+
+    async def _process_err(self, err_msg: str) -> None:
+        if _PERMISSIONS in err_msg.lower():
+            await super()._process_err(err_msg)  # about one subject; the connection stays
+            return
+        exc = errors.Error(f"nats: {err_msg}")
+        await self._error_cb(exc)
+        await self._process_op_err(exc)
+
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
+    ) -> None:
+        """A message that nobody can read (its reply subject is no text) is dropped alone."""
+        try:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        except Exception as exc:
+            await self._error_cb(exc)
+
+    async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        """Headers that nobody can read are none: whoever sent them chose them freely."""
+        try:
+            return await super()._process_headers(headers)
+        except Exception as exc:
+            await self._error_cb(exc)
+            return None
+
+    async def _attempt_reconnect(self) -> None:
+        self._break_off()
+        await super()._attempt_reconnect()
+
+    async def _connect_to_server(self, s: Any) -> None:
+        if self._ended:
+            # `close` cancels this task, and nothing more: on Python 3.11 a cancel that
+            # meets the refusal of a connection is lost, and the tries would go on.
+            raise asyncio.CancelledError
+        self._break_off()  # a server that has accepted, and then said nothing
+        s.last_attempt = time.monotonic()
+        self._transport = transport = self._new_transport()
+        timeout_s = self.options["connect_timeout"]
+        await transport.connect(s.uri, buffer_size=DEFAULT_BUFFER_SIZE, connect_timeout=timeout_s)
+
+    def _new_transport(self) -> TcpTransport:
+        return TcpTransport()
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        self._ended = status == Client.CLOSED
+        await super()._close(status, do_cbs)
+
+    def _break_off(self) -> None:
+        """Closes the connection without a word, if there is one."""
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
