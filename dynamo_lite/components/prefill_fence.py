@@ -12,7 +12,7 @@ import logging
 
 from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, Unavailable
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, WriterStays
 from dynamo_lite.runtime.fence import Fence
@@ -56,7 +56,9 @@ class FenceKeeper:
         )
         subject = names.writer_stays_subject(self._host.spec.namespace, request.engine_id)
         try:
-            await self._host.messaging.request(subject, encode(stays), timeout_s=_PROMISE_S / 6)
+            await self._host.messaging.request(
+                subject, encode_sealed(stays), timeout_s=_PROMISE_S / 6
+            )
         except (Unavailable, DeadlineExceeded) as exc:
             logger.warning("attempt %s: promise to stay not heard: %s", request.attempt, exc)
             if self.jobs is not None:

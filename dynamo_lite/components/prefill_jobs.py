@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -30,7 +30,6 @@ from dynamo_lite.protocol.prefill import (
     decode_cancel_attempt,
     decode_claim_reply,
     decode_job,
-    is_sealed,
 )
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import Job, PrefillQueue
@@ -148,8 +147,6 @@ class PrefillJobs:
             request = decode_job(job.payload)
             if request.wire_version != WIRE_VERSION:
                 raise ProtocolError(f"wire version {request.wire_version} is not spoken")
-            if not is_sealed(request):
-                raise ProtocolError(f"attempt {request.attempt} is not about this content")
         except ProtocolError as exc:
             logger.warning("job %d dropped: %s", job.sequence, exc)
             self._on_drop("job")
@@ -221,7 +218,7 @@ class PrefillJobs:
         """None when granted. Raises Unavailable, DeadlineExceeded, ProtocolError."""
         reply = await self._messaging.request(
             names.claim_subject(self._namespace, request.engine_id),
-            encode(Claim(attempt=request.attempt, writer_lease_id=self._lease_id)),
+            encode_sealed(Claim(attempt=request.attempt, writer_lease_id=self._lease_id)),
             timeout_s=_CLAIM_S,
         )
         try:
@@ -252,7 +249,7 @@ class PrefillJobs:
         )
         subject = names.writer_done_subject(self._namespace, engine_id)
         try:
-            await self._messaging.publish(subject, encode(done))
+            await self._messaging.publish(subject, encode_sealed(done))
         except Unavailable as exc:
             # The decode engine keeps the blocks back, and asks again.
             logger.warning("end of attempt %s not told: %s", ended.attempt, exc)

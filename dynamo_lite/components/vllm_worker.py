@@ -14,7 +14,7 @@ from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.vllm_parts import VllmParts
 from dynamo_lite.engine.base import DecodeEngine
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.prefill import EngineStatus, Leave
 from dynamo_lite.protocol.records import encode_engine
@@ -125,7 +125,7 @@ class VllmWorker:
         subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
         for _ in range(_LEAVE_TRIES):
             try:
-                leave = encode(Leave(lease_id=host.lease.id))
+                leave = encode_sealed(Leave(lease_id=host.lease.id))
                 await host.messaging.request(subject, leave, timeout_s=1.0)
                 return
             except (DeadlineExceeded, Unavailable) as exc:

@@ -5,13 +5,12 @@ message names (engine_id, attempt); a message about an attempt that is not
 current is refused or ignored, never applied.
 """
 
-import hashlib
 from typing import Annotated, Literal
 
 import msgspec
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
+from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
 from dynamo_lite.protocol.generate import RequestId, Timestamp, TokenId
 from dynamo_lite.protocol.records import EngineMetadata, LeaseId
 
@@ -31,8 +30,6 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: the decode engine's blocks for the positions from
     num_computed_tokens on, in order.
     deadline: seconds since the epoch; afterwards nobody waits for the result.
-
-    On the queue it is sealed: its attempt says what its content must be.
     """
 
     engine_id: EngineId
@@ -46,34 +43,6 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     trace_headers: dict[str, str] | None = None
     wire_version: int = WIRE_VERSION
-
-
-def seal(job: RemotePrefillRequest) -> RemotePrefillRequest:
-    """The job with an attempt that its content is part of.
-
-    A claim names nothing but the attempt. Sealed, a job that was changed on its
-    way, or put together from others, has no attempt that anybody would grant.
-    The attempt before must have at most 47 characters.
-    """
-    return msgspec.structs.replace(job, attempt=f"{job.attempt}-{_content(job, job.attempt)}")
-
-
-def is_sealed(job: RemotePrefillRequest) -> bool:
-    attempt, _, content = job.attempt.rpartition("-")
-    return content == _content(job, attempt)
-
-
-def _content(job: RemotePrefillRequest, attempt: str) -> str:
-    """What decides which KV lands where, in 16 characters."""
-    what = (
-        attempt,
-        job.engine_id,
-        job.prompt_token_ids,
-        job.num_computed_tokens,
-        job.block_ids,
-        job.cache_salt,
-    )
-    return hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=8).hexdigest()
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,11 +138,11 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)
-decode_job: Decoder[RemotePrefillRequest] = Decoder(RemotePrefillRequest)
-decode_claim: Decoder[Claim] = Decoder(Claim)
+decode_job: Decoder[RemotePrefillRequest] = SealedDecoder(RemotePrefillRequest)
+decode_claim: Decoder[Claim] = SealedDecoder(Claim)
 decode_claim_reply: Decoder[Granted | ClaimRefused] = Decoder(Granted | ClaimRefused)
-decode_writer_done: Decoder[WriterDone] = Decoder(WriterDone)
-decode_writer_stays: Decoder[WriterStays] = Decoder(WriterStays)
-decode_cancel_attempt: Decoder[CancelAttempt] = Decoder(CancelAttempt)
-decode_leave: Decoder[Leave] = Decoder(Leave)
-decode_committed: Decoder[Committed] = Decoder(Committed)
+decode_writer_done: Decoder[WriterDone] = SealedDecoder(WriterDone)
+decode_writer_stays: Decoder[WriterStays] = SealedDecoder(WriterStays)
+decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)
+decode_leave: Decoder[Leave] = SealedDecoder(Leave)
+decode_committed: Decoder[Committed] = SealedDecoder(Committed)

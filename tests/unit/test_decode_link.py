@@ -18,7 +18,7 @@ from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
@@ -234,11 +234,11 @@ class Decode:
 
     async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
         claim = Claim(attempt=attempt, writer_lease_id=writer)
-        return decode_claim_reply(await self.net._on_claim(encode(claim)))
+        return decode_claim_reply(await self.net._on_claim(encode_sealed(claim)))
 
     async def done(self, attempt: str, outcome: Any = "written", writer: int = WRITER) -> None:
         done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer)
-        await self.net._on_done(encode(done))
+        await self.net._on_done(encode_sealed(done))
 
     async def cancels(self, *attempts: str) -> None:
         """Waits until the writer has been told to stop these, in this order."""
@@ -593,7 +593,7 @@ async def test_a_leaving_writer_that_promises_to_stay_may_finish(decode: Decode)
     await change(decode, left=WRITER)
     for _ in range(3):
         stays = WriterStays(attempt=attempt, writer_lease_id=WRITER, for_s=3.0)
-        assert await decode.net._on_stays(encode(stays)) == b""
+        assert await decode.net._on_stays(encode_sealed(stays)) == b""
         decode.clock.now += 2.0
         assert decode.half.build_step().give_up == []
     decode.clock.now += 1.0
@@ -692,7 +692,7 @@ async def test_the_word_of_another_writer_is_dropped(decode: Decode):
         await decode.done(attempt, "abandoned", writer=0xBAD)
     with pytest.raises(ProtocolError, match="is not bad's"):
         stays = WriterStays(attempt=attempt, writer_lease_id=0xBAD, for_s=3.0)
-        await decode.net._on_stays(encode(stays))
+        await decode.net._on_stays(encode_sealed(stays))
     assert decode.half.build_step().give_up == []
     await decode.done(attempt, "abandoned")
     assert decode.half.build_step().give_up == [(attempt, "r1")]
@@ -700,11 +700,11 @@ async def test_the_word_of_another_writer_is_dropped(decode: Decode):
 
 async def test_an_engine_that_is_told_to_leave_asks_for_nothing_more(decode: Decode):
     attempt, claimed = await decode.ask("r1"), await decode.ask("r2", claimed=True)
-    for foreign in (b"", encode(Leave(lease_id=2))):
+    for foreign in (b"", encode_sealed(Leave(lease_id=2))):
         with pytest.raises(ProtocolError):
             await decode.net._on_leave(foreign)
     assert decode.half.build_step().give_up == []
-    assert await decode.net._on_leave(encode(Leave(lease_id=1))) == b""
+    assert await decode.net._on_leave(encode_sealed(Leave(lease_id=1))) == b""
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/leaving") == 1
     assert decode.admit(prompt("r3", 10)) == 0

@@ -13,7 +13,7 @@ from dynamo_lite.components import prefill_jobs
 from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode, encode_sealed
 from dynamo_lite.protocol.errors import DynamoLiteError, IncompatiblePeer, Refused
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
@@ -24,7 +24,6 @@ from dynamo_lite.protocol.prefill import (
     WriterDone,
     decode_claim,
     decode_writer_done,
-    seal,
 )
 from dynamo_lite.protocol.records import (
     EngineMetadata,
@@ -66,12 +65,7 @@ def job(attempt: str = "a1", **changes: Any) -> RemotePrefillRequest:
         "block_ids": [5, 6],
         "deadline": time.time() + 60,
     }
-    return seal(RemotePrefillRequest(**{**fields, **changes}))
-
-
-def short(attempt: str) -> str:
-    """The attempt's name before its job was sealed."""
-    return attempt.rpartition("-")[0] or attempt
+    return RemotePrefillRequest(**{**fields, **changes})
 
 
 class NotedJob:
@@ -118,18 +112,18 @@ class ScriptedEngine:
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
         assert target.engine_id == job.engine_id
-        self.attempts.append(short(job.attempt))
+        self.attempts.append(job.attempt)
         if self.raises is not None:
             raise self.raises
-        end = self.ends[short(job.attempt)] = asyncio.get_running_loop().create_future()
+        end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
         if not self.holds:
             end.set_result("written")
         return AttemptOutcome(job.attempt, await end)
 
     async def abandon(self, attempt: str) -> None:
-        self.abandoned.append(short(attempt))
-        if short(attempt) in self.ends:
-            self.ends[short(attempt)].set_result("abandoned")
+        self.abandoned.append(attempt)
+        if attempt in self.ends:
+            self.ends[attempt].set_result("abandoned")
 
 
 class Rig:
@@ -164,14 +158,14 @@ class Rig:
     @property
     def told(self) -> list[tuple[str, str]]:
         assert all(done.writer_lease_id == LEASE for done in self.done)
-        return [(short(done.attempt), done.outcome) for done in self.done]
+        return [(done.attempt, done.outcome) for done in self.done]
 
     def counted(self, outcome: str) -> float:
         labels = {"outcome": outcome}
         return self.registry.get_sample_value("dynamo_lite_prefill_jobs_total", labels) or 0.0
 
     async def push(self, job: RemotePrefillRequest | bytes) -> None:
-        payload = job if isinstance(job, bytes) else encode(job)
+        payload = job if isinstance(job, bytes) else encode_sealed(job)
         self.pushed += 1
         await self.queue.push(payload, message_id=str(self.pushed))
 
@@ -233,8 +227,8 @@ def metadata() -> EngineMetadata:
 
 async def cancel(rig: Rig, attempt: str) -> None:
     subject = names.cancel_subject(NAMESPACE, LEASE)
-    attempt = next((a for a in rig.jobs.working if short(a) == attempt), attempt)
-    await rig.messaging.publish(subject, encode(CancelAttempt(attempt=attempt, engine_id=ENGINE)))
+    cancel = CancelAttempt(attempt=attempt, engine_id=ENGINE)
+    await rig.messaging.publish(subject, encode_sealed(cancel))
 
 
 # How jobs end
@@ -244,7 +238,7 @@ async def test_a_written_job_is_claimed_told_and_acknowledged():
     async with working() as rig:
         await rig.push(job())
         await rig.answered("ack")
-        assert rig.claims == [Claim(attempt=job().attempt, writer_lease_id=LEASE)]
+        assert rig.claims == [Claim(attempt="a1", writer_lease_id=LEASE)]
         assert rig.told == [("a1", "written")]
         assert await rig.total() == 0
         assert rig.counted("written") == 1
@@ -317,7 +311,7 @@ async def test_clocks_of_two_hosts_may_differ():
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\xff\xff", b"\x80", encode(job(wire_version=WIRE_VERSION + 1))]
+    "payload", [b"", b"\xff\xff", b"\x80", encode_sealed(job(wire_version=WIRE_VERSION + 1))]
 )
 async def test_what_is_no_job_of_this_version_is_never_delivered_again(payload):
     async with working() as rig:

@@ -14,7 +14,7 @@ from dynamo_lite.engine.remote_prefill.messages import (
     PrefillStep,
 )
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
@@ -166,7 +166,7 @@ def targets(*engines: Decode) -> dict[str, bytes]:
 
 
 def notice(attempt: str) -> bytes:
-    return encode(Committed(attempt=attempt, rank=0, num_blocks=4))
+    return encode_sealed(Committed(attempt=attempt, rank=0, num_blocks=4))
 
 
 # Writing

@@ -14,14 +14,13 @@ import msgspec
 import pytest
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.generate import GenerateRequest, Hello
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
     RemotePrefillRequest,
     WriterDone,
-    seal,
 )
 from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.runtime.stream import parse_address
@@ -222,15 +221,15 @@ async def test_wrong_messages_on_the_subjects(disagg: Graph, reference: PlainSer
             assert b"Refused" in reply, reply
         claim = names.claim_subject(NAMESPACE, engine)
         reply = await messaging.request(
-            claim, encode(Claim(attempt="forged", writer_lease_id=writer)), timeout_s=5
+            claim, encode_sealed(Claim(attempt="forged", writer_lease_id=writer)), timeout_s=5
         )
         assert b"Refused" in reply, reply
         done = WriterDone(attempt="forged", outcome="written")
-        await messaging.publish(names.writer_done_subject(NAMESPACE, engine), encode(done))
+        await messaging.publish(names.writer_done_subject(NAMESPACE, engine), encode_sealed(done))
         cancel = CancelAttempt(attempt="forged", engine_id=engine)
-        await messaging.publish(names.cancel_subject(NAMESPACE, writer), encode(cancel))
-        for message in (job, seal(job), seal(strange), seal(later)):
-            await messaging.publish(names.prefill_jobs_subject(NAMESPACE), encode(message))
+        await messaging.publish(names.cancel_subject(NAMESPACE, writer), encode_sealed(cancel))
+        for message in (job, strange, later):
+            await messaging.publish(names.prefill_jobs_subject(NAMESPACE), encode_sealed(message))
     await _answers(disagg, reference)
     await disagg.settled(before.free_blocks)
     # The one long prompt of `_answers`, and nothing for the forged jobs.

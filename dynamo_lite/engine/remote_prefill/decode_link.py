@@ -18,7 +18,7 @@ from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     DynamoLiteError,
@@ -148,7 +148,7 @@ class DecodeLinkSession:
             await self._settle(lambda ledger: ledger.not_published(job.attempt))
             return
         try:
-            sequence = await self._queue.push(encode(job), message_id=job.attempt)
+            sequence = await self._queue.push(encode_sealed(job), message_id=job.attempt)
         except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
             logger.info("request %s: prefilled here, %s", job.request_id, exc)
             await self._settle(lambda ledger: ledger.not_published(job.attempt))
@@ -168,7 +168,7 @@ class DecodeLinkSession:
                 elif isinstance(instruction, CancelWriter) and self._messaging is not None:
                     await self._messaging.publish(
                         names.cancel_subject(self._link.namespace, instruction.writer_lease_id),
-                        encode(
+                        encode_sealed(
                             CancelAttempt(
                                 attempt=instruction.attempt, engine_id=self._link.engine_id
                             )

@@ -39,7 +39,7 @@ from dynamo_lite.policy.instructions import (
     Release,
 )
 from dynamo_lite.policy.ledger import Ledger
-from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, seal
+from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -184,18 +184,16 @@ class DecodeScheduler:
         targets = tuple(block_ids[first:end])
         timeout = self._role.remote_prefill_timeout_s
         assert request.prompt_token_ids is not None
-        job = seal(
-            RemotePrefillRequest(
-                engine_id=self._link.engine_id,
-                request_id=request.request_id,
-                attempt=self._new_attempt(),
-                prompt_token_ids=request.prompt_token_ids[:wanted],
-                num_computed_tokens=computed,
-                block_ids=list(targets),
-                deadline=self._time() + timeout,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-            )
+        job = RemotePrefillRequest(
+            engine_id=self._link.engine_id,
+            request_id=request.request_id,
+            attempt=self._new_attempt(),
+            prompt_token_ids=request.prompt_token_ids[:wanted],
+            num_computed_tokens=computed,
+            block_ids=list(targets),
+            deadline=self._time() + timeout,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
         )
         attempt, until = job.attempt, self._now() + timeout
         with self._book.lock:

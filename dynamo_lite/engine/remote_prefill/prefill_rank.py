@@ -20,7 +20,7 @@ from dynamo_lite.engine.remote_prefill.messages import (
     RankResults,
     WorkerReport,
 )
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Committed
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
@@ -213,7 +213,7 @@ class PrefillRank:
         local_side, remote_side = plan_copy(self._own, remote, write.local_ids, write.remote_ids)
         notice = b""
         if write.last:
-            notice = encode(
+            notice = encode_sealed(
                 Committed(attempt=write.attempt, rank=self._rank, num_blocks=write.num_blocks)
             )
         self.stats.add(BYTES, int(local_side[:, 1].sum()))
