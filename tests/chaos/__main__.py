@@ -17,12 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.arena import Arena, Belongings, Say, arena, reference
-from tests.chaos.load import Load
+from tests.chaos.arena import Belongings, Say, open_arena, reference
 from tests.chaos.report import Report
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.scenarios import SCENARIOS
-from tests.chaos.storm import Storm
+from tests.chaos.storm import storm
 
 #: Scenarios have one prefill worker: what happens to it happens to all.
 _SCENARIO_OPTIONS = ("--PrefillWorker.ServiceArgs.workers=1",)
@@ -49,33 +48,6 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-async def storm(
-    stage: Arena, minutes: float, seed: int, clients: int, stop: asyncio.Event
-) -> Report:
-    """Mixed chaos for a while, or until `stop` is set."""
-    report = Report(what=f"chaos for {minutes:g} minutes", seed=seed)
-    raging = Storm(stage.cluster, seed=seed, say=stage.say)
-
-    async def body(_: Load) -> None:
-        storm = asyncio.create_task(raging.rage(), name="storm")
-        stopping = asyncio.create_task(stop.wait(), name="until stopped")
-        try:
-            await asyncio.wait(
-                {storm, stopping}, timeout=60 * minutes, return_when=asyncio.FIRST_COMPLETED
-            )
-            stage.say("no more blows; waiting for what is still broken")
-            raging.stop()
-            await storm
-        finally:
-            stopping.cancel()
-            storm.cancel()
-            await asyncio.gather(storm, stopping, return_exceptions=True)
-
-    await stage.run(report, body, clients=clients)
-    report.blows, report.trouble = raging.counts, raging.trouble + report.trouble
-    return report
-
-
 async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[Report]:
     stop = asyncio.Event()
     _on_interrupt(stop, say)
@@ -85,7 +57,7 @@ async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[R
     known = await reference(directory, say)
     chosen = _chosen(args.scenario or [])
     try:
-        async with arena(
+        async with open_arena(
             directory / "cluster", known, say, _SCENARIO_OPTIONS if chosen else ()
         ) as stage:
             if not chosen:

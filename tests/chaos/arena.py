@@ -109,7 +109,7 @@ async def reference(directory: Path, say: Say) -> tuple[list[Question], dict[str
 
 
 @asynccontextmanager
-async def arena(
+async def open_arena(
     directory: Path,
     known: tuple[list[Question], dict[str, Answer]],
     say: Say,

@@ -31,7 +31,7 @@ _LONG_TOKENS = 7000
 
 
 async def _body(scene: Scene) -> None:
-    await _leave_often(scene, _CANCELS)
+    await leave_often(scene, _CANCELS)
     delays = await reach_times(scene, _MEASURED)
     scene.report.facts["cancel reaches the prefill worker"] = (
         f"in {max(delays, default=0):.3f} s at most, {len(delays)} measured"
@@ -40,7 +40,7 @@ async def _body(scene: Scene) -> None:
         scene.report.trouble.append(f"cancels reached the prefill worker after {delays} s")
 
 
-async def _leave_often(scene: Scene, cancels: int) -> None:
+async def leave_often(scene: Scene, cancels: int) -> None:
     """Long prompts whose clients leave early, in the queue, amid computing and
     writing, and while their attempt's blocks are in quarantine."""
     tally, rng = scene.load.tally, scene.blows.rng

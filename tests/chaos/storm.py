@@ -12,8 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo_lite.protocol.errors import DynamoLiteError
+from tests.chaos.arena import Arena
 from tests.chaos.blows import Blow, Blows, NotNow, freezing, holding, killing, restarting, revoking
 from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, Cluster
+from tests.chaos.load import Load
+from tests.chaos.report import Report
 
 _RETRY_S = 0.5
 
@@ -162,3 +165,30 @@ def _due(lane: Lane, blows: Blows) -> Kind:
         return (blows.counts[kind.name] + blows.rng.random()) / kind.per_20_min
 
     return min(lane.kinds, key=behind)
+
+
+async def storm(
+    stage: Arena, minutes: float, seed: int, clients: int, stop: asyncio.Event
+) -> Report:
+    """Mixed chaos for a while, or until `stop` is set."""
+    report = Report(what=f"chaos for {minutes:g} minutes", seed=seed)
+    plan = Storm(stage.cluster, seed=seed, say=stage.say)
+
+    async def body(_: Load) -> None:
+        raging = asyncio.create_task(plan.rage(), name="storm")
+        stopping = asyncio.create_task(stop.wait(), name="until stopped")
+        try:
+            await asyncio.wait(
+                {raging, stopping}, timeout=60 * minutes, return_when=asyncio.FIRST_COMPLETED
+            )
+            stage.say("no more blows; waiting for what is still broken")
+            plan.stop()
+            await raging
+        finally:
+            stopping.cancel()
+            raging.cancel()
+            await asyncio.gather(raging, stopping, return_exceptions=True)
+
+    await stage.run(report, body, clients=clients)
+    report.blows, report.trouble = plan.counts, plan.trouble + report.trouble
+    return report
