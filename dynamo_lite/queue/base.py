@@ -4,6 +4,8 @@
 `tests/contract/test_queue.py`.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -82,6 +84,17 @@ class PrefillQueue(Protocol):
     with another configuration. Sequences are never used twice, not even when
     the broker lost the queue.
     """
+
+    @property
+    def incarnation(self) -> int:
+        """Grows when the broker turns out to have lost the queue, and its jobs with it:
+        at the latest when it is back after an outage."""
+        ...
+
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+        """Calls back from the event loop after `incarnation` has grown, while the context
+        lasts; perhaps in the midst of a push, which may go on into the new queue."""
+        ...
 
     async def __aenter__(self) -> Self: ...
 

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from typing import Self
 
 from nats import errors
@@ -17,6 +18,7 @@ from dynamo_lite.protocol.errors import (
     StartupError,
 )
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
+from dynamo_lite.queue.incarnation import Incarnations
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.puller import Puller
 from dynamo_lite.queue.topology import CONSUMER, Topology
@@ -68,11 +70,20 @@ class JetStreamQueue:
         self._config = config or QueueConfig()
         self._topology = Topology(stream, subject, self._config)
         self._connection = _Connection(url, self._on_down, self._on_missing)
+        self._incarnations = Incarnations()
+        self._consumer: Hashable = None
         self._missing = asyncio.Event()
         self._ensuring = asyncio.Lock()
         self._resources = contextlib.AsyncExitStack()
         self._js: JetStreamContext | None = None
         self._puller: Puller | None = None
+
+    @property
+    def incarnation(self) -> int:
+        return self._incarnations.number
+
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+        return self._incarnations.watch(callback)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -147,6 +158,8 @@ class JetStreamQueue:
             except NotFoundError:
                 self._missing.set()
                 return QueueDepth(waiting=0, in_flight=0)
+        if info.created != self._consumer:
+            self._missing.set()  # somebody has made it again
         return QueueDepth(waiting=info.num_pending or 0, in_flight=info.num_ack_pending or 0)
 
     async def pull(self, *, timeout_s: float) -> JetStreamJob | None:
@@ -188,7 +201,9 @@ class JetStreamQueue:
     async def _ensure(self) -> None:
         async with self._ensuring:
             with self._errors("creating the queue"):
-                await self._topology.ensure(self._connected_js())
+                found = await self._topology.ensure(self._connected_js())
+        self._consumer = found.consumer
+        self._incarnations.seen(found.stream)
 
     def _connected_js(self) -> JetStreamContext:
         if self._js is None or not self._connection.connected:

@@ -1,12 +1,16 @@
 """The prefill queue's in-process twin: a broker in memory, with outages on demand."""
 
 import asyncio
+import contextvars
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Self
 
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
+from dynamo_lite.queue.incarnation import Incarnations
 
 
 @dataclass
@@ -27,10 +31,15 @@ class _Entry:
 
 
 class _Stream:
-    """All state of one queue, shared by its users."""
+    """All state of one queue, shared by its users. number: how often it was made.
 
-    def __init__(self, config: QueueConfig):
+    context: in which its timers run, whoever's call has set them.
+    """
+
+    def __init__(self, config: QueueConfig, context: contextvars.Context):
         self.config = config
+        self.number = 1
+        self._context = context
         self.entries: dict[int, _Entry] = {}
         self.order: deque[int] = deque()
         self.message_ids: dict[str, int] = {}
@@ -50,6 +59,14 @@ class _Stream:
             entry.stop_timer()
         return entry is not None
 
+    def lose(self) -> None:
+        """All jobs are gone, and what is known of earlier ones; sequences go on."""
+        for sequence in list(self.entries):
+            self.remove(sequence)
+        self.order.clear()
+        self.message_ids.clear()
+        self.number += 1
+
     def wait_again(self, entry: _Entry) -> None:
         """Redeliveries come before jobs that nobody had yet."""
         entry.stop_timer()
@@ -60,8 +77,9 @@ class _Stream:
 
     def hold(self, entry: _Entry, seconds: float) -> None:
         entry.stop_timer()
-        loop = asyncio.get_running_loop()
-        entry.timer = loop.call_later(seconds, self.wait_again, entry)
+        entry.timer = asyncio.get_running_loop().call_later(
+            seconds, self.wait_again, entry, context=self._context
+        )
 
     def take(self) -> _Entry | None:
         self.expire()
@@ -84,13 +102,27 @@ class MemoryBroker:
 
     def __init__(self) -> None:
         self.connected = True
+        self._context = contextvars.copy_context()
         self._streams: dict[str, _Stream] = {}
+        self.users: list[MemoryQueue] = []
 
     def set_connected(self, connected: bool) -> None:
         """False: calls raise BrokerUnavailable, pulls get nothing."""
         self.connected = connected
         for stream in self._streams.values():
             stream.changed.set()
+        self._tell_users()
+
+    def lose(self) -> None:
+        """Loses all queues, as a NATS server that is restarted; users hear it while connected."""
+        for stream in self._streams.values():
+            stream.lose()
+        self._tell_users()
+
+    def _tell_users(self) -> None:
+        if self.connected:
+            for user in list(self.users):
+                user.look()
 
     def check_connected(self) -> None:
         if not self.connected:
@@ -98,7 +130,7 @@ class MemoryBroker:
 
     def stream(self, name: str, config: QueueConfig) -> _Stream:
         """Raises StartupError when the stream has another configuration."""
-        stream = self._streams.setdefault(name, _Stream(config))
+        stream = self._streams.setdefault(name, _Stream(config, self._context))
         if _shared(stream.config) != _shared(config):
             raise StartupError(
                 f"the queue {name} exists with another configuration: "
@@ -176,20 +208,36 @@ class MemoryQueue:
         self._name = stream
         self._subject = subject
         self._config = config or QueueConfig()
-        self._stream = _Stream(self._config)
+        self._stream = _Stream(self._config, contextvars.copy_context())
+        self._incarnations = Incarnations()
         self._held: list[MemoryJob] = []
         self._stopped = False
 
     async def __aenter__(self) -> Self:
         self._stream = self._broker.stream(self._name, self._config)
+        self._broker.users.append(self)
+        self.look()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self in self._broker.users:
+            self._broker.users.remove(self)
         await self.stop_pulling()
         if self._broker.connected:
             for job in self._held:
                 if not job.answered:
                     await job.nak()
+
+    @property
+    def incarnation(self) -> int:
+        return self._incarnations.number
+
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+        return self._incarnations.watch(callback)
+
+    def look(self) -> None:
+        """The broker is connected: is the queue still the one that was known?"""
+        self._incarnations.seen(self._stream.number)
 
     async def push(self, payload: bytes, *, message_id: str) -> int:
         self._broker.check_connected()

@@ -1,6 +1,8 @@
 """The stream and the consumer of one queue: created when absent, checked when present."""
 
 import time
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 from nats.js import JetStreamContext
 from nats.js.api import (
@@ -11,6 +13,7 @@ from nats.js.api import (
     RetentionPolicy,
     StorageType,
     StreamConfig,
+    StreamInfo,
 )
 from nats.js.errors import BadRequestError, NotFoundError
 
@@ -21,6 +24,14 @@ CONSUMER = "prefill_workers"
 
 _NAME_IN_USE = 10058
 _DUPLICATE_WINDOW_S = 120.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the broker has: which stream, and which consumer; others after each loss."""
+
+    stream: Hashable
+    consumer: Hashable
 
 
 class Topology:
@@ -35,29 +46,28 @@ class Topology:
         self.subject = subject
         self.config = config
 
-    async def ensure(self, js: JetStreamContext) -> None:
+    async def ensure(self, js: JetStreamContext) -> "Found":
         """Idempotent. Raises StartupError on a queue that is configured otherwise.
 
         Errors of the client pass through.
         """
-        found = await self._metadata(js)
-        if found is None:
+        stream = await self._stream(js)
+        if stream is None:
             try:
-                await js.add_stream(self._stream_config())
+                stream = await js.add_stream(self._stream_config())
             except BadRequestError as exc:
                 if exc.err_code != _NAME_IN_USE:
                     raise
-                found = await self._metadata(js)
-        if found is not None:
-            self._check(found)
-        await js.add_consumer(self.stream, self._consumer_config())
+                stream = await js.stream_info(self.stream)
+        self._check(stream.config.metadata or {})
+        consumer = await js.add_consumer(self.stream, self._consumer_config())
+        return Found((stream.created, stream.config.first_seq), consumer.created)
 
-    async def _metadata(self, js: JetStreamContext) -> dict[str, str] | None:
+    async def _stream(self, js: JetStreamContext) -> StreamInfo | None:
         try:
-            info = await js.stream_info(self.stream)
+            return await js.stream_info(self.stream)
         except NotFoundError:
             return None
-        return info.config.metadata or {}
 
     def _check(self, found: dict[str, str]) -> None:
         wrong = [

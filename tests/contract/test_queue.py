@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -21,6 +23,8 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
+from dynamo_lite.serve.embedded import EmbeddedNats
+from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -324,17 +328,127 @@ async def test_two_services_must_agree_on_the_queue(open_queue: Opener, other: Q
     await push(queue, b"a")
 
 
+async def test_a_queue_that_is_there_is_not_lost(open_queue: Opener):
+    first = await open_queue()
+    await push(first, b"a")
+    second = await open_queue()
+    assert (await pull(second)).payload == b"a"
+    assert (first.incarnation, second.incarnation) == (0, 0)
+
+
+# The broker loses the queue
+
+
+class MemoryRig:
+    """A broker that a test may take away; it comes back without its queues."""
+
+    def __init__(self) -> None:
+        self._broker = MemoryBroker()
+
+    def queue(self, namespace: str) -> MemoryQueue:
+        return MemoryQueue(
+            self._broker,
+            stream=names.prefill_stream(namespace),
+            subject=names.prefill_jobs_subject(namespace),
+        )
+
+    async def away(self) -> None:
+        self._broker.set_connected(False)
+
+    async def back(self) -> None:
+        self._broker.lose()
+        self._broker.set_connected(True)
+
+
+class NatsRig:
+    def __init__(self, server: PrivateServer):
+        self._server = server
+
+    def queue(self, namespace: str) -> JetStreamQueue:
+        return jetstream(self._server, namespace)
+
+    async def away(self) -> None:
+        await self._server.kill()
+
+    async def back(self) -> None:
+        await self._server.restart()
+
+
+@pytest.fixture(params=["jetstream", "memory"])
+async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[MemoryRig | NatsRig]:
+    if request.param == "memory":
+        yield MemoryRig()
+        return
+    server = PrivateServer(EmbeddedNats, tmp_path)
+    await server.start()
+    yield NatsRig(server)
+    await server.stop()
+
+
+async def test_all_users_hear_that_the_broker_lost_the_queue(
+    rig: MemoryRig | NatsRig, namespace: str
+):
+    async with rig.queue(namespace) as decode, rig.queue(namespace) as prefill:
+        heard: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        with (
+            decode.on_lost(lambda: heard.put_nowait(("decode", decode.incarnation))),
+            prefill.on_lost(lambda: heard.put_nowait(("prefill", prefill.incarnation))),
+        ):
+            for round_ in (1, 2):
+                old = await push(decode, b"lost")
+                job = await pull(prefill)
+                await rig.away()
+                assert heard.empty()
+                await rig.back()
+                async with asyncio.timeout(5):
+                    told = {await heard.get(), await heard.get()}
+                assert told == {("decode", round_), ("prefill", round_)}
+                assert (await decode.depth()).total == 0
+                for end in (job.extend, job.ack):
+                    with contextlib.suppress(BrokerUnavailable):
+                        await end()
+                new = await push(decode, b"new")
+                assert new > old
+                assert not await decode.delete(old)
+                job = await pull(prefill)
+                assert (job.sequence, job.payload, job.deliveries) == (new, b"new", 1)
+                await job.ack()
+                await until_total(decode, 0)
+        await rig.away()
+        await rig.back()
+        assert heard.empty()
+
+
+async def test_who_opens_a_queue_has_lost_nothing(rig: MemoryRig | NatsRig, namespace: str):
+    async with rig.queue(namespace):
+        await rig.away()
+        await rig.back()
+        async with rig.queue(namespace) as queue:
+            assert queue.incarnation == 0
+
+
+async def test_timers_of_the_twin_do_not_run_in_the_context_of_a_user(namespace: str):
+    """Each process of a simulation has a context; what it set in motion outlives it."""
+    user: contextvars.ContextVar[str] = contextvars.ContextVar("user", default="")
+    seen: list[str] = []
+    broker = MemoryBroker()
+    stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
+    user.set("a user")
+    config = QueueConfig(ack_wait_s=0.02)
+    async with MemoryQueue(broker, stream=stream, subject=subject, config=config) as queue:
+        twin = queue._stream
+        again = twin.wait_again
+        twin.wait_again = lambda entry: (seen.append(user.get()), again(entry))[1]
+        await push(queue, b"a")
+        await pull(queue)
+        assert (await pull(queue)).deliveries == 2
+        assert seen == [""]
+
+
 # JetStream only: the broker dies
 
 
-class Broker(Protocol):
-    url: str
-
-    async def kill(self) -> None: ...
-    async def restart(self) -> None: ...
-
-
-def jetstream(server: Broker, namespace: str) -> JetStreamQueue:
+def jetstream(server: PrivateServer, namespace: str) -> JetStreamQueue:
     return JetStreamQueue(
         server.url,
         stream=names.prefill_stream(namespace),
@@ -353,7 +467,7 @@ async def push_again(queue: PrefillQueue, payload: bytes) -> int:
 
 
 async def test_the_queue_comes_back_after_the_broker_was_killed(
-    nats_server: Broker, namespace: str
+    nats_server: PrivateServer, namespace: str
 ):
     async with jetstream(nats_server, namespace) as decode:
         async with jetstream(nats_server, namespace) as prefill:
@@ -383,7 +497,7 @@ async def test_the_queue_comes_back_after_the_broker_was_killed(
 
 
 async def test_pushes_and_depth_fail_fast_while_the_broker_is_away(
-    nats_server: Broker, namespace: str
+    nats_server: PrivateServer, namespace: str
 ):
     async with jetstream(nats_server, namespace) as queue:
         await nats_server.kill()
@@ -401,7 +515,7 @@ async def test_pushes_and_depth_fail_fast_while_the_broker_is_away(
 
 @pytest.mark.parametrize("end", ["ack", "nak", "term"])
 async def test_a_job_whose_end_the_broker_did_not_hear_is_let_go(
-    nats_server: Broker, namespace: str, end: str
+    nats_server: PrivateServer, namespace: str, end: str
 ):
     async with jetstream(nats_server, namespace) as queue:
         await push(queue, b"a")
@@ -415,7 +529,7 @@ async def test_a_job_whose_end_the_broker_did_not_hear_is_let_go(
         assert kept() is None
 
 
-async def test_a_deleted_stream_is_created_again(nats_server: Broker, namespace: str):
+async def test_a_deleted_stream_is_created_again(nats_server: PrivateServer, namespace: str):
     async with jetstream(nats_server, namespace) as queue:
         pulling = asyncio.create_task(pull(queue, 30))
         for _ in range(3):
@@ -427,7 +541,27 @@ async def test_a_deleted_stream_is_created_again(nats_server: Broker, namespace:
             assert (await pulling).payload == b"a"
 
 
-async def test_an_unreachable_broker_is_a_startup_error(nats_server: Broker, namespace: str):
+async def test_a_queue_that_others_made_again_is_noticed_without_an_outage(
+    nats_server: PrivateServer, namespace: str
+):
+    async with jetstream(nats_server, namespace) as watching:
+        lost = asyncio.Event()
+        with watching.on_lost(lost.set):
+            async with jetstream(nats_server, namespace) as other:
+                assert other._js is not None
+                await other._js.delete_stream(names.prefill_stream(namespace))
+                await push(other, b"a")
+                async with asyncio.timeout(5):
+                    await eventually(lambda: depth_is(watching, 1))
+                    await lost.wait()
+        assert watching.incarnation == other.incarnation == 1
+
+
+async def depth_is(queue: PrefillQueue, total: int) -> bool:
+    return (await queue.depth()).total == total
+
+
+async def test_an_unreachable_broker_is_a_startup_error(nats_server: PrivateServer, namespace: str):
     queue = jetstream(nats_server, namespace)
     queue._connection._connect_timeout_s = 0.3
     await nats_server.kill()
