@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, StartupError
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
+from dynamo_lite.queue.incarnation import Incarnations
 from dynamo_lite.sim.job import SimJob
 from dynamo_lite.sim.link import LinkDown, ServerLink
 from dynamo_lite.sim.messaging import SILENCE_S
@@ -54,6 +57,7 @@ class SimQueue:
             on_push=self._take_push,
             on_state=self._on_state,
         )
+        self._incarnations = Incarnations()
         self._missing = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._requests: dict[int, float] = {}  # unanswered -> when it is over
@@ -66,6 +70,13 @@ class SimQueue:
 
     def __repr__(self) -> str:
         return f"SimQueue({self._stream}, held={len(self._held)}, {self._link!r})"
+
+    @property
+    def incarnation(self) -> int:
+        return self._incarnations.number
+
+    def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
+        return self._incarnations.watch(callback)
 
     async def __aenter__(self) -> Self:
         try:
@@ -239,7 +250,8 @@ class SimQueue:
             await asyncio.sleep(_REPAIR_INTERVAL_S)
 
     async def _ensure(self) -> None:
-        await self._call("open", self._stream, self._subject, self._config)
+        stream = await self._call("open", self._stream, self._subject, self._config)
+        self._incarnations.seen(stream)
 
     async def _push(self, payload: bytes, message_id: str) -> int:
         try:
