@@ -8,9 +8,9 @@ next step, the others are carried out here.
 import asyncio
 import contextlib
 import logging
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
+from dynamo_lite.engine.remote_prefill.book import LockedLedger
 from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.outside import Outside
@@ -48,30 +48,6 @@ logger = logging.getLogger(__name__)
 #: How often the queue's depth is read. The broker itself holds the hard cap; the
 #: view only saves pushes that would be refused.
 _VIEW_PERIOD_S = 0.25
-
-
-class LockedLedger:
-    """The ledger with its lock, and the engine-side instructions waiting for a step."""
-
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
-        self.lock = threading.Lock()
-        self._for_engine: list[Instruction] = []
-
-    def leave_for_engine(self, instructions: Iterable[Instruction]) -> None:
-        """Call with the lock held."""
-        self._for_engine += instructions
-
-    def take_for_engine(self) -> list[Instruction]:
-        """Call with the lock held."""
-        taken, self._for_engine = self._for_engine, []
-        return taken
-
-    @property
-    def busy(self) -> bool:
-        """Whether the engine must keep stepping for the ledger's sake."""
-        with self.lock:  # both at once: an entry turns into an instruction
-            return bool(self._for_engine) or self.ledger.quarantined > 0
 
 
 class DecodeLinkSession:
@@ -137,7 +113,8 @@ class DecodeLinkSession:
                 watcher = self._tasks.create_task(self._watch_queue(), name="queue-view")
                 writers.on_change(self._on_writers)
                 health.on_change(self._on_health)
-                yield
+                with self._queue.on_lost(self._on_queue_lost):
+                    yield
                 watcher.cancel()
                 self._tasks = None
 
@@ -258,6 +235,10 @@ class DecodeLinkSession:
         for lease_id in lost:
             self._settle_soon(lambda ledger, writer=lease_id: ledger.writer_silent(writer))
         self._withdraw_if_nobody_responds()
+
+    def _on_queue_lost(self) -> None:
+        """What was queued is gone; nobody will claim it before its deadline."""
+        self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST))
 
     def _withdraw_if_nobody_responds(self) -> None:
         assert self._health is not None

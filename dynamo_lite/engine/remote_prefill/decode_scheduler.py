@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dynamo_lite.engine.remote_prefill.book import LockedLedger
 from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
 from dynamo_lite.engine.remote_prefill.counts import DECISION, REMOTE, Counts
-from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession, LockedLedger
+from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession
 from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults

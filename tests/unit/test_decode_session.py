@@ -1,0 +1,210 @@
+"""A decode engine's network side as a whole, over the in-process twins; in virtual time."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json, encode_sealed
+from dynamo_lite.protocol.prefill import Granted, Leave
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.memory import MemoryQueue
+from dynamo_lite.runtime.health import HealthBeat
+from dynamo_lite.runtime.memory import MemoryStore
+from tests.unit.test_decode_link import ENGINE, NAMESPACE, WRITER, Decode, prompt
+from tests.unit.virtual import virtual
+
+OTHER = 0xB
+
+
+class LoopClock:
+    """The loop's own time as the engine's."""
+
+    @property
+    def now(self) -> float:
+        return now()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now + 1e9
+
+
+class Twins:
+    """Outside, as the engine opens it."""
+
+    def __init__(self, decode: Decode, store: MemoryStore):
+        self._decode, self._store = decode, store
+
+    @contextlib.asynccontextmanager
+    async def messaging(self) -> AsyncIterator[Any]:
+        yield self._decode.messaging
+
+    @contextlib.asynccontextmanager
+    async def store(self) -> AsyncIterator[Any]:
+        yield self._store
+
+    def queue(self, config: QueueConfig) -> MemoryQueue:
+        return MemoryQueue(self._decode.broker, stream="s", subject="s.jobs", config=config)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Scene:
+    """The engine with its session open; prefill workers that are registered, and may beat."""
+
+    def __init__(self) -> None:
+        self.decode = Decode(LoopClock())  # type: ignore[arg-type]
+        self.store = MemoryStore()
+        self.decode.net._outside = Twins(self.decode, self.store)
+        self.verdicts: dict[int, tuple[bool, str]] = {}
+        self.beats: dict[int, asyncio.Task[None]] = {}
+        self.given_up: dict[str, str] = {}
+
+    @contextlib.asynccontextmanager
+    async def open(self, *writers: int) -> AsyncIterator["Scene"]:
+        for writer in writers:
+            await self.join(writer)
+        async with self.decode.net.session():
+            steps = asyncio.create_task(self._step())
+            await asyncio.sleep(2.0)
+            try:
+                yield self
+            finally:
+                steps.cancel()
+                await self.decode.network()
+                for writer in list(self.beats):
+                    await self.hush(writer)
+                await asyncio.gather(steps, return_exceptions=True)
+
+    async def _step(self) -> None:
+        """The engine's own loop."""
+        while True:
+            for attempt, request_id in self.decode.half.build_step().give_up:
+                self.given_up[attempt] = request_id
+            await self.decode.network()
+            await asyncio.sleep(0.01)
+
+    def counted(self, outcome: str) -> float:
+        return self.decode.counted(f"remote/{outcome}")
+
+    async def join(self, writer: int) -> None:
+        name = (NAMESPACE, "PrefillWorker", "prefill", writer)
+        record = EndpointRecord(
+            component="PrefillWorker",
+            endpoint="prefill",
+            namespace=NAMESPACE,
+            lease_id=writer,
+            transport=EndpointTransport(nats_tcp="s"),
+        )
+        await self.store.put(names.endpoint_key(*name), encode_json(record))
+        self.verdicts[writer] = True, ""
+        beat = HealthBeat(
+            self.decode.messaging,
+            namespace=NAMESPACE,
+            component="PrefillWorker",
+            lease_id=writer,
+            verdict=lambda: self.verdicts[writer],
+        )
+        self.beats[writer] = asyncio.create_task(beat.run())
+
+    async def hush(self, writer: int) -> None:
+        beat = self.beats.pop(writer)
+        beat.cancel()
+        await asyncio.gather(beat, return_exceptions=True)
+
+    async def ask(self, request_id: str, *, claimed_by: int | None = None) -> str:
+        assert self.decode.admit(prompt(request_id, 10)) > 0
+        [attempt] = self.decode.half._step.expect
+        await asyncio.sleep(0.1)
+        if claimed_by is not None:
+            assert await self.decode.claim(attempt, claimed_by) == Granted()
+        return attempt
+
+    async def given_up_within(self, seconds: float, *attempts: str) -> float:
+        """Returns after how long the engine was told to go on without these."""
+        began = now()
+        while not set(attempts) <= set(self.given_up):
+            await asyncio.sleep(0.01)
+            assert now() - began <= seconds, self.decode.half._book.ledger
+        return now() - began
+
+
+@virtual
+async def test_nobody_waits_for_a_writer_that_falls_silent():
+    async with Scene().open(WRITER, OTHER) as scene:
+        held = await scene.ask("r1", claimed_by=WRITER)
+        queued = await scene.ask("r2")
+        others = await scene.ask("r3", claimed_by=OTHER)
+        await scene.hush(WRITER)
+        assert await scene.given_up_within(5.0, held) > 2.5
+        assert scene.counted("writer_silent") == 1
+        assert set(scene.given_up) == {held}
+        await scene.hush(OTHER)
+        await scene.given_up_within(5.0, queued, others)
+        assert scene.counted("writer_silent") == 2 and scene.counted("no_writer") == 1
+        assert scene.decode.net.unresponsive_writers == 2
+        await asyncio.sleep(0.5)
+        assert scene.decode.admit(prompt("r4", 10)) == 0
+
+
+@virtual
+async def test_a_writer_whose_engine_is_stuck_is_believed_and_refused():
+    async with Scene().open(WRITER) as scene:
+        held, queued = await scene.ask("r1", claimed_by=WRITER), await scene.ask("r2")
+        scene.verdicts[WRITER] = False, "stuck"
+        await scene.given_up_within(1.1, held, queued)
+        assert scene.counted("writer_silent") == scene.counted("no_writer") == 1
+        scene.verdicts[WRITER] = True, ""
+        await asyncio.sleep(2.0)
+        attempt = await scene.ask("r3")
+        scene.verdicts[WRITER] = False, "stuck"
+        await scene.given_up_within(1.1, attempt)
+
+
+@virtual
+async def test_a_silent_writer_that_claims_is_given_another_while():
+    """It has shown life; and when no beat follows, its claim is withdrawn as well."""
+    async with Scene().open(WRITER, OTHER) as scene:
+        await scene.hush(WRITER)
+        await asyncio.sleep(6.0)
+        assert scene.decode.net.unresponsive_writers == 1
+        held = await scene.ask("r1", claimed_by=WRITER)
+        assert scene.decode.net.unresponsive_writers == 0
+        assert await scene.given_up_within(5.0, held) > 3.0
+        assert scene.counted("writer_silent") == 1
+
+
+@virtual
+async def test_what_was_queued_is_given_up_when_the_broker_loses_the_queue():
+    async with Scene().open(WRITER) as scene:
+        held, queued = await scene.ask("r1", claimed_by=WRITER), await scene.ask("r2")
+        scene.decode.broker.lose()
+        await scene.given_up_within(0.1, queued)
+        assert scene.counted("queue_lost") == 1
+        assert set(scene.given_up) == {queued}
+        scene.decode.output("r1")
+        assert scene.counted("committed") == 1
+        assert held not in scene.given_up
+        later = await scene.ask("r3", claimed_by=WRITER)
+        await asyncio.sleep(1.0)
+        assert later not in scene.given_up
+
+
+@virtual
+async def test_an_engine_leaves_when_it_is_told_to_and_not_for_lost_keys():
+    async with Scene().open(WRITER) as scene:
+        queued = await scene.ask("r1")
+        await scene.store.delete(names.nixl_metadata_key(NAMESPACE, ENGINE))
+        await asyncio.sleep(1.0)
+        assert not scene.given_up
+        leave = names.leave_subject(NAMESPACE, ENGINE)
+        await scene.decode.messaging.request(leave, encode_sealed(Leave(lease_id=1)), timeout_s=1.0)
+        await scene.given_up_within(0.1, queued)
+        assert scene.counted("leaving") == 1
+        assert scene.decode.admit(prompt("r2", 10)) == 0
