@@ -27,12 +27,13 @@ class NotNow(Exception):
 
 @dataclass
 class Blows:
-    """Hits a cluster. counts: by kind. log: lines with the seconds since the start."""
+    """Hits a cluster. counts: by kind. ending: what is begun is finished, no more."""
 
     cluster: Cluster
     rng: random.Random
     say: Callable[[str], None] = lambda line: None
     counts: Counter[str] = field(default_factory=Counter[str])
+    ending: bool = False
 
     def hit(self, kind: str, detail: str) -> None:
         self.counts[kind] += 1
@@ -98,7 +99,8 @@ def killing(service: str, *, engine: bool = False, spare: int = 0, again: float 
                 what=f"{victim.name} is started again",
             )
             await asyncio.sleep(blows.rng.uniform(0.2, 6.0))
-            await blows.kill(victim, kind, engine=engine)
+            if not blows.ending:
+                await blows.kill(victim, kind, engine=engine)
         await blows.back(victim)
 
     return blow

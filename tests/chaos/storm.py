@@ -133,6 +133,8 @@ class Storm:
 
     def stop(self) -> None:
         self._stop.set()
+        for blows in self._lanes.values():
+            blows.ending = True
 
     async def rage(self) -> None:
         async with asyncio.TaskGroup() as tasks:
