@@ -38,7 +38,7 @@ def ask(url: str, kind: str, request: dict[str, Any]) -> dict[str, Any]:
         create = api.chat.completions.create if kind == "chat" else api.completions.create
         answer = create(model="tiny", **request)
         if request.get("stream"):
-            return _joined(chunk.model_dump() for chunk in answer)
+            return joined(chunk.model_dump() for chunk in answer)
         return _whole(answer.model_dump())
 
 
@@ -76,7 +76,7 @@ def _whole(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _joined(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def joined(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """What a stream adds up to, however it was cut into chunks."""
     usage, choices = None, {}
     for chunk in chunks:

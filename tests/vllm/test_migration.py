@@ -1,0 +1,195 @@
+"""Decode workers that are lost amid their answers: every stream goes on, token for token."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.vllm.asking import assert_same, joined, prompt_ids, prose
+from tests.vllm.graph import Graph, PlainServer, eventually
+from tests.vllm.test_membership import left_in_order, revoke
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+#: The path, and the body without what makes it a stream.
+Request = tuple[str, dict[str, Any]]
+
+MOVED = "dynamo_lite_requests_moved_total"
+LOST = "dynamo_lite_requests_lost_total"
+#: So many events every stream must have had when a worker is lost.
+BEGUN = 2
+
+GREEDY = {"temperature": 0, "max_tokens": 600, "ignore_eos": True}
+# Short prompts: vLLM's CPU engine dies of a seeded prompt that it computes in chunks.
+SEEDED = {"temperature": 0.8, "seed": 5, "max_tokens": 500, "ignore_eos": True}
+REGEX = {"temperature": 0, "max_tokens": 500, "structured_outputs": {"regex": "[a-f ]{480}"}}
+
+
+def _chat(number: int, /, **params: Any) -> Request:
+    return "chat/completions", {
+        "messages": [{"role": "user", "content": prose(9, number)}],
+        **params,
+    }
+
+
+def _text(tokens: int, number: int, /, **params: Any) -> Request:
+    return "completions", {"prompt": prompt_ids(tokens, number), **params}
+
+
+#: Neighbours differ: workers take turns.
+STREAMS = [
+    _text(30, 700, **GREEDY),
+    _text(31, 701, **GREEDY),
+    _chat(702, **SEEDED),
+    _text(32, 703, **SEEDED),
+    _text(800, 704, **GREEDY),
+    _text(801, 705, **GREEDY),
+    _chat(706, **REGEX),
+    _chat(707, **REGEX),
+    _chat(708, logprobs=True, top_logprobs=3, **GREEDY),
+    _text(33, 709, logprobs=2, presence_penalty=0.3, **GREEDY),
+    _text(34, 710, n=2, **SEEDED),
+]
+
+
+@dataclass
+class Stream:
+    """chunks: what has come of it so far. ended: whether that is all."""
+
+    kind: str
+    body: dict[str, Any]
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False
+
+    async def run(self, http: httpx.AsyncClient) -> dict[str, Any]:
+        body = {
+            **self.body,
+            "model": "tiny",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        async with http.stream("POST", f"/v1/{self.kind}", json=body) as answer:
+            assert answer.status_code == 200, (await answer.aread()).decode()
+            lines = [line async for line in self._lines(answer)]
+        self.ended = True
+        assert lines[-1] == "[DONE]", lines[-1]
+        return {**joined(self.chunks), "tokens": self._tokens()}
+
+    async def _lines(self, answer: httpx.Response) -> AsyncIterator[str]:
+        async for line in answer.aiter_lines():
+            if line:
+                data = line.removeprefix("data: ")
+                if data != "[DONE]":
+                    chunk = json.loads(data)
+                    assert "error" not in chunk, chunk
+                    self.chunks.append(chunk)
+                yield data
+
+    def _tokens(self) -> dict[int, list[int]]:
+        """By choice: what was generated."""
+        tokens: dict[int, list[int]] = {}
+        for chunk in self.chunks:
+            for choice in chunk["choices"]:
+                tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+        return tokens
+
+
+async def _answers(url: str, streams: list[Stream]) -> list[dict[str, Any]]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+        return list(await asyncio.gather(*(stream.run(http) for stream in streams)))
+
+
+def _streams(requests: list[Request]) -> list[Stream]:
+    return [Stream(kind, body) for kind, body in requests]
+
+
+@pytest.fixture(scope="module")
+def graph(stage) -> Iterator[Graph]:
+    """Two decode workers that do not wait long for what they still have."""
+    options = ["--VllmWorker.ServiceArgs.workers=2", "--Graph.grace-s=2"]
+    with stage.alone(options=options) as graph:
+        yield graph
+
+
+@pytest.fixture(scope="module")
+def expected(reference: PlainServer) -> list[dict[str, Any]]:
+    return asyncio.run(_answers(reference.url, _streams(STREAMS)))
+
+
+def _moved(graph: Graph) -> dict[str, float]:
+    return {how: graph.count("Frontend", MOVED, how=how) for how in ("fresh", "continue", "replay")}
+
+
+def _is_back(graph: Graph, instance: int, pid: int) -> bool:
+    process = graph.process("VllmWorker", instance)
+    return process.state == "ready" and process.pid != pid
+
+
+@asynccontextmanager
+async def _under_way(graph: Graph, requests: list[Request]) -> AsyncIterator[asyncio.Future]:
+    """The answers to come; on entry all streams have begun and none has ended.
+
+    A cold worker may begin so late that others are done: then they are asked again.
+    """
+    for _ in range(3):
+        streams = _streams(requests)
+        asking = asyncio.create_task(_answers(graph.url, streams))
+        try:
+            async with asyncio.timeout(120):
+                while not (asking.done() or all(len(s.chunks) >= BEGUN for s in streams)):
+                    await asyncio.sleep(0.005)
+            if not any(stream.ended for stream in streams):
+                yield asking
+                return
+            await asking
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+    raise AssertionError("some streams always end before the others begin")
+
+
+@pytest.mark.parametrize("victim", ["engine", "component"])
+async def test_a_killed_decode_worker_costs_no_answer(
+    graph: Graph, expected: list[dict[str, Any]], victim: str
+):
+    process = graph.process("VllmWorker", 0)
+    pid = graph.engine_pid("VllmWorker", 0) if victim == "engine" else process.pid
+    before, lost = _moved(graph), graph.count("Frontend", LOST)
+    async with _under_way(graph, STREAMS) as answers:
+        os.kill(pid, signal.SIGKILL)
+        got = await answers
+    for request, answer, right in zip(STREAMS, got, expected, strict=True):
+        assert answer["tokens"] == right["tokens"], request
+        assert_same(answer, right, str(request))
+    after = _moved(graph)
+    assert after["continue"] > before["continue"] and after["replay"] > before["replay"]
+    assert graph.count("Frontend", LOST) == lost
+    eventually(lambda: _is_back(graph, 0, process.pid), timeout_s=180, what="the worker is back")
+    await graph.settled()
+
+
+async def test_a_drain_beyond_its_grace_moves_the_rest(graph: Graph, reference: PlainServer):
+    requests = [
+        _text(30 + i, 720 + i, temperature=0, max_tokens=2500, ignore_eos=True) for i in range(6)
+    ]
+    right = await _answers(reference.url, _streams(requests))
+    before, leaving = _moved(graph), graph.process("VllmWorker", 1)
+    async with _under_way(graph, requests) as answers:
+        await revoke(graph, leaving.lease)
+        got = await answers
+    assert [answer["tokens"] for answer in got] == [answer["tokens"] for answer in right]
+    assert [answer["usage"] for answer in got] == [answer["usage"] for answer in right]
+    assert _moved(graph)["continue"] > before["continue"]
+    assert eventually(
+        lambda: left_in_order(graph, "VllmWorker", 1), timeout_s=20, what="exit 0, no restart"
+    )
+    await graph.settled()
