@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo_lite.sim.process import SimProcess, State
 
 if TYPE_CHECKING:
-    from dynamo_lite.sim.loop import SimHandle
+    from dynamo_lite.sim.handles import SimHandle
     from dynamo_lite.sim.network import Network
 
 #: A connection whose peer is out of reach breaks after a time in this range.
@@ -101,8 +101,10 @@ class End:
     # The network's business
 
     def owner_died(self) -> None:
-        """What it has sent still arrives; then the peer sees a reset."""
-        self._close("", fin=_Fin("connection reset by peer"))
+        """What it has sent still arrives; then its kernel closes, or resets if it had
+        something unread."""
+        unread = self.network.random() < 0.5
+        self._close("", fin=_Fin("connection reset by peer" if unread else ""))
 
     def reconsider(self) -> None:
         """Who reaches whom has changed, or who is paused."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_lite.runtime.store import Delete, Put, Snapshot
-from dynamo_lite.sim.loop import SimHandle
+from dynamo_lite.sim.handles import SimHandle
 from dynamo_lite.sim.network import Network
 from dynamo_lite.sim.process import SimProcess
 from dynamo_lite.sim.server import Connection, Server

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo_lite.sim.channel import End
-from dynamo_lite.sim.loop import SimHandle
+from dynamo_lite.sim.handles import SimHandle
 from dynamo_lite.sim.network import Dial, Network
 from dynamo_lite.sim.process import SimProcess
 

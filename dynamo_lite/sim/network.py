@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dynamo_lite.sim.channel import End
-from dynamo_lite.sim.loop import SimHandle, VirtualLoop
+from dynamo_lite.sim.dial import Dial, Listener
+from dynamo_lite.sim.handles import SimHandle
+from dynamo_lite.sim.loop import VirtualLoop
 from dynamo_lite.sim.process import SimProcess, State
 from dynamo_lite.sim.stream import StreamServer, StreamTransport
 
 T = TypeVar("T")
 
 _FIRST_PORT = 20_000
-_DIAL_RETRY_S = 1.0
-_DIAL_TRIES = 60
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Network:
 
     def listen(
         self, process: SimProcess, on_accept: Callable[[End], None], port: int = 0
-    ) -> "Listener":
+    ) -> Listener:
         """Takes connections for `process`; `on_accept` is called in the current context.
 
         port: unique in the whole network; 0 for a free one. Raises OSError when taken.
@@ -143,7 +143,7 @@ class Network:
         self.watch(process)
         return listener
 
-    def forget_listener(self, listener: "Listener") -> None:
+    def forget_listener(self, listener: Listener) -> None:
         if self._listeners.get(listener.port) is listener:
             del self._listeners[listener.port]
 
@@ -153,7 +153,7 @@ class Network:
         port: int,
         on_open: Callable[[End], None],
         on_error: Callable[[OSError], None],
-    ) -> "Dial":
+    ) -> Dial:
         """Connects to whoever listens on `port`; one of the two is called in the
         current context, unless the returned attempt is cancelled before."""
         self.watch(process)
@@ -215,7 +215,7 @@ class Network:
         self._numbers += 1
         return self._numbers
 
-    def listener_at(self, port: int) -> "Listener | None":
+    def listener_at(self, port: int) -> Listener | None:
         return self._listeners.get(port)
 
     def call_at(self, when: float, function: Callable[..., Any], *args: Any) -> SimHandle:
@@ -250,73 +250,3 @@ class Network:
     def _reconsider(self) -> None:
         for end in list(self._ends):
             end.reconsider()
-
-
-class Listener:
-    def __init__(
-        self, network: Network, process: SimProcess, port: int, on_accept: Callable[[End], None]
-    ):
-        self._network = network
-        self.process = process
-        self.port = port
-        self.on_accept = on_accept
-        self.context = contextvars.copy_context()
-
-    def close(self) -> None:
-        self._network.forget_listener(self)
-
-
-class Dial:
-    """One attempt to connect. The kernel of a paused process answers all the same."""
-
-    def __init__(
-        self,
-        network: Network,
-        process: SimProcess,
-        port: int,
-        on_open: Callable[[End], None],
-        on_error: Callable[[OSError], None],
-    ):
-        self._network = network
-        self._process = process
-        self._port = port
-        self._on_open = on_open
-        self._on_error = on_error
-        self._context = contextvars.copy_context()
-        self._tries = 0
-        self._end: End | None = None  # until somebody has it
-        self._timer = network.call_at(network.loop.time() + network.delay_s(), self._reach)
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-        if self._end is not None:
-            self._end.abort()
-
-    def _reach(self) -> None:
-        network, process = self._network, self._process
-        if process.dead:
-            return
-        now = network.loop.time()
-        back_at = now + network.delay_s()
-        listener = network.listener_at(self._port)
-        if listener is not None and network.is_cut(process.host, listener.process.host):
-            self._tries += 1
-            if self._tries < _DIAL_TRIES:
-                self._timer = network.call_at(now + _DIAL_RETRY_S, self._reach)
-            else:
-                self._answer(back_at, self._on_error, TimeoutError("connection timed out"))
-        elif listener is None:
-            self._answer(back_at, self._on_error, ConnectionRefusedError("connection refused"))
-        else:
-            mine = self._end = End(network, process, self._context)
-            theirs = End(network, listener.process, listener.context)
-            mine.join(theirs, at=back_at)
-            network.loop.call_soon(listener.on_accept, theirs, context=listener.context)
-            self._answer(back_at, self._opened, mine)
-
-    def _opened(self, end: End) -> None:
-        self._end = None
-        self._on_open(end)
-
-    def _answer(self, when: float, function: Callable[..., None], what: Any) -> None:
-        self._timer = self._network.loop.call_at(when, function, what, context=self._context)

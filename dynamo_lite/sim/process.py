@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dynamo_lite.runtime.clock import Clock
 
 if TYPE_CHECKING:
-    from dynamo_lite.sim.loop import SimHandle, SimTask, VirtualLoop
+    from dynamo_lite.sim.handles import SimHandle, SimTask
+    from dynamo_lite.sim.loop import VirtualLoop
 
 T = TypeVar("T")
 

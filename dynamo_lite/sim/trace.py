@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dynamo_lite.sim.scheduler import START_S
+
 if TYPE_CHECKING:
     from dynamo_lite.sim.loop import VirtualLoop
 
@@ -39,7 +41,7 @@ class Trace:
     def text(self) -> Iterator[str]:
         """Lines to read: seconds since the start, process, text."""
         for when_s, process, text in self.lines:
-            yield f"{when_s - 1000.0:11.6f}  {process:<14} {text}"
+            yield f"{when_s - START_S:11.6f}  {process:<14} {text}"
 
 
 class _Tap(logging.Handler):

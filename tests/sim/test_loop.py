@@ -191,6 +191,30 @@ def test_killed_in_its_own_step_it_gets_to_the_end_of_that():
     run(main)
 
 
+def test_a_process_may_be_stopped_and_continued_in_its_own_step():
+    async def main(loop: VirtualLoop) -> None:
+        steps: list[str] = []
+        process = loop.add_process("p")
+
+        async def hiccup() -> None:
+            loop.call_soon(steps.append, "before")
+            process.pause()
+            process.resume()
+            loop.call_soon(steps.append, "after")
+            await asyncio.sleep(0)
+            process.pause()
+            loop.call_soon(steps.append, "not yet")
+
+        process.spawn(hiccup())
+        await asyncio.sleep(1)
+        assert steps == ["before", "after"]
+        process.resume()
+        await asyncio.sleep(1)
+        assert steps == ["before", "after", "not yet"]
+
+    run(main)
+
+
 def test_an_incarnation_follows_the_one_that_died():
     async def main(loop: VirtualLoop) -> None:
         first = loop.add_process("p", host="h")

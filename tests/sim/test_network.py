@@ -123,12 +123,18 @@ async def test_the_hosts_of_others_are_not_cut_off(pair: Pair):
     assert not pair.network.is_cut("client", "client")
 
 
-async def test_a_killed_peer_resets_after_what_it_had_sent(pair: Pair):
+#: How the kernel of a killed process ends its connections.
+ENDS = (("closed", ""), ("closed", "connection reset by peer"))
+
+
+async def test_a_killed_peers_last_words_arrive_before_its_end(pair: Pair):
     pair.ends["server"].send("last words")
     pair.server.kill()
     pair.ends["client"].send("to nobody")
     await asyncio.sleep(1)
-    assert pair.got["client"] == ["last words", ("closed", "connection reset by peer")]
+    words, end = pair.got["client"]
+    assert words == "last words"
+    assert end in ENDS
     assert pair.network.ends_of(pair.client) == []
     with pytest.raises(ConnectionRefusedError):
         await pair.connect()
@@ -141,7 +147,8 @@ async def test_a_peer_killed_behind_a_cut_is_noticed_when_it_ends(pair: Pair):
     assert pair.got["client"] == []
     pair.network.heal_all()
     await asyncio.sleep(1)
-    assert pair.got["client"] == [("closed", "connection reset by peer")]
+    (end,) = pair.got["client"]
+    assert end in ENDS
 
 
 async def test_a_paused_peer_takes_connections_and_hears_later(pair: Pair):
@@ -320,7 +327,7 @@ async def test_writing_goes_on_when_the_peer_reads_again(streams: Streams):
     assert streams.client.transport.get_write_buffer_size() == 0
 
 
-async def test_an_abort_and_a_death_reset_the_peer(streams: Streams, loop: VirtualLoop):
+async def test_an_abort_and_a_death_reach_the_peer(streams: Streams, loop: VirtualLoop):
     streams.client.transport.abort()
     await asyncio.sleep(1)
     assert streams.client.seen == [None]
@@ -331,7 +338,7 @@ async def test_an_abort_and_a_death_reset_the_peer(streams: Streams, loop: Virtu
     await again.open(loop)
     again.far.kill()
     await asyncio.sleep(1)
-    assert again.client.seen == [ConnectionResetError]
+    assert again.client.seen in ([ConnectionResetError], [None])
     assert again.server.seen == []
 
 

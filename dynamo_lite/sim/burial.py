@@ -1,0 +1,34 @@
+"""The end of a run: what is left of it is forgotten, and nobody hears of it."""
+
+import asyncio
+import gc
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """What coroutines protest when they are closed in the middle is nobody's."""
+    hook, disabled = sys.unraisablehook, logging.root.manager.disable
+    sys.unraisablehook = lambda _: None
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        logging.disable(disabled)
+
+
+def bury(tasks: list[asyncio.Task[Any]]) -> None:
+    """Closes what `tasks` were at, empties the list, and collects the garbage."""
+    for task in tasks:
+        task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            task.get_coro().close()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        except BaseException:
+            continue
+    tasks.clear()
+    gc.collect()

@@ -1,0 +1,38 @@
+"""A seed is a run: the same one in every interpreter, watched or not."""
+
+import os
+import subprocess
+import sys
+
+from dynamo_lite.sim.play import play
+from dynamo_lite.sim.trace import Trace
+
+SEEDS = range(6)
+
+
+def played(seed: int) -> tuple[str, str]:
+    trace = Trace(on=True)
+    outcome = play(seed, trace=trace)
+    return outcome.fingerprint, trace.digest()
+
+
+def test_a_trace_changes_nothing():
+    for seed in SEEDS:
+        first = played(seed)
+        assert first == played(seed)
+        assert first[0] == play(seed).fingerprint
+
+
+def test_no_run_depends_on_the_order_of_sets_or_on_runs_before_it():
+    code = f"from tests.sim.test_repeatable import played; print([played(s) for s in {SEEDS!r}])"
+    expected = str([played(seed) for seed in reversed(SEEDS)][::-1])
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        answer = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert answer.stdout.strip() == expected
