@@ -129,12 +129,16 @@ def ps(
     namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the live members of a graph."""
+    """List the live members of a graph, and how they are."""
     import asyncio
 
-    from dynamo_lite.serve.listing import as_rows, as_table, find_place, members
+    from dynamo_lite.serve.listing import as_rows, as_table, find_place, members, states
 
-    rows = as_rows(asyncio.run(members(find_place(state_dir, etcd_url, namespace))))
+    async def look() -> list[dict[str, Any]]:
+        found = await members(find_place(state_dir, etcd_url, namespace))
+        return as_rows(found, await states(found))
+
+    rows = asyncio.run(look())
     print(json.dumps(rows, indent=2) if as_json else as_table(rows))
 
 

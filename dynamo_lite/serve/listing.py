@@ -1,6 +1,11 @@
-"""The live members of a namespace, as etcd knows them."""
+"""The live members of a namespace, as etcd knows them, and what they say of themselves."""
 
+import asyncio
+import http.client
+import json
 import time
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,10 @@ from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.serve.run_state import read_run
 
-_COLUMNS = ("component", "endpoint", "lease", "pid", "host", "status_url", "age")
+_COLUMNS = ("component", "endpoint", "lease", "pid", "host", "status_url", "state", "age")
+#: For one member to say how it is; a stopped one does not.
+_ANSWER_S = 1.0
+_MAX_ANSWER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +61,40 @@ async def members(place: Place) -> list[EndpointRecord]:
     return found
 
 
-def as_rows(records: list[EndpointRecord]) -> list[dict[str, Any]]:
+async def states(records: list[EndpointRecord]) -> dict[str, str]:
+    """Status URL to what its process says of itself: "ready"; "starting" or "draining";
+    "unwell" when it cannot work; "silent" when it does not answer."""
+    urls = sorted({record.status_url for record in records})
+    return dict(
+        zip(urls, await asyncio.gather(*(asyncio.to_thread(_ask, u) for u in urls)), strict=True)
+    )
+
+
+def _ask(status_url: str) -> str:
+    try:
+        facts = json.loads(_health(status_url))
+    except (OSError, ValueError, http.client.HTTPException):
+        return "silent"
+    state = facts.get("state") if isinstance(facts, dict) else None
+    if state == "ready":
+        return "ready" if facts.get("ok") is True else "unwell"
+    return state if state in ("starting", "draining") else "silent"
+
+
+def _health(status_url: str) -> bytes:
+    """Raises OSError, ValueError or HTTPException when there is no answer; 503 is one."""
+    if not status_url.startswith("http://"):
+        raise ValueError("not a status server's address")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        answer = opener.open(f"{status_url}/health", timeout=_ANSWER_S)
+    except urllib.error.HTTPError as refusal:
+        answer = refusal
+    with answer:
+        return answer.read(_MAX_ANSWER_BYTES)
+
+
+def as_rows(records: list[EndpointRecord], states: dict[str, str]) -> list[dict[str, Any]]:
     """Plain values for display; age in seconds."""
     now = time.time()
     return [
@@ -64,6 +105,7 @@ def as_rows(records: list[EndpointRecord]) -> list[dict[str, Any]]:
             "pid": record.pid,
             "host": record.host,
             "status_url": record.status_url,
+            "state": states[record.status_url],
             "age": round(max(0.0, now - record.started_at), 1),
         }
         for record in records

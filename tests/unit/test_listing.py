@@ -1,0 +1,74 @@
+"""What `ps` says of a member: as its process answers, or does not."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.status import StatusServer
+from dynamo_lite.serve import listing
+from dynamo_lite.serve.listing import as_rows, as_table, states
+
+
+def record(status_url: str) -> EndpointRecord:
+    return EndpointRecord(
+        component="W",
+        endpoint="generate",
+        namespace="t",
+        lease_id=10,
+        transport=EndpointTransport(nats_tcp="s"),
+        status_url=status_url,
+    )
+
+
+@contextlib.asynccontextmanager
+async def raw(answer: bytes | None) -> AsyncIterator[str]:
+    """A server that says this, or nothing, whatever it is asked."""
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        if answer is None:
+            await reader.read()
+        else:
+            writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(on_connection, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        ({"ok": True, "state": "ready"}, "ready"),
+        ({"ok": False, "state": "ready"}, "unwell"),
+        ({"ok": False, "state": "draining"}, "draining"),
+        ({"ok": False, "state": "starting"}, "starting"),
+        ({"ok": True}, "silent"),
+    ],
+)
+async def test_a_member_says_how_it_is(facts: dict, state: str):
+    async with StatusServer(lambda: facts, CollectorRegistry()) as server:
+        records = [record(server.url)] * 2
+        found = await states(records)
+        assert found == {server.url: state}
+    rows = as_rows(records, found)
+    assert [row["state"] for row in rows] == [state, state]
+    assert f"  {state}  " in as_table(rows)
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 200 OK\r\n\r\n[]", b"\xff\r\n\r\n"])
+async def test_whoever_does_not_answer_is_silent(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+):
+    monkeypatch.setattr(listing, "_ANSWER_S", 0.2)
+    async with raw(answer) as url:
+        assert await states([record(url)]) == {url: "silent"}
+
+
+@pytest.mark.parametrize("url", ["", "file:///etc/passwd", "http://127.0.0.1:1", "http://[", "x"])
+async def test_an_address_of_nobody(url: str):
+    assert await states([record(url)]) == {url: "silent"}
