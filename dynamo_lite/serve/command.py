@@ -24,7 +24,8 @@ from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environme
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run, write_private
-from dynamo_lite.serve.supervisor import Server, StopSignals, Supervisor
+from dynamo_lite.serve.server_keeper import Server
+from dynamo_lite.serve.supervisor import StopSignals, Supervisor
 
 _MAX_LONE_SERVICES = 1000
 

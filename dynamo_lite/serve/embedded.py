@@ -7,7 +7,6 @@ finds what the first one stored.
 """
 
 import asyncio
-import contextlib
 import importlib.util
 import shutil
 import signal
@@ -64,9 +63,8 @@ class _EmbeddedServer(ABC):
     async def __aenter__(self) -> Self:
         """Raises StartupError when the program is missing or does not come up."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        if self._wanted_port and not can_listen("127.0.0.1", self._wanted_port):
-            # Without this check somebody else's server there could answer our probe.
-            raise StartupError(f"{self.name}: port {self._wanted_port} is taken")
+        if self._wanted_port:
+            self._check_port(self._wanted_port)
         for _ in range(_START_TRIES):
             self.port = self._wanted_port or free_port()
             try:
@@ -82,6 +80,26 @@ class _EmbeddedServer(ABC):
 
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
+
+    async def restart(self) -> None:
+        """Starts the program again after its end, on the same port and data.
+
+        Raises StartupError when it does not come up.
+        """
+        await self._stop()
+        self._check_port(self.port)
+        try:
+            if await self._start_once():
+                return
+        except BaseException:
+            await self._stop()
+            raise
+        raise StartupError(f"{self.name} ended during its start; {self._log_tail()}")
+
+    def _check_port(self, port: int) -> None:
+        if not can_listen("127.0.0.1", port):
+            # Without this check somebody else's server there could answer our probe.
+            raise StartupError(f"{self.name}: port {port} is taken")
 
     async def _start_once(self) -> bool:
         """Whether it answers; False when it ended, as it does when the port is taken."""
@@ -111,8 +129,9 @@ class _EmbeddedServer(ABC):
         if process is None:
             return
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+            # Not by `process`: that would look for its end, and keep it from asyncio.
+            signal_group(process.pid, signal.SIGTERM)
+            signal_group(process.pid, signal.SIGCONT)  # it may be frozen
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await process.wait()

@@ -10,7 +10,7 @@ from typing import Any
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve.child_process import ChildProcess, Launch
-from dynamo_lite.serve.progress import Progress
+from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ProcessState
 
 _LOG_TAIL_LINES = 12
@@ -107,7 +107,7 @@ class Keeper:
         self._change("backoff")
         why = f": {self._error}" if self._error else ""
         self._progress.line(
-            self.launch.name, f"ended ({_exit_text(code)}){why}; again in {delay_s:g} s"
+            self.launch.name, f"ended ({exit_text(code)}){why}; again in {delay_s:g} s"
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
@@ -136,7 +136,7 @@ class Keeper:
             self._on_change()
 
     def _start_failure(self, code: int) -> str:
-        said = self._error or f"ended before it was ready ({_exit_text(code)})"
+        said = self._error or f"ended before it was ready ({exit_text(code)})"
         return f"{self.launch.name}: {said}\n{self._log_tail()}"
 
     def _log_tail(self) -> str:
@@ -146,7 +146,3 @@ class Keeper:
         except OSError:
             lines = []
         return f"{self.launch.log_path} ends:\n" + "".join(f"  {line}" for line in lines)
-
-
-def _exit_text(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit {code}"

@@ -7,11 +7,14 @@ when its parent ends, and nothing of its process group outlives it.
 import ctypes
 import errno
 import os
+import random
 import signal
 import socket
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
+_PORTS = 16384
+_PORT_TRIES = 32
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -72,10 +75,28 @@ def is_alive(pid: int) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago; the user of it must be ready to retry."""
+    """A TCP port that was free a moment ago; the user of it must be ready to retry.
+
+    It is none that the system gives to outgoing connections: a server that is
+    started again must find its port free, whoever has tried to reach it meanwhile.
+    """
+    end = _first_outgoing_port()
+    for _ in range(_PORT_TRIES):
+        port = random.randrange(end - _PORTS, end) if end > _PORTS + 1024 else 0
+        if port and can_listen(host, port):
+            return port
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def _first_outgoing_port() -> int:
+    """0 where it is not known."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as limits:
+            return int(limits.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def can_listen(host: str, port: int) -> bool:

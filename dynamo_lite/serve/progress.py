@@ -13,3 +13,8 @@ class Progress:
     def line(self, who: str, text: str) -> None:
         elapsed = time.monotonic() - self._began
         print(f"{elapsed:7.1f}s  {who:<16} {text}", file=sys.stderr, flush=True)
+
+
+def exit_text(code: int) -> str:
+    """How a process ended, from its return code."""
+    return f"signal {-code}" if code < 0 else f"exit {code}"

@@ -30,10 +30,19 @@ class ProcessState(msgspec.Struct, kw_only=True):
     log: str = ""
 
 
+class ServerState(msgspec.Struct, kw_only=True):
+    """An embedded server. pid: 0 while it is being started again."""
+
+    name: str
+    pid: int
+    restarts: int = 0
+
+
 class RunState(msgspec.Struct, kw_only=True):
     """state: starting, ready or draining. started_at: seconds since the epoch.
 
-    http is empty until the Frontend is ready, and where none runs.
+    http is empty until the Frontend is ready, and where none runs. servers: those
+    that the graph brings along.
     """
 
     version: int = 1
@@ -46,6 +55,7 @@ class RunState(msgspec.Struct, kw_only=True):
     nats: str = ""
     etcd: str = ""
     processes: list[ProcessState] = []
+    servers: list[ServerState] = []
 
 
 class RunFile:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
@@ -13,6 +12,7 @@ from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.keeper import Keeper
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile
+from dynamo_lite.serve.server_keeper import Server, ServerKeeper
 
 EXIT_DRAINED = 0
 EXIT_FORCED = 130
@@ -20,14 +20,6 @@ EXIT_FORCED = 130
 _NEWS_INTERVAL_S = 5.0
 #: A process may take this long after its grace to cancel work and free its engine.
 _DRAIN_MARGIN_S = 40.0
-
-
-class Server(Protocol):
-    """A server that the graph cannot do without."""
-
-    name: str
-
-    async def exited(self) -> int: ...
 
 
 class StopSignals:
@@ -78,19 +70,20 @@ class Supervisor:
             [Keeper(launch, policy, progress, self._on_change) for launch in tier] for tier in tiers
         ]
         self._keepers = [keeper for tier in self._tiers for keeper in tier]
-        self._servers = servers
+        self._servers = [ServerKeeper(server, progress, self._on_change) for server in servers]
         self._run = run
         self._signals = signals
         self._progress = progress
         self._grace_s = grace_s
         run.state.processes = [keeper.state for keeper in self._keepers]
+        run.state.servers = [server.state for server in self._servers]
 
     async def run(self) -> int:
-        """Returns the exit code. Raises StartupError when the start fails or a
-        server that the graph needs ends; nothing is left running then."""
+        """Returns the exit code. Raises StartupError when the start fails, or a server
+        that the graph needs ends for good; nothing is left running then."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                watching = [tasks.create_task(_watch(server)) for server in self._servers]
+                watching = [tasks.create_task(server.keep()) for server in self._servers]
                 for keeper in self._keepers:
                     tasks.create_task(keeper.keep(), name=keeper.launch.name)
                 forcing = tasks.create_task(self._force_when_asked())
@@ -141,6 +134,8 @@ class Supervisor:
         await _first_of(all_done(), self._signals.stop.wait())
 
     async def _drain(self) -> None:
+        for server in self._servers:
+            server.graph_ends = True
         self._run.state.state = "draining"
         self._on_change()
         if self._signals.stop.is_set:
@@ -176,11 +171,6 @@ _EXAMPLE = """
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], \
 "max_tokens": 32}}'
 """
-
-
-async def _watch(server: Server) -> None:
-    code = await server.exited()
-    raise StartupError(f"{server.name} ended unexpectedly (exit {code})")
 
 
 async def _first_of(*waits: object, timeout_s: float | None = None) -> None:

@@ -17,11 +17,13 @@ class StubConfig:
     """fail: "start" to be refused, "crash" to die at the start by a signal.
 
     grandchild: also run a process in the same group that ignores SIGTERM.
-    release: a file for which the drain waits. linger: leave a thread that never ends.
+    ready, release: files for which the start and the drain wait. linger: leave a
+    thread that never ends.
     """
 
     fail: str = ""
     grandchild: bool = False
+    ready: str = ""
     release: str = ""
     linger: bool = False
     host: str = "127.0.0.1"
@@ -45,6 +47,7 @@ class StubComponent:
         if self._config["linger"]:
             threading.Thread(target=threading.Event().wait).start()
         host.progress("stubbing")
+        await _file(self._config["ready"])
         await host.register("generate")
         return {"url": "http://127.0.0.1:1", "model": "stub"} if self._spec.watch_component else {}
 
@@ -52,14 +55,19 @@ class StubComponent:
         release = self._config["release"]
         if release:
             print(f"drain began pid={os.getpid()}", flush=True)
-            while not os.path.exists(release):
-                await asyncio.sleep(0.02)
+            await _file(release)
 
     async def close(self) -> None:
         print(f"closed {self._spec.component}", flush=True)
 
     def health(self) -> dict[str, Any]:
         return {"ok": True}
+
+
+async def _file(path: str) -> None:
+    """Waits for a file; not at all without a name."""
+    while path and not os.path.exists(path):
+        await asyncio.sleep(0.02)
 
 
 def _service(name: str, *, calls: str = "") -> Service:

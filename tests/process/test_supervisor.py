@@ -114,21 +114,6 @@ def test_a_failed_start_ends_everything(tmp_path: Path, how: str):
         assert not (tmp_path / "run.json").exists()
 
 
-def test_a_lost_server_ends_the_graph(tmp_path: Path):
-    with serving(tmp_path) as graph:
-        graph.wait_line("ready http")
-        graph.processes()
-        port = graph.run_json()["etcd"].rpartition(":")[2]
-        etcd = next(
-            int(p.parent.name)
-            for p in Path("/proc").glob("[0-9]*/cmdline")
-            if f"http://127.0.0.1:{port}".encode() in p.read_bytes().split(b"\0")
-        )
-        os.kill(etcd, signal.SIGKILL)
-        assert graph.end() == 1
-        assert "error: etcd ended unexpectedly" in "".join(graph.output)
-
-
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path):
     with serving(tmp_path) as graph:
         graph.wait_line("ready http")
