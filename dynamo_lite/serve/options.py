@@ -17,13 +17,14 @@ class GraphOptions:
     namespace: prefix of every etcd key and NATS subject. bind_host: where status
     servers and token streams listen; an address that other nodes can reach when
     services run on several. lease_ttl_s: a dead process disappears from etcd
-    after this long. grace_s: longest drain of one process. restart_max_s: longest
-    pause before a process that crashed is started again.
+    after this long, and outages of etcd of up to nine tenths of it cost no lease.
+    grace_s: longest drain of one process. restart_max_s: longest pause before a
+    process that crashed is started again.
     """
 
     namespace: str = "dynamo"
     bind_host: str = "127.0.0.1"
-    lease_ttl_s: Annotated[float, at.Ge(2)] = 10.0
+    lease_ttl_s: Annotated[float, at.Ge(2)] = 30.0
     grace_s: Positive = 30.0
     restart_max_s: Positive = 30.0
 
