@@ -153,7 +153,8 @@ class Belongings:
 
     def _more(self) -> list[str]:
         now = Belongings.now()
-        tasks = [task.get_name() for task in now.tasks - self.tasks if not task.done()]
+        newer = now.tasks - self.tasks - {asyncio.current_task()}
+        tasks = [task.get_name() for task in newer if not task.done()]
         return [
             *(f"process {pid} is left" for pid in sorted(now.children - self.children)),
             *(f"task {name} is left" for name in tasks),
