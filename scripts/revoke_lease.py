@@ -19,7 +19,7 @@ from pathlib import Path
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.serve.listing import Place, as_rows, as_table, find_place, members
+from dynamo_lite.serve.listing import Place, as_rows, as_table, find_place, members, states
 from dynamo_lite.serve.processes import is_alive
 
 _POLL_S = 0.1
@@ -47,7 +47,7 @@ async def revoke(args: argparse.Namespace) -> None:
     place = find_place(args.state_dir, args.etcd_url, args.namespace)
     records = await members(place)
     if not args.lease and not args.component:
-        print(as_table(as_rows(records)))
+        print(as_table(as_rows(records, await states(records))))
         return
     chosen = [r for r in records if r.lease_id == wanted or r.component == args.component]
     if not chosen:
