@@ -179,7 +179,7 @@ async def test_a_killed_decode_worker_costs_no_answer(
 
 async def test_a_drain_beyond_its_grace_moves_the_rest(graph: Graph, reference: PlainServer):
     requests = [
-        _text(30 + i, 720 + i, temperature=0, max_tokens=2500, ignore_eos=True) for i in range(6)
+        _text(30 + i, 720 + i, temperature=0, max_tokens=1500, ignore_eos=True) for i in range(6)
     ]
     right = await _answers(reference.url, _streams(requests))
     before, leaving = _moved(graph), graph.process("VllmWorker", 1)
