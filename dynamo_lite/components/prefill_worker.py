@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from dynamo_lite.components.vllm_parts import VllmParts
 from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.health import HealthBeat
@@ -64,6 +65,7 @@ class PrefillWorker:
             host.messaging,
             host.clock,
             busy=lambda: bool(keeper.jobs and keeper.jobs.working),
+            on_status=_pool_gauges(host),
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
         self._jobs = keeper.jobs = jobs = PrefillJobs(
@@ -135,6 +137,22 @@ def _forget_left(
     left: frozenset[int],
 ) -> None:
     engine.forget(directory.forget_leases(left))
+
+
+def _pool_gauges(host: Host) -> Callable[[EngineStatus], None]:
+    """Shows how the engine's blocks stand, as it said last."""
+    free = Gauge(
+        "dynamo_lite_kv_blocks_free",
+        "KV blocks that a new request may take",
+        registry=host.registry,
+    )
+    total = Gauge("dynamo_lite_kv_blocks_total", "KV blocks of the engine", registry=host.registry)
+
+    def show(status: EngineStatus) -> None:
+        free.set(status.free_blocks)
+        total.set(status.total_blocks)
+
+    return show
 
 
 async def _watch_depth(host: Host, queue: PrefillQueue) -> None:

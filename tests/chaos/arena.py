@@ -120,8 +120,9 @@ async def open_arena(
         standing, trouble = await at_rest(cluster)
         if trouble:
             raise AssertionError(f"the graph does not come to rest: {trouble}")
-        free = min(free for free, _ in standing.free.values())
-        say(f"ready: {', '.join(m.name for m in cluster.members())}; {free} blocks free each")
+        free = max(free for free, _ in standing.free.values())
+        names = ", ".join(member.name for member in cluster.members())
+        say(f"ready: {names}; {free} blocks are free in each engine")
         yield Arena(cluster, meters, *known, free, say)
         say("stopping the graph")
     if cluster.unclean:

@@ -1,9 +1,12 @@
 """How things stand: blocks, jobs, members, file descriptors, processes."""
 
 import asyncio
+import contextlib
 import os
 import time
 from dataclasses import dataclass, field
+
+import httpx
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
@@ -11,8 +14,8 @@ from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import decode_engine
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.nats import NatsMessaging
-from tests.chaos.cluster import DECODE, Cluster
-from tests.vllm.graph import NAMESPACE
+from tests.chaos.cluster import DECODE, PREFILL, Cluster
+from tests.vllm.graph import NAMESPACE, samples
 
 _POLL_S = 0.25
 _ASK_S = 3.0
@@ -21,10 +24,12 @@ _ASK_S = 3.0
 @dataclass(frozen=True)
 class Standing:
     """engines: the decode engines that answer. silent: engines that are known to
-    the store and do not. jobs: left on the queue, None where there is no telling."""
+    the store and do not. writers: free and all blocks of prefill workers' engines.
+    jobs: left on the queue, None where there is no telling."""
 
     engines: dict[str, EngineStatus] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
+    writers: dict[str, tuple[int, int]] = field(default_factory=dict)
     jobs: int | None = None
 
     @property
@@ -38,7 +43,8 @@ class Standing:
     @property
     def free(self) -> dict[str, tuple[int, int]]:
         """Free and all blocks by engine."""
-        return {key: (e.free_blocks, e.total_blocks) for key, e in self.engines.items()}
+        readers = {key: (e.free_blocks, e.total_blocks) for key, e in self.engines.items()}
+        return readers | self.writers
 
     def trouble(self, engines: int, free_blocks: int | None) -> str:
         """What is not at rest, or "". free_blocks: of each engine at rest."""
@@ -67,7 +73,22 @@ async def look(cluster: Cluster) -> Standing:
             except DynamoLiteError:
                 continue
         jobs = await _jobs(messaging)
-    return Standing(engines, tuple(e for e in known if e not in engines), jobs)
+    silent = tuple(engine for engine in known if engine not in engines)
+    return Standing(engines, silent, await _writers(cluster), jobs)
+
+
+async def _writers(cluster: Cluster) -> dict[str, tuple[int, int]]:
+    """As each prefill worker has heard from its engine within the last second."""
+    found: dict[str, tuple[int, int]] = {}
+    for member in cluster.ready(PREFILL):
+        with contextlib.suppress(httpx.HTTPError):
+            said = await asyncio.to_thread(samples, member.state.status_url)
+            values = {name: int(value) for name, _, value in said if "kv_blocks_" in name}
+            found[member.name] = (
+                values.get("dynamo_lite_kv_blocks_free", 0),
+                values.get("dynamo_lite_kv_blocks_total", 0),
+            )
+    return found
 
 
 async def _jobs(messaging: NatsMessaging) -> int | None:
