@@ -14,8 +14,8 @@ from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.beat import Verdict
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.health import Verdict
 from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)

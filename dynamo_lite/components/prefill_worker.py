@@ -21,8 +21,8 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.runtime.beat import HealthBeat
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.health import HealthBeat
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
 from dynamo_lite.transfer.directory import MetadataDirectory

@@ -18,8 +18,8 @@ from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.prefill import EngineStatus, Leave
 from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.runtime.beat import HealthBeat
 from dynamo_lite.runtime.generate import GenerateServer
-from dynamo_lite.runtime.health import HealthBeat
 from dynamo_lite.runtime.host import Host, ProcessSpec
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Health beats: each worker's, and everybody's view of them.
+"""Who of a roster's members responds, by their health beats (`beat.py`).
 
 A member that is registered may still be unable to work: stopped, stuck, or with
 an engine that does not answer. Its beats tell long before its lease ends, and
@@ -15,8 +15,8 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode
-from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.codec import WIRE_VERSION
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Beat, decode_beat
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
@@ -24,7 +24,6 @@ from dynamo_lite.runtime.roster import Members, Roster
 
 logger = logging.getLogger(__name__)
 
-BEAT_PERIOD_S = 1.0
 #: A member without a beat for this long is suspected ...
 SILENT_S = 3.0
 #: ... and judged so much later. It may be we who were held up, or whose connection
@@ -34,44 +33,8 @@ SECOND_LOOK_S = 1.0
 #: So many beats in a row are a worker's own, though somebody has sent a higher number.
 _IN_ROW = 4
 
-#: Whether the worker can work, and what is wrong if not.
-Verdict = tuple[bool, str]
 #: Takes the lease ids that respond again, and those that do no longer.
 OnHealth = Callable[[frozenset[int], frozenset[int]], None]
-
-
-class HealthBeat:
-    """One worker's beats. `run` is to be owned by the process; it ends with `stop`."""
-
-    def __init__(
-        self,
-        messaging: Messaging,
-        *,
-        namespace: str,
-        component: str,
-        lease_id: int,
-        verdict: Callable[[], Verdict],
-        period_s: float = BEAT_PERIOD_S,
-    ):
-        self._messaging, self._lease_id = messaging, lease_id
-        self._subject = names.health_subject(namespace, component)
-        self._verdict, self._period_s = verdict, period_s
-        self._stopped = asyncio.Event()
-
-    async def run(self) -> None:
-        number = 0
-        while not self._stopped.is_set():
-            ok, detail = self._verdict()
-            beat = Beat(lease_id=self._lease_id, number=number, ok=ok, detail=detail[:512])
-            number += 1
-            with contextlib.suppress(Unavailable):  # then nobody blames us for the silence
-                await self._messaging.publish(self._subject, encode(beat))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), self._period_s)
-
-    def stop(self) -> None:
-        """The worker leaves: from here on its keys speak for it, or their absence."""
-        self._stopped.set()
 
 
 @dataclass

@@ -19,7 +19,8 @@ from dynamo_lite.protocol.names import (
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime import health
-from dynamo_lite.runtime.health import HealthBeat, HealthMonitor
+from dynamo_lite.runtime.beat import HealthBeat
+from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging

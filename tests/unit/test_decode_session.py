@@ -11,7 +11,7 @@ from dynamo_lite.protocol.prefill import Granted, Leave
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.memory import MemoryQueue
-from dynamo_lite.runtime.health import HealthBeat
+from dynamo_lite.runtime.beat import HealthBeat
 from dynamo_lite.runtime.memory import MemoryStore
 from tests.unit.test_decode_link import ENGINE, NAMESPACE, WRITER, Decode, prompt
 from tests.unit.virtual import virtual

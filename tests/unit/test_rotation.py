@@ -9,7 +9,8 @@ from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.health import Beat
 from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, health_subject
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.health import HealthBeat, HealthMonitor
+from dynamo_lite.runtime.beat import HealthBeat
+from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.runtime.roster import Roster
 from tests.unit.virtual import virtual

@@ -1,0 +1,50 @@
+"""A worker's health beats: once a second it says that it lives, and whether it can work."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import Unavailable
+from dynamo_lite.protocol.health import Beat
+from dynamo_lite.runtime.messaging import Messaging
+
+BEAT_PERIOD_S = 1.0
+
+#: Whether the worker can work, and what is wrong if not.
+Verdict = tuple[bool, str]
+
+
+class HealthBeat:
+    """One worker's beats. `run` is to be owned by the process; it ends with `stop`."""
+
+    def __init__(
+        self,
+        messaging: Messaging,
+        *,
+        namespace: str,
+        component: str,
+        lease_id: int,
+        verdict: Callable[[], Verdict],
+        period_s: float = BEAT_PERIOD_S,
+    ):
+        self._messaging, self._lease_id = messaging, lease_id
+        self._subject = names.health_subject(namespace, component)
+        self._verdict, self._period_s = verdict, period_s
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        number = 0
+        while not self._stopped.is_set():
+            ok, detail = self._verdict()
+            beat = Beat(lease_id=self._lease_id, number=number, ok=ok, detail=detail[:512])
+            number += 1
+            with contextlib.suppress(Unavailable):  # then nobody blames us for the silence
+                await self._messaging.publish(self._subject, encode(beat))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), self._period_s)
+
+    def stop(self) -> None:
+        """The worker leaves: from here on its keys speak for it, or their absence."""
+        self._stopped.set()
