@@ -19,6 +19,7 @@ from tests.servers import PrivateServer
 
 #: A process that was hit is back after this long, also while others start.
 BACK_S = 180.0
+_MOST_AGAIN = 3
 
 
 class NotNow(Exception):
@@ -27,12 +28,14 @@ class NotNow(Exception):
 
 @dataclass
 class Blows:
-    """Hits a cluster. counts: by kind. ending: what is begun is finished, no more."""
+    """Hits a cluster. counts: by kind; early: those of them that
+    hit somebody who was starting. ending: what is begun is finished, no more."""
 
     cluster: Cluster
     rng: random.Random
     say: Callable[[str], None] = lambda line: None
     counts: Counter[str] = field(default_factory=Counter[str])
+    early: Counter[str] = field(default_factory=Counter[str])
     ending: bool = False
 
     def hit(self, kind: str, detail: str) -> None:
@@ -57,6 +60,7 @@ class Blows:
         with excuse if member.service == FRONTEND else contextlib.nullcontext():
             state = member.state.state
             os.kill(pid, signal.SIGKILL)
+            self.early[kind] += state != "ready"
             self.hit(kind, f"{member.name} pid {pid}" + ("" if state == "ready" else f" ({state})"))
             await self.cluster.until(
                 lambda: member.state.restarts > restarts,
@@ -86,21 +90,24 @@ class Blows:
 Blow = Callable[[Blows, str], Awaitable[None]]
 
 
-def killing(service: str, *, engine: bool = False, spare: int = 0, again: float = 0.4) -> Blow:
-    """Kills one, and with the chance `again` once more while it starts."""
+def killing(service: str, *, engine: bool = False, spare: int = 0, again: float = 0.6) -> Blow:
+    """Kills one, and with the chance `again` once more while it starts, and so on."""
 
     async def blow(blows: Blows, kind: str) -> None:
         victim = blows.pick(service, spare=spare)
         await blows.kill(victim, kind, engine=engine)
-        if blows.rng.random() < again:
+        for _ in range(_MOST_AGAIN):
+            if blows.rng.random() > again:
+                break
             await blows.cluster.until(
                 lambda: bool(victim.engine_pid if engine else victim.state.pid),
                 timeout_s=BACK_S,
                 what=f"{victim.name} is started again",
             )
             await asyncio.sleep(blows.rng.uniform(0.2, 6.0))
-            if not blows.ending:
-                await blows.kill(victim, kind, engine=engine)
+            if blows.ending:
+                break
+            await blows.kill(victim, kind, engine=engine)
         await blows.back(victim)
 
     return blow

@@ -78,7 +78,7 @@ LANES = (
         "frontend",
         (10.0, 30.0),
         (
-            Kind("kill Frontend", killing(FRONTEND, again=0.2), 33),
+            Kind("kill Frontend", killing(FRONTEND, again=0.4), 33),
             Kind("stop Frontend briefly", holding(FRONTEND, 0.2, 3.0), 5),
         ),
     ),
@@ -130,6 +130,11 @@ class Storm:
             for lane, blows in self._lanes.items()
             for kind in lane.kinds
         }
+
+    @property
+    def early(self) -> int:
+        """Blows that hit somebody who was starting."""
+        return sum(blows.early.total() for blows in self._lanes.values())
 
     def stop(self) -> None:
         self._stop.set()
@@ -192,5 +197,6 @@ async def storm(
             await asyncio.gather(raging, stopping, return_exceptions=True)
 
     await stage.run(report, body, clients=clients)
+    report.facts["killed while they started"] = str(plan.early)
     report.blows, report.trouble = plan.counts, plan.trouble + report.trouble
     return report
