@@ -110,7 +110,7 @@ class _EmbeddedServer(ABC):
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=death_signal_hook(),
+                preexec_fn=death_signal_hook(signal.SIGKILL),  # heeded by frozen ones, too
             )
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):

@@ -126,3 +126,14 @@ def test_an_interrupt_while_a_server_cannot_be_started(tmp_path: Path):
         graph.wait_line("again in 5 s")  # one more than would end a graph that is to live
         release.touch()
         assert graph.end() == 0
+
+
+def test_a_frozen_server_does_not_outlive_a_killed_supervisor(tmp_path: Path):
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        graph.processes()
+        pids = [server(graph, name)["pid"] for name in SERVERS]
+        os.kill(pids[0], signal.SIGSTOP)
+        graph.signal(signal.SIGKILL)
+        graph.process.wait()
+        eventually(lambda: not any(map(is_alive, pids)), "both end with it")
