@@ -1,0 +1,252 @@
+"""A prefill writer that was stopped until its lease was gone writes nothing.
+
+Two processes and NIXL between them: `zombie_peer.py` is stopped with SIGSTOP in the
+middle of an attempt, after its first block, and told to go on before it is woken:
+the writes that wait are the first thing it does. It keeps its lease's deadline
+itself and does not extend it, as a component whose lease has run out.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynamo_lite.engine.remote_prefill.counts import BYTES, FENCED
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.prefill import decode_committed
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.fence import FenceReader
+from dynamo_lite.transfer.nixl import NixlMover
+from tests.contract.zombie_peer import (
+    BLOCK_BYTES,
+    BLOCKS,
+    Ended,
+    Order,
+    register_memory,
+    source_memory,
+)
+
+WAIT_S = 30.0
+
+#: NIXL's library takes its time to load on a busy machine.
+START_S = 60.0
+
+#: Longer than it takes to stop the writer, on a busy machine too.
+SHORT_LEASE_S = 1.0
+
+ROOT = Path(__file__).parents[2]
+
+
+class Target:
+    """A decode engine's memory, one block a row, and the notices it got: attempts."""
+
+    made = 0
+
+    def __init__(self):
+        Target.made += 1
+        self.engine_id = f"target-{Target.made}"
+        self.mover = NixlMover(self.engine_id)
+        self.memory = np.arange(BLOCKS * BLOCK_BYTES).reshape(BLOCKS, BLOCK_BYTES) % 251
+        self.memory = self.memory.astype(np.uint8)
+        self.expected = self.memory.copy()
+        self._rank = register_memory(self.mover, self.memory)
+        self.committed: list[str] = []
+
+    def metadata(self) -> str:
+        metadata = EngineMetadata(
+            engine_id=self.engine_id,
+            lease_id=1,
+            fingerprint={},
+            block_size_tokens=16,
+            num_blocks=BLOCKS,
+            ranks=(self._rank,),
+        )
+        return encode(metadata).hex()
+
+    def poll(self) -> None:
+        self.committed += [decode_committed(notice).attempt for notice in self.mover.notices()]
+
+    def expect(self, *blocks: int) -> None:
+        """From now on these hold what the writer's blocks hold."""
+        self.expected[list(blocks)] = source_memory()[list(blocks)]
+
+    def check(self, *, committed: list[str]) -> None:
+        """The memory is what is expected, byte for byte, and these notices have come."""
+        deadline = time.monotonic() + WAIT_S
+        while len(self.committed) < len(committed):
+            assert time.monotonic() < deadline, f"notices: {self.committed}"
+            self.poll()
+        self.poll()
+        assert self.committed == committed
+        np.testing.assert_array_equal(self.memory, self.expected)
+
+
+class Writer:
+    """`zombie_peer.py`. fence: its own, which tells how long its lease lives."""
+
+    def __init__(self, directory: Path):
+        fence_path = directory / "fence"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.contract.zombie_peer", str(fence_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+        )
+        self._said: queue.SimpleQueue[dict] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._listen, name="zombie-reader")
+        self._reader.start()
+        try:
+            assert self._said.get(timeout=START_S) == {"ready": True}
+            self.fence = FenceReader(fence_path)
+        except BaseException:
+            self.end()
+            raise
+
+    def start(self, order: Order, target: Target) -> None:
+        """Gives the order, and waits until the writer waits in it."""
+        self._tell(asdict(order))
+        assert self._hear(target) == {"waits": True}
+
+    def stop(self) -> None:
+        """Returns when it is stopped; its lease still lives."""
+        self.process.send_signal(signal.SIGSTOP)
+        flags = os.WSTOPPED | os.WEXITED | os.WNOWAIT
+        state = os.waitid(os.P_PID, self.process.pid, flags)
+        assert state is not None and state.si_code == os.CLD_STOPPED
+        assert self.fence.open()
+
+    def outlive_lease(self, target: Target) -> None:
+        """Waits until the deadline has passed that the stopped writer left behind."""
+        deadline = time.monotonic() + WAIT_S
+        while self.fence.open():
+            assert time.monotonic() < deadline
+            target.poll()
+            time.sleep(0.01)
+
+    def wake(self, target: Target) -> Ended:
+        """The word to go on is there before it wakes. Returns how the attempt ended."""
+        self._tell({})
+        self.process.send_signal(signal.SIGCONT)
+        return Ended(**self._hear(target))
+
+    def write(self, order: Order, target: Target) -> Ended:
+        """An attempt without a pause."""
+        self._tell(asdict(order))
+        return Ended(**self._hear(target))
+
+    def end(self) -> None:
+        with self.process:
+            self.process.kill()
+            self._reader.join()
+
+    def _tell(self, what: dict) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def _hear(self, target: Target) -> dict:
+        """NIXL's first contact needs both sides: the target is polled meanwhile."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            target.poll()
+            try:
+                return self._said.get(timeout=0.001)
+            except queue.Empty:
+                assert self.process.poll() is None, "the writer has ended"
+                assert time.monotonic() < deadline, "the writer says nothing"
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                self._said.put(json.loads(line))
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writer]:
+    writer = Writer(tmp_path_factory.mktemp("zombie"))
+    yield writer
+    writer.end()
+
+
+@pytest.fixture
+def target() -> Iterator[Target]:
+    target = Target()
+    yield target
+    target.mover.close()
+
+
+def order(target: Target, attempt: str, blocks: list[int], **how) -> Order:
+    return Order(
+        attempt=attempt,
+        engine_id=target.engine_id,
+        metadata=target.metadata(),
+        blocks=blocks,
+        **how,
+    )
+
+
+PAUSES = pytest.mark.parametrize("pause", ["queued", "pumping"])
+
+
+@PAUSES
+def test_a_writer_that_outlived_its_lease_writes_nothing(writer, target, pause):
+    zombie = order(target, "zombie", [0, 1, 2, 3], lease_s=SHORT_LEASE_S, pause=pause)
+    writer.start(zombie, target)
+    target.expect(0)
+    writer.stop()
+    writer.outlive_lease(target)
+    target.check(committed=[])
+
+    ended = writer.wake(target)
+    assert ended.sent == ["p-zombie"]
+    assert "lease" in ended.failures["zombie"]
+    assert ended.counted[FENCED] > 0
+    assert BYTES not in ended.counted
+    target.check(committed=[])
+
+    # What the same process writes later, under a lease that lives, is all that arrives.
+    assert writer.write(order(target, "later", [5, 6]), target).failures == {}
+    target.expect(5, 6)
+    target.check(committed=["later"])
+
+
+@PAUSES
+def test_a_writer_that_wakes_within_its_lease_goes_on(writer, target, pause):
+    writer.start(order(target, "late", [0, 1, 2, 3], pause=pause), target)
+    target.expect(0)
+    writer.stop()
+    target.check(committed=[])
+
+    ended = writer.wake(target)
+    assert (ended.sent, ended.failures) == (["p-late"], {})
+    assert FENCED not in ended.counted
+    target.expect(1, 2, 3)
+    target.check(committed=["late"])
+
+
+def test_without_the_fence_the_same_zombie_writes(writer, target):
+    """So it is the fence that stops it, and the test above can fail."""
+    blocks, how = [0, 1, 2, 3], {"lease_s": SHORT_LEASE_S, "pause": "pumping"}
+    writer.start(order(target, "zombie", blocks, fenced=False, **how), target)
+    target.expect(0)
+    writer.stop()
+    writer.outlive_lease(target)
+    target.check(committed=[])
+
+    ended = writer.wake(target)
+    assert (ended.sent, ended.failures) == (["p-zombie"], {})
+    target.expect(1, 2, 3)
+    target.check(committed=["zombie"])

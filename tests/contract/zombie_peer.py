@@ -1,0 +1,149 @@
+"""A prefill rank in a process of its own, to be stopped by `test_zombie_writer.py`.
+
+Usage: python -m tests.contract.zombie_peer FENCE. It says when it is ready. Every
+line that comes in is an order: an attempt to write, whose first block is written at
+once. Before the others may be started this process says that it waits, and reads
+another line: there it is to be stopped. How the attempt ended is said in the end.
+NIXL prints on the same stream: the reader skips what is not JSON.
+"""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dynamo_lite.engine.remote_prefill.counts import SECONDS
+from dynamo_lite.engine.remote_prefill.messages import BlockWrite, PrefillStep
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.runtime.fence import FenceHolder, FenceReader
+from dynamo_lite.transfer.nixl import NixlMover
+
+BLOCKS, BLOCK_BYTES = 8, 1 << 16
+
+#: Long enough for whatever comes before the lease is let run out.
+_LEASE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """metadata: of the target engine, in hexadecimal digits. blocks: ids on both sides.
+
+    fenced: whether the rank looks at the fence. lease_s: what is left of the lease
+    once the first block is written. pause: "queued", between two steps, with the
+    writes in the queue; "pumping", inside the step that starts them; or "never".
+    """
+
+    attempt: str
+    engine_id: str
+    metadata: str
+    blocks: list[int]
+    fenced: bool = True
+    lease_s: float = _LEASE_S
+    pause: str = "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """counted: the rank's counts since the first block was written."""
+
+    sent: list[str]
+    failures: dict[str, str]
+    counted: dict[str, object]
+
+
+def register_memory(mover: NixlMover, pattern: np.ndarray) -> RankMetadata:
+    """The blocks (one row each) as a rank's KV memory."""
+    base = pattern.__array_interface__["data"][0]
+    mover.register([(base, pattern.nbytes)], "DRAM", 0)
+    region = KvRegion(
+        layer="0", plane=0, base=base, stride_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES
+    )
+    return RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=(region,))
+
+
+def source_memory() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
+
+
+def _say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def _wait() -> None:
+    _say(waits=True)
+    sys.stdin.readline()
+
+
+class _Gate:
+    """Whether the step that computes the blocks has ended; "pumping": waits when asked."""
+
+    def __init__(self, pause: str):
+        self._waits = pause == "pumping"
+        self.opened = pause == "never"
+
+    def __call__(self) -> bool:
+        if self._waits and not self.opened:
+            _wait()
+            self.opened = True
+        return self.opened
+
+
+def _writes(order: Order) -> Iterable[BlockWrite]:
+    for block in order.blocks:
+        yield BlockWrite(
+            attempt=order.attempt,
+            request_id=f"p-{order.attempt}",
+            target_engine=order.engine_id,
+            local_ids=[block],
+            remote_ids=[block],
+            last=block == order.blocks[-1],
+            num_blocks=len(order.blocks),
+            scheduled=0.0,
+        )
+
+
+def carry_out(order: Order, rank: PrefillRank, lease: FenceHolder) -> Ended:
+    first, *others = _writes(order)
+    lease.extend(_LEASE_S)
+    targets = {order.engine_id: bytes.fromhex(order.metadata)}
+    rank.step(PrefillStep(writes=[first], targets=targets), ready=lambda: True)
+    while SECONDS not in rank.stats.data:
+        rank.results()
+    rank.stats.take()
+
+    lease.extend(order.lease_s)
+    gate = _Gate(order.pause)
+    ended = [(order.attempt, first.request_id, True)]
+    rank.step(PrefillStep(writes=others, ended=ended), ready=gate)
+    if order.pause == "queued":
+        _wait()
+        gate.opened = True
+    sent: set[str] = set()
+    while not sent:
+        sent = rank.results().sent
+    report = rank.report()
+    failures = report.failures if report is not None else {}
+    return Ended(sent=sorted(sent), failures=failures, counted=rank.stats.take())
+
+
+def main() -> None:
+    holder = FenceHolder(Path(sys.argv[1]))
+    fence = FenceReader(holder.path)
+    memory = source_memory()
+    mover = NixlMover("zombie")
+    own = register_memory(mover, memory)
+    _say(ready=True)
+    for line in sys.stdin:
+        order = Order(**json.loads(line))
+        rank = PrefillRank(
+            mover=mover, own=own, rank=0, alive=fence.open if order.fenced else lambda: True
+        )
+        _say(**asdict(carry_out(order, rank, holder)))
+
+
+if __name__ == "__main__":
+    main()
