@@ -1,0 +1,41 @@
+"""Checksums of KV blocks, so that a reader can tell what its writer has sent.
+
+Which blocks are sampled is derived from the attempt, so that a repeated try of
+the same attempt checks the same ones. The checksum is CRC-32: it finds accidents,
+late writes and wrong blocks, not forgery.
+"""
+
+import ctypes
+import math
+import random
+import zlib
+from collections.abc import Callable, Sequence
+
+from dynamo_lite.protocol.records import KvRegion
+
+#: Reads `length` bytes at an address of this rank's own KV memory.
+ReadMemory = Callable[[int, int], bytes]
+
+
+def read_dram(address: int, length: int) -> bytes:
+    return ctypes.string_at(address, length)
+
+
+def sample(attempt: str, num_blocks: int, rate: float) -> list[int]:
+    """Positions in an attempt's list of blocks, in order.
+
+    rate: the share that is taken, 0 to 1; above 0 at least one block is.
+    """
+    count = min(num_blocks, math.ceil(num_blocks * rate))
+    return sorted(random.Random(attempt).sample(range(num_blocks), count))
+
+
+def checksum(regions: Sequence[KvRegion], block_ids: Sequence[int], read: ReadMemory) -> int:
+    """Over the whole of each block, block by block, regions in the order of their names."""
+    ordered = sorted(regions, key=lambda region: (region.layer, region.plane))
+    value = 0
+    for block in block_ids:
+        for region in ordered:
+            data = read(region.base + block * region.stride_bytes, region.block_bytes)
+            value = zlib.crc32(data, value)
+    return value
