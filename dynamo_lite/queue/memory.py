@@ -266,6 +266,10 @@ class MemoryQueue:
         waiting = sum(entry.waiting for entry in self._stream.entries.values())
         return QueueDepth(waiting=waiting, in_flight=len(self._stream.entries) - waiting)
 
+    def payloads(self) -> list[bytes]:
+        """Of all jobs that the broker holds, waiting or pulled; for whoever checks it."""
+        return [entry.payload for entry in self._stream.entries.values()]
+
     async def pull(self, *, timeout_s: float) -> MemoryJob | None:
         try:
             async with asyncio.timeout(timeout_s):

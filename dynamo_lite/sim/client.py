@@ -49,10 +49,15 @@ class Story:
 
 
 class SimFrontend:
-    """Component. on_story: sees each request as it begins."""
+    """Component. on_story: sees each request as it begins. timeout_s: what time it is given."""
 
-    def __init__(self, spec: ProcessSpec, on_story: Callable[[Story], None]):
-        self._spec, self._on_story = spec, on_story
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        on_story: Callable[[Story], None],
+        timeout_s: Callable[[Ask], float | None],
+    ):
+        self._spec, self._on_story, self._timeout_s = spec, on_story, timeout_s
         self._stack = AsyncExitStack()
         self._open: dict[str, tuple[Story, asyncio.Future[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,7 +157,7 @@ class SimFrontend:
             prompt_token_ids=list(ask.prompt),
             sampling=sampling_to_bytes(ask.sampling),
             arrival_time=0.0,
-            timeout_s=ask.timeout_s,
+            timeout_s=self._timeout_s(ask),
         )
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:

@@ -10,11 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_lite.components.prefill_worker import PrefillWorker
+from dynamo_lite.engine.remote_prefill.link import DecodeLink
 from dynamo_lite.engine.sim.assembly import Engine
 from dynamo_lite.engine.sim.halves import DecodeHalves, PrefillHalves
 from dynamo_lite.engine.sim.model import first_wrong
 from dynamo_lite.engine.sim.mover import Landing, SimMover
+from dynamo_lite.engine.sim.scheduler import SimRequest
 from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.prefill import decode_job
+from dynamo_lite.queue.base import Job
 from dynamo_lite.sim.client import Story
 
 #: A request may end so much later than its deadline: the next turn of its process.
@@ -36,6 +41,8 @@ class Judge:
     counts: Counter[str] = field(default_factory=Counter[str])
     stories: list[tuple[str, Story]] = field(default_factory=list[tuple[str, Story]])
     _engines: dict[SimMover, Engine] = field(default_factory=dict[SimMover, Engine])
+    _deliveries: dict[str, int] = field(default_factory=dict[str, int])
+    _told: set[SimRequest] = field(default_factory=set[SimRequest])
 
     def violate(self, text: str) -> None:
         self.counts["violations"] += 1
@@ -47,6 +54,7 @@ class Judge:
 
     def engine_started(self, engine: Engine) -> None:
         self._engines[engine.mover] = engine
+        engine.core.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
 
     def engine_died(self, engine: Engine) -> None:
         """Whose memory is gone has no blocks to lose."""
@@ -70,6 +78,38 @@ class Judge:
                 )
                 return
             self.counts[f"writes landed {owned}"] += 1
+
+    def stepped(self, engine: Engine, scheduled_at: float) -> None:
+        """After a step: whoever has waited for remote KV long enough waits no more."""
+        role = engine.setup.link.role
+        if not isinstance(role, DecodeLink):
+            return
+        for request in engine.core.scheduler.waiting_for_kv():
+            over_s = scheduled_at - request.parked_at - role.remote_prefill_timeout_s
+            if over_s > 0 and request not in self._told:
+                self._told.add(request)
+                self.violate(
+                    f"{engine.setup.address}: {request.request_id} still waits for remote KV,"
+                    f" {over_s:.3f} s after its deadline"
+                )
+
+    # Jobs
+
+    def pulled(self, job: Job) -> None:
+        attempt = decode_job(job.payload).attempt
+        self._deliveries[attempt] = max(job.deliveries, self._deliveries.get(attempt, 0))
+
+    def prefill_worker_died(self, worker: PrefillWorker, lease_id: int, queued: set[str]) -> None:
+        """What it worked on, and nobody else has had yet, must still be on the queue."""
+        if worker._jobs is None:
+            return
+        for attempt, job in worker._jobs.working.items():
+            engine = self._engine(job.engine_id)
+            if engine is None or attempt in queued or self._deliveries.get(attempt) != 1:
+                continue
+            assert isinstance(engine.halves, DecodeHalves)
+            if engine.halves.waits_for(attempt, lease_id):
+                self.violate(f"the job of attempt {attempt} was lost with its worker")
 
     def unsettled(self) -> str | None:
         """What of the engines has not come to its end; None when all has."""
@@ -119,6 +159,10 @@ class Judge:
                     f"request {story.ask.request_id} of {client} ended"
                     f" {story.ended_at - due:.3f} s after its deadline: {story.ends[0]}"
                 )
+
+    def _engine(self, engine_id: str) -> Engine | None:
+        found = (e for e in self._engines.values() if e.setup.link.engine_id == engine_id)
+        return next(found, None)
 
     # Counts
 

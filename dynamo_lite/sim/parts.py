@@ -10,12 +10,12 @@ from typing import Any
 from dynamo_lite.components.config import QueueOptions, VllmWorkerConfig
 from dynamo_lite.components.vllm_parts import PREFILL_COMPONENT, queue_config
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
-from dynamo_lite.engine.sim.assembly import Assembly, EngineSetup
+from dynamo_lite.engine.sim.assembly import EngineSetup
 from dynamo_lite.engine.sim.core import SimModelConfig
 from dynamo_lite.engine.sim.engine import SimEngine
 from dynamo_lite.engine.sim.mover import Fabric
 from dynamo_lite.protocol import names
-from dynamo_lite.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.runtime.fence import Fence, MemoryFence
 from dynamo_lite.runtime.host import Host, ProcessSpec, Surroundings
 from dynamo_lite.runtime.messaging import Messaging
@@ -25,6 +25,7 @@ from dynamo_lite.sim.messaging import SimMessaging
 from dynamo_lite.sim.network import Network
 from dynamo_lite.sim.process import SimProcess
 from dynamo_lite.sim.queue import SimQueue
+from dynamo_lite.sim.shipped import Shipped
 from dynamo_lite.sim.store import SimStore
 from dynamo_lite.sim.supervisor import Slot
 
@@ -54,6 +55,29 @@ class Outside:
         )
 
 
+class Pulls:
+    """A queue whose pulled jobs the judge sees."""
+
+    def __init__(self, opened: AbstractAsyncContextManager[PrefillQueue], judge: Judge):
+        self._opened, self._judge = opened, judge
+
+    async def __aenter__(self) -> PrefillQueue:
+        queue = await self._opened.__aenter__()
+        pull = queue.pull
+
+        async def watched(*, timeout_s: float) -> Job | None:
+            job = await pull(timeout_s=timeout_s)
+            if job is not None:
+                self._judge.pulled(job)
+            return job
+
+        queue.pull = watched
+        return queue
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self._opened.__aexit__(*exc_info)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimParts:
     """Implements WorkerParts for one incarnation of a worker."""
@@ -61,7 +85,7 @@ class SimParts:
     network: Network
     fabric: Fabric
     judge: Judge
-    assembly: Assembly
+    shipped: Shipped
     model: SimModelConfig
     slot: Slot
     process: SimProcess
@@ -76,7 +100,8 @@ class SimParts:
     def open_queue(
         self, host: Host, options: QueueOptions
     ) -> AbstractAsyncContextManager[PrefillQueue]:
-        return Outside(self.network, host.spec.namespace).queue(queue_config(options))
+        opened = Outside(self.network, host.spec.namespace).queue(queue_config(options))
+        return self.shipped.queue(Pulls(opened, self.judge))
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
         role = DecodeLink(
@@ -119,7 +144,7 @@ class SimParts:
         return SimEngine(
             setup,
             home=self.slot,
-            assembly=self.assembly,
+            assembly=self.shipped,
             messaging=host.messaging,
             on_counts=self.judge.count_engine,
         )

@@ -5,9 +5,9 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from dynamo_lite.engine.sim.assembly import Assembly
 from dynamo_lite.sim.loop import START_S, SimulationStuck, VirtualLoop
 from dynamo_lite.sim.scenario import LOAD_FROM_S, Fault, Scenario, draw
+from dynamo_lite.sim.shipped import Shipped
 from dynamo_lite.sim.trace import Trace, log_to
 from dynamo_lite.sim.world import World
 
@@ -33,12 +33,12 @@ class Outcome:
     fingerprint: str = ""
 
 
-def play(seed: int, *, assembly: Assembly | None = None, trace: Trace | None = None) -> Outcome:
+def play(seed: int, *, shipped: Shipped | None = None, trace: Trace | None = None) -> Outcome:
     scenario = draw(seed)
     trace = trace or Trace()
     outcome = Outcome(seed, scenario)
     with VirtualLoop(seed, trace=trace) as loop, log_to(trace, logging.INFO):
-        world = World(loop, scenario, assembly or Assembly())
+        world = World(loop, scenario, shipped or Shipped())
         try:
             loop.run_until_complete(_play(world))
         except SimulationStuck as exc:

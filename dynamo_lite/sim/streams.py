@@ -49,6 +49,11 @@ class Streams:
         """Raises LookupError when there is no such stream, and what the queue raises."""
         return self._operations[operation](*arguments)
 
+    def payloads(self, name: str) -> list[bytes]:
+        """Of all jobs on a queue, for whoever checks it."""
+        stream = self._streams.get(name)
+        return [] if stream is None else stream.queue.payloads()
+
     def pull(self, connection: Connection, number: int, name: str, expires_s: float) -> None:
         """Sends ("job", number, ...) or ("no job", number) when there is one, or time is over."""
         stream = self._streams.get(name)

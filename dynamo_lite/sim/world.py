@@ -9,10 +9,10 @@ import msgspec
 from dynamo_lite.components.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
 from dynamo_lite.components.prefill_worker import PrefillWorker
 from dynamo_lite.components.vllm_worker import VllmWorker
-from dynamo_lite.engine.sim.assembly import Assembly
 from dynamo_lite.engine.sim.core import SimModelConfig
 from dynamo_lite.engine.sim.mover import Fabric, Wire
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.runtime.component import Component
 from dynamo_lite.runtime.host import Host, ProcessSpec, run_process
 from dynamo_lite.sim.client import SimFrontend, Story
@@ -25,6 +25,7 @@ from dynamo_lite.sim.network import Network
 from dynamo_lite.sim.parts import SimParts, surroundings
 from dynamo_lite.sim.process import SimProcess, State
 from dynamo_lite.sim.scenario import Ask, Scenario
+from dynamo_lite.sim.shipped import Shipped
 from dynamo_lite.sim.supervisor import Slot
 
 NAMESPACE = "sim"
@@ -42,6 +43,11 @@ class Nats:
     def start(self, *, wiped: bool = False) -> None:
         self.process: SimProcess = self._network.loop.add_process("nats")
         self.server = NatsServer(self._network, self.process)
+
+    def attempts(self) -> set[str]:
+        """Whose jobs are on the queue, waiting or pulled."""
+        payloads = self.server.streams.payloads(names.prefill_stream(NAMESPACE))
+        return {decode_job(payload).attempt for payload in payloads}
 
     def jobs(self) -> int:
         """On the prefill queue, waiting or pulled."""
@@ -97,8 +103,8 @@ class Watched:
 class World:
     """Make it, and use it, outside of every simulated process."""
 
-    def __init__(self, loop: VirtualLoop, scenario: Scenario, assembly: Assembly):
-        self.loop, self.scenario, self.assembly = loop, scenario, assembly
+    def __init__(self, loop: VirtualLoop, scenario: Scenario, shipped: Shipped):
+        self.loop, self.scenario, self.shipped = loop, scenario, shipped
         self.network = Network(loop)
         self.judge = Judge(lambda: loop.time(), lambda text: loop.trace.add(text))
         self.fabric = Fabric(
@@ -110,6 +116,7 @@ class World:
         self.nats, self.etcd = Nats(self.network), Etcd(self.network)
         self.slots = {name: Slot(loop, name, self.judge, self._main) for name in scenario.slots}
         self.clients: dict[str, SimFrontend] = {}
+        self.prefill: dict[str, PrefillWorker] = {}
         self.ready: set[str] = set()
         self.sabotage = Sabotage(
             self.network,
@@ -193,13 +200,15 @@ class World:
     ) -> Component:
         scenario = self.scenario
         if kind == "client":
-            client = self.clients[slot.name] = SimFrontend(spec, self._on_story(slot.name))
+            on_story = self._on_story(slot.name)
+            client = SimFrontend(spec, on_story, self.shipped.timeout_s)
+            self.clients[slot.name] = client
             return client
         parts = SimParts(
             network=self.network,
             fabric=self.fabric,
             judge=self.judge,
-            assembly=self.assembly,
+            shipped=self.shipped,
             model=self._model,
             slot=slot,
             process=process,
@@ -207,7 +216,9 @@ class World:
         )
         queue = QueueOptions(max_jobs=scenario.max_jobs, ack_wait_s=scenario.ack_wait_s)
         if kind == "prefill":
-            return PrefillWorker(_plain(PrefillWorkerConfig(queue=queue)), spec, parts)
+            made = _plain(PrefillWorkerConfig(queue=queue))
+            worker = self.prefill[slot.name] = self.shipped.prefill_worker(made, spec, parts)
+            return worker
         config = VllmWorkerConfig(
             max_local_prefill_length=_LOCAL_TOKENS,
             remote_prefill_timeout_s=scenario.remote_prefill_timeout_s,
@@ -229,6 +240,10 @@ class World:
         client = self.clients.pop(name, None)
         if client is not None:
             self.judge.client_died(name)
+        worker = self.prefill.pop(name, None)
+        host = self.slots[name].host
+        if worker is not None and host is not None and not self.nats.process.dead:
+            self.judge.prefill_worker_died(worker, host.lease.id, self.nats.attempts())
 
 
 def _plain(config: Any) -> dict[str, Any]:

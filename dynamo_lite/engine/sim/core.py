@@ -73,6 +73,8 @@ class SimCore:
             max_running=config.max_running,
         )
         self.steps = 0
+        #: Called after each step with the time at which it was scheduled.
+        self.on_step: Callable[[float], None] = lambda scheduled_at: None
         self._clock, self._deliver = clock, deliver
         self._added: list[SimRequest] = []
         self._aborted: list[str] = []
@@ -114,7 +116,8 @@ class SimCore:
 
     async def _step(self) -> None:
         config = self.config
-        plan = self.scheduler.schedule(self._clock.monotonic())
+        scheduled_at = self._clock.monotonic()
+        plan = self.scheduler.schedule(scheduled_at)
         if self.halves is not None:
             self.halves.before_forward(plan.step)
         tokens = plan.tokens
@@ -128,6 +131,7 @@ class SimCore:
             outputs.counts = merge(self.halves.take_counts())
         else:
             self._end_generated(plan)
+        self.on_step(scheduled_at)
         if outputs.deltas or outputs.counts:
             outputs.load = EngineLoad(
                 running=self.scheduler.running,

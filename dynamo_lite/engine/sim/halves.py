@@ -21,6 +21,7 @@ from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.remote_prefill.seams import Block
 from dynamo_lite.engine.sim.mover import SimMover
 from dynamo_lite.engine.sim.scheduler import Plan, SimRequest
+from dynamo_lite.policy.ledger import State
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.transfer.base import Write
 
@@ -74,6 +75,14 @@ class DecodeHalves:
     def held(self, attempt: str) -> Sequence[Block]:
         """The blocks that are kept back because the attempt's writer may still write."""
         return self.scheduler._held.get(attempt, ())
+
+    def waits_for(self, attempt: str, writer_lease_id: int) -> bool:
+        """Whether the attempt is wanted, and nobody but this writer could have claimed it."""
+        ledger = self.scheduler._book.ledger
+        state = ledger.state(attempt)
+        if state is State.QUEUED:
+            return True
+        return state is State.CLAIMED and ledger.writer(attempt) == writer_lease_id
 
     def unsettled(self) -> str | None:
         """What the halves still wait for, to read; None when nothing is left."""

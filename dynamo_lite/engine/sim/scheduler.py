@@ -48,6 +48,7 @@ class SimRequest:
     cached_tokens: int = 0
     external_tokens: int = 0
     waited_s: float = 0.0
+    parked_at: float = 0.0
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -153,6 +154,13 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return bool(request.blocks)
         return request.status is Status.PARKED and request.request_id not in self._arrived
+
+    def waiting_for_kv(self) -> list[SimRequest]:
+        return [
+            r
+            for r in self._holding
+            if r.status is Status.PARKED and r.request_id not in self._arrived
+        ]
 
     def add(self, request: SimRequest) -> None:
         self.requests[request.request_id] = request
@@ -310,7 +318,7 @@ class Scheduler:
             request.cached_tokens, request.external_tokens = cached, external
             request.waited_s = now - request.arrived
         if park:
-            request.status = Status.PARKED
+            request.status, request.parked_at = Status.PARKED, now
             return True
         request.status = Status.RUNNING
         self._running.append(request)
