@@ -133,6 +133,8 @@ def draw(seed: int) -> Scenario:
     prefill = rng.choices((1, 2, 3), (5, 4, 1))[0]
     clients = rng.choices((1, 2), (4, 1))[0]
     lease_ttl_s = rng.choice((3.0, 4.0, 5.0))
+    load_s = rng.uniform(5.0, 9.0)
+    bursts = [LOAD_FROM_S + rng.uniform(0, load_s) for _ in range(rng.randint(3, 8))]
     scenario = Scenario(
         seed=seed,
         profile=profile,
@@ -145,32 +147,35 @@ def draw(seed: int) -> Scenario:
         ack_wait_s=rng.uniform(1.0, 3.0),
         max_jobs=rng.choice((2, 8, 64)),
         slowest_write_s=rng.choice((0.01, 0.1, 0.8)),
-        token_s=rng.choice((0.0002, 0.001, 0.004)),
-        quiet_at_s=LOAD_FROM_S + rng.uniform(6.0, 12.0),
+        token_s=rng.choice((0.0002, 0.001, 0.004, 0.01)),
+        quiet_at_s=LOAD_FROM_S + load_s,
     )
-    return _with_load(_with_faults(scenario, rng), rng)
+    return _with_load(_with_faults(scenario, bursts, rng), bursts, rng)
 
 
-def _with_faults(scenario: Scenario, rng: random.Random) -> Scenario:
+def _with_faults(scenario: Scenario, bursts: Sequence[float], rng: random.Random) -> Scenario:
     kinds, most = _PROFILES[scenario.profile]
     count = rng.randint(1, most) if most else 0
-    faults = [_fault(scenario, rng.choice(kinds), rng) for _ in range(count)]
-    return replace(scenario, faults=tuple(sorted(faults, key=lambda f: f.at_s)))
+    faults = [_fault(scenario, rng.choice(kinds), bursts, rng) for _ in range(count)]
+    faults.sort(key=lambda fault: fault.at_s)
+    over_s = [fault.at_s + fault.for_s for fault in faults]
+    return replace(
+        scenario, faults=tuple(faults), quiet_at_s=max(scenario.quiet_at_s, *over_s, 0.0)
+    )
 
 
-def _fault(scenario: Scenario, kind: Kind, rng: random.Random) -> Fault:
-    at_s = rng.uniform(LOAD_FROM_S, scenario.quiet_at_s - 0.5)
-    left_s = scenario.quiet_at_s - at_s
-    # Half are shorter than a blink, the others around the time to live.
-    long_s = min(rng.uniform(0.3, 2.2) * scenario.lease_ttl_s, left_s)
-    for_s = min(rng.uniform(0.01, 0.5), left_s) if rng.random() < 0.4 else long_s
+def _fault(scenario: Scenario, kind: Kind, bursts: Sequence[float], rng: random.Random) -> Fault:
+    # Most come while there is work.
+    at_s = rng.choice(bursts) + 10 ** rng.uniform(-2, 0.3)
+    if rng.random() < 0.3:
+        at_s = rng.uniform(LOAD_FROM_S, scenario.quiet_at_s)
+    for_s = _duration(scenario.lease_ttl_s, rng)
     workers = [slot for slot in scenario.slots if not slot.startswith("client")]
     hosts = scenario.slots
+    if rng.random() < 0.1:
+        workers = hosts
     match kind:
-        case Kind.CRASH | Kind.DRAIN | Kind.REVOKE:
-            target = rng.choice(workers if rng.random() < 0.9 else hosts)
-            return Fault(at_s=at_s, kind=kind, target=target)
-        case Kind.ENGINE_CRASH:
+        case Kind.CRASH | Kind.DRAIN | Kind.REVOKE | Kind.ENGINE_CRASH:
             return Fault(at_s=at_s, kind=kind, target=rng.choice(workers))
         case Kind.PAUSE | Kind.COMPONENT_PAUSE | Kind.ENGINE_PAUSE:
             return Fault(at_s=at_s, kind=kind, target=rng.choice(workers), for_s=for_s)
@@ -182,26 +187,48 @@ def _fault(scenario: Scenario, kind: Kind, rng: random.Random) -> Fault:
         case Kind.WALL_JUMP:
             jump = rng.choice((-1, 1)) * 10 ** rng.uniform(-1, 4)
             return Fault(at_s=at_s, kind=kind, target=rng.choice(hosts), amount=jump)
+        case Kind.WEATHER:
+            amount = rng.choice((0.02, 0.1, 0.3))
+            return Fault(at_s=at_s, kind=kind, for_s=max(for_s, 0.5), amount=amount)
         case _:
-            amount = rng.choice((0.02, 0.1, 0.3)) if kind is Kind.WEATHER else 0.0
-            return Fault(at_s=at_s, kind=kind, for_s=max(for_s, 0.1), amount=amount)
+            return Fault(at_s=at_s, kind=kind, for_s=for_s)
 
 
-def _with_load(scenario: Scenario, rng: random.Random) -> Scenario:
+def _duration(lease_ttl_s: float, rng: random.Random) -> float:
+    """A blink, around a lease's time to live, or until everything that hangs on it is over."""
+    kind = rng.random()
+    if kind < 0.4:
+        return rng.uniform(0.01, 0.5)
+    if kind < 0.8:
+        return rng.uniform(0.3, 1.7) * lease_ttl_s
+    return rng.uniform(2.0, 2.6) * lease_ttl_s + 1.0
+
+
+def _with_load(scenario: Scenario, bursts: Sequence[float], rng: random.Random) -> Scenario:
     longest = min(120, 4 * (scenario.num_blocks - 1) - 20)
     prefixes = [_tokens(rng, rng.randint(4, longest // 2)) for _ in range(3)]
+
+    def prompt() -> tuple[int, ...]:
+        shared = rng.choice(prefixes) if rng.random() < 0.5 else ()
+        room = longest - len(shared)
+        return shared + _tokens(rng, rng.randint(1, min(room, rng.choice((8, 24, room)))))
+
     asks: list[Ask] = []
-    bursts = [rng.uniform(LOAD_FROM_S, scenario.quiet_at_s) for _ in range(rng.randint(3, 8))]
-    for number in range(rng.randint(12, 30)):
-        prompt = rng.choice(prefixes) if rng.random() < 0.5 else ()
-        room = longest - len(prompt)
-        prompt += _tokens(rng, rng.randint(1, min(room, rng.choice((8, 24, room)))))
-        asks.append(_ask(scenario, rng, number, prompt, rng.choice(bursts)))
+    for number in range(rng.randint(10, 26)):
+        at_s = rng.choice(bursts) + abs(rng.gauss(0, 0.2))
+        asks.append(ask := _ask(scenario, rng, f"r{number}", prompt(), at_s))
+        if ask.cancel_after_s is not None and rng.random() < 0.4:
+            # Its client has lost patience, and asks again under the same id.
+            again_s = at_s + ask.cancel_after_s + 10 ** rng.uniform(-3, 0)
+            tokens = ask.prompt if rng.random() < 0.5 else prompt()
+            asks.append(
+                replace(_ask(scenario, rng, ask.request_id, tokens, again_s), client=ask.client)
+            )
     return replace(scenario, asks=tuple(sorted(asks, key=lambda a: a.at_s)))
 
 
 def _ask(
-    scenario: Scenario, rng: random.Random, number: int, prompt: Sequence[int], burst_s: float
+    scenario: Scenario, rng: random.Random, request_id: str, prompt: tuple[int, ...], at_s: float
 ) -> Ask:
     mode = rng.choices(("greedy", "seeded", "plain"), (6, 2, 1))[0]
     sampling = Sampling(
@@ -212,13 +239,11 @@ def _ask(
     cancel = None
     if rng.random() < 0.25:
         cancel = rng.choice((10 ** rng.uniform(-4, 0), rng.uniform(0, 1), rng.uniform(0, 8)))
-    # Some ids come back: a client that has lost interest asks the same again.
-    reused = number >= 4 and rng.random() < 0.1
     return Ask(
-        at_s=burst_s + abs(rng.gauss(0, 0.2)),
+        at_s=at_s,
         client=rng.randrange(scenario.clients),
-        request_id=f"r{number - rng.randint(1, 4) if reused else number}",
-        prompt=tuple(prompt),
+        request_id=request_id,
+        prompt=prompt,
         sampling=sampling,
         timeout_s=rng.uniform(12.0, 25.0),
         cancel_after_s=cancel,

@@ -99,7 +99,7 @@ class Assembly:
             bridges.append(TaskBridge(session))
             return bridges[0]
 
-        scheduler = DecodeScheduler(
+        scheduler = self.decode_scheduler(
             setup.link,
             setup.config.block_size,
             outside=setup.outside,
@@ -111,6 +111,9 @@ class Assembly:
         scheduler.bind_block_pool(pool)
         scheduler.metadata = metadata
         return DecodeHalves(scheduler, DecodeRank(mover), bridges[0], setup.config.block_size)
+
+    #: Makes a decode engine's scheduler half.
+    decode_scheduler: type[DecodeScheduler] = DecodeScheduler
 
     def ledger(self, setup: EngineSetup) -> Ledger:
         return Ledger(writer_grace_s=setup.link.lease_ttl_s)
