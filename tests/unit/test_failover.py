@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from dynamo_lite.policy.migration import Continue, Plan, Replay, Stay
@@ -30,7 +31,7 @@ A = request_of("a")
 async def test_an_answer_without_faults_is_passed_on_as_it_comes():
     async with cluster() as (fake, client):
         await client.submit(A, movable=CONTINUE)
-        assert fake.workers[1].asked == [A]
+        assert fake.workers[1].asked == [msgspec.structs.replace(A, request_id="a~1")]
         await to_the_end(client)
         assert fake.tokens("a") == answer_to(A)
         assert fake.ends == [("a", "length")]
@@ -130,7 +131,7 @@ async def test_without_a_worker_a_lost_request_waits_for_the_next():
         assert fake.ends == []
         fake.start(1)
         await asyncio.sleep(0)
-        assert fake.running() == {1: ["a~1"]}
+        assert fake.running() == {1: ["a~2"]}
         await to_the_end(client)
         assert fake.tokens("a") == answer_to(A)
 
@@ -153,11 +154,11 @@ async def test_a_move_asks_the_busy_and_the_lost_one_again():
     async with cluster() as (fake, client):
         await client.submit(A, movable=CONTINUE)
         fake.workers[2].refusal = Refused("full", elsewhere=True, busy=True)
-        client.take_lost(["a"], "cut")  # it is alive: its own connection broke
+        client.take_lost(["a~1"], "cut")  # it is alive: its own connection broke
         fake.workers[1].running.clear()
         await steps(0)
-        assert [r.request_id for r in fake.workers[1].asked] == ["a", "a~2"]
-        assert [r.request_id for r in fake.workers[2].asked] == ["a~1"]
+        assert [r.request_id for r in fake.workers[1].asked] == ["a~1", "a~3"]
+        assert [r.request_id for r in fake.workers[2].asked] == ["a~2"]
         await to_the_end(client)
         assert fake.tokens("a") == answer_to(A)
 
@@ -178,17 +179,31 @@ async def test_a_worker_that_wakes_up_disturbs_nobody():
 
 
 @virtual
+async def test_an_id_that_a_caller_uses_again_is_another_one_on_the_wire():
+    async with cluster(1) as (fake, client):
+        await client.submit(A, movable=CONTINUE)
+        await steps(2)
+        await client.abort(["a"])
+        await client.submit(A, movable=CONTINUE)
+        client.take_deltas([TokenDelta(request_id="a~1", token_ids=[1], finish_reason="length")])
+        await to_the_end(client)
+        assert [r.request_id for r in fake.workers[1].asked] == ["a~1", "a~2"]
+        assert fake.ends == [("a", "length")]
+        assert fake.tokens("a")[-len(answer_to(A)) :] == answer_to(A)
+
+
+@virtual
 async def test_a_loss_before_the_answer_to_the_request():
     """Deltas and losses travel faster than the acceptance."""
     async with cluster() as (fake, client):
         fake.workers[1].accepts_after_s = 0.5
         submitting = asyncio.create_task(client.submit(A, movable=CONTINUE))
         await asyncio.sleep(0.1)
-        client.take_deltas([first := TokenDelta(request_id="a", token_ids=[token(A, 0)])])
-        client.take_lost(["a"], "cut")
+        client.take_deltas([TokenDelta(request_id="a~1", token_ids=[token(A, 0)])])
+        client.take_lost(["a~1"], "cut")
         fake.workers[1].refusal = NoResponders("gone")
         await submitting
         await to_the_end(client)
-        assert fake.deltas["a"][0] == first
+        assert fake.deltas["a"][0] == TokenDelta(request_id="a", token_ids=[token(A, 0)])
         assert fake.tokens("a") == answer_to(A)
-        assert [r.request_id for r in fake.workers[2].asked] == ["a~1"]
+        assert [r.request_id for r in fake.workers[2].asked] == ["a~2"]

@@ -173,7 +173,7 @@ async def test_a_worker_s_own_deadline_is_told_as_one():
     async with cluster() as (fake, client):
         await client.submit(request_of("a", timeout_s=2.0), movable=CONTINUE)
         await asyncio.sleep(1.95)
-        client.take_deltas([TokenDelta(request_id="a", token_ids=[], finish_reason="abort")])
+        client.take_deltas([TokenDelta(request_id="a~1", token_ids=[], finish_reason="abort")])
         assert fake.ends == [("a", "DeadlineExceeded")]
 
 

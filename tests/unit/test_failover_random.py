@@ -116,7 +116,11 @@ async def life(seed: int, events: list[tuple[str, float]]) -> None:
         await lived.mend()
         assert repr(client) == "<FailoverClient requests=0 attempts=0 tasks=0>"
         answered = sorted(i for i, how in fake.ends if how == "length")
-        assert sorted(i.partition("~")[0] for i in fake.finished) == answered
+        # Whoever leaves in the very step of the last delta may or may not have it.
+        finished = sorted(i.partition("~")[0] for i in fake.finished)
+        assert [i for i in finished if i not in lived.left] == [
+            i for i in answered if i not in lived.left
+        ]
         for request_id, caller in lived.callers.items():
             assert caller.done()
             ends = [how for i, how in fake.ends + lived.told if i == request_id]

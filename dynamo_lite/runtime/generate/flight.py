@@ -28,7 +28,6 @@ class Flight:
         self.plan = plan
         self.deadline = deadline
         self.wire_id = ""
-        self.sends = 0
         self.moves = 0
         self.over = False
         self.avoid = -1
@@ -62,7 +61,6 @@ class Flight:
     def attempt(self, wire_id: str, member: EndpointRecord, now: float) -> GenerateRequest:
         """Begins an attempt: the request as `member` shall get it at time `now`."""
         self.wire_id, self.member = wire_id, member
-        self.sends += 1
         changes: dict[str, Any] = {}
         if wire_id != self.request_id:
             changes["request_id"] = wire_id

@@ -52,6 +52,7 @@ class Placer:
         self._messaging = messaging
         self._hold_s = hold_s
         self._move_wait_s = move_wait_s
+        self._sends = 0
         self._settled_at = 0.0
 
     def reconnected(self) -> None:
@@ -153,12 +154,10 @@ class Placer:
             raise
 
     def _wire_id(self, flight: Flight) -> str:
-        number = flight.sends
-        wire_id = flight.request_id if number == 0 else f"{flight.request_id}~{number}"
-        while wire_id in self.attempts:
-            number += 1
-            wire_id = f"{flight.request_id}~{number}"
-        return wire_id
+        """Numbered over all requests: a caller may use an id again, and deltas of the
+        request that had it before may still be on their way."""
+        self._sends += 1
+        return f"{flight.request_id}~{self._sends}"
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -1,0 +1,152 @@
+"""The shipped parts with one safety taken away: what the simulation must find.
+
+They show that its invariants can fail, and run nowhere else.
+"""
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.components.parts import WorkerParts
+from dynamo_lite.components.prefill_worker import PrefillWorker
+from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.engine.remote_prefill.seams import Prompt
+from dynamo_lite.engine.sim.assembly import EngineSetup
+from dynamo_lite.engine.sim.mover import SimMover
+from dynamo_lite.policy.instructions import Instruction, Outcome
+from dynamo_lite.policy.ledger import Ledger, Refusal
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.queue.base import Job, PrefillQueue
+from dynamo_lite.runtime.host import Host, ProcessSpec
+from dynamo_lite.sim.shipped import Shipped
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+
+class AckOnDequeue(Shipped):
+    """A job is acknowledged when it is pulled, not when it is over."""
+
+    @contextlib.asynccontextmanager
+    async def queue(
+        self, opened: AbstractAsyncContextManager[PrefillQueue]
+    ) -> AsyncIterator[PrefillQueue]:
+        async with opened as queue:
+            pull = queue.pull
+
+            async def hasty(*, timeout_s: float) -> Job | None:
+                job = await pull(timeout_s=timeout_s)
+                if job is not None:
+                    await job.ack()
+                return job
+
+            queue.pull = hasty
+            yield queue
+
+
+class NoClaim(Shipped):
+    """A writer is granted what it asks for, and nobody takes note of it."""
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _NoClaim(setup.link.lease_ttl_s)
+
+
+class _NoClaim(Ledger):
+    def claim(self, attempt: str, writer_lease_id: int, now: float) -> Refusal | None:
+        return None
+
+
+class NoQuarantine(Shipped):
+    """Blocks of a withdrawn attempt are free at once, whoever may be writing."""
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _NoQuarantine(setup.link.lease_ttl_s)
+
+
+class _NoQuarantine(Ledger):
+    def _withdraw(self, entry: Any, outcome: Outcome) -> list[Instruction]:
+        entry.writer_done = True
+        return super()._withdraw(entry, outcome)
+
+
+class NoFence(Shipped):
+    """A writer does not look whether its lease lives."""
+
+    def prefill_rank(
+        self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
+    ) -> PrefillRank:
+        rank = super().prefill_rank(setup, mover, metadata)
+        rank._alive = lambda: True
+        return rank
+
+
+class MetadataByAddress(Shipped):
+    """A decode engine is known by where it is, not by which incarnation it is."""
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerParts
+    ) -> PrefillWorker:
+        return _ByAddressWorker(config, spec, parts)
+
+
+class _ByAddressWorker(PrefillWorker):
+    async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
+        await super()._open_directory(host, engine)
+        return _ByAddress(host.store, host.spec.namespace)
+
+
+class _ByAddress(MetadataDirectory):
+    async def get(self, engine_id: str) -> EngineMetadata | None:
+        found = await super().get(engine_id)
+        if found is None:
+            return None
+        met = self._met.setdefault(found.ranks[0].agent, found)
+        return msgspec.structs.replace(met, engine_id=engine_id)
+
+    @property
+    def _met(self) -> dict[bytes, EngineMetadata]:
+        return self.__dict__.setdefault("met", {})
+
+
+class _NoAttemptId(DecodeScheduler):
+    def _ask(
+        self, request: Prompt, block_ids: Sequence[int], external: int, decided: float
+    ) -> None:
+        self._new_attempt = lambda: request.request_id.rpartition("#")[0]
+        super()._ask(request, block_ids, external, decided)
+
+
+class NoAttemptId(Shipped):
+    """A remote prefill goes by the caller's request id, however often that is tried."""
+
+    decode_scheduler = _NoAttemptId
+
+
+class NoDeadline(Shipped):
+    """A decode engine waits for remote KV as long as it takes."""
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _NoDeadline(setup.link.lease_ttl_s)
+
+
+class _NoDeadline(Ledger):
+    def allocated(
+        self, request_id: str, attempt: str, block_ids: tuple[int, ...], deadline: float
+    ) -> None:
+        super().allocated(request_id, attempt, block_ids, math.inf)
+
+
+#: By the name that the command line takes.
+MUTANTS: dict[str, type[Shipped]] = {
+    "ack-on-dequeue": AckOnDequeue,
+    "no-claim": NoClaim,
+    "no-quarantine": NoQuarantine,
+    "no-fence": NoFence,
+    "metadata-by-address": MetadataByAddress,
+    "no-attempt-id": NoAttemptId,
+    "no-deadline": NoDeadline,
+}
