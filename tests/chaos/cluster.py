@@ -137,6 +137,7 @@ class Cluster:
     async def _start(self, label: str, service: str) -> None:
         options = [f"--Frontend.port={self.port}", *self._options]
         options += ["--nats-url", self.nats.url, "--etcd-url", self.etcd.url]
+        options += [f"--{service}.ServiceArgs.workers=1"] if service else []
         graph = Graph(self.directory / (label or "graph"), CONFIG, options, service)
         # From this thread: the kernel's death signal comes with the end of a thread.
         graph.start()
