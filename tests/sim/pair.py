@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.components.prefill_jobs import PrefillJobs
+from dynamo_lite.engine.remote_prefill.counts import DROPPED
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
 from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.engine.sim.core import SimModelConfig
@@ -24,7 +26,9 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
+from dynamo_lite.runtime.beat import HealthBeat
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.sim.loop import VirtualLoop
 from dynamo_lite.transfer.directory import MetadataDirectory
@@ -74,6 +78,7 @@ class Pair:
         self.counts: dict[str, Any] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
+        self.drops: Counter[str] = Counter()
         self.alive = True
 
     def start_engine(
@@ -84,7 +89,9 @@ class Pair:
 
     def _count(self, counts: dict[str, Any]) -> None:
         for name, value in counts.items():
-            if isinstance(value, list):
+            if name.startswith(f"{DROPPED}/"):
+                self.drops[name.partition("/")[2]] += value
+            elif isinstance(value, list):
                 self.counts.setdefault(name, []).extend(value)
             else:
                 self.counts[name] = self.counts.get(name, 0) + value
@@ -141,16 +148,30 @@ class Pair:
             ack_wait_s=QUEUE.ack_wait_s,
             queue=await self.stack.enter_async_context(self.servers.queue(QUEUE)),
             engine=self.prefill,
-            directory=MetadataDirectory(store, "t"),
+            directory=MetadataDirectory(store, "t", self._drop),
             messaging=self.servers.messaging(),
             registry=CollectorRegistry(),
             clock=self.clock,
+            on_drop=self._drop,
+        )
+        on_cancel = counted(self.jobs.on_cancel, "cancel", self._drop)
+        cancel = names.cancel_subject("t", 2)
+        await self.stack.enter_async_context(self.servers.messaging().serve(cancel, on_cancel))
+        beat = HealthBeat(
+            self.servers.messaging(),
+            namespace="t",
+            component="PrefillWorker",
+            lease_id=2,
+            verdict=lambda: (True, ""),
         )
         works = (self._read(), self.prefill.run_prefills(), self.jobs.run(), self.jobs.run())
-        self.driving = [asyncio.create_task(work) for work in works]
+        self.driving = [asyncio.create_task(work) for work in (*works, beat.run())]
         for task in self.driving:
             self.stack.push_async_callback(_end, task)
         await asyncio.sleep(1.0)
+
+    def _drop(self, where: str) -> None:
+        self.drops[where] += 1
 
     async def _read(self) -> None:
         async for deltas in self.decode.steps():

@@ -1,0 +1,284 @@
+"""Hostile messages on every subject, on the queue and among the notices, while requests run.
+
+Two simulated engines of the shipped parts compute real answers out of real blocks:
+a block that was freed too early, written twice or never given back shows.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo_lite.engine.sim.model import first_wrong
+from dynamo_lite.engine.sim.mover import Wire
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import Decoder, encode_sealed
+from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
+from dynamo_lite.protocol.health import decode_beat
+from dynamo_lite.protocol.prefill import (
+    CancelAttempt,
+    Claim,
+    Committed,
+    Leave,
+    RemotePrefillRequest,
+    WriterDone,
+    WriterStays,
+    decode_cancel_attempt,
+    decode_claim,
+    decode_committed,
+    decode_job,
+    decode_leave,
+    decode_writer_done,
+    decode_writer_stays,
+)
+from dynamo_lite.queue.memory import MemoryQueue
+from dynamo_lite.sim.invariants import Judge
+from tests.hostile import SEAL_BYTES, Spoiler
+from tests.sim.pair import GREEDY, QUEUE, Pair, play, tokens
+
+FUZZ = settings(deadline=None, derandomize=True)
+
+
+def _done(attempt: str, outcome: Any, lease_id: int) -> WriterDone:
+    return WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=lease_id)
+
+
+#: What somebody else's graph might send: well-formed and sealed, and about nothing here.
+FOREIGN: tuple[tuple[str, Any], ...] = (
+    ("claim", Claim(attempt="foreign", writer_lease_id=2)),
+    ("writer_done", _done("foreign", "failed", 2)),
+    ("writer_stays", WriterStays(attempt="foreign", writer_lease_id=2, for_s=60.0)),
+    ("cancel", CancelAttempt(attempt="foreign", engine_id="e1")),
+    ("leave", Leave(lease_id=2)),
+    ("notice", Committed(attempt="foreign", rank=0, num_blocks=3)),
+    (
+        "job",
+        RemotePrefillRequest(
+            engine_id="e1",
+            request_id="foreign",
+            attempt="foreign",
+            prompt_token_ids=[1, 2, 3],
+            num_computed_tokens=0,
+            block_ids=[0, 1],
+            deadline=1e9,
+        ),
+    ),
+)
+
+
+DECODERS: dict[str, Decoder[Any]] = {
+    "claim": decode_claim,
+    "writer_done": decode_writer_done,
+    "writer_stays": decode_writer_stays,
+    "leave": decode_leave,
+    "cancel": decode_cancel_attempt,
+    "beat": decode_beat,
+    "job": decode_job,
+    "notice": decode_committed,
+}
+
+
+class Attack:
+    """Sends what `rng` chooses to all that listens around `pair`, and counts what is no message."""
+
+    def __init__(self, pair: Pair, rng: Random):
+        self.pair, self.rng = pair, rng
+        self.broken: Counter[str] = Counter()
+        self.pool: list[bytes] = []
+        self.seen: list[tuple[str, bytes]] = []
+        self.spoiler = Spoiler(rng, self.pool)
+        metadata = pair.decode.metadata
+        assert metadata is not None
+        engine = "t", metadata.engine_id
+        self.subjects = {
+            "claim": names.claim_subject(*engine),
+            "writer_done": names.writer_done_subject(*engine),
+            "writer_stays": names.writer_stays_subject(*engine),
+            "leave": names.leave_subject(*engine),
+            "describe": names.describe_subject(*engine),
+            "cancel": names.cancel_subject("t", 2),
+            "beat": names.health_subject("t", "PrefillWorker"),
+        }
+        self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)
+        for where, message in FOREIGN:
+            self._remember(where, encode_sealed(message))
+        self._listen()
+
+    def _remember(self, where: str, payload: bytes) -> None:
+        if where == "describe":
+            return
+        self.pool.append(payload)
+        self.seen.append((where, payload))
+
+    def _listen(self) -> None:
+        """True messages are remembered: to be sent again, and to be tampered with."""
+        messaging = self.pair.servers.messaging()
+        self.publish, self.request, self.push = (
+            messaging.publish,
+            messaging.request,
+            MemoryQueue.push,
+        )
+        for method in ("publish", "request"):
+            setattr(messaging, method, self._remembering(getattr(messaging, method)))
+        mover: Any = self.pair.fabric.agents["decode"]
+        take = mover.notices
+
+        def notices() -> list[bytes]:
+            taken = take()
+            for payload in taken:
+                if self._judge("notice", payload):
+                    self._remember("notice", payload)
+            return taken
+
+        mover.notices = notices
+
+        async def remember_and_push(queue: MemoryQueue, payload: bytes, *, message_id: str) -> int:
+            self._remember("job", payload)
+            return await self.push(queue, payload, message_id=message_id)
+
+        pair = self.pair
+        pair.stack.enter_context(patch.object(MemoryQueue, "push", remember_and_push))
+
+    def _remembering(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        async def remembered(subject: str, payload: bytes, **more: Any) -> Any:
+            for where, known in self.subjects.items():
+                if known == subject:
+                    self._remember(where, payload)
+            return await send(subject, payload, **more)
+
+        return remembered
+
+    async def run(self, messages: int) -> None:
+        places = (*self.subjects, "job", "notice")
+        for _ in range(messages):
+            await asyncio.sleep(self.rng.choice((0.0, 0.001, 0.02, 0.1)))
+            where, payload = self.rng.choice(self.kinds)()
+            if self.rng.random() < 0.2:
+                where = self.rng.choice(places)
+            await self._send(where, payload)
+
+    def _replayed(self) -> tuple[str, bytes]:
+        return self.rng.choice(self.seen)
+
+    def _spoiled(self) -> tuple[str, bytes]:
+        where, payload = self.rng.choice(self.seen)
+        return where, self.spoiler.spoil(payload)
+
+    def _readdressed(self) -> tuple[str, bytes]:
+        """A true message with another attempt in it, or with other blocks."""
+        where, payload = self.rng.choice(self.seen)
+        seal, data = payload[:SEAL_BYTES], payload[SEAL_BYTES:]
+        fields: dict[str, Any] = msgspec.msgpack.decode(data) if where != "beat" else {}
+        fields["attempt"] = self._attempt()
+        if "outcome" in fields:
+            fields["outcome"] = self.rng.choice(("written", "failed", "abandoned"))
+        if "block_ids" in fields:
+            self.rng.shuffle(fields["block_ids"])
+        return where, seal + msgspec.msgpack.encode(fields)
+
+    def _attempt(self) -> str:
+        return self.rng.choice((*self.attempts[-3:], *self.attempts, "none"))
+
+    def _foreign(self) -> tuple[str, bytes]:
+        """About a true attempt, from somebody who has nothing to do with it."""
+        attempt = self._attempt()
+        where, word = self.rng.choice(
+            (
+                ("claim", Claim(attempt=attempt, writer_lease_id=99)),
+                ("writer_done", _done(attempt, "written", 99)),
+                ("writer_done", _done(attempt, "abandoned", 0)),
+                (
+                    "writer_stays",
+                    WriterStays(attempt=attempt, writer_lease_id=99, for_s=0.001),
+                ),
+                ("cancel", CancelAttempt(attempt=attempt, engine_id="e9")),
+                ("leave", Leave(lease_id=2)),
+            )
+        )
+        return where, encode_sealed(word)
+
+    @property
+    def attempts(self) -> list[str]:
+        """Those that were ever asked for."""
+        halves: Any = self.pair.engines["decode"].halves
+        return list(halves.asked)
+
+    async def _send(self, where: str, payload: bytes) -> None:
+        if where == "beat" and self._is_its_beat(payload):
+            return
+        if not self._judge(where, payload):
+            self.broken[where] += 1
+        if where == "job":
+            async with self.pair.servers.queue(QUEUE) as queue:
+                await self.push(queue, payload, message_id=self.rng.randbytes(8).hex())
+        elif where == "notice":
+            self.pair.fabric.agents["decode"].inbox.append(payload)
+        elif self.rng.random() < 0.5:
+            await self.publish(self.subjects[where], payload)
+        else:
+            with contextlib.suppress(DynamoLiteError):
+                await self.request(self.subjects[where], payload, timeout_s=0.1)
+
+    def _judge(self, where: str, payload: bytes) -> bool:
+        """Whether it is a message that can be read there."""
+        try:
+            if where in DECODERS:
+                DECODERS[where](payload)
+        except ProtocolError:
+            return False
+        return True
+
+    def _is_its_beat(self, payload: bytes) -> bool:
+        """It may take the worker out of rotation: that is what beats are for, and they are
+        not sealed."""
+        return self._judge("beat", payload) and decode_beat(payload).lease_id == 2
+
+
+async def ask(pair: Pair, rng: Random) -> dict[str, list[int]]:
+    """Requests of all lengths, some of which are given up; the others' prompts are returned."""
+    asked: dict[str, list[int]] = {}
+    for number in range(12):
+        name = f"r{number}"
+        asked[name] = tokens(number, 12 + 9 * number)
+        await pair.submit(name, asked[name], GREEDY)
+        await asyncio.sleep(rng.choice((0.0, 0.05, 0.3)))
+        if rng.random() < 0.3:
+            await pair.decode.abort([name])
+            del asked[name]
+    return asked
+
+
+@settings(FUZZ, max_examples=40)
+@given(rng=st.integers(0, (1 << 32) - 1).map(Random))
+def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
+    async def script(pair: Pair) -> None:
+        judge = Judge(asyncio.get_running_loop().time, lambda _: None)
+        judge.engine_started(pair.engines["decode"])
+        pair.fabric.on_landing = judge.landing
+        attack = Attack(pair, rng)
+        attacking = asyncio.create_task(attack.run(120))
+        asked = await ask(pair, rng)
+        await pair.until(lambda: asked.keys() <= pair.ended.keys())
+        for name, prompt in asked.items():
+            assert len(pair.got[name]) == GREEDY.max_tokens
+            assert first_wrong(prompt, GREEDY, pair.got[name]) is None
+        await attacking
+        assert judge.violations == []
+        await pair.until(lambda: not pair.jobs.working)
+        await pair.until(lambda: not any(e.core.pool.taken() for e in pair.engines.values()))
+        judge.check_caches()
+        assert judge.violations == [] and judge.unsettled() is None
+        await pair.submit("after", tokens(99, 50), GREEDY)
+        await pair.until(lambda: "after" in pair.ended)
+        assert first_wrong(tokens(99, 50), GREEDY, pair.got["after"]) is None
+        # An engine's counts come up with its steps.
+        assert not attack.broken - pair.drops
+
+    play(script, wire=Wire(slowest_s=0.3), num_blocks=200)

@@ -1,0 +1,96 @@
+"""Messages that nobody should have sent: noise, and true ones that were tampered with."""
+
+import math
+from random import Random
+from typing import Any
+
+import msgspec
+
+SEAL_BYTES = 8
+
+#: What a field is replaced with.
+_ODD: tuple[Any, ...] = (
+    None, True, "", "x", "\n", "a" * 70, "../..", "e.*", b"", b"\xff" * 9, [], {}, [[]],
+    0, 1, -1, 7, 1 << 31, (1 << 63) - 1, 1 << 63, -(1 << 63), 0.5, 1e300, math.inf, math.nan,
+)  # fmt: skip
+
+
+class Spoiler:
+    """Tampers with messages, as `rng` says. pool: other true messages to take parts from."""
+
+    def __init__(self, rng: Random, pool: list[bytes] | None = None):
+        self._rng = rng
+        self._pool = pool if pool is not None else []
+
+    def spoil(self, message: bytes) -> bytes:
+        """Perhaps still a message; perhaps even the same."""
+        return self._rng.choice((self._noise, self._bits, self._cut, self._fields))(message)
+
+    def replay(self) -> bytes:
+        return self._rng.choice(self._pool) if self._pool else b""
+
+    def _noise(self, _message: bytes) -> bytes:
+        return self._rng.randbytes(self._rng.choice((0, 1, 4, 30, 300)))
+
+    def _bits(self, message: bytes) -> bytes:
+        damaged = bytearray(message)
+        for _ in range(self._rng.choice((1, 1, 2, 8)) if damaged else 0):
+            damaged[self._rng.randrange(len(damaged))] ^= 1 << self._rng.randrange(8)
+        return bytes(damaged)
+
+    def _cut(self, message: bytes) -> bytes:
+        at = self._rng.randint(0, len(message))
+        return self._rng.choice((message[:at], message[at:], message + message[:at], message * 2))
+
+    def _fields(self, message: bytes) -> bytes:
+        """Well-formed, with a field or two changed, dropped or taken from another message.
+
+        A seal stays what it was.
+        """
+        json = message[:1] == b"{"
+        codec = msgspec.json if json else msgspec.msgpack
+        for seal in (0, SEAL_BYTES):
+            try:
+                value = codec.decode(message[seal:])
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            for _ in range(self._rng.randint(1, 2)):
+                value = self._change(value, json)
+            try:
+                return message[:seal] + codec.encode(value)
+            except (TypeError, OverflowError, UnicodeEncodeError):
+                break
+        return self._bits(message)
+
+    def _change(self, value: Any, json: bool) -> Any:
+        """One place in `value`, at any depth, is changed."""
+        if isinstance(value, dict) and value and self._rng.random() < 0.9:
+            key = self._rng.choice(sorted(value, key=str))
+            changed = dict(value)
+            if self._rng.random() < 0.1:
+                del changed[key]
+            else:
+                changed[key] = self._change(value[key], json)
+            return changed
+        if isinstance(value, list) and value and self._rng.random() < 0.8:
+            at = self._rng.randrange(len(value))
+            return [*value[:at], self._change(value[at], json), *value[at + 1 :]]
+        return self._other(value, json)
+
+    def _other(self, value: Any, json: bool) -> Any:
+        if isinstance(value, int) and self._rng.random() < 0.5:
+            return value + self._rng.choice((-1, 1, 16, 1 << 20))
+        if self._pool and not json and self._rng.random() < 0.3:
+            return self._borrowed(value)
+        odd = self._rng.choice(_ODD)
+        return repr(odd) if json and isinstance(odd, bytes) else odd
+
+    def _borrowed(self, value: Any) -> Any:
+        """A field of the same type out of another message: another attempt's id, say."""
+        try:
+            other = msgspec.msgpack.decode(self._rng.choice(self._pool)[SEAL_BYTES:])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return value
+        fields = other.values() if isinstance(other, dict) else ()
+        same = [field for field in fields if type(field) is type(value)]
+        return self._rng.choice(same) if same else value
