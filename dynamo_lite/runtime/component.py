@@ -16,7 +16,7 @@ from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
-from dynamo_lite.runtime.drops import DropCounter
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
@@ -96,6 +96,7 @@ class Host:
         report: Report,
         stop: StopRequest,
         clock: Clock = SYSTEM_CLOCK,
+        drops: OnDrop = uncounted,
     ):
         self.spec = spec
         self.store = store
@@ -103,7 +104,7 @@ class Host:
         self.lease = lease
         self.registry = registry
         self.clock = clock
-        self.drops = DropCounter(registry)
+        self.drops = drops
         self.status_url = ""
         self._report = report
         self._stop = stop

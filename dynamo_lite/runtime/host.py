@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.component import Component, Host, ProcessSpec, Report
-from dynamo_lite.runtime.drops import OnDrop
+from dynamo_lite.runtime.drops import DropCounter, OnDrop
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging
@@ -52,8 +52,8 @@ class Surroundings:
     open_store: Callable[[ProcessSpec], AbstractAsyncContextManager[Store]] = lambda spec: (
         EtcdStore(spec.etcd_url)
     )
-    open_messaging: Callable[[ProcessSpec], AbstractAsyncContextManager[Messaging]] = lambda spec: (
-        NatsMessaging(spec.nats_url)
+    open_messaging: Callable[[ProcessSpec, OnDrop], AbstractAsyncContextManager[Messaging]] = (
+        lambda spec, on_drop: NatsMessaging(spec.nats_url, on_drop=on_drop)
     )
     open_status: Callable[
         [ProcessSpec, Health, CollectorRegistry, OnDrop], AbstractAsyncContextManager[Status]
@@ -112,9 +112,9 @@ class _Process:
         self._report({"state": "starting", "detail": "connecting"})
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        around = self._surroundings
+        around, drops = self._surroundings, DropCounter(registry)
         store = await stack.enter_async_context(around.open_store(self._spec))
-        messaging = await stack.enter_async_context(around.open_messaging(self._spec))
+        messaging = await stack.enter_async_context(around.open_messaging(self._spec, drops))
         lease = await stack.enter_async_context(store.lease(self._spec.lease_ttl_s))
         self.host = Host(
             self._spec,
@@ -125,10 +125,11 @@ class _Process:
             report=self._report,
             stop=self._stop,
             clock=around.clock,
+            drops=drops,
         )
         _add_gauges(registry, lease, messaging)
         status = await stack.enter_async_context(
-            around.open_status(self._spec, self._health, registry, self.host.drops)
+            around.open_status(self._spec, self._health, registry, drops)
         )
         self.host.status_url = status.url
         # Outlives the owned tasks' failures: it decides between their code and its own.

@@ -20,6 +20,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url, redact
 from dynamo_lite.runtime.dispatch import Dispatcher, Reply
+from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
 from dynamo_lite.runtime.nats_client import PersistentClient
@@ -39,8 +40,16 @@ class NatsMessaging:
     run at a time.
     """
 
-    def __init__(self, url: str, *, connect_timeout_s: float = 10.0, max_handlers: int = 256):
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_timeout_s: float = 10.0,
+        max_handlers: int = 256,
+        on_drop: OnDrop = uncounted,
+    ):
         """Raises ConfigError when `url` is not a NATS URL."""
+        self._on_drop = on_drop
         self._url = redact(url)
         self._address = parse_nats_url(url)
         self._connect_timeout_s = connect_timeout_s
@@ -203,6 +212,8 @@ class NatsMessaging:
             if _is_refusal(exc):
                 self._refusals.put_nowait(_reason(exc))
             return
+        if isinstance(exc, ProtocolError):
+            self._on_drop("nats")
         # While the server is away every reconnect attempt ends here.
         if self._outage and not _is_refusal(exc):
             return

@@ -16,6 +16,8 @@ from nats import errors
 from nats.aio.client import DEFAULT_BUFFER_SIZE, Client
 from nats.aio.transport import TcpTransport
 
+from dynamo_lite.protocol.errors import ProtocolError
+
 _PERMISSIONS = "permissions violation"
 
 
@@ -39,14 +41,14 @@ class PersistentClient(Client):
         try:
             await super()._process_msg(sid, subject, reply, data, headers)
         except Exception as exc:
-            await self._error_cb(exc)
+            await self._error_cb(ProtocolError(f"unreadable message: {exc!r}"))
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         """Headers that nobody can read are none: whoever sent them chose them freely."""
         try:
             return await super()._process_headers(headers)
         except Exception as exc:
-            await self._error_cb(exc)
+            await self._error_cb(ProtocolError(f"unreadable headers: {exc!r}"))
             return None
 
     async def _attempt_reconnect(self) -> None:

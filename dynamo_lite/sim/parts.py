@@ -162,7 +162,7 @@ def surroundings(network: Network, process: SimProcess) -> Surroundings:
     def open_store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:
         return SimStore(network)
 
-    def open_messaging(_: ProcessSpec) -> AbstractAsyncContextManager[Messaging]:
+    def open_messaging(*_: Any) -> AbstractAsyncContextManager[Messaging]:
         return SimMessaging(network)
 
     return Surroundings(

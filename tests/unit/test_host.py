@@ -78,7 +78,7 @@ class Run:
                 self.reports.put_nowait,
                 Surroundings(
                     open_store=lambda _: contextlib.nullcontext(self.store),
-                    open_messaging=lambda _: contextlib.nullcontext(self.messaging),
+                    open_messaging=lambda *_: contextlib.nullcontext(self.messaging),
                 ),
             )
         )
