@@ -93,7 +93,12 @@ class VllmWorkerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillWorkerConfig:
-    """The prefill worker. concurrency: jobs it holds at a time."""
+    """The prefill worker. concurrency: jobs it holds at a time.
+
+    kv_checksum_rate: share of the blocks of each job whose contents are checked at
+    the decode worker before they are used, 0 to 1.
+    """
 
     concurrency: Positive = 2
+    kv_checksum_rate: Annotated[float, at.Ge(0), at.Le(1)] = 0.0
     queue: QueueOptions = field(default_factory=QueueOptions)

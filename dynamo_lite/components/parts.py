@@ -6,7 +6,7 @@ The real parts are opened here; a simulation passes its own to the components.
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from dynamo_lite.components.config import QueueOptions, VllmWorkerConfig
+from dynamo_lite.components.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
 from dynamo_lite.engine.base import DecodeEngine, PrefillEngine
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.fence import Fence
@@ -29,5 +29,5 @@ class WorkerParts(Protocol):
     ) -> AbstractAsyncContextManager[DecodeEngine]: ...
 
     def open_prefill_engine(
-        self, host: Host, fence: Fence
+        self, host: Host, config: PrefillWorkerConfig, fence: Fence
     ) -> AbstractAsyncContextManager[PrefillEngine]: ...

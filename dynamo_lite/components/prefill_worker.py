@@ -58,7 +58,7 @@ class PrefillWorker:
         host.spawn(keeper.keep(), "lease-fence")
         host.progress("loading the model")
         enter = self._stack.enter_async_context
-        engine = await enter(self._parts.open_prefill_engine(host, fence))
+        engine = await enter(self._parts.open_prefill_engine(host, self._config, fence))
         host.spawn(engine.run_prefills(), "engine-steps")
         self._probe = probe = EngineProbe(
             engine,

@@ -5,7 +5,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo_lite.components.config import QueueOptions, VllmWorkerConfig
+from dynamo_lite.components.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
@@ -57,11 +57,14 @@ class VllmParts:
         )
         return self._engine(host, self._link(host, role))
 
-    def open_prefill_engine(self, host: Host, fence: Fence) -> "VllmEngine":
+    def open_prefill_engine(
+        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+    ) -> "VllmEngine":
         from dynamo_lite.engine.remote_prefill.link import PrefillLink
 
         assert isinstance(fence, FenceHolder)
-        return self._engine(host, self._link(host, PrefillLink(fence_path=str(fence.path))))
+        role = PrefillLink(fence_path=str(fence.path), kv_checksum_rate=config.kv_checksum_rate)
+        return self._engine(host, self._link(host, role))
 
     def _link(self, host: Host, role: "DecodeLink | PrefillLink") -> "EngineLink":
         """The link of a new engine incarnation: its id is fresh."""

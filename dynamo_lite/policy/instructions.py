@@ -8,6 +8,7 @@ class Outcome(enum.Enum):
     """How a remote prefill ended for its request; the label of the counter."""
 
     COMMITTED = "committed"
+    CORRUPT = "corrupt"  # written, but the blocks do not hold what the writer has sent
     REFUSED = "refused"  # the queue did not take it
     DEADLINE = "deadline"
     WRITER_FAILED = "writer_failed"

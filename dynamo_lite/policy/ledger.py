@@ -167,13 +167,18 @@ class Ledger:
         entry.state, entry.writer = State.CLAIMED, writer_lease_id
         return None
 
-    def received(self, request_id: str) -> list[Instruction]:
-        """The engine has all the KV of the request's current attempt."""
+    def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
+        """All writers of the request's current attempt have finished.
+
+        intact: whether the blocks hold what they have sent. Nobody writes any more
+        in either case.
+        """
         entry = self._by_request.pop(request_id, None)
         if entry is None:
             return []
         del self._attempts[entry.attempt]
-        return [Ended(request_id, entry.attempt, Outcome.COMMITTED)]
+        outcome = Outcome.COMMITTED if intact else Outcome.CORRUPT
+        return [Ended(request_id, entry.attempt, outcome)]
 
     def request_finished(self, request_id: str) -> list[Instruction]:
         """The request ended (cancelled) before its KV came."""

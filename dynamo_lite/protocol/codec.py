@@ -12,6 +12,8 @@ a peer of another version would fill in its own.
 WIRE_VERSION history (messages evolve by defaulted fields only; a version is
 added when an old peer would misread a new one):
 1: first version.
+2: words about who may write where are sealed; a request may name tokens that it has
+   already been given; a commit vouches for the contents of blocks.
 """
 
 import hashlib
@@ -21,7 +23,7 @@ import msgspec
 
 from dynamo_lite.protocol.errors import ProtocolError
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 #: Largest message accepted from a socket or a subject.
 MAX_MESSAGE_BYTES = 8 << 20

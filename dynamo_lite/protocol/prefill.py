@@ -108,11 +108,17 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """Travels as the NIXL notification of the last write of one rank."""
+    """Travels as the NIXL notification of the last write of one rank.
+
+    num_blocks: written by this rank for the attempt. sampled: positions among them
+    whose contents `checksum` covers (see `transfer/digest.py`); empty: unchecked.
+    """
 
     attempt: Attempt
     rank: Annotated[int, msgspec.Meta(ge=0)]
     num_blocks: Annotated[int, msgspec.Meta(ge=0)]
+    sampled: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+    checksum: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

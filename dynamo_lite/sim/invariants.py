@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_lite.components.prefill_worker import PrefillWorker
+from dynamo_lite.engine.remote_prefill.counts import MISMATCH
 from dynamo_lite.engine.remote_prefill.link import DecodeLink
 from dynamo_lite.engine.sim.assembly import Engine
 from dynamo_lite.engine.sim.halves import DecodeHalves, PrefillHalves
@@ -168,6 +169,8 @@ class Judge:
 
     def count_engine(self, counts: Mapping[str, Any]) -> None:
         for name, value in counts.items():
+            if name == MISMATCH:
+                self.violate(f"{value} commits did not hold")
             if name.startswith(("decision/", "remote/")) or not isinstance(value, list):
                 self.counts[name] += value
             elif name == "ended":

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_lite.components.config import QueueOptions, VllmWorkerConfig
+from dynamo_lite.components.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
 from dynamo_lite.components.vllm_parts import PREFILL_COMPONENT, queue_config
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
 from dynamo_lite.engine.sim.assembly import EngineSetup
@@ -114,9 +114,12 @@ class SimParts:
         )
         return self._engine(host, role, None)
 
-    def open_prefill_engine(self, host: Host, fence: Fence) -> SimEngine:
+    def open_prefill_engine(
+        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+    ) -> SimEngine:
         assert isinstance(fence, MemoryFence)
-        return self._engine(host, PrefillLink(fence_path=""), fence)
+        role = PrefillLink(fence_path="", kv_checksum_rate=config.kv_checksum_rate)
+        return self._engine(host, role, fence)
 
     def _engine(
         self, host: Host, role: DecodeLink | PrefillLink, fence: MemoryFence | None

@@ -216,7 +216,9 @@ class World:
         )
         queue = QueueOptions(max_jobs=scenario.max_jobs, ack_wait_s=scenario.ack_wait_s)
         if kind == "prefill":
-            made = _plain(PrefillWorkerConfig(queue=queue))
+            made = _plain(
+                PrefillWorkerConfig(queue=queue, kv_checksum_rate=scenario.kv_checksum_rate)
+            )
             worker = self.prefill[slot.name] = self.shipped.prefill_worker(made, spec, parts)
             return worker
         config = VllmWorkerConfig(

@@ -166,7 +166,7 @@ GOLDEN = [
     (
         health.Beat(lease_id=10, number=3, ok=False, detail="stuck"),
         health.decode_beat,
-        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x01",
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x02",
     ),
     (
         REQUEST,
@@ -176,7 +176,7 @@ GOLDEN = [
         b"\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa8priority\x00"
         b"\xaacache_salt\xc0\xadtrace_headers\xc0\xafreasoning_ended\xc0"
         b"\xb7reasoning_parser_kwargs\xc0\xb0output_token_ids\x90\xa9timeout_s\xc0"
-        b"\xa5moved\xc2\xacwire_version\x01",
+        b"\xa5moved\xc2\xacwire_version\x02",
     ),
     (
         FULL_REQUEST,
@@ -202,7 +202,7 @@ GOLDEN = [
     (
         Hello(client_id="c1"),
         generate.decode_client_frame,
-        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x01",
+        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x02",
     ),
     (
         Welcome(),
@@ -237,7 +237,7 @@ GOLDEN = [
         b"\x8b\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
         b"\xb0prompt_token_ids\x93\x01\x02\x03\xb3num_computed_tokens "
         b"\xa9block_ids\x92\x04\x05\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00"
-        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x01",
+        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x02",
     ),
     (
         FULL_JOB,
@@ -283,9 +283,9 @@ GOLDEN = [
         b"\x81\xa8lease_id\x1f",
     ),
     (
-        Committed(attempt="a1", rank=1, num_blocks=63),
+        Committed(attempt="a1", rank=1, num_blocks=63, sampled=[2], checksum=7),
         prefill.decode_committed,
-        b"\x83\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?",
+        b"\x85\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?\xa7sampled\x91\x02\xa8checksum\x07",
     ),
     (
         STATUS,

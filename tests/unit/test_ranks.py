@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from dynamo_lite.engine.remote_prefill import decode_rank
-from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED, LATE, SECONDS
+from dynamo_lite.engine.remote_prefill.counts import (
+    BYTES,
+    DESCRIPTORS,
+    FENCED,
+    LATE,
+    MISMATCH,
+    SECONDS,
+)
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
@@ -18,6 +25,7 @@ from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.transfer.digest import sample
 from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover, MemoryWrite
 
 BLOCKS, BLOCK_BYTES = 32, 64
@@ -82,11 +90,13 @@ class Memory:
 class Decode:
     """A decode engine of one rank, all zeros."""
 
-    def __init__(self, fabric: MemoryFabric, engine_id: str, layer: str = "0"):
+    def __init__(
+        self, fabric: MemoryFabric, engine_id: str, layer: str = "0", *, checks: bool = False
+    ):
         self.engine_id = engine_id
         self.mover = Wire(fabric, f"decode-{engine_id}")
         self.memory = Memory(self.mover, lambda _: 0, layer)
-        self.rank = DecodeRank(self.mover)
+        self.rank = DecodeRank(self.mover, self.memory.rank if checks else None)
 
     def metadata(self, ranks: int = 1) -> bytes:
         return encode(
@@ -110,11 +120,17 @@ class Decode:
 class Prefill:
     """A prefill engine of one rank; block i is filled with 100 + i."""
 
-    def __init__(self, fabric: MemoryFabric, rank: int = 0):
+    def __init__(self, fabric: MemoryFabric, rank: int = 0, *, checksum_rate: float = 0.0):
         self.mover = Wire(fabric, f"prefill-{rank}")
         self.memory = Memory(self.mover, lambda i: 100 + i)
         self.alive = True
-        self.rank = PrefillRank(self.mover, self.memory.rank, rank, lambda: self.alive)
+        self.rank = PrefillRank(
+            self.mover,
+            self.memory.rank,
+            rank,
+            lambda: self.alive,
+            checksum_rate=checksum_rate,
+        )
 
     def step(self, *writes: BlockWrite, ready: Callable[[], bool] = lambda: True, **step) -> None:
         self.rank.step(PrefillStep(writes=list(writes), **step), ready)
@@ -148,6 +164,8 @@ def blocks(
     attempt: str = "a1",
     last: bool = False,
     engine: str = "e1",
+    num_blocks: int = 4,
+    first: int = 0,
 ) -> BlockWrite:
     return BlockWrite(
         attempt=attempt,
@@ -156,8 +174,9 @@ def blocks(
         local_ids=local,
         remote_ids=remote,
         last=last,
-        num_blocks=4,
+        num_blocks=num_blocks,
         scheduled=0.0,
+        first=first,
     )
 
 
@@ -552,3 +571,79 @@ def test_memory_of_strangers_and_of_the_given_up_is_bounded(decode, monkeypatch)
     decode.settle(give_up=[("s0", "r0"), ("s1", "r1")])
     taken = decode.rank.stats.take()
     assert taken[LATE] == 2
+
+
+# What a commit vouches for
+
+
+@pytest.fixture
+def checked(fabric) -> tuple[Prefill, Decode]:
+    """All blocks are sampled."""
+    return Prefill(fabric, checksum_rate=1.0), Decode(fabric, "e1", checks=True)
+
+
+def expected(attempt: str, *block_ids: int) -> dict[str, dict]:
+    return {"expect": {attempt: f"r-{attempt}"}, "blocks": {attempt: block_ids}}
+
+
+def test_blocks_that_hold_what_was_sent_are_received(checked):
+    prefill, decode = checked
+    decode.settle(**expected("a1", 10, 11, 20))
+    prefill.step(blocks([3, 4], [10, 11], num_blocks=3), targets=targets(decode))
+    prefill.step(blocks([7], [20], last=True, num_blocks=3, first=2))
+    assert decode.settle() == ({"r-a1"}, set())
+    assert MISMATCH not in decode.rank.stats.take()
+
+
+@pytest.mark.parametrize("block", [10, 11, 20])
+def test_a_byte_that_changed_after_it_was_written_is_found(checked, block, caplog):
+    prefill, decode = checked
+    decode.settle(**expected("a1", 10, 11, 20))
+    prefill.step(blocks([3, 4], [10, 11], num_blocks=3), targets=targets(decode))
+    prefill.step(blocks([7], [20], last=True, num_blocks=3, first=2))
+    decode.memory.blocks[block][17] ^= 1
+    assert decode.settle() == (set(), {"r-a1"})
+    assert decode.rank.stats.take()[MISMATCH] == 1
+    assert "r-a1" in caplog.text and "a1" in caplog.text and "checksum" in caplog.text
+    assert decode.settle() == (set(), set())
+
+
+def test_a_commit_that_came_before_it_was_expected_is_checked_too(checked):
+    prefill, decode = checked
+    prefill.step(blocks([3], [10], last=True, num_blocks=1), targets=targets(decode))
+    decode.settle()
+    decode.memory.blocks[10][0] ^= 1
+    assert decode.settle(**expected("a1", 10)) == (set(), {"r-a1"})
+
+
+def test_a_block_that_is_not_sampled_is_not_looked_at(fabric):
+    prefill, decode = Prefill(fabric, checksum_rate=0.01), Decode(fabric, "e1", checks=True)
+    targeted = list(range(10, 14))
+    decode.settle(**expected("a1", *targeted))
+    prefill.step(blocks([1, 2, 3, 4], targeted, last=True, num_blocks=4), targets=targets(decode))
+    (position,) = sample("a1", 4, 0.01)
+    decode.memory.blocks[targeted[position - 1]][0] ^= 1
+    assert decode.settle() == ({"r-a1"}, set())
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [
+        Committed(attempt="a1", rank=0, num_blocks=2),
+        Committed(attempt="a1", rank=1, num_blocks=1),
+        Committed(attempt="a1", rank=0, num_blocks=1, sampled=[1]),
+        Committed(attempt="a1", rank=0, num_blocks=1, sampled=[0], checksum=1),
+    ],
+)
+def test_a_commit_of_something_else_is_not_believed(checked, commit):
+    _, decode = checked
+    decode.settle(**expected("a1", 10))
+    decode.mover.inbox.append(encode_sealed(commit))
+    assert decode.settle() == (set(), {"r-a1"})
+
+
+@pytest.mark.parametrize(("rate", "count"), [(0.0, 0), (0.001, 1), (0.5, 32), (1.0, 63)])
+def test_a_sample_is_as_large_as_its_rate_says_and_never_another(rate, count):
+    taken = sample("a1", 63, rate)
+    assert len(set(taken)) == count and taken == sample("a1", 63, rate) == sorted(taken)
+    assert set(taken) <= set(range(63))

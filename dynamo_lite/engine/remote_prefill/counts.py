@@ -15,6 +15,7 @@ SECONDS = "seconds"  # a list of durations
 STAGE = "stage"  # + "/stage": a list of durations
 LATE = "late_notices"
 FENCED = "fenced_writes"
+MISMATCH = "commit_mismatches"
 DROPPED = "dropped"  # + "/where": see `runtime/drops.py`
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 

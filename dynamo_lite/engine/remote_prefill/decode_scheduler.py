@@ -135,10 +135,15 @@ class DecodeScheduler:
         return step
 
     def worker_output(self, results: RankResults) -> None:
-        """What the worker halves have received."""
-        for request_id in sorted(results.received):
+        """What the worker halves have received, well or not.
+
+        What was given up before is not the ledger's any more.
+        """
+        for request_id in sorted(results.received | results.lost):
             with self._book.lock:
-                instructions = self._book.ledger.received(request_id)
+                instructions = self._book.ledger.received(
+                    request_id, intact=request_id not in results.lost
+                )
             self._apply(instructions, fresh=True)
 
     def request_finished(self, request_id: str) -> None:
@@ -200,6 +205,7 @@ class DecodeScheduler:
         with self._book.lock:
             self._book.ledger.allocated(request.request_id, attempt, targets, until)
         self._step.expect[attempt] = request.request_id
+        self._step.blocks[attempt] = targets
         self._clock.asked(attempt, decided)
         self._asked_at.append(self._now())
         self.bridge.submit(self._net.push(job))

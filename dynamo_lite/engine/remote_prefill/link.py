@@ -31,9 +31,13 @@ class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A prefill engine. fence_path: the lease's fence (`runtime/fence.py`)."""
+    """A prefill engine. fence_path: the lease's fence (`runtime/fence.py`).
+
+    kv_checksum_rate: share of the blocks whose contents a commit vouches for.
+    """
 
     fence_path: str
+    kv_checksum_rate: float = 0.0
 
 
 class EngineLink(msgspec.Struct, frozen=True, kw_only=True):

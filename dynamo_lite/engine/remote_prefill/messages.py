@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 class DecodeStep:
     """expect: attempt -> request id, of attempts allocated since the last step.
 
+    blocks: attempt -> the blocks that are expected to be written, in order.
     give_up: (attempt, request id) whose KV nobody waits for any more.
     poll: whether any remote write may be under way.
     """
 
     expect: dict[str, str] = field(default_factory=dict)
+    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     give_up: list[tuple[str, str]] = field(default_factory=list)
     poll: bool = False
 
@@ -23,7 +25,8 @@ class DecodeStep:
 class BlockWrite:
     """Blocks of one attempt that are complete after this step.
 
-    local_ids[i] goes to remote_ids[i] of the target engine. last: nothing
+    local_ids[i] goes to remote_ids[i] of the target engine; local_ids[0] is the
+    attempt's block number `first`. last: nothing
     follows; the write carries the commit. num_blocks: of the whole attempt.
     scheduled: when the attempt's first step was, on this host's monotonic clock.
     """
@@ -36,6 +39,7 @@ class BlockWrite:
     last: bool
     num_blocks: int
     scheduled: float
+    first: int = 0
 
 
 @dataclass
@@ -60,7 +64,7 @@ class RankResults:
     """Request ids that were settled since the last step.
 
     sent: no write reads from their blocks any more. received: their KV is here.
-    lost: it will not come, and the engine must compute it.
+    lost: it will not come, or is not what was sent: the engine must compute it.
     """
 
     sent: set[str] = field(default_factory=set)

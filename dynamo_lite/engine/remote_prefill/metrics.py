@@ -12,6 +12,7 @@ from dynamo_lite.engine.remote_prefill.counts import (
     DROPPED,
     FENCED,
     LATE,
+    MISMATCH,
     REMOTE,
     SECONDS,
     STAGE,
@@ -71,6 +72,11 @@ class RemotePrefillMetrics:
             "KV writes refused because the worker's lease was not certain",
             registry=registry,
         )
+        self._mismatches = Counter(
+            "dynamo_lite_commit_mismatches",
+            "Commits whose blocks were not what their writer had sent: computed here instead",
+            registry=registry,
+        )
 
         self._takers: dict[str, Callable[[str, Any], None]] = {
             DECISION: lambda labels, n: self._decisions.labels(*labels.split("/")).inc(n),
@@ -81,6 +87,7 @@ class RemotePrefillMetrics:
             DESCRIPTORS: lambda _, n: self._descriptors.inc(n),
             LATE: lambda _, n: self._late.inc(n),
             FENCED: lambda _, n: self._fenced.inc(n),
+            MISMATCH: lambda _, n: self._mismatches.inc(n),
             DROPPED: self._drop,
         }
 

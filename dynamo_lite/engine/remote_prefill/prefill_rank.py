@@ -26,6 +26,7 @@ from dynamo_lite.protocol.prefill import Committed
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.transfer.base import Mover, Write
+from dynamo_lite.transfer.digest import ReadMemory, checksum, read_dram, sample
 from dynamo_lite.transfer.layout import check_compatible, plan_copy
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,16 @@ class _Attempt:
     target: str
     queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
     flying: list[_Flight] = field(default_factory=list)
+    local_ids: dict[int, int] = field(default_factory=dict)  # by position in the attempt
     failure: str | None = None
 
 
 class PrefillRank:
-    """own: this rank's memory; rank: its index; alive: the lease's fence."""
+    """own: this rank's memory; rank: its index; alive: the lease's fence.
+
+    checksum_rate: share of an attempt's blocks whose contents its commit vouches
+    for; read: reads them from this rank's memory.
+    """
 
     def __init__(
         self,
@@ -67,7 +73,11 @@ class PrefillRank:
         rank: int,
         alive: Callable[[], bool],
         clock: Clock = SYSTEM_CLOCK,
+        *,
+        checksum_rate: float = 0.0,
+        read: ReadMemory = read_dram,
     ):
+        self._checksum_rate, self._read = checksum_rate, read
         self._now = clock.monotonic
         self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
         self.stats = Counts()
@@ -85,6 +95,7 @@ class PrefillRank:
             attempt = self._attempts.setdefault(write.attempt, _Attempt(write.target_engine))
             self._meet(write.target_engine, step.targets, attempt)
             attempt.queue.append((write, ready))
+            attempt.local_ids.update(enumerate(write.local_ids, write.first))
         for attempt_id, request_id, complete in step.ended:
             self._ended[attempt_id] = request_id
             if not complete and (attempt := self._attempts.get(attempt_id)) is not None:
@@ -206,16 +217,27 @@ class PrefillRank:
         while attempt.flying and self._now() < until:
             self._poll(attempt)
 
+    def _commit(self, write: BlockWrite) -> bytes:
+        """The notice of an attempt's last write; its blocks are all still held here."""
+        local_ids = self._attempts[write.attempt].local_ids
+        sampled = sample(write.attempt, write.num_blocks, self._checksum_rate)
+        blocks = [local_ids[position] for position in sampled]
+        return encode_sealed(
+            Committed(
+                attempt=write.attempt,
+                rank=self._rank,
+                num_blocks=write.num_blocks,
+                sampled=sampled,
+                checksum=checksum(self._own.regions, blocks, self._read),
+            )
+        )
+
     def _write(self, write: BlockWrite) -> Write:
         remote = self._peers.get(write.target_engine)
         if remote is None:
             raise TransferError(write.target_engine, "another write into it has failed")
         local_side, remote_side = plan_copy(self._own, remote, write.local_ids, write.remote_ids)
-        notice = b""
-        if write.last:
-            notice = encode_sealed(
-                Committed(attempt=write.attempt, rank=self._rank, num_blocks=write.num_blocks)
-            )
+        notice = self._commit(write) if write.last else b""
         self.stats.add(BYTES, int(local_side[:, 1].sum()))
         self.stats.add(DESCRIPTORS, len(local_side))
         return self._mover.write(

@@ -166,6 +166,7 @@ class PrefillScheduler:
                 last=last,
                 num_blocks=len(job.remote_ids),
                 scheduled=job.scheduled,
+                first=job.written - job.first,
             )
         )
         job.written, job.complete = end, last

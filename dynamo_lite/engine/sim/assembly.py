@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
 from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
@@ -110,7 +110,12 @@ class Assembly:
         )
         scheduler.bind_block_pool(pool)
         scheduler.metadata = metadata
-        return DecodeHalves(scheduler, DecodeRank(mover), bridges[0], setup.config.block_size)
+        return DecodeHalves(
+            scheduler,
+            DecodeRank(mover, metadata.ranks[0], 0, mover.memory.read_raw),
+            bridges[0],
+            setup.config.block_size,
+        )
 
     #: Makes a decode engine's scheduler half.
     decode_scheduler: type[DecodeScheduler] = DecodeScheduler
@@ -141,7 +146,17 @@ class Assembly:
     def prefill_rank(
         self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
     ) -> PrefillRank:
-        rank = WatchedRank(mover, metadata.ranks[0], 0, setup.alive, rank_clock(setup.clock))
+        role = setup.link.role
+        assert isinstance(role, PrefillLink)
+        rank = WatchedRank(
+            mover,
+            metadata.ranks[0],
+            0,
+            setup.alive,
+            rank_clock(setup.clock),
+            checksum_rate=role.kv_checksum_rate,
+            read=mover.memory.read_raw,
+        )
         rank.watched = mover
         return rank
 

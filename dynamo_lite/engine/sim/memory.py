@@ -51,6 +51,10 @@ class KvMemory:
             for index in range(PLANES)
         )
 
+    def read_raw(self, address: int, length: int) -> bytes:
+        at = address - self.base
+        return self.raw[at : at + length].tobytes()
+
     def block_at(self, offset: int) -> int:
         """Which block the byte `offset` belongs to."""
         block = offset // self.block_bytes

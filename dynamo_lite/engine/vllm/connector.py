@@ -41,6 +41,7 @@ from dynamo_lite.engine.vllm.stats import ConnectorStats
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
 from dynamo_lite.runtime.fence import FenceReader
+from dynamo_lite.transfer.digest import ReadMemory, read_dram
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
 from dynamo_lite.transfer.nixl import NixlMover
 
@@ -141,9 +142,16 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self._handshake = RankHandshake(encode(own), order)
         if isinstance(self._link.role, PrefillLink):
             fence = FenceReader(Path(self._link.role.fence_path))
-            self._rank = PrefillRank(mover, own, rank_index, fence.open)
+            self._rank = PrefillRank(
+                mover,
+                own,
+                rank_index,
+                fence.open,
+                checksum_rate=self._link.role.kv_checksum_rate,
+                read=_reader(tensors),
+            )
         else:
-            self._rank = DecodeRank(mover)
+            self._rank = DecodeRank(mover, own, rank_index, _reader(tensors))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._handshake
@@ -289,6 +297,21 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             self._scheduler.bridge.close()
         if self._rank is not None:
             self._rank.close()
+
+
+def _reader(tensors: list[torch.Tensor]) -> ReadMemory:
+    """Reads bytes of these tensors by their address, on whatever device they are."""
+    if tensors[0].device.type == "cpu":
+        return read_dram
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+
+    def read(address: int, length: int) -> bytes:
+        base = max(start for start in storages if start <= address)
+        flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+        flat.set_(storages[base], address - base, (length,), (1,))  # type: ignore[call-overload]
+        return flat.cpu().numpy().tobytes()
+
+    return read
 
 
 def _is_transferable(request: Any) -> bool:
