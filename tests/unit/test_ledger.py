@@ -197,6 +197,13 @@ def test_received(claimed):
     assert counts(claimed) == (0, 0)
 
 
+def test_received_but_not_intact(claimed):
+    """All writers have finished: nothing is held back, and the engine computes it."""
+    assert claimed.received("r", intact=False) == [Ended("r", "a", Outcome.CORRUPT)]
+    assert counts(claimed) == (0, 0)
+    assert claimed.writer_done("a", WRITER, written=True) == []
+
+
 def test_received_before_the_claim_is_known_to_be_published(empty):
     empty.allocated("r", "a", BLOCKS, deadline=100.0)
     empty.claim("a", WRITER, now=1.0)
