@@ -1,0 +1,233 @@
+"""What nobody should have put into the store, what a writer makes of it, and the status server."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from random import Random
+
+import httpx
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.engine.remote_prefill.messages import BlockWrite, PrefillStep
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json, encode, encode_json
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.records import (
+    EndpointRecord,
+    EndpointTransport,
+    EngineMetadata,
+    KvRegion,
+    RankMetadata,
+    decode_engine,
+    encode_engine,
+)
+from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.status import StatusServer
+from dynamo_lite.runtime.stream import parse_address
+from dynamo_lite.transfer.directory import MetadataDirectory
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from tests.hostile import Spoiler
+
+FUZZ = settings(deadline=None, derandomize=True, max_examples=100)
+RNG = st.integers(0, (1 << 32) - 1).map(Random)
+PREFIX = names.endpoint_prefix("t", "VllmWorker", "generate")
+BLOCKS, BLOCK_BYTES = 16, 64
+
+
+def record(lease_id: int) -> tuple[str, EndpointRecord]:
+    name = "t", "VllmWorker", "generate", lease_id
+    transport = EndpointTransport(nats_tcp=names.endpoint_subject(*name), stream="h:1")
+    return names.endpoint_key(*name), EndpointRecord(
+        namespace="t",
+        component="VllmWorker",
+        endpoint="generate",
+        lease_id=lease_id,
+        transport=transport,
+    )
+
+
+@FUZZ
+@given(rng=RNG)
+def test_hostile_records_neither_become_members_nor_hide_them(rng: Random):
+    spoiler = Spoiler(rng)
+    true_key, true = record(7)
+
+    async def main() -> None:
+        drops: Counter[str] = Counter()
+        store = MemoryStore()
+        await store.put(true_key, encode_json(true))
+        async with Roster(store, PREFIX, lambda where: drops.update([where])) as roster:
+            for _ in range(10):
+                key, foreign = record(rng.randint(8, 10))
+                key = rng.choice((key, PREFIX, f"{PREFIX}zz", f"{key}0"))
+                await store.put(key, spoiler.spoil(encode_json(foreign)))
+            key, last = record(11)
+            await store.put(key, encode_json(last))
+            members = await roster.wait(lambda found: any(m.lease_id == 11 for m in found), 5)
+            assert true in members
+            for member in members:
+                assert record(member.lease_id)[0].startswith(PREFIX)
+                assert member.transport.nats_tcp.isascii() and " " not in member.transport.nats_tcp
+            kept = {record(m.lease_id)[0] for m in members}
+            stored = await store.get_prefix(PREFIX)
+            assert drops["record"] >= len(stored.keys() - kept)
+
+    asyncio.run(main())
+
+
+def engine_of(mover: MemoryMover, pool: np.ndarray, layer: str = "0") -> EngineMetadata:
+    base = pool.__array_interface__["data"][0]
+    region = KvRegion(
+        layer=layer, plane=0, base=base, stride_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES
+    )
+    rank = RankMetadata(agent=mover.metadata(), memory="DRAM", device=0, regions=(region,))
+    return EngineMetadata(
+        engine_id="e1",
+        lease_id=7,
+        fingerprint={"model": "m"},
+        block_size_tokens=4,
+        num_blocks=BLOCKS,
+        ranks=(rank,),
+    )
+
+
+class Engines:
+    """A decode engine's pool, all zeros, between two guards of ones; and a writer's."""
+
+    def __init__(self) -> None:
+        fabric = MemoryFabric()
+        self.memory = np.ones((3, BLOCKS, BLOCK_BYTES), np.uint8)
+        self.pool = self.memory[1]
+        self.pool[:] = 0
+        target = MemoryMover(fabric, "decode")
+        target.register([(self.pool.__array_interface__["data"][0], self.pool.nbytes)], "DRAM", 0)
+        self.metadata = engine_of(target, self.pool)
+        self.source = np.full((BLOCKS, BLOCK_BYTES), 9, np.uint8)
+        mover = MemoryMover(fabric, "prefill")
+        mover.register(
+            [(self.source.__array_interface__["data"][0], self.source.nbytes)], "DRAM", 0
+        )
+        own = engine_of(mover, self.source).ranks[0]
+        self.rank = PrefillRank(mover, own, 0, lambda: True)
+
+    def write(self, target: EngineMetadata) -> bool:
+        """Has blocks 3 and 4 written. Returns whether the writer says that it has."""
+        write = BlockWrite(
+            attempt="a",
+            request_id="r",
+            target_engine=target.engine_id,
+            local_ids=[0, 1],
+            remote_ids=[3, 4],
+            last=True,
+            num_blocks=2,
+            scheduled=0.0,
+        )
+        step = PrefillStep(
+            writes=[write], targets={target.engine_id: encode(target)}, ended=[("a", "r", True)]
+        )
+        self.rank.step(step, lambda: True)
+        assert self.rank.results().sent == {"r"}
+        return self.rank.report() is None
+
+    def check_guards(self) -> None:
+        assert (self.memory[0] == 1).all() and (self.memory[2] == 1).all()
+
+
+@FUZZ
+@given(rng=RNG)
+def test_metadata_that_was_changed_is_never_used(rng: Random):
+    async def main() -> None:
+        engines, drops = Engines(), Counter[str]()
+        store = MemoryStore()
+        key = names.nixl_metadata_key("t", "e1")
+        directory = MetadataDirectory(store, "t", lambda where: drops.update([where]))
+        true = encode_engine(engines.metadata)
+        changed = Spoiler(rng).spoil(true)
+        await store.put(key, changed)
+        try:
+            found = await directory.get("e1")
+        except ProtocolError:
+            assert drops["engine_metadata"] == 1
+        else:
+            assert found == engines.metadata and not drops
+        await store.put(key, true)
+        assert await directory.get("e1") == engines.metadata
+
+    asyncio.run(main())
+
+
+def impossible(rng: Random, true: EngineMetadata) -> EngineMetadata | None:
+    """Metadata of the right types that may be wrong in anything; None where that is unlikely."""
+    spoiler = Spoiler(rng)
+    for _ in range(20):
+        with contextlib.suppress(ProtocolError):
+            changed = spoiler.spoil(encode_json(true))
+            return decode_engine(encode_engine(decode_json(changed, EngineMetadata)))
+    return None
+
+
+@FUZZ
+@given(rng=RNG)
+def test_impossible_metadata_fails_the_attempt_and_touches_nothing_else(rng: Random):
+    engines = Engines()
+    target = impossible(rng, engines.metadata)
+    if target is not None:
+        engines.write(target)
+    engines.check_guards()
+    fresh = Engines()
+    assert fresh.write(fresh.metadata)
+    assert (fresh.pool[3:5] == 9).all() and fresh.pool.sum() == 2 * 9 * BLOCK_BYTES
+
+
+HTTP = [
+    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /metrics HTTP/1.0\r\n\r\n",
+    b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello",
+    b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+]
+
+
+async def shout(url: str, sent: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(*parse_address(url.removeprefix("http://")))
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        writer.write(sent)
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    return answer
+
+
+def test_the_status_server_outlives_hostile_requests():
+    rng = Random(1)
+    spoiler = Spoiler(rng)
+
+    async def main() -> None:
+        drops: Counter[str] = Counter()
+        refused = 0
+        server = StatusServer(
+            lambda: {"ok": True}, CollectorRegistry(), on_drop=lambda where: drops.update([where])
+        )
+        async with server:
+            for _ in range(150):
+                sent = rng.choice(HTTP)
+                sent = spoiler.spoil(sent) if rng.random() < 0.7 else sent
+                answer = await shout(server.url, sent + spoiler.spoil(sent)[:100])
+                refused += b" 400 " in answer
+            async with httpx.AsyncClient() as client:
+                answer = await client.get(f"{server.url}/health")
+            assert answer.json() == {"ok": True}
+        assert 0 < refused <= drops["status"]
+
+    asyncio.run(main())
