@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,10 @@ def silence() -> Iterator[None]:
     sys.unraisablehook = lambda _: None
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            # Some of them have never begun.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
     finally:
         sys.unraisablehook = hook
         logging.disable(disabled)

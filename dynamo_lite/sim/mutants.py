@@ -21,9 +21,10 @@ from dynamo_lite.engine.sim.assembly import EngineSetup
 from dynamo_lite.engine.sim.mover import SimMover
 from dynamo_lite.policy.instructions import Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger, Refusal
-from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion
 from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.runtime.host import Host, ProcessSpec
+from dynamo_lite.runtime.store import Store
 from dynamo_lite.sim.shipped import Shipped
 from dynamo_lite.transfer.directory import MetadataDirectory
 
@@ -85,7 +86,8 @@ class NoFence(Shipped):
 
 
 class MetadataByAddress(Shipped):
-    """A decode engine is known by where it is, not by which incarnation it is."""
+    """The layout of a decode engine's memory is known by where that is, not by which
+    incarnation it is."""
 
     def prefill_worker(
         self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerParts
@@ -100,23 +102,25 @@ class _ByAddressWorker(PrefillWorker):
 
 
 class _ByAddress(MetadataDirectory):
+    def __init__(self, store: Store, namespace: str):
+        super().__init__(store, namespace)
+        self._met: dict[bytes, tuple[KvRegion, ...]] = {}
+
     async def get(self, engine_id: str) -> EngineMetadata | None:
         found = await super().get(engine_id)
         if found is None:
             return None
-        met = self._met.setdefault(found.ranks[0].agent, found)
-        return msgspec.structs.replace(met, engine_id=engine_id)
-
-    @property
-    def _met(self) -> dict[bytes, EngineMetadata]:
-        return self.__dict__.setdefault("met", {})
+        (rank,) = found.ranks
+        address = rank.agent.partition(b"/")[0]
+        rank = msgspec.structs.replace(rank, regions=self._met.setdefault(address, rank.regions))
+        return msgspec.structs.replace(found, ranks=(rank,))
 
 
 class _NoAttemptId(DecodeScheduler):
     def _ask(
         self, request: Prompt, block_ids: Sequence[int], external: int, decided: float
     ) -> None:
-        self._new_attempt = lambda: request.request_id.rpartition("#")[0]
+        self._new_attempt = lambda: request.request_id.partition("~")[0]
         super()._ask(request, block_ids, external, decided)
 
 

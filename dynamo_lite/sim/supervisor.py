@@ -10,6 +10,7 @@ from typing import Any
 
 from dynamo_lite.engine.sim.assembly import Engine
 from dynamo_lite.policy.backoff import Backoff
+from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.host import Host
 from dynamo_lite.sim.invariants import Judge
 from dynamo_lite.sim.loop import VirtualLoop
@@ -131,7 +132,9 @@ class Slot:
             if process.dead:
                 return
             if not task.cancelled() and (exc := task.exception()) is not None:
-                self._judge.violate(f"{process} failed: {exc!r}")
+                # One that cannot start ends; so does its component, which is started again.
+                if engine.ready or not isinstance(exc, DynamoLiteError):
+                    self._judge.violate(f"{process} failed: {exc!r}")
             elif left := process.exit():
                 self._judge.violate(f"{process} left tasks behind: {left}")
             process.kill()

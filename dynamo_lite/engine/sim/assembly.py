@@ -36,7 +36,7 @@ class EngineSetup:
     """What one incarnation of an engine is made from.
 
     outside: the engine process's own clients. alive: a prefill engine's fence.
-    address: its host and port on the fabric, where its successor will be, too.
+    address: its host on the fabric.
     """
 
     config: SimModelConfig
@@ -58,12 +58,14 @@ class Engine:
     halves: DecodeHalves | PrefillHalves
     mover: SimMover
     metadata: EngineMetadata
+    ready: bool = False
 
     async def main(self, on_ready: Callable[[], None]) -> None:
         """The process: loads, then runs until the core is told to stop."""
         await asyncio.sleep(self.setup.config.load_s)
         try:
             async with self.halves.running():
+                self.ready = True
                 on_ready()
                 await self.core.run()
         finally:
@@ -79,7 +81,7 @@ class Assembly:
         decodes = isinstance(setup.link.role, DecodeLink)
         shift = rng.randrange(_SHIFTS) * config.block_size * 8
         memory = KvMemory(config.num_blocks, config.block_size, _BASE + shift, dense=decodes)
-        mover = SimMover(setup.fabric, setup.address, memory)
+        mover = SimMover(setup.fabric, setup.link.engine_id, setup.address, memory)
         pool = BlockPool(config.num_blocks)
         metadata = self._metadata(setup, mover)
         make = self.decode_halves if decodes else self.prefill_halves

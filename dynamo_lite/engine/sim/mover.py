@@ -1,9 +1,9 @@
 """The mover of a simulated engine: writes that take time, land in pieces, and outlive their sender.
 
 Like a network card it goes on by itself: what was posted lands although its
-sender stands still, and may land although it was killed. Agents are found by
-address, as sockets are: who listens there now takes the write, if the memory it
-has registered covers it.
+sender stands still, and may land although it was killed. What is written to an
+agent that has gone lands nowhere, whoever is at its address now; what is written
+to one that lives lands wherever the writer says.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Fabric:
     wire: Wire = field(default_factory=Wire)
     on_landing: Callable[[Landing], None] = _nothing
     joined: Callable[[str, str], bool] = _always
-    agents: dict[str, "SimMover"] = field(default_factory=dict[str, "SimMover"])
+    agents: dict[bytes, "SimMover"] = field(default_factory=dict[bytes, "SimMover"])
     _context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
     def later(self, delay_s: float, call: Callable[[], None]) -> None:
@@ -154,27 +154,28 @@ class SimWrite:
 class SimMover:
     """Implements Mover. One per engine, with one memory.
 
-    address: where the engine's host and port are; a later incarnation may have the
-    same. attempt: of the write that is being started, for whoever watches landings.
+    name: unique per engine incarnation. address: its host. attempt: of the write
+    that is being started, for whoever watches landings.
     """
 
-    def __init__(self, fabric: Fabric, address: str, memory: KvMemory):
-        self.fabric, self.address, self.memory = fabric, address, memory
+    def __init__(self, fabric: Fabric, name: str, address: str, memory: KvMemory):
+        self.fabric, self.name, self.address, self.memory = fabric, name, address, memory
         self.attempt = ""
         self.inbox: list[bytes] = []
         self.closed = self.dead = False
-        self._peers: dict[str, str] = {}
+        self._peers: dict[str, bytes] = {}
         self._writes: list[SimWrite] = []
-        fabric.agents[address] = self
+        fabric.agents[self.metadata()] = self
 
     def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
         """The memory is known already."""
 
     def metadata(self) -> bytes:
-        return self.address.encode()
+        """ADDRESS/NAME."""
+        return f"{self.address}/{self.name}".encode()
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        self._peers[peer] = metadata.decode()
+        self._peers[peer] = metadata
 
     def remove_peer(self, peer: str) -> None:
         self._peers.pop(peer, None)
@@ -188,7 +189,7 @@ class SimMover:
         memory: tuple[str, str],
         notice: bytes = b"",
     ) -> SimWrite:
-        target = self.fabric.agents.get(self._peers.get(peer, ""))
+        target = self.fabric.agents.get(self._peers.get(peer, b""))
         if target is None:
             raise TransferError(peer, "no such peer")
         if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
@@ -212,8 +213,6 @@ class SimMover:
     def close(self) -> None:
         """The engine leaves in order."""
         self.closed = True
-        if self.fabric.agents.get(self.address) is self:
-            del self.fabric.agents[self.address]
 
     def die(self) -> None:
         """Its process was killed: what it has posted may land or not."""
