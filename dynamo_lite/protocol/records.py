@@ -56,9 +56,6 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     Block `i` occupies `block_bytes` bytes at `base + i * stride_bytes`. A layer
     has one region where K and V of a block lie together, and two where they
     are separate planes.
-
-    Where KV heads lie outermost in a block, each takes `head_bytes`, and the
-    first one is the model's head `first_head`; 0 where a block cannot be cut.
     """
 
     layer: str
@@ -66,8 +63,6 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     base: Natural
     stride_bytes: Positive
     block_bytes: Positive
-    first_head: Natural = 0
-    head_bytes: Natural = 0
 
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +133,5 @@ def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
         raise ProtocolError("a layer's plane is there twice")
     for region in rank.regions:
         end = region.base + (num_blocks - 1) * region.stride_bytes + region.block_bytes
-        uneven = region.head_bytes and region.block_bytes % region.head_bytes
-        if region.stride_bytes < region.block_bytes or end > _LIMIT or uneven:
+        if region.stride_bytes < region.block_bytes or end > _LIMIT:
             raise ProtocolError(f"impossible region: {region}, {num_blocks} blocks")

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
-from dynamo_lite.transfer.sharding import Lane
 
 Descriptors = npt.NDArray[np.uint64]
 
@@ -27,40 +26,10 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int:
     )
 
 
-def head_dimension(
-    shape: Sequence[int], strides: Sequence[int], num_blocks: int, heads: int
-) -> int | None:
-    """Which dimension counts `heads` KV heads, if these lie outermost in a block.
-
-    None where they do not, or where as many tokens as heads lie in a block: such a
-    block cannot be cut. The last dimension is that of one head's values.
-    """
+def block_order(shape: Sequence[int], strides: Sequence[int], num_blocks: int) -> str:
+    """The order of elements inside a block, as text that equal layouts share."""
     behind = block_dimension(shape, num_blocks) + 1
-    inner = range(behind, len(shape))
-    candidates = [dim for dim in inner[:-1] if shape[dim] == heads]
-    if len(candidates) != 1:
-        return None
-    (dim,) = candidates
-    return dim if strides[dim] == max(strides[other] for other in inner) else None
-
-
-def block_order(
-    shape: Sequence[int], strides: Sequence[int], num_blocks: int, heads: int = 0
-) -> str:
-    """The order of elements inside a block, as text that equal layouts share.
-
-    heads: KV heads in a block; where a block can be cut into them, the text is
-    the same for any number of them.
-    """
-    behind = block_dimension(shape, num_blocks) + 1
-    order: list[tuple[str, int]] = [
-        (str(size), stride) for size, stride in zip(shape[behind:], strides[behind:], strict=True)
-    ]
-    dim = head_dimension(shape, strides, num_blocks, heads)
-    if dim is not None:
-        order[dim - behind] = ("heads", strides[dim])
-    sizes, steps = zip(*order, strict=True) if order else ((), ())
-    return f"[{', '.join(sizes)}]/{list(steps)}"
+    return f"{list(shape[behind:])}/{list(strides[behind:])}"
 
 
 def regions_of_tensor(
@@ -71,13 +40,8 @@ def regions_of_tensor(
     strides_bytes: Sequence[int],
     item_bytes: int,
     num_blocks: int,
-    heads: int = 0,
-    first_head: int = 0,
 ) -> tuple[KvRegion, ...]:
     """The regions of one layer's KV tensor, whatever its backend's layout.
-
-    heads: KV heads in this tensor, 0 if unknown; first_head: which of the model's
-    the first one is.
 
     The block dimension is the first or the second; a dimension before it (K and
     V apart) gives one region per index. What lies behind it must be dense, in
@@ -96,7 +60,6 @@ def regions_of_tensor(
     if strides_bytes[dim] < block_bytes:
         raise ValueError(f"{what}: blocks overlap")
     planes = range(shape[0]) if dim == 1 else range(1)
-    head_dim = head_dimension(shape, strides_bytes, num_blocks, heads)
     return tuple(
         KvRegion(
             layer=layer,
@@ -104,8 +67,6 @@ def regions_of_tensor(
             base=address + (plane * strides_bytes[0] if dim == 1 else 0),
             stride_bytes=strides_bytes[dim],
             block_bytes=block_bytes,
-            first_head=first_head,
-            head_bytes=0 if head_dim is None else block_bytes // heads,
         )
         for plane in planes
     )
@@ -147,30 +108,15 @@ def plan_copy(
 ) -> tuple[Descriptors, Descriptors]:
     """Descriptor lists that copy `local_ids` onto `remote_ids` in every region.
 
+    Runs of blocks that lie back to back on both sides become one descriptor.
     The two ranks must have passed `check_compatible`.
     """
-    theirs = {(r.layer, r.plane): r for r in remote.regions}
-    lanes = [Lane(region, theirs[region.layer, region.plane]) for region in local.regions]
-    return plan_lanes(lanes, local_ids, remote_ids, devices=(local.device, remote.device))
-
-
-def plan_lanes(
-    lanes: Sequence[Lane],
-    local_ids: Sequence[int],
-    remote_ids: Sequence[int],
-    *,
-    devices: tuple[int, int],
-) -> tuple[Descriptors, Descriptors]:
-    """Descriptor lists that copy `local_ids` onto `remote_ids` along every lane.
-
-    Runs of blocks that lie back to back on both sides become one descriptor.
-    devices: of the local and the remote side.
-    """
     runs = contiguous_runs(local_ids, remote_ids)
+    theirs = {(r.layer, r.plane): r for r in remote.regions}
     here: list[tuple[int, int, int]] = []
     there: list[tuple[int, int, int]] = []
-    for lane in lanes:
-        region, target = lane.local, lane.remote
+    for region in local.regions:
+        target = theirs[region.layer, region.plane]
         size = region.block_bytes
         dense = region.stride_bytes == size == target.stride_bytes
         for start, remote_start, count in runs:
@@ -179,8 +125,8 @@ def plan_lanes(
                 length = size * step
                 at = region.base + (start + offset) * region.stride_bytes
                 to = target.base + (remote_start + offset) * target.stride_bytes
-                here.append((at, length, devices[0]))
-                there.append((to, length, devices[1]))
+                here.append((at, length, local.device))
+                there.append((to, length, remote.device))
     return _descriptors(here), _descriptors(there)
 
 
