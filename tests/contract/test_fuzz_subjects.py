@@ -127,7 +127,7 @@ class Attack:
         )
         for method in ("publish", "request"):
             setattr(messaging, method, self._remembering(getattr(messaging, method)))
-        mover: Any = self.pair.fabric.agents["decode"]
+        mover: Any = self.pair.engines["decode"].mover
         take = mover.notices
 
         def notices() -> list[bytes]:
@@ -219,7 +219,7 @@ class Attack:
             async with self.pair.servers.queue(QUEUE) as queue:
                 await self.push(queue, payload, message_id=self.rng.randbytes(8).hex())
         elif where == "notice":
-            self.pair.fabric.agents["decode"].inbox.append(payload)
+            self.pair.engines["decode"].mover.inbox.append(payload)
         elif self.rng.random() < 0.5:
             await self.publish(self.subjects[where], payload)
         else:

@@ -5,6 +5,7 @@ the test run. `eventually` is how tests wait: for a condition, with a deadline.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dynamo_lite.engine.vllm.args import engine_flags
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EndpointRecord, decode_engine
 from dynamo_lite.runtime.etcd import EtcdStore
@@ -241,13 +243,19 @@ class Graph(Command):
         return [decode_json(value, EndpointRecord) for _, value in sorted(found.items())]
 
     async def pools(self) -> list[EngineStatus]:
-        """How the decode engines' blocks stand, asked from the engines themselves."""
+        """How the decode engines' blocks stand, asked from the engines themselves.
+
+        Not of killed ones, whose keys live as long as their lease.
+        """
         async with EtcdStore(self.etcd_url) as store:
             found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
         engines = [decode_engine(value).engine_id for value in found.values()]
+        replies: list[bytes] = []
         async with NatsMessaging(self.nats_url) as messaging:
-            subjects = [names.describe_subject(NAMESPACE, engine) for engine in engines]
-            replies = [await messaging.request(s, b"", timeout_s=5.0) for s in subjects]
+            for engine in engines:
+                subject = names.describe_subject(NAMESPACE, engine)
+                with contextlib.suppress(NoResponders):
+                    replies.append(await messaging.request(subject, b"", timeout_s=5.0))
         return [decode_engine_status(reply) for reply in replies]
 
     async def settled(self, free_blocks: int | None = None, *, timeout_s: float = 30.0) -> None:
