@@ -32,13 +32,17 @@ class FenceKeeper:
         self.leaving = asyncio.Event()
         self.jobs: PrefillJobs | None = None
 
+    @property
+    def closed_for_good(self) -> bool:
+        return self._host.lease.loss is LeaseLoss.EXPIRED
+
     async def keep(self) -> None:
         lease = self._host.lease
         while lease.loss is None and not self.leaving.is_set():
             self._fence.extend(lease.remaining_s())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.leaving.wait(), lease.ttl_s / 10)
-        while lease.loss is not LeaseLoss.EXPIRED:
+        while not self.closed_for_good:
             asked_at = self._now()
             heard = await asyncio.gather(*(self._promise(r) for r in self._claimed()))
             if all(heard):

@@ -107,6 +107,8 @@ class PrefillWorker:
             self._beat.stop()
         self._fence.leaving.set()
         await self._jobs.stop()
+        if self._fence.closed_for_good:
+            return  # No write starts or moves on: no job can end well.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._jobs.idle.wait(), grace_s)
 

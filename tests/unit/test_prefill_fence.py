@@ -138,11 +138,13 @@ async def test_a_lease_that_is_not_refreshed_is_not_stretched(worker):
 
 async def test_an_expired_lease_lowers_the_fence_for_good(worker):
     await eventually(worker.reader.open)
+    assert not worker.keeper.closed_for_good
     worker.store.set_available(False)
     worker.now += TTL_S
     worker.store.expire_due()
     async with asyncio.timeout(10):
         await worker.keeping
+    assert worker.keeper.closed_for_good
     assert not worker.reader.open()
     assert worker.fence.deadlines[-1] == 0.0
 

@@ -395,14 +395,34 @@ def test_behind_a_closed_fence_nothing_is_written(prefill, decode):
 
 
 def test_the_fence_is_looked_at_when_a_write_starts_not_when_it_is_asked_for(prefill, decode):
-    prefill.mover.hold = True
+    computed: list[bool] = []
     prefill.step(blocks([1], [1]), targets=targets(decode))
-    prefill.step(blocks([2], [2], last=True), ended=[("a1", "p-a1", True)])
+    prefill.step(
+        blocks([2], [2], last=True),
+        ready=lambda: bool(computed),
+        ended=[("a1", "p-a1", True)],
+    )
     prefill.alive = False
-    prefill.mover.let_go()
+    computed.append(True)
     sent, failures = prefill.ended()
     assert (sent, list(failures)) == ({"p-a1"}, ["a1"])
     assert decode.memory.written() == {1: 101}
+
+
+def test_behind_a_closed_fence_no_write_is_moved_on(prefill, decode, fabric):
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.step(blocks([2], [2], last=True), ended=[("a1", "p-a1", True)])
+    prefill.mover.let_go()
+    prefill.alive, polls = False, prefill.mover.polls
+    assert prefill.ended() == (set(), {})
+    assert prefill.mover.polls == polls
+    prefill.rank.close()
+    assert prefill.mover in fabric.agents.values()
+
+    prefill.alive, prefill.mover.hold = True, False
+    assert prefill.ended() == ({"p-a1"}, {})
+    assert decode.memory.written() == {1: 101, 2: 102}
 
 
 # Stopping

@@ -68,7 +68,7 @@ def test_a_request_arrives_as_it_was():
         {"resumable": True},
         {"request_id": "x" * 250},
     ],
-    ids=str,
+    ids=lambda changes: next(iter(changes)),
 )
 def test_what_cannot_travel_is_the_clients_mistake(changes: dict[str, Any]):
     request = core_request(SamplingParams(), **changes)

@@ -2,8 +2,8 @@
 
 Writes of an attempt go out as their blocks complete. The last one carries the
 commit notice; since no order holds between writes, it starts only when all
-earlier ones have ended. Nothing is written unless this process's lease is
-certainly alive.
+earlier ones have ended. Nothing is written, and no write is moved on, unless this
+process's lease is certainly alive.
 """
 
 import logging
@@ -123,7 +123,7 @@ class PrefillRank:
     def results(self) -> RankResults:
         """Requests whose writes have all ended, each once."""
         self._pump()
-        if self._attempts:
+        if self._attempts and self._alive():
             self._mover.notices()
         sent: set[str] = set()
         for attempt_id, request_id in list(self._ended.items()):
@@ -146,7 +146,9 @@ class PrefillRank:
         return WorkerReport(failures=failures)
 
     def close(self) -> None:
-        self._mover.close()
+        # What is under way behind a closed fence ends with the process, untouched.
+        if self._alive() or not any(attempt.flying for attempt in self._attempts.values()):
+            self._mover.close()
 
     def _meet(self, engine_id: str, targets: dict[str, bytes], attempt: _Attempt) -> None:
         """First contact with a decode engine: check that blocks map, load its agent."""
@@ -249,6 +251,9 @@ class PrefillRank:
         )
 
     def _poll(self, attempt: _Attempt) -> None:
+        if not self._alive():
+            # Polling moves the data on, in some transports.
+            return
         still: list[_Flight] = []
         for flight in attempt.flying:
             try:
