@@ -68,3 +68,6 @@ class Ended:
 
 
 Instruction = DeleteJob | CancelWriter | Hold | Release | GiveUp | Ended
+
+#: What an engine's step does; the others are for the network.
+FOR_ENGINE = (Hold, Release, GiveUp, Ended)

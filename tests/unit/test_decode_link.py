@@ -474,6 +474,16 @@ async def test_an_abort_before_the_push_takes_the_job_back(decode: Decode):
     decode.assert_clean()
 
 
+async def test_a_push_that_is_answered_late_is_no_business_of_the_engine(decode: Decode):
+    decode.admit(prompt("r1", 10))
+    decode.finish("r1")
+    decode.half.build_step()
+    assert not decode.half.busy
+    await decode.network()
+    assert (await decode.queue.depth()).total == 0
+    decode.assert_clean()
+
+
 async def test_an_abort_after_the_claim_keeps_the_blocks(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
     decode.finish("r1")

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterable
 
-from dynamo_lite.policy.instructions import Instruction
+from dynamo_lite.policy.instructions import FOR_ENGINE, Instruction
 from dynamo_lite.policy.ledger import Ledger
 
 
@@ -16,8 +16,8 @@ class LockedLedger:
         self._for_engine: list[Instruction] = []
 
     def leave_for_engine(self, instructions: Iterable[Instruction]) -> None:
-        """Call with the lock held."""
-        self._for_engine += instructions
+        """Takes those that are the engine's, which has to step for them. Call with the lock held."""
+        self._for_engine += [i for i in instructions if isinstance(i, FOR_ENGINE)]
 
     def take_for_engine(self) -> list[Instruction]:
         """Call with the lock held."""
