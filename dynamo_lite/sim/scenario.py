@@ -115,6 +115,7 @@ _PROFILES: dict[str, tuple[tuple[Kind, ...], int]] = {
     "calm": ((), 0),
     "crashes": ((Kind.CRASH, Kind.CRASH, Kind.ENGINE_CRASH, Kind.DRAIN, Kind.REVOKE), 5),
     "pauses": ((Kind.PAUSE, Kind.COMPONENT_PAUSE, Kind.ENGINE_PAUSE), 5),
+    "zombies": ((Kind.PAUSE,), 3),
     "network": ((Kind.ISOLATE, Kind.CUT, Kind.CUT, Kind.WEATHER), 5),
     "servers": (
         (
@@ -128,7 +129,15 @@ _PROFILES: dict[str, tuple[tuple[Kind, ...], int]] = {
     ),
     "everything": (tuple(Kind), 8),
 }
-_WEIGHTS = {"calm": 1, "crashes": 4, "pauses": 5, "network": 4, "servers": 3, "everything": 8}
+_WEIGHTS = {
+    "calm": 1,
+    "crashes": 4,
+    "pauses": 4,
+    "zombies": 2,
+    "network": 4,
+    "servers": 3,
+    "everything": 8,
+}
 
 
 def draw(seed: int) -> Scenario:
@@ -172,6 +181,8 @@ def _with_faults(scenario: Scenario, bursts: Sequence[float], rng: random.Random
 def _fault(scenario: Scenario, kind: Kind, bursts: Sequence[float], rng: random.Random) -> Fault:
     # Most come while there is work.
     at_s = rng.choice(bursts) + 10 ** rng.uniform(-2, 0.3)
+    if scenario.profile == "zombies":
+        return _zombie(scenario, at_s, rng)
     if rng.random() < 0.3:
         at_s = rng.uniform(LOAD_FROM_S, scenario.quiet_at_s)
     for_s = _duration(scenario.lease_ttl_s, rng)
@@ -199,6 +210,17 @@ def _fault(scenario: Scenario, kind: Kind, bursts: Sequence[float], rng: random.
             return Fault(at_s=at_s, kind=kind, for_s=for_s)
 
 
+def _zombie(scenario: Scenario, at_s: float, rng: random.Random) -> Fault:
+    """A writer stands still with its job half done, until everybody has given it up."""
+    writers = [slot for slot in scenario.slots if slot.startswith("prefill")]
+    for_s = _until_given_up(scenario.lease_ttl_s, rng)
+    return Fault(at_s=at_s, kind=Kind.PAUSE, target=rng.choice(writers), for_s=for_s)
+
+
+def _until_given_up(lease_ttl_s: float, rng: random.Random) -> float:
+    return rng.uniform(2.0, 2.6) * lease_ttl_s + 1.0
+
+
 def _duration(lease_ttl_s: float, rng: random.Random) -> float:
     """A blink, around a lease's time to live, or until everything that hangs on it is over."""
     kind = rng.random()
@@ -206,7 +228,7 @@ def _duration(lease_ttl_s: float, rng: random.Random) -> float:
         return rng.uniform(0.01, 0.5)
     if kind < 0.8:
         return rng.uniform(0.3, 1.7) * lease_ttl_s
-    return rng.uniform(2.0, 2.6) * lease_ttl_s + 1.0
+    return _until_given_up(lease_ttl_s, rng)
 
 
 def _with_load(scenario: Scenario, bursts: Sequence[float], rng: random.Random) -> Scenario:
