@@ -16,7 +16,7 @@ class LockedLedger:
         self._for_engine: list[Instruction] = []
 
     def leave_for_engine(self, instructions: Iterable[Instruction]) -> None:
-        """Takes those that are the engine's, which has to step for them. Call with the lock held."""
+        """Takes those that its next step carries out. Call with the lock held."""
         self._for_engine += [i for i in instructions if isinstance(i, FOR_ENGINE)]
 
     def take_for_engine(self) -> list[Instruction]:
