@@ -21,34 +21,45 @@ from dynamo_lite.engine.sim.scheduler import SimRequest
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.queue.base import Job
+from dynamo_lite.sim.cancels import CancelWatch
 from dynamo_lite.sim.client import Story
+from dynamo_lite.sim.scheduler import START_S
+from dynamo_lite.sim.tally import Wait, Waits
 
 #: A request may end so much later than its deadline: the next turn of its process.
 _LATE_S = 0.5
+#: So long may a cancel be on its way to a prefill worker while nothing is broken.
+_CANCEL_S = 1.0
 #: Violations beyond these are only counted.
 _MOST_TOLD = 20
 
 
 @dataclass
 class Judge:
-    """say: takes each violation, for the trace. now: virtual time.
+    """say: takes each violation, for the trace. now: virtual time. faultless: nothing
+    is broken in this run.
 
     counts: what happened, by name; shows whether a run has reached the states that matter.
     """
 
     now: Callable[[], float]
     say: Callable[[str], None]
+    faultless: bool = False
     violations: list[str] = field(default_factory=list[str])
     counts: Counter[str] = field(default_factory=Counter[str])
     stories: list[tuple[str, Story]] = field(default_factory=list[tuple[str, Story]])
+    waits: Waits = field(default_factory=Waits)
     _engines: dict[SimMover, Engine] = field(default_factory=dict[SimMover, Engine])
     _deliveries: dict[str, int] = field(default_factory=dict[str, int])
     _told: set[SimRequest] = field(default_factory=set[SimRequest])
 
+    def __post_init__(self) -> None:
+        self.cancels = CancelWatch(self.now, self._cancelled_at, self.counts)
+
     def violate(self, text: str) -> None:
         self.counts["violations"] += 1
         if len(self.violations) < _MOST_TOLD:
-            self.violations.append(f"{self.now():.3f} s: {text}")
+            self.violations.append(f"{self.now() - START_S:.3f} s: {text}")
         self.say(f"VIOLATION {text}")
 
     # Engines and their blocks
@@ -56,6 +67,7 @@ class Judge:
     def engine_started(self, engine: Engine) -> None:
         self._engines[engine.mover] = engine
         engine.core.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
+        engine.core.on_abort = lambda ids: self.cancels.aborting(engine, ids)
 
     def engine_died(self, engine: Engine) -> None:
         """Whose memory is gone has no blocks to lose."""
@@ -129,6 +141,20 @@ class Judge:
                         f"{engine.setup.address}: block {block} does not hold what it is cached for"
                     )
 
+    # Cancels
+
+    def heard(self, subject: str, payload: bytes) -> None:
+        """A component is told something."""
+        if not subject.endswith(".cancel"):
+            return
+        took_s = self.cancels.heard(payload)
+        if took_s is not None and took_s > _CANCEL_S and self.faultless:
+            self.violate(f"a cancel reached its writer after {took_s:.3f} s")
+
+    def judge_cancels(self) -> None:
+        if self.faultless and (left := self.cancels.under_way):
+            self.violate(f"cancels that have not reached their writers: {left}")
+
     # Requests
 
     def story(self, client: str, story: Story) -> None:
@@ -151,15 +177,27 @@ class Judge:
                 self.violate(f"request {story.ask.request_id} of {client}: {text}")
             if story.ended_at is None or story.ends[0] == "client died":
                 continue
-            due = story.began_at + story.ask.timeout_s
-            due += held_up_s(client, story.began_at, story.ended_at)
-            wait_s = story.ended_at - story.began_at
-            self.counts["longest wait"] = max(self.counts["longest wait"], round(wait_s * 1000))
-            if story.ended_at > due + _LATE_S:
+            held_up = held_up_s(client, story.began_at, story.ended_at)
+            wait = Wait(
+                request=f"{story.ask.request_id} of {client}",
+                waited_s=story.ended_at - story.began_at,
+                limit_s=story.ask.timeout_s + held_up,
+                how=story.ends[0],
+            )
+            self.waits.add(wait)
+            if wait.over_s > _LATE_S:
                 self.violate(
-                    f"request {story.ask.request_id} of {client} ended"
-                    f" {story.ended_at - due:.3f} s after its deadline: {story.ends[0]}"
+                    f"request {wait.request} ended {wait.over_s:.3f} s after its deadline:"
+                    f" {wait.how}"
                 )
+
+    def _cancelled_at(self, request: SimRequest) -> float | None:
+        """When the caller of an engine's request left."""
+        name = request.request_id.partition("~")[0]
+        for _, story in reversed(self.stories):
+            if story.ask.request_id == name and story.began_at <= request.arrived:
+                return story.ended_at if story.ends[:1] == ["cancelled"] else None
+        return None
 
     def _engine(self, engine_id: str) -> Engine | None:
         found = (e for e in self._engines.values() if e.setup.link.engine_id == engine_id)

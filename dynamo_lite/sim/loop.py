@@ -191,6 +191,7 @@ class VirtualLoop(Scheduler):
                 table.clear()
             self._processes.clear()
             self.world.ready.clear()
+            self.network = None
             bury(left)
         gc.unfreeze()
         if self._collecting:

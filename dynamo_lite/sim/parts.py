@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.runtime.fence import Fence, MemoryFence
 from dynamo_lite.runtime.host import Host, ProcessSpec, Surroundings
-from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.sim.invariants import Judge
 from dynamo_lite.sim.messaging import SimMessaging
@@ -28,6 +28,9 @@ from dynamo_lite.sim.queue import SimQueue
 from dynamo_lite.sim.shipped import Shipped
 from dynamo_lite.sim.store import SimStore
 from dynamo_lite.sim.supervisor import Slot
+
+#: Takes a subject and a payload.
+Hear = Callable[[str, bytes], None]
 
 #: How long a component's imports take.
 _IMPORTS_S = 0.05
@@ -153,11 +156,30 @@ class SimParts:
         )
 
 
+class _HeardMessaging(SimMessaging):
+    """Messaging whose every arriving message somebody sees first, with its subject."""
+
+    def __init__(self, network: Network, hear: Hear):
+        super().__init__(network)
+        self._hear = hear
+
+    @asynccontextmanager
+    async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
+        async def heard(payload: bytes) -> bytes | None:
+            self._hear(subject, payload)
+            return await handler(payload)
+
+        async with super().serve(subject, heard):
+            yield
+
+
 class _NoStatus:
     url = "http://nowhere"
 
 
-def surroundings(network: Network, process: SimProcess) -> Surroundings:
+def surroundings(network: Network, process: SimProcess, hear: Hear) -> Surroundings:
+    """hear: sees what the process is told, before it does."""
+
     @asynccontextmanager
     async def no_status(*_: Any) -> AsyncIterator[_NoStatus]:
         yield _NoStatus()
@@ -166,7 +188,7 @@ def surroundings(network: Network, process: SimProcess) -> Surroundings:
         return SimStore(network)
 
     def open_messaging(*_: Any) -> AbstractAsyncContextManager[Messaging]:
-        return SimMessaging(network)
+        return _HeardMessaging(network, hear)
 
     return Surroundings(
         open_store=open_store,

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections import Counter
-from dataclasses import dataclass, field
+import traceback
+
+import msgspec
 
 from dynamo_lite.sim.loop import START_S, SimulationStuck, VirtualLoop
 from dynamo_lite.sim.scenario import LOAD_FROM_S, Fault, Scenario, draw
 from dynamo_lite.sim.shipped import Shipped
+from dynamo_lite.sim.tally import Played, Waits
 from dynamo_lite.sim.trace import Trace, log_to
 from dynamo_lite.sim.world import World
 
@@ -18,37 +20,48 @@ _LOOK_S = 0.25
 _STOP_S = 40.0
 
 
-@dataclass
-class Outcome:
-    """What came of a seed. violations: empty when every invariant held.
-
-    virtual_s: how long it took in virtual time. fingerprint: equal for equal runs.
-    """
-
-    seed: int
-    scenario: Scenario
-    violations: list[str] = field(default_factory=list[str])
-    counts: Counter[str] = field(default_factory=Counter[str])
-    virtual_s: float = 0.0
-    fingerprint: str = ""
+def play(seed: int, *, shipped: Shipped | None = None, trace: Trace | None = None) -> Played:
+    """violations of what is returned: empty when every invariant held."""
+    return play_scenario(draw(seed), shipped=shipped, trace=trace)
 
 
-def play(seed: int, *, shipped: Shipped | None = None, trace: Trace | None = None) -> Outcome:
-    scenario = draw(seed)
+def play_scenario(
+    scenario: Scenario, *, shipped: Shipped | None = None, trace: Trace | None = None
+) -> Played:
     trace = trace or Trace()
-    outcome = Outcome(seed, scenario)
-    with VirtualLoop(seed, trace=trace) as loop, log_to(trace, logging.INFO):
-        world = World(loop, scenario, shipped or Shipped())
-        try:
-            loop.run_until_complete(_play(world))
-        except SimulationStuck as exc:
-            world.judge.violate(str(exc))
-        for failure in loop.failures:
-            world.judge.violate(failure)
-        outcome.violations, outcome.counts = world.judge.violations, world.judge.counts
-        outcome.virtual_s = loop.time() - START_S
-        outcome.fingerprint = loop.fingerprint()
-    return outcome
+    with VirtualLoop(scenario.seed, trace=trace) as loop, log_to(trace, logging.INFO):
+        # In a call of its own: the loop collects its garbage as it closes, and the
+        # world must be garbage by then.
+        return _judged(loop, scenario, shipped or Shipped(), trace)
+
+
+def _judged(loop: VirtualLoop, scenario: Scenario, shipped: Shipped, trace: Trace) -> Played:
+    world = World(loop, scenario, shipped)
+    judge = world.judge
+    try:
+        loop.run_until_complete(_play(world))
+    except SimulationStuck as exc:
+        judge.violate(str(exc))
+    except Exception as exc:
+        judge.violate(f"the simulation itself failed: {exc!r}")
+        for line in traceback.format_exc().splitlines():
+            trace.add(line)
+    for failure in loop.failures:
+        judge.violate(failure)
+    waits = Waits()
+    for wait in (judge.waits.longest, judge.waits.latest):
+        if wait is not None:
+            waits.add(msgspec.structs.replace(wait, seed=scenario.seed))
+    return Played(
+        seed=scenario.seed,
+        profile=scenario.profile,
+        violations=judge.violations,
+        counts=dict(judge.counts),
+        waits=waits,
+        cancel_s=judge.cancels.longest_s,
+        virtual_s=loop.time() - START_S,
+        fingerprint=loop.fingerprint(),
+    )
 
 
 async def _play(world: World) -> None:
@@ -67,6 +80,7 @@ async def _play(world: World) -> None:
     await _settle(world)
     await _stop(world)
     world.judge.judge_stories(world.sabotage.held_up_s)
+    world.judge.judge_cancels()
 
 
 async def _carry_out(world: World, fault: Fault) -> None:

@@ -106,7 +106,11 @@ class World:
     def __init__(self, loop: VirtualLoop, scenario: Scenario, shipped: Shipped):
         self.loop, self.scenario, self.shipped = loop, scenario, shipped
         self.network = Network(loop)
-        self.judge = Judge(lambda: loop.time(), lambda text: loop.trace.add(text))
+        self.judge = Judge(
+            lambda: loop.time(),
+            lambda text: loop.trace.add(text),
+            faultless=not scenario.faults,
+        )
         self.fabric = Fabric(
             loop.stream("fabric"),
             Wire(slowest_s=scenario.slowest_write_s),
@@ -192,7 +196,7 @@ class World:
             spec,
             Watched(self._component(kind, slot, spec, process), slot),
             report,
-            surroundings(self.network, process),
+            surroundings(self.network, process, self.judge.heard),
         )
 
     def _component(

@@ -75,6 +75,8 @@ class SimCore:
         self.steps = 0
         #: Called after each step with the time at which it was scheduled.
         self.on_step: Callable[[float], None] = lambda scheduled_at: None
+        #: Called with the ids of requests that are about to be aborted.
+        self.on_abort: Callable[[Sequence[str]], None] = lambda request_ids: None
         self._clock, self._deliver = clock, deliver
         self._added: list[SimRequest] = []
         self._aborted: list[str] = []
@@ -112,7 +114,9 @@ class SimCore:
         for request in added:
             self.scheduler.add(request)
         aborted, self._aborted = self._aborted, []
-        self.scheduler.abort(aborted)
+        if aborted:
+            self.on_abort(aborted)
+            self.scheduler.abort(aborted)
 
     async def _step(self) -> None:
         config = self.config

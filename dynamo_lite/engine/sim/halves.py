@@ -84,6 +84,19 @@ class DecodeHalves:
             return True
         return state is State.CLAIMED and ledger.writer(attempt) == writer_lease_id
 
+    def stage(self, request: SimRequest) -> tuple[str | None, State | None]:
+        """The attempt that a request waits for or has left in quarantine, and its state."""
+        ledger = self.scheduler._book.ledger
+        for attempt, (asker, _) in reversed(self.asked.items()):
+            if asker is request and (state := ledger.state(attempt)) is not None:
+                return attempt, state
+        return None, None
+
+    def writes(self, attempt: str) -> bool:
+        """Whether it was claimed by a writer that has not said yet that it is done."""
+        entry = self.scheduler._book.ledger._attempts.get(attempt)
+        return entry is not None and entry.writer is not None and not entry.writer_done
+
     def unsettled(self) -> str | None:
         """What the halves still wait for, to read; None when nothing is left."""
         if self.scheduler._held:
