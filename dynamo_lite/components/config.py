@@ -76,9 +76,12 @@ class VllmWorkerConfig:
     more, everything is. remote_prefill_timeout_s: how long a remote prefill may
     take from the decision to the last block; then the prompt is prefilled here.
     queue_view_max_age_s: an older view of the queue counts as unknown, and
-    unknown means local. max_in_flight_requests, max_queued_tokens: beyond so many
-    sequences, or prompt tokens of those without a first token, requests are refused
-    for a while; the engine's own queue stays about that short.
+    unknown means local. single_flight_min_length: a prompt waits for another one's
+    remote prefill when they share at least so many uncached tokens, and most of
+    either; None for max_local_prefill_length. max_in_flight_requests,
+    max_queued_tokens: beyond so many sequences, or prompt tokens of those without a
+    first token, requests are refused for a while; the engine's own queue stays about
+    that short.
     """
 
     remote_prefill: bool = True
@@ -86,6 +89,7 @@ class VllmWorkerConfig:
     max_prefill_queue_size: Natural = 8
     remote_prefill_timeout_s: Seconds = 30.0
     queue_view_max_age_s: Seconds = 3.0
+    single_flight_min_length: Natural | None = None
     max_in_flight_requests: Positive = 1024
     max_queued_tokens: Positive = 500_000
     queue: QueueOptions = field(default_factory=QueueOptions)

@@ -15,6 +15,7 @@ class Reason(enum.Enum):
     LONG = "long"
     SHORT = "short"
     CACHED = "cached"
+    SINGLE_FLIGHT = "single_flight"  # cached, by a remote prefill that it has waited for
     QUEUE_FULL = "queue_full"
     QUEUE_UNKNOWN = "queue_unknown"
     NO_PREFILL_WORKER = "no_prefill_worker"

@@ -17,7 +17,7 @@ from dynamo_lite.engine.sim.assembly import Engine
 from dynamo_lite.engine.sim.halves import DecodeHalves, PrefillHalves
 from dynamo_lite.engine.sim.model import first_wrong
 from dynamo_lite.engine.sim.mover import Landing, SimMover
-from dynamo_lite.engine.sim.scheduler import SimRequest
+from dynamo_lite.engine.sim.request import SimRequest
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.queue.base import Job

@@ -114,6 +114,7 @@ class SimParts:
             queue_view_max_age_s=config.queue_view_max_age_s,
             prefill_component=PREFILL_COMPONENT,
             queue=queue_config(config.queue),
+            single_flight_min_length_tokens=config.single_flight_min_length,
         )
         return self._engine(host, role, None)
 

@@ -251,7 +251,24 @@ def _with_load(scenario: Scenario, bursts: Sequence[float], rng: random.Random) 
             asks.append(
                 replace(_ask(scenario, rng, ask.request_id, tokens, again_s), client=ask.client)
             )
+    asks += _siblings(asks, random.Random(f"siblings/{scenario.seed}"))
     return replace(scenario, asks=tuple(sorted(asks, key=lambda a: a.at_s)))
+
+
+def _siblings(asks: Sequence[Ask], rng: random.Random) -> list[Ask]:
+    """What `n > 1` makes of a request, or a crowd with one question: the same prompt at
+    about the same time. Some go away early."""
+    chosen = rng.sample(asks, rng.randint(0, 2))
+    return [
+        replace(
+            ask,
+            request_id=f"{ask.request_id}n{number}",
+            at_s=ask.at_s + rng.choice((0.0, 0.0, rng.uniform(0, 0.3))),
+            cancel_after_s=rng.choice((None, None, None, rng.uniform(0, 2))),
+        )
+        for ask in chosen
+        for number in range(rng.randint(1, 3))
+    ]
 
 
 def _ask(

@@ -117,6 +117,7 @@ def prompt(request_id: str, tokens: int, **fields: Any) -> Any:
         "mm_features": [],
         "lora_request": None,
         "prompt_embeds": None,
+        "block_hashes": [f"{request_id}/{i}" for i in range(tokens // BLOCK)],
         "priority": 0,
         "cache_salt": None,
     }
@@ -177,6 +178,7 @@ class Decode:
             outside=Nowhere(),
             open_bridge=Bridge,
             clock=clock,  # type: ignore[arg-type]
+            hash_block_size=BLOCK,
         )
         self.half.bind_block_pool(self.pool)
         self.bridge: Any = self.half.bridge
@@ -257,7 +259,7 @@ class Decode:
         half, clock, book = self.half, self.half._clock, self.half._book
         left = (half._verdicts, half._decided, half._held, clock._open, clock._received)
         ledger = (book.ledger._attempts, book.ledger._by_request, book._for_engine)
-        assert not any(left) and not any(ledger)
+        assert not any(left) and not any(ledger) and half._flights.idle
         assert not half.busy
         assert self.pool.used == 0
 

@@ -13,6 +13,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 LIMIT = 512
 DECISIONS = "dynamo_lite_prefill_decisions_total"
 REMOTE = "dynamo_lite_remote_prefills_total"
+WAITS = "dynamo_lite_single_flight_waits_total"
+#: Layers, K and V, heads, head size, tokens, float32.
+BLOCK_BYTES = 4 * 2 * 4 * 32 * 32 * 4
 
 
 def completion(prompt: list[int]) -> dict:
@@ -92,5 +95,26 @@ def test_a_remote_prefill_is_counted_on_both_sides(disagg: Graph):
 
     eventually(counted, timeout_s=5, what="the prefill is counted")
     sent = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total") - blocks_bytes
-    block_bytes = 4 * 2 * 4 * 32 * 32 * 4  # layers, K and V, heads, head size, tokens, float32
-    assert sent == 66 * block_bytes
+    assert sent == 66 * BLOCK_BYTES
+
+
+def test_siblings_are_prefilled_and_transferred_once(disagg: Graph, reference: PlainServer):
+    """Three of four wait for the first one's KV, and hit the cache: 62 of 63 blocks of it."""
+    drawn = {"n": 4, "temperature": 1, "seed": 11, "extra_body": {"return_token_ids": True}}
+    request = completion(prompt_ids(2000, seed=105)) | drawn
+    expected = ask(reference.url, "completions", request)
+    sent = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total")
+    hits = disagg.count("VllmWorker", WAITS, outcome="hit")
+    since = counting(disagg)
+    got = ask(disagg.url, "completions", request)
+    assert_same(got, expected)
+    assert len({tuple(choice["token_ids"]) for choice in got["choices"]}) == 4
+
+    def counted() -> bool:
+        return sum(since().values()) == 4
+
+    eventually(counted, timeout_s=5, what="the decisions are counted")
+    assert since() == {"remote/long": 1, "local/single_flight": 3}
+    assert disagg.count("VllmWorker", WAITS, outcome="hit") == hits + 3
+    written = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total") - sent
+    assert written == 63 * BLOCK_BYTES

@@ -17,6 +17,8 @@ LATE = "late_notices"
 FENCED = "fenced_writes"
 MISMATCH = "commit_mismatches"
 DROPPED = "dropped"  # + "/where": see `runtime/drops.py`
+FLIGHT_WAIT = "single_flight"  # + "/outcome": hit, miss, cancelled
+FLIGHT_WAIT_SECONDS = "single_flight_seconds"  # a list of durations
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 
 

@@ -20,6 +20,8 @@ from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
 from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.engine.remote_prefill.seams import Block, BlockPool, Prompt
+from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight
+from dynamo_lite.policy import single_flight
 from dynamo_lite.policy.disagg import (
     Local,
     QueueView,
@@ -46,7 +48,10 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 
 class DecodeScheduler:
-    """block_size: in tokens. new_attempt: makes fresh attempt ids."""
+    """block_size: in tokens. new_attempt: makes fresh attempt ids.
+
+    hash_block_size: see `SingleFlight`.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class DecodeScheduler:
         clock: Clock = SYSTEM_CLOCK,
         ledger: Ledger | None = None,
         new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
+        hash_block_size: int | None = None,
     ):
         assert isinstance(link.role, DecodeLink)
         self._link, self._role, self._block_size = link, link.role, block_size
@@ -70,6 +76,12 @@ class DecodeScheduler:
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=link.lease_ttl_s))
         self.stats = Counts()
         self._clock = HandoverClock(self.stats, clock)
+        self._flights = SingleFlight(
+            single_flight.Thresholds(_shared_tokens(link.role, block_size)),
+            hash_block_size,
+            self.stats,
+            self._now,
+        )
         self._net = DecodeLinkSession(
             link,
             self._book,
@@ -94,16 +106,21 @@ class DecodeScheduler:
 
     def num_new_matched_tokens(
         self, request: Prompt, cached: int, *, transferable: bool = True
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """How many tokens beyond `cached` will come from a prefill worker.
 
-        All but the last one: that one the engine computes, and samples from.
+        All but the last one: that one the engine computes, and samples from. None:
+        ask again, the request waits for another one's KV.
         transferable: whether its KV is a function of its tokens and cache salt alone.
         """
         if request.request_id in self._decided:
             return 0, False
+        if self._flights.waits(request.request_id, cached):
+            return None, False
         decided = self._now()
         verdict = self._decide(request, cached, transferable)
+        if self._flights.joins(request, cached, verdict):
+            return None, False
         self._verdicts[request.request_id] = verdict, decided
         if isinstance(verdict, Local):
             return 0, False
@@ -117,6 +134,7 @@ class DecodeScheduler:
             return
         verdict, decided = found
         self._decided.add(request.request_id)
+        self._flights.finished(request.request_id)
         kind = "remote" if isinstance(verdict, Remote) else "local"
         self.stats.add(f"{DECISION}/{kind}/{verdict.reason.value}")
         if external:
@@ -140,6 +158,7 @@ class DecodeScheduler:
         What was given up before is not the ledger's any more.
         """
         for request_id in sorted(results.received | results.lost):
+            self._flights.ended(request_id)
             with self._book.lock:
                 instructions = self._book.ledger.received(
                     request_id, intact=request_id not in results.lost
@@ -150,6 +169,8 @@ class DecodeScheduler:
         self._verdicts.pop(request_id, None)
         self._decided.discard(request_id)
         self._clock.forget(request_id)
+        self._flights.finished(request_id)
+        self._flights.ended(request_id)
         with self._book.lock:
             instructions = self._book.ledger.request_finished(request_id)
         self._apply(instructions, fresh=True)
@@ -163,13 +184,16 @@ class DecodeScheduler:
             return Local(Reason.NOT_TRANSFERABLE)
         if self._net.leaving:
             return Local(Reason.LEAVING)
-        return decide(
+        verdict = decide(
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=cached,
             queue=self._queue_view(),
             thresholds=self._thresholds,
             now=self._now(),
         )
+        if verdict.reason is Reason.CACHED and self._flights.served(request.request_id):
+            return Local(Reason.SINGLE_FLIGHT)
+        return verdict
 
     def _queue_view(self) -> QueueView | None:
         """The last reading, plus what this engine has asked for since."""
@@ -208,6 +232,7 @@ class DecodeScheduler:
         self._step.blocks[attempt] = targets
         self._clock.asked(attempt, decided)
         self._asked_at.append(self._now())
+        self._flights.began(request, external)
         self.bridge.submit(self._net.push(job))
 
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
@@ -253,3 +278,10 @@ class DecodeScheduler:
             last_step_age_s=self._now() - self._stepped_at,
             unresponsive_writers=self._net.unresponsive_writers,
         )
+
+
+def _shared_tokens(role: DecodeLink, block_size: int) -> int:
+    """From how many on a wait pays: what is worth a remote prefill is worth a wait for one."""
+    if role.single_flight_min_length_tokens is not None:
+        return role.single_flight_min_length_tokens
+    return role.max_local_prefill_length_tokens // block_size * block_size

@@ -19,7 +19,8 @@ LINK_FILE = "dynamo_lite_link"
 class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A decode engine. Times in seconds; see `VllmWorkerConfig` for the thresholds.
 
-    prefill_component: whose members are the writers.
+    prefill_component: whose members are the writers. single_flight_min_length_tokens:
+    None for max_local_prefill_length_tokens.
     """
 
     max_local_prefill_length_tokens: int
@@ -28,6 +29,7 @@ class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     queue_view_max_age_s: float
     prefill_component: str
     queue: QueueConfig
+    single_flight_min_length_tokens: int | None = None
 
 
 class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -11,6 +11,8 @@ from dynamo_lite.engine.remote_prefill.counts import (
     DESCRIPTORS,
     DROPPED,
     FENCED,
+    FLIGHT_WAIT,
+    FLIGHT_WAIT_SECONDS,
     LATE,
     MISMATCH,
     REMOTE,
@@ -77,6 +79,19 @@ class RemotePrefillMetrics:
             "Commits whose blocks were not what their writer had sent: computed here instead",
             registry=registry,
         )
+        self._flight_waits = Counter(
+            "dynamo_lite_single_flight_waits",
+            "Waits for another request's remote prefill of the same prefix, by how they ended:"
+            " hit (the prefix is in the cache), miss, cancelled",
+            ["outcome"],
+            registry=registry,
+        )
+        self._flight_wait_seconds = Histogram(
+            "dynamo_lite_single_flight_wait_seconds",
+            "How long requests waited for another request's remote prefill",
+            buckets=(0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+            registry=registry,
+        )
 
         self._takers: dict[str, Callable[[str, Any], None]] = {
             DECISION: lambda labels, n: self._decisions.labels(*labels.split("/")).inc(n),
@@ -88,6 +103,8 @@ class RemotePrefillMetrics:
             LATE: lambda _, n: self._late.inc(n),
             FENCED: lambda _, n: self._fenced.inc(n),
             MISMATCH: lambda _, n: self._mismatches.inc(n),
+            FLIGHT_WAIT: lambda outcome, n: self._flight_waits.labels(outcome).inc(n),
+            FLIGHT_WAIT_SECONDS: lambda _, all_s: _observe(self._flight_wait_seconds, all_s),
             DROPPED: self._drop,
         }
 

@@ -3,7 +3,7 @@
 vLLM's own classes have these shapes; so has the simulated engine.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -36,7 +36,9 @@ class BlockPool(Protocol):
 class Prompt(Protocol):
     """A request as the engine's scheduler holds it.
 
-    kv_transfer_params: of a prefill engine's job; see `PrefillScheduler`.
+    block_hashes: one per full block, of all tokens up to its end and of all else that
+    their KV depends on. kv_transfer_params: of a prefill engine's job; see
+    `PrefillScheduler`.
     """
 
     @property
@@ -50,6 +52,9 @@ class Prompt(Protocol):
 
     @property
     def num_computed_tokens(self) -> int: ...
+
+    @property
+    def block_hashes(self) -> Sequence[Hashable]: ...
 
     @property
     def priority(self) -> int: ...

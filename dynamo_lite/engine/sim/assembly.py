@@ -109,6 +109,7 @@ class Assembly:
             clock=setup.clock,
             ledger=self.ledger(setup),
             new_attempt=lambda: f"{setup.rng.getrandbits(64):016x}",
+            hash_block_size=setup.config.block_size,
         )
         scheduler.bind_block_pool(pool)
         scheduler.metadata = metadata

@@ -17,7 +17,7 @@ from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.engine.sim.core import Outputs
 from dynamo_lite.engine.sim.model import Sampling, sampling_from_bytes
-from dynamo_lite.engine.sim.scheduler import SimRequest
+from dynamo_lite.engine.sim.request import SimRequest
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
@@ -129,6 +129,7 @@ class SimEngine:
                 sampling=sampling,
                 max_tokens=min(left, self._setup.config.max_model_len - len(prompt)),
                 arrived=self._setup.clock.monotonic(),
+                block_size=self._setup.config.block_size,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
@@ -177,6 +178,7 @@ class SimEngine:
                     sampling=Sampling(max_tokens=1),
                     max_tokens=1,
                     arrived=self._setup.clock.monotonic(),
+                    block_size=self._setup.config.block_size,
                     priority=job.priority,
                     cache_salt=job.cache_salt,
                     kv_transfer_params=transfer,

@@ -20,7 +20,8 @@ from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.remote_prefill.seams import Block
 from dynamo_lite.engine.sim.mover import SimMover
-from dynamo_lite.engine.sim.scheduler import Plan, SimRequest
+from dynamo_lite.engine.sim.request import SimRequest
+from dynamo_lite.engine.sim.scheduler import Plan
 from dynamo_lite.policy.ledger import State
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.transfer.base import Write
@@ -112,7 +113,7 @@ class DecodeHalves:
     def busy(self) -> bool:
         return self.scheduler.busy
 
-    def matched(self, request: SimRequest, cached: int) -> tuple[int, bool]:
+    def matched(self, request: SimRequest, cached: int) -> tuple[int | None, bool]:
         return self.scheduler.num_new_matched_tokens(request, cached)
 
     def allocated(self, request: SimRequest, external: int) -> None:

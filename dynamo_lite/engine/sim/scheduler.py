@@ -6,81 +6,22 @@ comes from elsewhere holds its blocks, and waits. When blocks run out the last
 running request loses its own, and is computed again.
 """
 
-import enum
-import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dynamo_lite.engine.remote_prefill.messages import RankResults
-from dynamo_lite.engine.sim.model import Sampler, Sampling, extend_states
 from dynamo_lite.engine.sim.pool import Block, BlockPool
-
-
-class Status(enum.Enum):
-    WAITING = "waiting"
-    PARKED = "parked"  # its KV comes from elsewhere
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-@dataclass(eq=False)
-class SimRequest:
-    """A sequence in the engine; implements the halves' `Prompt`.
-
-    prompt_token_ids include what another engine has generated already.
-    cached_tokens, external_tokens: of its first scheduling, for its first delta.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: Sampling
-    max_tokens: int
-    arrived: float
-    priority: int = 0
-    cache_salt: str | None = None
-    kv_transfer_params: Mapping[str, Any] | None = None
-    status: Status = Status.WAITING
-    output_token_ids: list[int] = field(default_factory=list[int])
-    blocks: list[Block] = field(default_factory=list[Block])
-    num_computed_tokens: int = 0
-    cached_tokens: int = 0
-    external_tokens: int = 0
-    waited_s: float = 0.0
-    parked_at: float = 0.0
-    finish_reason: str | None = None
-
-    def __post_init__(self) -> None:
-        self.states: list[int] = []
-        extend_states(self.states, self.prompt_token_ids)
-        self.sampler = Sampler(self.sampling, random.Random(self.request_id))
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.states)
-
-    @property
-    def block_ids(self) -> list[int]:
-        return [block.block_id for block in self.blocks]
-
-    def take(self, token: int) -> None:
-        """One more generated token; its KV is not computed yet."""
-        self.output_token_ids.append(token)
-        extend_states(self.states, [token])
-        if len(self.output_token_ids) >= self.max_tokens:
-            self.finish_reason = "length"
+from dynamo_lite.engine.sim.request import SimRequest, Status
 
 
 class Connector(Protocol):
     """A scheduler half, asked as vLLM asks a KV connector. Step: what it tells the rank."""
 
-    def matched(self, request: SimRequest, cached: int) -> tuple[int, bool]:
-        """Tokens beyond `cached` that come from elsewhere, and whether to wait for them."""
+    def matched(self, request: SimRequest, cached: int) -> tuple[int | None, bool]:
+        """Tokens beyond `cached` that come from elsewhere, and whether to wait for them.
+        None: not decided yet, the request is asked about again in the next step."""
         ...
 
     def allocated(self, request: SimRequest, external: int) -> None: ...
@@ -268,13 +209,18 @@ class Scheduler:
             if not self._may_run(plan) or not self._admit(request, plan, now):
                 return
             self._holding.remove(request)
+        deferred: list[SimRequest] = []
         while self._waiting and self._may_run(plan):
             request = self._waiting[0]
-            if not self._admit(request, plan, now):
-                return
+            admitted = self._admit(request, plan, now)
+            if admitted is False:
+                break
             self._waiting.popleft()
-            if request.status is Status.PARKED:
+            if admitted is None:
+                deferred.append(request)
+            elif request.status is Status.PARKED:
                 self._holding.append(request)
+        self._waiting.extendleft(reversed(deferred))
 
     def _may_run(self, plan: Plan) -> bool:
         """Whether this step has room for another request."""
@@ -290,7 +236,8 @@ class Scheduler:
         else:
             self._cache(request, request.num_computed_tokens)
 
-    def _admit(self, request: SimRequest, plan: Plan, now: float) -> bool:
+    def _admit(self, request: SimRequest, plan: Plan, now: float) -> bool | None:
+        """Whether it is computed or parked now. None: not asked for yet, others may go first."""
         cached = external = 0
         park = False
         fresh = request.num_computed_tokens == 0
@@ -298,7 +245,10 @@ class Scheduler:
             known = self._cached_prefix(request)
             cached = len(known) * self._size
             if self._connector is not None:
-                external, park = self._connector.matched(request, cached)
+                matched, park = self._connector.matched(request, cached)
+                if matched is None:
+                    return None
+                external = matched
             self.pool.touch(known)
             request.blocks = known
         computed = cached + external if fresh else request.num_computed_tokens

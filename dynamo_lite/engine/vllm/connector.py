@@ -26,7 +26,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from dynamo_lite.engine.remote_prefill.bridge import ThreadBridge
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
-from dynamo_lite.engine.remote_prefill.link import LINK_FILE, DecodeLink, PrefillLink, read_link
+from dynamo_lite.engine.remote_prefill.link import LINK_FILE, PrefillLink, read_link
 from dynamo_lite.engine.remote_prefill.messages import (
     DecodeStep,
     PrefillStep,
@@ -98,13 +98,22 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self._rank: DecodeRank | PrefillRank | None = None
         self._handshake: RankHandshake | None = None
         if role is KVConnectorRole.SCHEDULER:
-            half = DecodeScheduler if isinstance(self._link.role, DecodeLink) else PrefillScheduler
-            self._scheduler = half(
-                self._link,
-                vllm_config.cache_config.block_size,
-                outside=Servers(self._link),
-                open_bridge=ThreadBridge,
+            self._scheduler = self._make_scheduler()
+
+    def _make_scheduler(self) -> DecodeScheduler | PrefillScheduler:
+        cache, outside = self._vllm_config.cache_config, Servers(self._link)
+        if isinstance(self._link.role, PrefillLink):
+            return PrefillScheduler(
+                self._link, cache.block_size, outside=outside, open_bridge=ThreadBridge
             )
+        hashed = self._kv_cache_config.hash_block_size or cache.block_size
+        return DecodeScheduler(
+            self._link,
+            cache.block_size,
+            outside=outside,
+            open_bridge=ThreadBridge,
+            hash_block_size=hashed if cache.enable_prefix_caching else None,
+        )
 
     @property
     def _decode(self) -> DecodeScheduler | None:

@@ -1,0 +1,294 @@
+"""Who waits for whose remote prefill: the policy, and a decode engine's scheduler half."""
+
+import logging
+import random
+from typing import Any
+
+import pytest
+
+from dynamo_lite.policy import disagg
+from dynamo_lite.policy.disagg import Local, Remote
+from dynamo_lite.policy.single_flight import GoOn, Reason, Thresholds, Wait, follow
+from tests.unit.test_decode_link import (
+    BLOCK,
+    QUEUE_SIZE,
+    TIMEOUT_S,
+    Decode,
+    prompt,
+)
+from tests.unit.test_decode_link import clock as clock
+from tests.unit.test_decode_link import decode as decode
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+LONG = Remote(disagg.Reason.LONG)
+FULL = Local(disagg.Reason.QUEUE_FULL)
+
+
+def follows(verdict=LONG, uncached=1000, shared=1000, leader=1000, waits=0):
+    return follow(
+        verdict,
+        uncached_tokens=uncached,
+        shared_tokens=shared,
+        leader_tokens=leader,
+        waits=waits,
+        thresholds=Thresholds(min_shared_tokens=100),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (follows(), Wait(Reason.SHARED)),
+        # What would stay here only for want of room on the queue waits as well.
+        (follows(FULL), Wait(Reason.SHARED)),
+        (follows(Local(disagg.Reason.SHORT)), GoOn(Reason.NOT_LONG)),
+        (follows(Local(disagg.Reason.CACHED)), GoOn(Reason.NOT_LONG)),
+        (follows(Local(disagg.Reason.NOT_TRANSFERABLE)), GoOn(Reason.NOT_LONG)),
+        # The leader may be waiting in vain.
+        (follows(Local(disagg.Reason.QUEUE_UNKNOWN)), GoOn(Reason.NOT_LONG)),
+        (follows(Local(disagg.Reason.NO_PREFILL_WORKER)), GoOn(Reason.NOT_LONG)),
+        (follows(Local(disagg.Reason.LEAVING)), GoOn(Reason.NOT_LONG)),
+        (follows(shared=0), GoOn(Reason.NOTHING_SHARED)),
+        (follows(shared=-64), GoOn(Reason.NOTHING_SHARED)),
+        (follows(uncached=150, shared=100, leader=100), Wait(Reason.SHARED)),
+        (follows(uncached=150, shared=99, leader=100), GoOn(Reason.SHARED_SHORT)),
+        # At least half of its own work, and at least half of the leader's.
+        (follows(uncached=1000, shared=500, leader=600), Wait(Reason.SHARED)),
+        (follows(uncached=1001, shared=500, leader=600), GoOn(Reason.MOSTLY_ITS_OWN)),
+        (follows(uncached=600, shared=500, leader=1000), Wait(Reason.SHARED)),
+        (follows(uncached=600, shared=500, leader=1001), GoOn(Reason.LEADER_LONGER)),
+        (follows(waits=1), Wait(Reason.SHARED)),
+        (follows(waits=2), GoOn(Reason.WAITED)),
+    ],
+)
+def test_decisions(asked, expected):
+    assert asked == expected
+
+
+# The scheduler half
+
+WAITS = (None, False)
+
+
+def sibling(request_id: str, tokens: int = 40, *, shared: int = 1000, of: str = "a") -> Any:
+    """A prompt whose first `shared` tokens are those of all prompts `of` that name."""
+    own = [of if (i + 1) * BLOCK <= shared else request_id for i in range(tokens // BLOCK)]
+    return prompt(request_id, tokens, block_hashes=[f"{name}/{i}" for i, name in enumerate(own)])
+
+
+def asks(decode: Decode, request: Any, cached: int = 0) -> Any:
+    return decode.half.num_new_matched_tokens(request, cached)
+
+
+async def leads(decode: Decode, request: Any) -> str:
+    """Its remote prefill is under way and claimed. Returns its attempt."""
+    assert decode.admit(request) > 0
+    [attempt] = decode.half.build_step().expect
+    await decode.network()
+    await decode.claim(attempt)
+    return attempt
+
+
+async def test_siblings_wait_and_then_hit_the_cache(decode: Decode, caplog: Any):
+    caplog.set_level(logging.INFO)
+    attempt = await leads(decode, sibling("r1"))
+    others = [sibling(name) for name in ("r2", "r3", "r4")]
+    for _ in range(5):
+        assert [asks(decode, other) for other in others] == [WAITS] * 3
+        assert decode.half.build_step().expect == {}
+    assert sum("waits for the remote prefill of r1" in r.message for r in caplog.records) == 3
+    decode.clock.now += 0.5
+    await decode.done(attempt)
+    decode.output("r1")
+    for other in others:
+        assert decode.admit(other, cached=36) == 0
+    assert decode.counted("decision/remote/long") == 1
+    assert decode.counted("decision/local/single_flight") == 3
+    assert decode.counted("single_flight/hit") == 3
+    assert decode.half.stats.data["single_flight_seconds"] == [0.5] * 3
+    assert decode.counted("remote/committed") == 1
+    for name in ("r1", "r2", "r3", "r4"):
+        decode.finish(name)
+    decode.assert_clean()
+
+
+async def test_what_is_left_after_the_shared_prefix_is_decided_as_usual(decode: Decode):
+    await leads(decode, sibling("r1", 40, shared=24))
+    follower = sibling("r2", 44, shared=24)
+    assert asks(decode, follower) == WAITS
+    decode.output("r1")
+    assert decode.admit(follower, cached=24) == 44 - 1 - 24
+    assert decode.counted("decision/remote/long") == 2
+    assert decode.counted("single_flight/hit") == 1
+
+
+async def test_only_blocks_that_will_be_cached_are_waited_for(decode: Decode):
+    """The last token is computed here, and its block with it if it is full then."""
+    await leads(decode, sibling("r1", 40))
+    follower = sibling("r2", 41)
+    assert asks(decode, follower) == WAITS
+    assert decode.half._flights._followers["r2"].prefix_tokens == 36
+
+
+async def test_a_cached_prefix_is_not_waited_for(decode: Decode):
+    await leads(decode, sibling("r1", 40, shared=24))
+    assert asks(decode, sibling("r2", 44, shared=24), cached=24) == (19, True)
+
+
+async def test_another_prompt_does_not_wait(decode: Decode):
+    await leads(decode, sibling("r1"))
+    assert asks(decode, sibling("r2", of="b")) == (39, True)
+    assert asks(decode, sibling("r3", 4)) == (0, False)
+    assert asks(decode, prompt("r4", 40, prompt_token_ids=None)) == (0, False)
+    decode.net.view = None
+    assert asks(decode, sibling("r5")) == (0, False)
+
+
+async def test_a_full_queue_lets_siblings_wait_rather_than_compute(decode: Decode):
+    await leads(decode, sibling("r1"))
+    decode.sees(jobs=QUEUE_SIZE)
+    assert asks(decode, sibling("r2")) == WAITS
+    assert asks(decode, sibling("r3", of="b")) == (0, False)
+
+
+async def test_of_leaders_with_the_same_prefix_the_shortest_is_followed(decode: Decode):
+    await leads(decode, sibling("long", 100, shared=20))
+    await leads(decode, sibling("short", 40, shared=20))
+    assert asks(decode, sibling("r1", 36, shared=20)) == WAITS
+    assert decode.half._flights._followers["r1"].leader == "short"
+
+
+async def test_an_engine_without_prefix_cache_lets_nobody_wait(decode: Decode):
+    decode.half._flights._size = None
+    await leads(decode, sibling("r1"))
+    assert asks(decode, sibling("r2")) == (39, True)
+
+
+# Leaders that fail, and requests that end
+
+
+async def test_after_a_failed_leader_one_follower_leads(decode: Decode):
+    attempt = await leads(decode, sibling("r1"))
+    second, third = sibling("r2"), sibling("r3")
+    assert (asks(decode, second), asks(decode, third)) == (WAITS, WAITS)
+    await decode.done(attempt, "failed")
+    decode.half.build_step()
+    # The engine has not heard of it yet: the leader goes first, and may cache its prefix.
+    assert asks(decode, second) == WAITS
+    decode.output(failed=["r1"])
+    assert decode.admit(second) == 39
+    assert asks(decode, third) == WAITS
+    assert decode.counted("single_flight/miss") == 2
+    attempt = decode.half._book.ledger._by_request["r2"].attempt
+    await decode.network()
+    await decode.claim(attempt)
+    await decode.done(attempt, "failed")
+    decode.half.build_step()
+    decode.output(failed=["r2"])
+    # It has waited often enough, whoever leads.
+    assert decode.admit(sibling("r4")) == 39
+    assert decode.admit(third) == 39
+    assert decode.counted("remote/writer_failed") == 2
+
+
+async def test_nobody_waits_longer_than_the_leader(decode: Decode):
+    await leads(decode, sibling("r1"))
+    decode.clock.now += TIMEOUT_S - 1
+    decode.sees()
+    follower = sibling("r2")
+    assert asks(decode, follower) == WAITS
+    decode.clock.now += 1.1
+    decode.sees()
+    assert [name for _, name in decode.half.build_step().give_up] == ["r1"]
+    decode.output(failed=["r1"])
+    assert decode.admit(follower) == 39
+    [waited_s] = decode.half.stats.data["single_flight_seconds"]
+    assert waited_s == pytest.approx(1.1)
+
+
+async def test_a_cancelled_leader_lets_a_follower_lead(decode: Decode):
+    await leads(decode, sibling("r1"))
+    follower = sibling("r2")
+    assert asks(decode, follower) == WAITS
+    decode.finish("r1")
+    assert decode.admit(follower) == 39
+    assert decode.half._flights._flights.keys() == {"r2"}
+
+
+async def test_a_cancelled_follower_leaves_nothing(decode: Decode):
+    attempt = await leads(decode, sibling("r1"))
+    assert asks(decode, sibling("r2")) == WAITS
+    decode.half.request_finished("r2")
+    assert decode.counted("single_flight/cancelled") == 1
+    await decode.done(attempt)
+    decode.output("r1")
+    decode.finish("r1")
+    decode.assert_clean()
+
+
+async def test_a_preempted_follower_is_not_deferred_again(decode: Decode):
+    await leads(decode, sibling("r1"))
+    follower = sibling("r2")
+    assert asks(decode, follower) == WAITS
+    decode.output("r1")
+    assert decode.admit(follower, cached=36) == 0
+    await leads(decode, sibling("r3"))
+    assert asks(decode, follower) == (0, False)
+
+
+class Lives:
+    """Forty prompts on two prefixes, asked about in each step, that end as chance has it."""
+
+    def __init__(self, decode: Decode, rng: random.Random):
+        self.decode, self.rng = decode, rng
+        self.coming = [sibling(f"r{n}", shared=24, of=rng.choice("ab")) for n in range(40)]
+        self.waiting: list[Any] = []
+        self.external: dict[str, int] = {}
+
+    async def step(self) -> None:
+        decode, rng = self.decode, self.rng
+        decode.clock.now += 0.01
+        decode.sees(jobs=rng.choice((0, 0, QUEUE_SIZE)))
+        self.waiting += [self.coming.pop() for _ in range(min(rng.randrange(3), len(self.coming)))]
+        for request in list(self.waiting):
+            external, _ = asks(decode, request, rng.choice((0, 0, 24)))
+            if external is not None:
+                self.waiting.remove(request)
+                decode.taken[request.request_id] = []
+                decode.half.state_after_alloc(request, range(10), external)
+                self.external[request.request_id] = external
+        decode.half.build_step()
+        await decode.network()
+        if self.waiting and rng.random() < 0.1:
+            request = self.waiting.pop(rng.randrange(len(self.waiting)))
+            decode.half.request_finished(request.request_id)
+
+    async def end_one(self) -> None:
+        if not self.external or self.rng.random() < 0.5:
+            return
+        name = self.rng.choice(sorted(self.external))
+        fate = self.rng.choice(("written", "failed", "cancelled"))
+        if self.external.pop(name) and fate != "cancelled":
+            attempt = self.decode.half._book.ledger._by_request[name].attempt
+            await self.decode.claim(attempt)
+            await self.decode.done(attempt, fate)
+            self.decode.half.build_step()
+            self.decode.output(*[name][: fate == "written"], failed=[name][: fate == "failed"])
+        self.decode.finish(name)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whatever_becomes_of_leaders_everybody_is_served(decode: Decode, seed: int):
+    lives = Lives(decode, random.Random(seed))
+    for _ in range(1000):
+        await lives.step()
+        await lives.end_one()
+        if not (lives.coming or lives.waiting or lives.external):
+            break
+    assert not (lives.coming or lives.waiting or lives.external)
+    decode.half.build_step()
+    await decode.network()
+    assert decode.half._flights.idle
+    waits = [decode.counted(f"single_flight/{how}") for how in ("hit", "miss", "cancelled")]
+    assert 0 < sum(waits) == len(decode.half.stats.data["single_flight_seconds"])
