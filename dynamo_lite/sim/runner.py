@@ -142,7 +142,8 @@ class _Crew:
         if (played := each.take()) is not None:
             self.ended[played.seed] = played
         if not each.left and self._portions:
-            each.give(self._portions.popleft())
+            each.give(self._portions[0])
+            self._portions.popleft()
 
     def _bury(self, each: _Worker) -> None:
         if not each.greeted:

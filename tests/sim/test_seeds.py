@@ -1,0 +1,37 @@
+"""A thousand clusters with everything that goes wrong in them."""
+
+import pytest
+
+from dynamo_lite.sim.report import coverage_lines, violated_lines
+from dynamo_lite.sim.runner import Lost, play_many
+from dynamo_lite.sim.scenario import Kind
+from dynamo_lite.sim.tally import Tally
+
+SEEDS = range(1000)
+#: Bad seeds that are shown.
+_SHOWN = 5
+
+
+@pytest.mark.timeout(600)
+def test_no_invariant_is_violated():
+    tally = Tally()
+    for outcome in play_many(SEEDS):
+        if isinstance(outcome, Lost):
+            tally.lose(outcome.seed, outcome.why)
+        else:
+            tally.add(outcome)
+    print("\n".join(coverage_lines(tally)))
+    shown = [line for seed, why in tally.bad[:_SHOWN] for line in violated_lines(seed, why)]
+    assert not tally.bad, "\n".join([f"{len(tally.bad)} of {len(SEEDS)} seeds:", *shown])
+    _check_coverage(tally)
+
+
+def _check_coverage(tally: Tally) -> None:
+    """What never happened was not tested."""
+    counts = tally.counts
+    assert not [kind.value for kind in Kind if not counts[f"fault {kind.value}"]]
+    outcomes = ("committed", "cancelled", "deadline", "leaving", "no_writer", "queue_lost")
+    outcomes += ("refused", "writer_failed", "writer_lost", "writer_silent")
+    assert not [name for name in outcomes if not counts[f"remote/{name}"]]
+    assert counts["writes landed in quarantine"] and counts["fenced_writes"]
+    assert tally.waits.longest is not None and tally.waits.longest.how.startswith("Deadline")
