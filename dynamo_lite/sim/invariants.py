@@ -27,7 +27,7 @@ from dynamo_lite.sim.scheduler import START_S
 from dynamo_lite.sim.tally import Wait, Waits
 
 #: A request may end so much later than its deadline: the next turn of its process.
-_LATE_S = 0.5
+_LATE_S = 0.1
 #: So long may a cancel be on its way to a prefill worker while nothing is broken.
 _CANCEL_S = 1.0
 #: Violations beyond these are only counted.
