@@ -14,6 +14,7 @@ added when an old peer would misread a new one):
 1: first version.
 2: words about who may write where are sealed; a request may name tokens that it has
    already been given; a commit vouches for the contents of blocks.
+3: a commit says which bytes of each block it brings, and that others bring the rest.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ import msgspec
 
 from dynamo_lite.protocol.errors import ProtocolError
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 #: Largest message accepted from a socket or a subject.
 MAX_MESSAGE_BYTES = 8 << 20

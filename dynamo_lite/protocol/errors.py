@@ -121,7 +121,7 @@ class LeaseLost(DynamoLiteError):
 
 
 class TransferError(DynamoLiteError):
-    """A KV transfer with `peer` (an engine id) failed."""
+    """A KV transfer with `peer` (an engine, or ENGINE/RANK, one of its ranks) failed."""
 
     def __init__(self, peer: str, detail: str):
         super().__init__(f"KV transfer with engine {peer}: {detail}")

@@ -12,7 +12,7 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
 from dynamo_lite.protocol.generate import RequestId, Timestamp, TokenId
-from dynamo_lite.protocol.records import EngineMetadata, LeaseId
+from dynamo_lite.protocol.records import EngineMetadata, LeaseId, Natural, Positive
 
 Attempt = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
 #: It becomes part of subjects and keys.
@@ -107,11 +107,26 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: LeaseId
 
 
-class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """Travels as the NIXL notification of the last write of one rank.
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """The same `length` bytes, from `offset` on, in each block of several of a rank's regions.
 
-    num_blocks: written by this rank for the attempt. sampled: positions among them
-    whose contents `checksum` covers (see `transfer/digest.py`); empty: unchecked.
+    first, count: of these regions, in the order of the rank's metadata.
+    """
+
+    first: Natural
+    count: Positive
+    offset: Natural
+    length: Positive
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """Travels as the NIXL notification of one writing rank's last write into a decode rank.
+
+    rank: the writing one. writers: how many of them write into this decode rank; its
+    KV is there when all have committed. parts: what this one brings of each block.
+    num_blocks: written by it for the attempt. sampled: positions among them
+    whose contents, in these parts, `checksum` covers (see `transfer/digest.py`);
+    empty: unchecked.
     """
 
     attempt: Attempt
@@ -119,6 +134,8 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Annotated[int, msgspec.Meta(ge=0)]
     sampled: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     checksum: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    writers: Annotated[int, msgspec.Meta(gt=0)] = 1
+    parts: list[Part] = []
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,6 +56,9 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     Block `i` occupies `block_bytes` bytes at `base + i * stride_bytes`. A layer
     has one region where K and V of a block lie together, and two where they
     are separate planes.
+
+    first_head: the first of the model's KV heads in a block. head_bytes: what each
+    takes where heads lie outermost in a block; 0 where it cannot be cut into them.
     """
 
     layer: str
@@ -63,6 +66,8 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     base: Natural
     stride_bytes: Positive
     block_bytes: Positive
+    first_head: Natural = 0
+    head_bytes: Natural = 0
 
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,5 +138,6 @@ def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
         raise ProtocolError("a layer's plane is there twice")
     for region in rank.regions:
         end = region.base + (num_blocks - 1) * region.stride_bytes + region.block_bytes
-        if region.stride_bytes < region.block_bytes or end > _LIMIT:
+        uneven = region.head_bytes and region.block_bytes % region.head_bytes
+        if region.stride_bytes < region.block_bytes or end > _LIMIT or uneven:
             raise ProtocolError(f"impossible region: {region}, {num_blocks} blocks")

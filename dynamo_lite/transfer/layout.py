@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dynamo_lite.protocol.errors import IncompatiblePeer
-from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.protocol.records import KvRegion
+from dynamo_lite.transfer.sharding import Lane
 
 Descriptors = npt.NDArray[np.uint64]
 
@@ -26,10 +26,24 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int:
     )
 
 
-def block_order(shape: Sequence[int], strides: Sequence[int], num_blocks: int) -> str:
-    """The order of elements inside a block, as text that equal layouts share."""
+def block_order(
+    shape: Sequence[int], strides: Sequence[int], num_blocks: int, heads_dim: int | None = None
+) -> str:
+    """The order of elements inside a block, as text that equal layouts share.
+
+    Where a block can be cut into its heads (dimension `heads_dim`), the text is the
+    same for any number of them.
+    """
     behind = block_dimension(shape, num_blocks) + 1
-    return f"{list(shape[behind:])}/{list(strides[behind:])}"
+    sizes = [str(size) for size in shape[behind:]]
+    steps = [str(stride) for stride in strides[behind:]]
+    outermost = _is_outermost(shape, strides, behind, heads_dim)
+    if heads_dim is not None and outermost:
+        del sizes[heads_dim - behind], steps[heads_dim - behind]
+    elif heads_dim is not None:
+        sizes[heads_dim - behind] += " heads"
+    text = f"[{', '.join(sizes)}]/[{', '.join(steps)}]"
+    return f"heads of {text}" if outermost else text
 
 
 def regions_of_tensor(
@@ -40,8 +54,13 @@ def regions_of_tensor(
     strides_bytes: Sequence[int],
     item_bytes: int,
     num_blocks: int,
+    heads_dim: int | None = None,
+    first_head: int = 0,
 ) -> tuple[KvRegion, ...]:
     """The regions of one layer's KV tensor, whatever its backend's layout.
+
+    heads_dim: the dimension that counts KV heads, if one does; first_head: which of
+    the model's the first one is.
 
     The block dimension is the first or the second; a dimension before it (K and
     V apart) gives one region per index. What lies behind it must be dense, in
@@ -60,6 +79,9 @@ def regions_of_tensor(
     if strides_bytes[dim] < block_bytes:
         raise ValueError(f"{what}: blocks overlap")
     planes = range(shape[0]) if dim == 1 else range(1)
+    head_bytes = 0
+    if heads_dim is not None and _is_outermost(shape, strides_bytes, dim + 1, heads_dim):
+        head_bytes = block_bytes // shape[heads_dim]
     return tuple(
         KvRegion(
             layer=layer,
@@ -67,9 +89,21 @@ def regions_of_tensor(
             base=address + (plane * strides_bytes[0] if dim == 1 else 0),
             stride_bytes=strides_bytes[dim],
             block_bytes=block_bytes,
+            first_head=first_head,
+            head_bytes=head_bytes,
         )
         for plane in planes
     )
+
+
+def _is_outermost(
+    shape: Sequence[int], strides: Sequence[int], behind: int, heads_dim: int | None
+) -> bool:
+    """Whether each head's bytes lie together in a block, behind those of the head before."""
+    if heads_dim is None:
+        return False
+    inner = [dim for dim in range(behind, len(shape)) if shape[dim] > 1]
+    return shape[heads_dim] == 1 or strides[heads_dim] == max(strides[dim] for dim in inner)
 
 
 def contiguous_runs(
@@ -89,34 +123,23 @@ def contiguous_runs(
     return runs
 
 
-def check_compatible(peer: str, local: RankMetadata, remote: RankMetadata) -> None:
-    """Raises IncompatiblePeer unless blocks map one to one, region by region."""
-    ours = {(r.layer, r.plane): r.block_bytes for r in local.regions}
-    theirs = {(r.layer, r.plane): r.block_bytes for r in remote.regions}
-    if ours != theirs:
-        odd = sorted(set(ours.items()) ^ set(theirs.items()))[:4]
-        raise IncompatiblePeer(
-            peer, f"KV regions differ: {len(ours)} here, {len(theirs)} there; first: {odd}"
-        )
-
-
-def plan_copy(
-    local: RankMetadata,
-    remote: RankMetadata,
+def plan_lanes(
+    lanes: Sequence[Lane],
     local_ids: Sequence[int],
     remote_ids: Sequence[int],
+    *,
+    devices: tuple[int, int],
 ) -> tuple[Descriptors, Descriptors]:
-    """Descriptor lists that copy `local_ids` onto `remote_ids` in every region.
+    """Descriptor lists that copy `local_ids` onto `remote_ids` along every lane.
 
     Runs of blocks that lie back to back on both sides become one descriptor.
-    The two ranks must have passed `check_compatible`.
+    devices: of the local and the remote side.
     """
     runs = contiguous_runs(local_ids, remote_ids)
-    theirs = {(r.layer, r.plane): r for r in remote.regions}
     here: list[tuple[int, int, int]] = []
     there: list[tuple[int, int, int]] = []
-    for region in local.regions:
-        target = theirs[region.layer, region.plane]
+    for lane in lanes:
+        region, target = lane.local, lane.remote
         size = region.block_bytes
         dense = region.stride_bytes == size == target.stride_bytes
         for start, remote_start, count in runs:
@@ -125,8 +148,8 @@ def plan_copy(
                 length = size * step
                 at = region.base + (start + offset) * region.stride_bytes
                 to = target.base + (remote_start + offset) * target.stride_bytes
-                here.append((at, length, local.device))
-                there.append((to, length, remote.device))
+                here.append((at, length, devices[0]))
+                there.append((to, length, devices[1]))
     return _descriptors(here), _descriptors(there)
 
 

@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.layout import (
     block_dimension,
     block_order,
-    check_compatible,
     contiguous_runs,
-    plan_copy,
+    plan_lanes,
     regions_of_tensor,
 )
 from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.transfer.sharding import join
 
 HEADS, SIZE, HEAD = 2, 4, 3
 
@@ -80,6 +79,12 @@ def pool(fabric, name, layout, blocks, layers=2):
     return Kv(mover, tensors, own)
 
 
+def plan_copy(own, remote, local_ids, remote_ids):
+    """Between two engines of one rank each."""
+    lanes = join("peer", [own], [remote])[0, 0]
+    return plan_lanes(lanes, local_ids, remote_ids, devices=(own.device, remote.device))
+
+
 def by_block(tensor, blocks):
     """The same memory with the block dimension first."""
     return np.moveaxis(tensor, block_dimension(tensor.shape, blocks), 0)
@@ -129,7 +134,6 @@ def test_a_copy_moves_exactly_its_blocks(layouts, pairs):
         for local, remote in zip(local_ids, remote_ids, strict=True):
             by_block(wanted, there)[remote] = by_block(tensor, here)[local]
 
-    check_compatible("t", source.own, target.own)
     source.mover.add_peer("t", target.own.agent)
     copies = plan_copy(source.own, target.own, local_ids, remote_ids)
     write = source.mover.write("t", *copies, memory=("DRAM", "DRAM"))
@@ -259,34 +263,3 @@ def test_order_inside_a_block_tells_layouts_apart():
     assert block_order(together(8).shape, together(8).strides, 8) == block_order(
         padded(16).shape, padded(16).strides, 16
     )
-
-
-def one_region(**overrides):
-    fields = {"layer": "0", "plane": 0, "base": 0, "stride_bytes": 64, "block_bytes": 64}
-    region = KvRegion(**{**fields, **overrides})
-    return RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,))
-
-
-def test_peers_may_differ_in_place_and_spacing():
-    check_compatible("peer", one_region(), one_region(base=4096, stride_bytes=128))
-
-
-@pytest.mark.parametrize(
-    "other", [one_region(block_bytes=32), one_region(layer="1"), one_region(plane=1)]
-)
-def test_peers_whose_blocks_do_not_map_are_refused(other):
-    with pytest.raises(IncompatiblePeer, match="KV regions differ") as refusal:
-        check_compatible("peer", one_region(), other)
-    assert refusal.value.peer == "peer"
-
-
-def test_peers_with_other_layers_are_refused():
-    fabric = MemoryFabric()
-    two, three = pool(fabric, "a", together, 4, layers=2), pool(fabric, "b", together, 4, layers=3)
-    with pytest.raises(IncompatiblePeer, match="2 here, 3 there"):
-        check_compatible("b", two.own, three.own)
-    with pytest.raises(IncompatiblePeer, match="3 here, 2 there"):
-        check_compatible("a", three.own, two.own)
-    planes = pool(fabric, "c", apart, 4, layers=2)
-    with pytest.raises(IncompatiblePeer):
-        check_compatible("c", two.own, planes.own)

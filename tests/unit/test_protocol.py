@@ -44,6 +44,7 @@ from dynamo_lite.protocol.prefill import (
     EngineStatus,
     Granted,
     Leave,
+    Part,
     RemotePrefillRequest,
     WriterDone,
     WriterStays,
@@ -104,7 +105,7 @@ FULL_REQUEST = GenerateRequest(
     output_token_ids=[3],
     timeout_s=0.5,
     moved=True,
-    wire_version=2,
+    wire_version=3,
 )
 DELTAS = Deltas(
     deltas=[
@@ -151,7 +152,7 @@ FULL_JOB = RemotePrefillRequest(
     priority=3,
     cache_salt="s",
     trace_headers={"t": "0"},
-    wire_version=2,
+    wire_version=3,
 )
 STATUS = EngineStatus(
     metadata=ENGINE,
@@ -166,7 +167,7 @@ GOLDEN = [
     (
         health.Beat(lease_id=10, number=3, ok=False, detail="stuck"),
         health.decode_beat,
-        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x02",
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x03",
     ),
     (
         REQUEST,
@@ -176,7 +177,7 @@ GOLDEN = [
         b"\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa8priority\x00"
         b"\xaacache_salt\xc0\xadtrace_headers\xc0\xafreasoning_ended\xc0"
         b"\xb7reasoning_parser_kwargs\xc0\xb0output_token_ids\x90\xa9timeout_s\xc0"
-        b"\xa5moved\xc2\xacwire_version\x02",
+        b"\xa5moved\xc2\xacwire_version\x03",
     ),
     (
         FULL_REQUEST,
@@ -186,7 +187,7 @@ GOLDEN = [
         b"\xa8priority\xff\xaacache_salt\xa1s\xadtrace_headers\x81"
         b"\xabtraceparent\xa200\xafreasoning_ended\xc3"
         b"\xb7reasoning_parser_kwargs\x81\xa1a\x91\x01\xb0output_token_ids\x91\x03"
-        b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xacwire_version\x02",
+        b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xacwire_version\x03",
     ),
     (
         Accepted(),
@@ -202,7 +203,7 @@ GOLDEN = [
     (
         Hello(client_id="c1"),
         generate.decode_client_frame,
-        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x02",
+        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x03",
     ),
     (
         Welcome(),
@@ -237,7 +238,7 @@ GOLDEN = [
         b"\x8b\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
         b"\xb0prompt_token_ids\x93\x01\x02\x03\xb3num_computed_tokens "
         b"\xa9block_ids\x92\x04\x05\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00"
-        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x02",
+        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x03",
     ),
     (
         FULL_JOB,
@@ -245,7 +246,7 @@ GOLDEN = [
         b"\x8b\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
         b"\xb0prompt_token_ids\x90\xb3num_computed_tokens\x00\xa9block_ids\x90"
         b"\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00\xa8priority\x03"
-        b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10\xacwire_version\x02",
+        b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10\xacwire_version\x03",
     ),
     (
         Claim(attempt="a1", writer_lease_id=LEASE),
@@ -283,9 +284,18 @@ GOLDEN = [
         b"\x81\xa8lease_id\x1f",
     ),
     (
-        Committed(attempt="a1", rank=1, num_blocks=63, sampled=[2], checksum=7),
+        Committed(
+            attempt="a1",
+            rank=1,
+            num_blocks=63,
+            sampled=[2],
+            checksum=7,
+            writers=2,
+            parts=[Part(0, 4, 64, 128)],
+        ),
         prefill.decode_committed,
-        b"\x85\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?\xa7sampled\x91\x02\xa8checksum\x07",
+        b"\x87\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?\xa7sampled\x91\x02\xa8checksum\x07"
+        b"\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80",
     ),
     (
         STATUS,
@@ -294,9 +304,10 @@ GOLDEN = [
         b"\xa8lease_id\xcfiM\x96}\xa6\x94\xea\x1a\xabfingerprint\x81\xa5dtype\xa4bf16"
         b"\xb1block_size_tokens \xaanum_blocks@\xa5ranks\x91\x84"
         b"\xa5agent\xc4\x06nixl\x00\xff\xa6memory\xa4DRAM\xa6device\x00"
-        b"\xa7regions\x91\x85\xa5layer\xaemodel.layers.0\xa5plane\x00"
+        b"\xa7regions\x91\x87\xa5layer\xaemodel.layers.0\xa5plane\x00"
         b"\xa4base\xcf\x00\x00@\x00\x00\x00\x00\x00\xacstride_bytes\xcd \x00"
-        b"\xabblock_bytes\xcd\x10\x00\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
+        b"\xabblock_bytes\xcd\x10\x00\xaafirst_head\x00\xaahead_bytes\x00"
+        b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
         b"\xabquarantined\x00\xaaqueue_jobs\xc0"
         b"\xaflast_step_age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
         b"\xb4unresponsive_writers\x02",
@@ -309,7 +320,7 @@ RECORDS = [
         b'{"engine_id":"e1","lease_id":7587886413599009306,"fingerprint":{"dtype":"bf16"},'
         b'"block_size_tokens":32,"num_blocks":64,"ranks":[{"agent":"bml4bAD/","memory":"DRAM",'
         b'"device":0,"regions":[{"layer":"model.layers.0","plane":0,"base":70368744177664,'
-        b'"stride_bytes":8192,"block_bytes":4096}]}]}',
+        b'"stride_bytes":8192,"block_bytes":4096,"first_head":0,"head_bytes":0}]}]}',
     ),
     (
         EndpointRecord(
@@ -544,6 +555,12 @@ def test_the_largest_message_is_read_and_a_larger_one_is_not():
             {"for_s": 61.0},
         ),
         (prefill.decode_committed, Committed(attempt="a", rank=0, num_blocks=1), {"rank": -1}),
+        (prefill.decode_committed, Committed(attempt="a", rank=0, num_blocks=1), {"writers": 0}),
+        (
+            prefill.decode_committed,
+            Committed(attempt="a", rank=0, num_blocks=1),
+            {"parts": [[0, 0, 0, 64]]},
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(decode, message, change):

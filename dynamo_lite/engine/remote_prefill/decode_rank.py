@@ -2,47 +2,62 @@
 
 It registers the KV pool and turns commit notices into finished receives. It is
 the only judge of whether an attempt's data arrived or was given up: exactly one
-of the two is reported for each.
+of the two is reported for each. Several prefill ranks may write into it, each its
+own heads and layers: the data is there when all of them have committed.
 """
 
 import logging
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from dynamo_lite.engine.remote_prefill.counts import LATE, MISMATCH, Counts
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import Committed, decode_committed
-from dynamo_lite.protocol.records import RankMetadata
+from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.digest import ReadMemory, checksum, read_dram
+from dynamo_lite.transfer.parts import hole, regions_of_parts
 
 logger = logging.getLogger(__name__)
 
-#: Notices kept for attempts that this rank has not been told of yet.
+#: Attempts whose notices are kept although this rank has not been told of them yet.
 _MAX_EARLY = 1024
 #: Attempts remembered as given up, so that their late notices are counted as such.
 _MAX_GIVEN_UP = 1024
 
 
-class DecodeRank:
-    """own: this rank's memory, rank: its index; read: reads from it.
+#: By writing rank: a doubled notice counts once.
+Commits = dict[int, Committed]
 
-    A commit whose blocks are not what its writer has sent counts as lost.
+
+@dataclass
+class _Awaited:
+    """An attempt that this engine waits for. blocks: to be written, in order."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    commits: Commits
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its writers have committed: nobody writes any more."""
+        return len(self.commits) >= max((c.writers for c in self.commits.values()), default=1)
+
+
+class DecodeRank:
+    """own: this rank's memory; read: reads from it.
+
+    Commits whose blocks are not what their writers have sent, or that leave a part of
+    the blocks out, count as lost.
     """
 
-    def __init__(
-        self,
-        mover: Mover,
-        own: RankMetadata | None = None,
-        rank: int = 0,
-        read: ReadMemory = read_dram,
-    ):
-        self._mover, self._own, self._rank, self._read = mover, own, rank, read
+    def __init__(self, mover: Mover, own: RankMetadata | None = None, read: ReadMemory = read_dram):
+        self._mover, self._own, self._read = mover, own, read
         self.stats = Counts()
-        self._expected: dict[str, str] = {}
-        self._blocks: dict[str, tuple[int, ...]] = {}
-        self._early: OrderedDict[str, Committed] = OrderedDict()
+        self._awaited: dict[str, _Awaited] = {}
+        self._early: OrderedDict[str, Commits] = OrderedDict()
         self._given_up: OrderedDict[str, None] = OrderedDict()
         self._log_limit = LogLimit()
         self._received: set[str] = set()
@@ -50,16 +65,16 @@ class DecodeRank:
 
     def step(self, step: DecodeStep) -> None:
         """Takes the scheduler half's word, and the notices that have come."""
-        self._expected.update(step.expect)
-        self._blocks.update(step.blocks)
-        if step.poll or step.expect or self._expected:
+        for attempt, request_id in step.expect.items():
+            early = self._early.pop(attempt, {})
+            self._awaited[attempt] = _Awaited(request_id, step.blocks.get(attempt, ()), early)
+        if step.poll or self._awaited:
             for notice in self._mover.notices():
                 self._note(notice)
-        for attempt in [a for a in self._early if a in self._expected]:
-            self._arrived(self._early.pop(attempt))
+        for attempt in [a for a, awaited in self._awaited.items() if awaited.complete]:
+            self._settle(attempt, self._awaited.pop(attempt))
         for attempt, request_id in step.give_up:
-            self._blocks.pop(attempt, None)
-            if self._expected.pop(attempt, None) is not None:
+            if self._awaited.pop(attempt, None) is not None:
                 self._failed.add(request_id)
                 self._given_up[attempt] = None
         while len(self._given_up) > _MAX_GIVEN_UP:
@@ -82,46 +97,54 @@ class DecodeRank:
             if self._log_limit.allow() is not None:
                 logger.warning("foreign NIXL notice dropped: %s", exc)
             return
-        if commit.attempt in self._expected:
-            self._arrived(commit)
+        if (awaited := self._awaited.get(commit.attempt)) is not None:
+            awaited.commits.setdefault(commit.rank, commit)
         elif commit.attempt in self._given_up:
-            del self._given_up[commit.attempt]
             self.stats.add(LATE)
         else:
-            self._early[commit.attempt] = commit
+            self._early.setdefault(commit.attempt, {}).setdefault(commit.rank, commit)
             if len(self._early) > _MAX_EARLY:
                 self._early.popitem(last=False)
                 self.stats.add(LATE)
 
-    def _arrived(self, commit: Committed) -> None:
-        """The writer has finished; whether well is looked at before anybody uses the KV."""
-        request_id = self._expected.pop(commit.attempt)
-        wrong = self._wrong(commit, self._blocks.pop(commit.attempt, ()))
+    def _settle(self, attempt: str, awaited: _Awaited) -> None:
+        """The writers have finished; whether well is looked at before anybody uses the KV."""
+        wrong = None if self._own is None else self._wrong(self._own.regions, awaited)
         if wrong is None:
-            self._received.add(request_id)
+            self._received.add(awaited.request_id)
             return
         self.stats.add(MISMATCH)
         logger.error(
             "request %s: its KV is computed here, the commit of attempt %s does not hold: %s",
-            request_id,
-            commit.attempt,
+            awaited.request_id,
+            attempt,
             wrong,
         )
-        self._failed.add(request_id)
+        self._failed.add(awaited.request_id)
 
-    def _wrong(self, commit: Committed, blocks: tuple[int, ...]) -> str | None:
-        """What does not agree with the commit; None when all does."""
-        if self._own is None:
-            return None
-        if commit.rank != self._rank or commit.num_blocks != len(blocks):
-            return (
-                f"{commit.num_blocks} blocks by rank {commit.rank},"
-                f" not {len(blocks)} by rank {self._rank}"
-            )
+    def _wrong(self, regions: tuple[KvRegion, ...], awaited: _Awaited) -> str | None:
+        """What does not agree with the commits; None when all does."""
+        commits = list(awaited.commits.values())
+        for commit in commits:
+            try:
+                wrong = self._wrong_share(regions, commit, awaited.blocks)
+            except ProtocolError as exc:
+                wrong = str(exc)
+            if wrong is not None:
+                return f"rank {commit.rank}: {wrong}"
+        return hole(regions, [part for commit in commits for part in commit.parts])
+
+    def _wrong_share(
+        self, regions: tuple[KvRegion, ...], commit: Committed, blocks: tuple[int, ...]
+    ) -> str | None:
+        """What of one writer's commit does not hold. Raises ProtocolError."""
+        if commit.num_blocks != len(blocks):
+            return f"{commit.num_blocks} blocks, not {len(blocks)}"
         if any(position >= len(blocks) for position in commit.sampled):
             return f"sampled blocks {commit.sampled} of {len(blocks)}"
+        brought = regions_of_parts(regions, commit.parts)
         sampled = [blocks[position] for position in commit.sampled]
-        found = checksum(self._own.regions, sampled, self._read)
+        found = checksum(brought, sampled, self._read)
         if sampled and found != commit.checksum:
             return f"checksum {found:08x} of blocks {sampled}, not {commit.checksum:08x}"
         return None

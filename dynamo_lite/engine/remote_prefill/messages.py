@@ -46,6 +46,8 @@ class BlockWrite:
 class PrefillStep:
     """targets: engine id -> its metadata (msgpack), with an attempt's first write.
 
+    own: this engine's metadata (msgpack), with every target; empty where the engine
+    has one rank, which knows its own.
     forget: engines that have left.
     ended: (attempt, request id, complete) of requests that finished; complete is
     False when the request was stopped early. preempted: attempts whose blocks
@@ -54,6 +56,7 @@ class PrefillStep:
 
     writes: list[BlockWrite] = field(default_factory=list)
     targets: dict[str, bytes] = field(default_factory=dict)
+    own: bytes = b""
     forget: list[str] = field(default_factory=list)
     ended: list[tuple[str, str, bool]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)

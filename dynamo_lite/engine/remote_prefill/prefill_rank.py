@@ -1,9 +1,10 @@
 """The worker half of a prefill engine: one rank that writes KV into peers.
 
-Writes of an attempt go out as their blocks complete. The last one carries the
-commit notice; since no order holds between writes, it starts only when all
-earlier ones have ended. Nothing is written, and no write is moved on, unless this
-process's lease is certainly alive.
+Writes of an attempt go out as their blocks complete, into every rank of the decode
+engine that needs some of them. The last one into each rank carries the commit
+notice; since no order holds between writes, it starts only when all earlier ones
+have ended. Nothing is written, and no write is moved on, unless this process's lease
+is certainly alive.
 """
 
 import logging
@@ -20,14 +21,15 @@ from dynamo_lite.engine.remote_prefill.messages import (
     RankResults,
     WorkerReport,
 )
+from dynamo_lite.engine.remote_prefill.peers import PeerRank, Peers
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
+from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed
-from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.transfer.base import Mover, Write
 from dynamo_lite.transfer.digest import ReadMemory, checksum, read_dram, sample
-from dynamo_lite.transfer.layout import check_compatible, plan_copy
+from dynamo_lite.transfer.layout import plan_lanes
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ Ready = Callable[[], bool]
 
 @dataclass
 class _Flight:
-    """A write under way. last: the one that commits."""
+    """A write under way. last: no write of the attempt was started after it."""
 
     write: Write
     started: float
@@ -82,7 +84,7 @@ class PrefillRank:
         self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
         self.stats = Counts()
         self.on_gpu = own.memory == "VRAM"
-        self._peers: dict[str, RankMetadata] = {}
+        self._peers = Peers(mover, own, rank)
         self._left: set[str] = set()
         self._attempts: dict[str, _Attempt] = {}
         self._ended: dict[str, str] = {}
@@ -93,7 +95,7 @@ class PrefillRank:
         self._left.update(step.forget)
         for write in step.writes:
             attempt = self._attempts.setdefault(write.attempt, _Attempt(write.target_engine))
-            self._meet(write.target_engine, step.targets, attempt)
+            self._meet(write.target_engine, step, attempt)
             attempt.queue.append((write, ready))
             attempt.local_ids.update(enumerate(write.local_ids, write.first))
         for attempt_id, request_id, complete in step.ended:
@@ -150,24 +152,15 @@ class PrefillRank:
         if self._alive() or not any(attempt.flying for attempt in self._attempts.values()):
             self._mover.close()
 
-    def _meet(self, engine_id: str, targets: dict[str, bytes], attempt: _Attempt) -> None:
-        """First contact with a decode engine: check that blocks map, load its agent."""
+    def _meet(self, engine_id: str, step: PrefillStep, attempt: _Attempt) -> None:
+        """First contact with a decode engine: check that blocks map, load its agents."""
         if engine_id in self._peers or attempt.failure is not None:
             return
         try:
-            metadata = msgspec.msgpack.decode(targets[engine_id], type=EngineMetadata)
-            if len(metadata.ranks) <= self._rank:
-                raise IncompatiblePeer(
-                    engine_id, f"it has {len(metadata.ranks)} ranks, this is rank {self._rank}"
-                )
-            remote = metadata.ranks[self._rank]
-            check_compatible(engine_id, self._own, remote)
-            self._mover.add_peer(engine_id, remote.agent)
+            self._peers.meet(engine_id, step.targets[engine_id], step.own)
         except (KeyError, msgspec.DecodeError, TransferError) as exc:
             attempt.failure = f"peer not usable: {exc}"
             logger.warning("engine %s: %s", engine_id, attempt.failure)
-        else:
-            self._peers[engine_id] = remote
 
     def _forget_left(self) -> None:
         """Peers that left, once nothing is written to them any more."""
@@ -175,8 +168,7 @@ class PrefillRank:
             return
         done = self._left - {attempt.target for attempt in self._attempts.values()}
         for engine_id in done:
-            self._peers.pop(engine_id, None)
-            self._mover.remove_peer(engine_id)
+            self._peers.forget(engine_id)
         self._left -= done
 
     def _pump(self) -> None:
@@ -194,20 +186,23 @@ class PrefillRank:
         attempt.queue.popleft()
         if attempt.failure is not None:
             return True
-        if not self._alive():
-            attempt.failure = "this worker's lease is not certain: nothing is written"
-            self.stats.add(FENCED)
-            return True
         started = self._now()
         # One rank speaks for all, and the first one shares its host with the scheduler.
         if write.last and self._rank == 0:
             self.stats.add_stage("compute", started - write.scheduled)
         try:
-            attempt.flying.append(_Flight(self._write(write), started, write.last))
+            peers = self._peers.of(write.target_engine)
+            for peer in peers:
+                if not self._alive():
+                    attempt.failure = "this worker's lease is not certain: nothing is written"
+                    self.stats.add(FENCED)
+                    break
+                last = write.last and peer is peers[-1]
+                attempt.flying.append(_Flight(self._write(write, peer), started, last))
             if write.last:
                 self._see_off(attempt)
         except (TransferError, ValueError, LookupError) as exc:
-            self._fail(attempt, write.target_engine, exc)
+            self._fail(attempt, exc)
         return True
 
     def _see_off(self, attempt: _Attempt) -> None:
@@ -219,8 +214,8 @@ class PrefillRank:
         while attempt.flying and self._now() < until:
             self._poll(attempt)
 
-    def _commit(self, write: BlockWrite) -> bytes:
-        """The notice of an attempt's last write; its blocks are all still held here."""
+    def _commit(self, write: BlockWrite, peer: PeerRank) -> bytes:
+        """The notice of an attempt's last write into a rank; its blocks are all still held here."""
         local_ids = self._attempts[write.attempt].local_ids
         sampled = sample(write.attempt, write.num_blocks, self._checksum_rate)
         blocks = [local_ids[position] for position in sampled]
@@ -230,23 +225,27 @@ class PrefillRank:
                 rank=self._rank,
                 num_blocks=write.num_blocks,
                 sampled=sampled,
-                checksum=checksum(self._own.regions, blocks, self._read),
+                checksum=checksum([lane.local for lane in peer.lanes], blocks, self._read),
+                writers=peer.writers,
+                parts=peer.parts,
             )
         )
 
-    def _write(self, write: BlockWrite) -> Write:
-        remote = self._peers.get(write.target_engine)
-        if remote is None:
-            raise TransferError(write.target_engine, "another write into it has failed")
-        local_side, remote_side = plan_copy(self._own, remote, write.local_ids, write.remote_ids)
-        notice = self._commit(write) if write.last else b""
+    def _write(self, write: BlockWrite, peer: PeerRank) -> Write:
+        local_side, remote_side = plan_lanes(
+            peer.lanes,
+            write.local_ids,
+            write.remote_ids,
+            devices=(self._own.device, peer.device),
+        )
+        notice = self._commit(write, peer) if write.last else b""
         self.stats.add(BYTES, int(local_side[:, 1].sum()))
         self.stats.add(DESCRIPTORS, len(local_side))
         return self._mover.write(
-            write.target_engine,
+            peer.name,
             local_side,
             remote_side,
-            memory=(self._own.memory, remote.memory),
+            memory=(self._own.memory, peer.memory),
             notice=notice,
         )
 
@@ -265,12 +264,12 @@ class PrefillRank:
                 if flight.last and self._rank == 0:
                     self.stats.add_stage("write", seconds)
             except TransferError as exc:
-                self._fail(attempt, exc.peer, exc)
+                self._fail(attempt, exc)
         attempt.flying = still
 
-    def _fail(self, attempt: _Attempt, engine_id: str, why: Exception) -> None:
+    def _fail(self, attempt: _Attempt, why: Exception) -> None:
         """A failed peer is forgotten: it may be dead, and is met again at its next job."""
         attempt.failure = str(why)
         attempt.queue.clear()
-        self._peers.pop(engine_id, None)
-        self._mover.remove_peer(engine_id)
+        if isinstance(why, TransferError):
+            self._peers.failed(attempt.target, why.peer)

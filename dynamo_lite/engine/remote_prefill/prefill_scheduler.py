@@ -156,6 +156,7 @@ class PrefillScheduler:
         if not job.announced:
             job.announced = True
             step.targets[job.target_engine] = job.target
+            step.own = self._own_metadata()
         step.writes.append(
             BlockWrite(
                 attempt=job.attempt,
@@ -170,6 +171,12 @@ class PrefillScheduler:
             )
         )
         job.written, job.complete = end, last
+
+    def _own_metadata(self) -> bytes:
+        """What a rank needs of its siblings; see `PrefillStep.own`."""
+        if self.metadata is None or len(self.metadata.ranks) == 1:
+            return b""
+        return encode(self.metadata)
 
     def _tell(self, job: _Job, outcome: str, detail: str = "") -> None:
         self.stats.append(ENDED, [job.attempt, outcome, detail])

@@ -115,7 +115,7 @@ class Assembly:
         scheduler.metadata = metadata
         return DecodeHalves(
             scheduler,
-            DecodeRank(mover, metadata.ranks[0], 0, mover.memory.read_raw),
+            DecodeRank(mover, metadata.ranks[0], mover.memory.read_raw),
             bridges[0],
             setup.config.block_size,
         )

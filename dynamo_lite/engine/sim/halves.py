@@ -16,6 +16,7 @@ from dynamo_lite.engine.remote_prefill.messages import (
     RankResults,
     WorkerReport,
 )
+from dynamo_lite.engine.remote_prefill.peers import PeerRank
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.remote_prefill.seams import Block
@@ -151,10 +152,10 @@ class WatchedRank(PrefillRank):
 
     watched: SimMover | None = None
 
-    def _write(self, write: BlockWrite) -> Write:
+    def _write(self, write: BlockWrite, peer: PeerRank) -> Write:
         if self.watched is not None:
             self.watched.attempt = write.attempt
-        return super()._write(write)
+        return super()._write(write, peer)
 
 
 class PrefillHalves:

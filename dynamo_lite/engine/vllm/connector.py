@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from dynamo_lite.engine.remote_prefill.bridge import ThreadBridge
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
@@ -36,13 +35,11 @@ from dynamo_lite.engine.remote_prefill.messages import (
 from dynamo_lite.engine.remote_prefill.outside import Servers
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
-from dynamo_lite.engine.vllm.fingerprint import fingerprint
+from dynamo_lite.engine.vllm.handshake import RankHandshake, engine_metadata
+from dynamo_lite.engine.vllm.kv_memory import rank_index, register, step_ended
 from dynamo_lite.engine.vllm.stats import ConnectorStats
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
 from dynamo_lite.runtime.fence import FenceReader
-from dynamo_lite.transfer.digest import ReadMemory, read_dram
-from dynamo_lite.transfer.layout import block_order, regions_of_tensor
 from dynamo_lite.transfer.nixl import NixlMover
 
 if TYPE_CHECKING:
@@ -52,14 +49,6 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _BRIDGE_START_S = 15.0
-
-
-@dataclass
-class RankHandshake(KVConnectorHandshakeMetadata):
-    """A rank's memory (RankMetadata, msgpack) and the order of bytes in a block."""
-
-    rank: bytes
-    kv_layout: str
 
 
 @dataclass
@@ -126,41 +115,22 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     # Worker half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        rank_index = get_tensor_model_parallel_rank()
-        tensors = list(kv_caches.values())
-        memory = "DRAM" if tensors[0].device.type == "cpu" else "VRAM"
-        device = tensors[0].device.index or 0
-        regions: list[KvRegion] = []
-        for layer, tensor in kv_caches.items():
-            regions += regions_of_tensor(
-                layer,
-                address=tensor.data_ptr(),
-                shape=tensor.shape,
-                strides_bytes=[s * tensor.element_size() for s in tensor.stride()],
-                item_bytes=tensor.element_size(),
-                num_blocks=self._kv_cache_config.num_blocks,
-            )
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        mover = NixlMover(f"{self._link.engine_id}-{rank_index}")
-        mover.register(sorted(storages.items()), memory, device)
-        own = RankMetadata(
-            agent=mover.metadata(), memory=memory, device=device, regions=tuple(regions)
-        )
-        first = tensors[0]
-        order = block_order(first.shape, first.stride(), self._kv_cache_config.num_blocks)
-        self._handshake = RankHandshake(encode(own), order)
+        index = rank_index(self._vllm_config)
+        mover = NixlMover(f"{self._link.engine_id}-{index}")
+        kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
+        self._handshake = RankHandshake(encode(kv.rank), kv.orders)
         if isinstance(self._link.role, PrefillLink):
             fence = FenceReader(Path(self._link.role.fence_path))
             self._rank = PrefillRank(
                 mover,
-                own,
-                rank_index,
+                kv.rank,
+                index,
                 fence.open,
                 checksum_rate=self._link.role.kv_checksum_rate,
-                read=_reader(tensors),
+                read=kv.read,
             )
         else:
-            self._rank = DecodeRank(mover, own, rank_index, _reader(tensors))
+            self._rank = DecodeRank(mover, kv.rank, kv.read)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._handshake
@@ -180,7 +150,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         if isinstance(self._rank, PrefillRank):
             step = self._step()
             assert isinstance(step, PrefillStep)
-            self._rank.step(step, _step_ended(self._rank))
+            self._rank.step(step, step_ended(on_gpu=self._rank.on_gpu))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
@@ -211,21 +181,13 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
     # Scheduler half.
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """All ranks are up: the engine can be described, and meets the outside."""
         assert self._scheduler is not None
-        shakes = [
-            shake for _, shake in sorted(metadata.items()) if isinstance(shake, RankHandshake)
-        ]
-        self._scheduler.metadata = EngineMetadata(
-            engine_id=self._link.engine_id,
-            lease_id=self._link.lease_id,
-            fingerprint=fingerprint(self._vllm_config, shakes[0].kv_layout),
-            block_size_tokens=self._vllm_config.cache_config.block_size,
-            num_blocks=self._kv_cache_config.num_blocks,
-            ranks=tuple(msgspec.msgpack.decode(s.rank, type=RankMetadata) for s in shakes),
+        self._scheduler.metadata = engine_metadata(
+            self._link, self._vllm_config, self._kv_cache_config.num_blocks, metadata
         )
         self._scheduler.bridge.start(_BRIDGE_START_S)
 
@@ -292,6 +254,13 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
     # Both.
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Heads outermost in a block, so that it can be cut: a wish, where backends know it."""
+        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        return KVCacheLayout.LBHNC.name
+
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         half = self._scheduler if self._rank is None else self._rank
         counted = None if half is None else half.stats.take()
@@ -308,21 +277,6 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             self._rank.close()
 
 
-def _reader(tensors: list[torch.Tensor]) -> ReadMemory:
-    """Reads bytes of these tensors by their address, on whatever device they are."""
-    if tensors[0].device.type == "cpu":
-        return read_dram
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-
-    def read(address: int, length: int) -> bytes:
-        base = max(start for start in storages if start <= address)
-        flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-        flat.set_(storages[base], address - base, (length,), (1,))  # type: ignore[call-overload]
-        return flat.cpu().numpy().tobytes()
-
-    return read
-
-
 def _is_transferable(request: Any) -> bool:
     """Whether a request's KV is a function of its tokens and cache salt alone."""
     return (
@@ -331,19 +285,3 @@ def _is_transferable(request: Any) -> bool:
         and request.lora_request is None
         and request.prompt_embeds is None
     )
-
-
-def _step_ended(rank: PrefillRank) -> Any:
-    """When the blocks of the step just launched really hold their KV.
-
-    On a CPU the step has ended. On a GPU it is queued: an event behind it tells.
-    """
-    if not rank.on_gpu:
-        return _at_once
-    event = torch.cuda.Event()
-    event.record()
-    return event.query
-
-
-def _at_once() -> bool:
-    return True

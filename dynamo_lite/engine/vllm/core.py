@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -78,6 +78,7 @@ class VllmEngine:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
         self._left: list[str] = []
+        self._checked: dict[str, EngineMetadata] = {}
         self._ids = RequestIds()
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
@@ -163,7 +164,9 @@ class VllmEngine:
         for a target that it must not write to.
         """
         assert self.metadata is not None
-        check_peer(self.metadata, target)
+        if self._checked.get(target.engine_id) is not target:
+            check_peer(self.metadata, target)
+            self._checked[target.engine_id] = target
         left, self._left = self._left, []
         request = requests.prefill(job, target, left, self.config.model_config)
         ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
@@ -180,6 +183,8 @@ class VllmEngine:
     def forget(self, engine_ids: Sequence[str]) -> None:
         """These decode engines left; told to the engine's processes with the next job."""
         self._left += engine_ids
+        for engine_id in engine_ids:
+            self._checked.pop(engine_id, None)
 
     async def _abort(self, own_ids: list[str]) -> None:
         if self._client is not None and own_ids:
@@ -244,11 +249,8 @@ class VllmEngine:
                 kv_load_failure_policy="recompute",
             )
         self._config = engine_args.create_engine_config()
-        if self._link is not None and self._config.parallel_config.data_parallel_size > 1:
-            raise StartupError(
-                "data-parallel-size > 1 is not supported with remote prefill:"
-                " start one worker per replica (ServiceArgs.workers)"
-            )
+        if self._link is not None:
+            _check_parallel(self._config.parallel_config)
         return EngineCoreClient.make_async_mp_client(
             vllm_config=self._config,
             executor_class=Executor.get_class(self._config),
@@ -265,3 +267,17 @@ class VllmEngine:
         self._starter.shutdown(wait=False)
         with contextlib.suppress(FileNotFoundError):
             self._link_path.unlink()
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    """Raises StartupError for ways of spreading an engine that the transfer does not know."""
+    if parallel.data_parallel_size > 1:
+        raise StartupError(
+            "data-parallel-size > 1 is not supported with remote prefill:"
+            " start one worker per replica (ServiceArgs.workers)"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise StartupError(
+            "decode-context-parallel-size and prefill-context-parallel-size > 1 are not supported"
+            " with remote prefill: the tokens of one block would lie on several ranks"
+        )

@@ -11,15 +11,19 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.transfer.sharding import join
 
 
 def fingerprint(config: VllmConfig, kv_layout: str) -> dict[str, str]:
     """Readable `name: value` pairs. kv_layout: order of the bytes inside a block.
 
+    Over how many ranks an engine spreads its heads and layers is not among them: its
+    ranks' regions say that.
+
     The model is named by the last part of its path, because two hosts may keep
     it in different places.
     """
-    model, parallel = config.model_config, config.parallel_config
+    model = config.model_config
     text = model.hf_text_config
     return {
         "model": PurePath(model.model).name,
@@ -32,8 +36,6 @@ def fingerprint(config: VllmConfig, kv_layout: str) -> dict[str, str]:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "block_size": str(config.cache_config.block_size),
         "kv_layout": kv_layout,
-        "tensor_parallel_size": str(parallel.tensor_parallel_size),
-        "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
         "machine": platform.machine(),
         "attention": _attention(config),
         "vllm": vllm_version,
@@ -54,7 +56,10 @@ def _attention(config: VllmConfig) -> str:
 
 
 def check_peer(own: EngineMetadata, peer: EngineMetadata) -> None:
-    """Raises IncompatiblePeer, naming every difference with both values."""
+    """Raises IncompatiblePeer, naming every difference with both values.
+
+    own: the prefill engine, peer: the decode engine that it would write into.
+    """
     differences = [
         f"{name}: {mine!r} here, {theirs!r} there"
         for name, mine, theirs in _pairs(own.fingerprint, peer.fingerprint)
@@ -62,6 +67,7 @@ def check_peer(own: EngineMetadata, peer: EngineMetadata) -> None:
     ]
     if differences:
         raise IncompatiblePeer(peer.engine_id, "; ".join(differences))
+    join(peer.engine_id, own.ranks, peer.ranks)
 
 
 def _pairs(

@@ -1,0 +1,39 @@
+"""What an engine's ranks tell its scheduler half of their memory: the engine's metadata."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+from dynamo_lite.engine.remote_prefill.link import EngineLink
+from dynamo_lite.engine.vllm.fingerprint import fingerprint
+from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """A rank's memory (RankMetadata, msgpack) and the orders of bytes in its blocks."""
+
+    rank: bytes
+    orders: frozenset[str]
+
+
+def engine_metadata(
+    link: EngineLink,
+    config: VllmConfig,
+    num_blocks: int,
+    handshakes: Mapping[tuple[int, int], KVConnectorHandshakeMetadata],
+) -> EngineMetadata:
+    """handshakes: by pipeline stage and rank within it, as `kv_memory.rank_index` counts."""
+    shakes = [shake for _, shake in sorted(handshakes.items()) if isinstance(shake, RankHandshake)]
+    orders = {order for shake in shakes for order in shake.orders}
+    return EngineMetadata(
+        engine_id=link.engine_id,
+        lease_id=link.lease_id,
+        fingerprint=fingerprint(config, " and ".join(sorted(orders))),
+        block_size_tokens=config.cache_config.block_size,
+        num_blocks=num_blocks,
+        ranks=tuple(msgspec.msgpack.decode(s.rank, type=RankMetadata) for s in shakes),
+    )

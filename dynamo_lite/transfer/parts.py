@@ -1,0 +1,61 @@
+"""Which bytes of a decode rank's blocks each of its writers brings. Pure.
+
+Writers name them in their commits; the rank puts the names together, and sees
+whether its blocks are whole.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.prefill import Part
+from dynamo_lite.protocol.records import KvRegion
+from dynamo_lite.transfer.sharding import Lane, cut
+
+
+def parts_of(lanes: Sequence[Lane]) -> list[Part]:
+    """What lies at the far end of the lanes, neighbouring regions in one part."""
+    parts: list[Part] = []
+    for lane in lanes:
+        offset, length = lane.offset, lane.remote.block_bytes
+        if parts:
+            last = parts[-1]
+            if (last.first + last.count, last.offset, last.length) == (lane.index, offset, length):
+                parts[-1] = Part(last.first, last.count + 1, offset, length)
+                continue
+        parts.append(Part(lane.index, 1, offset, length))
+    return parts
+
+
+def regions_of_parts(regions: Sequence[KvRegion], parts: Iterable[Part]) -> list[KvRegion]:
+    """The rank's regions, cut to the parts, in their order. Raises ProtocolError."""
+    found: list[KvRegion] = []
+    for part in parts:
+        if part.first + part.count > len(regions):
+            raise ProtocolError(f"{part} of {len(regions)} regions")
+        for region in regions[part.first : part.first + part.count]:
+            if part.offset + part.length > region.block_bytes:
+                raise ProtocolError(f"{part} in blocks of {region.block_bytes} bytes")
+            found.append(cut(region, part.offset, part.length))
+    return found
+
+
+def hole(regions: Sequence[KvRegion], parts: Iterable[Part]) -> str | None:
+    """What the parts leave out of the rank's blocks, or name twice; None if nothing.
+
+    The parts must have passed `regions_of_parts`.
+    """
+    spans: list[list[tuple[int, int]]] = [[] for _ in regions]
+    for part in parts:
+        for index in range(part.first, part.first + part.count):
+            spans[index].append((part.offset, part.offset + part.length))
+    for region, brought in zip(regions, spans, strict=True):
+        at = 0
+        for start, end in sorted(brought):
+            if start != at:
+                break
+            at = end
+        else:
+            if at == region.block_bytes:
+                continue
+        return f"layer {region.layer}: bytes {sorted(brought)} of {region.block_bytes}"
+    return None

@@ -1,0 +1,82 @@
+"""A prefill engine in a process of its own, for `test_sharded_nixl.py`: all its ranks.
+
+Usage: python -m tests.contract.shard_peer. For each line with a shape it makes an engine,
+says its ranks' metadata (msgpack, in hexadecimal digits), is told those of both engines,
+writes one attempt in two steps and says how that ended, by rank. NIXL prints on the
+same stream: the reader skips what is not JSON.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from dynamo_lite.engine.remote_prefill.messages import BlockWrite, PrefillStep
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.transfer.nixl import NixlMover
+from tests.shards import Shape, ShardedEngine
+
+BLOCKS = 8
+#: Blocks of the attempt, at its writer and at its reader: runs, and jumps on either side.
+LOCAL, REMOTE = [5, 6, 1, 2, 3], [0, 1, 4, 6, 7]
+
+
+def write(ranks: Sequence[PrefillRank], own: bytes, engine_id: str, target: bytes) -> list[object]:
+    """By rank: the requests that it says it has sent, and what failed."""
+    half = 2
+    for first, end in ((0, half), (half, len(LOCAL))):
+        last = end == len(LOCAL)
+        block_write = BlockWrite(
+            attempt="a1",
+            request_id="p-a1",
+            target_engine=engine_id,
+            local_ids=LOCAL[first:end],
+            remote_ids=REMOTE[first:end],
+            last=last,
+            num_blocks=len(LOCAL),
+            scheduled=0.0,
+            first=first,
+        )
+        ended = [("a1", "p-a1", True)] if last else []
+        step = PrefillStep(writes=[block_write], targets={engine_id: target}, own=own, ended=ended)
+        for rank in ranks:
+            rank.step(step, lambda: True)
+    sent: list[list[str]] = [[] for _ in ranks]
+    while not all(sent):
+        for index, rank in enumerate(ranks):
+            sent[index] += rank.results().sent
+    reports = [rank.report() for rank in ranks]
+    return [
+        [said, report.failures if report else {}]
+        for said, report in zip(sent, reports, strict=True)
+    ]
+
+
+def hear() -> dict:
+    return json.loads(sys.stdin.readline() or "{}")
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    engines: list[ShardedEngine] = []  # they stay: a commit may leave after its write was seen
+    while order := hear():
+        shape = Shape(tensor=order["tensor"], pipeline=order["pipeline"])
+        indices = range(shape.tensor * shape.pipeline)
+        movers = {index: NixlMover(f"prefill-{len(engines)}-{index}") for index in indices}
+        engine = ShardedEngine(shape, order["heads"], BLOCKS, movers, truth=True)
+        engines.append(engine)
+        ranks = [
+            PrefillRank(movers[index], engine.ranks[index], index, lambda: True, checksum_rate=1.0)
+            for index in indices
+        ]
+        say(ranks=[encode(own).hex() for own in engine.ranks])
+        told = hear()
+        own, target = (bytes.fromhex(told[name]) for name in ("own", "target"))
+        say(ended=write(ranks, own, told["engine_id"], target))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Prefill and decode engines of several ranks each: who writes, who waits for whom."""
+
+import numpy as np
+import pytest
+
+from dynamo_lite.engine.remote_prefill.counts import BYTES, LATE, MISMATCH
+from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
+from dynamo_lite.engine.remote_prefill.messages import BlockWrite, DecodeStep, PrefillStep
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.protocol.prefill import decode_committed
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from tests.shards import Shape, ShardedEngine, expected
+
+BLOCKS = 8
+LOCAL, REMOTE = [5, 1, 2], [0, 1, 6]
+SIZES = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2)]
+
+
+class Mover(MemoryMover):
+    """broken: peers that a write into which fails."""
+
+    broken: frozenset[str] = frozenset()
+
+    def write(self, peer, local, remote, *, memory, notice=b""):
+        if peer in self.broken:
+            raise TransferError(peer, "connection reset")
+        return super().write(peer, local, remote, memory=memory, notice=notice)
+
+
+class Group:
+    """An engine's memory and agents. name: its engine id."""
+
+    def __init__(self, fabric, name: str, shape: Shape, heads: int, *, truth: bool):
+        count = shape.tensor * shape.pipeline
+        self.name = name
+        self.movers = [Mover(fabric, f"{name}-{rank}") for rank in range(count)]
+        self.engine = ShardedEngine(shape, heads, BLOCKS, dict(enumerate(self.movers)), truth=truth)
+        self.own = self.engine.ranks
+
+    def metadata(self) -> bytes:
+        return encode(
+            EngineMetadata(
+                engine_id=self.name,
+                lease_id=1,
+                fingerprint={},
+                block_size_tokens=8,
+                num_blocks=BLOCKS,
+                ranks=tuple(self.own),
+            )
+        )
+
+
+class Prefill(Group):
+    def __init__(self, fabric, shape: Shape, heads: int = 4):
+        super().__init__(fabric, "p", shape, heads, truth=True)
+        self.ranks = [
+            PrefillRank(mover, own, rank, lambda: True, checksum_rate=1.0)
+            for rank, (mover, own) in enumerate(zip(self.movers, self.own, strict=True))
+        ]
+
+    def write(self, target: bytes, attempt: str = "a1", ranks: list[int] | None = None) -> None:
+        """The same steps for every rank (or only some), as the engine's scheduler gives them."""
+        own = self.metadata() if len(self.ranks) > 1 else b""
+        for rank in range(len(self.ranks)) if ranks is None else ranks:
+            first = blocks(attempt, LOCAL[:1], REMOTE[:1], first=0)
+            step = PrefillStep(writes=[first], targets={"d": target}, own=own)
+            self.ranks[rank].step(step, lambda: True)
+            rest = blocks(attempt, LOCAL[1:], REMOTE[1:], first=1, last=True)
+            ended = [(attempt, f"p-{attempt}", True)]
+            self.ranks[rank].step(PrefillStep(writes=[rest], ended=ended), lambda: True)
+
+    def ended(self, ranks: list[int] | None = None) -> tuple[list[set[str]], dict[str, str]]:
+        sent, failures = [], {}
+        for rank in self.ranks if ranks is None else [self.ranks[i] for i in ranks]:
+            sent.append(rank.results().sent)
+            report = rank.report()
+            failures.update(report.failures if report else {})
+        return sent, failures
+
+
+class Decode(Group):
+    def __init__(self, fabric, shape: Shape, heads: int = 4):
+        super().__init__(fabric, "d", shape, heads, truth=False)
+        self.ranks = [
+            DecodeRank(mover, own) for mover, own in zip(self.movers, self.own, strict=True)
+        ]
+
+    def expect(self, attempt: str = "a1") -> None:
+        step = DecodeStep(expect={attempt: f"r-{attempt}"}, blocks={attempt: tuple(REMOTE)})
+        assert self.settle(step) == [(set(), set())] * len(self.ranks)
+
+    def settle(self, step: DecodeStep | None = None) -> list[tuple[set[str], set[str]]]:
+        """One engine step: (received, lost) by rank."""
+        for rank in self.ranks:
+            rank.step(step or DecodeStep(poll=True))
+        results = [rank.results() for rank in self.ranks]
+        return [(result.received, result.lost) for result in results]
+
+    def check(self) -> None:
+        for shard in [shard for rank in self.engine.shards for shard in rank]:
+            np.testing.assert_array_equal(shard.blocks, expected(shard, LOCAL, REMOTE))
+
+    def commits(self, rank: int) -> list:
+        return [decode_committed(notice) for notice in self.movers[rank].inbox]
+
+
+def blocks(attempt: str, local, remote, *, first: int, last: bool = False) -> BlockWrite:
+    return BlockWrite(
+        attempt=attempt,
+        request_id=f"p-{attempt}",
+        target_engine="d",
+        local_ids=list(local),
+        remote_ids=list(remote),
+        last=last,
+        num_blocks=len(REMOTE),
+        scheduled=0.0,
+        first=first,
+    )
+
+
+def pair(prefill: Shape, decode: Shape, heads: int = 4) -> tuple[Prefill, Decode]:
+    fabric = MemoryFabric()
+    return Prefill(fabric, prefill, heads), Decode(fabric, decode, heads)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("there", SIZES, ids=str)
+@pytest.mark.parametrize("here", SIZES, ids=str)
+def test_all_ranks_receive_what_one_would_have(here, there, heads):
+    prefill, decode = pair(Shape(*here), Shape(*there), heads)
+    decode.expect()
+    prefill.write(decode.metadata())
+    sent, failures = prefill.ended()
+    assert (sent, failures) == ([{"p-a1"}] * len(prefill.ranks), {})
+    assert decode.settle() == [({"r-a1"}, set())] * len(decode.ranks)
+    decode.check()
+    moved = sum(rank.stats.take().get(BYTES, 0) for rank in prefill.ranks)
+    per_block = sum(region.block_bytes for own in decode.own for region in own.regions)
+    assert moved == per_block * len(REMOTE), "each byte once"
+
+
+def test_a_rank_hears_one_commit_from_each_of_its_writers():
+    prefill, decode = pair(Shape(tensor=4), Shape(tensor=2, pipeline=2))
+    prefill.write(decode.metadata())
+    for rank in range(4):
+        commits = decode.commits(rank)
+        assert [commit.writers for commit in commits] == [2, 2]
+        assert {commit.rank for commit in commits} == ({0, 1} if rank % 2 == 0 else {2, 3})
+
+
+def test_a_rank_waits_for_all_its_writers():
+    prefill, decode = pair(Shape(tensor=2), Shape())
+    decode.expect()
+    prefill.write(decode.metadata(), ranks=[1])
+    assert decode.settle() == [(set(), set())]
+    prefill.write(decode.metadata(), ranks=[0])
+    assert decode.settle() == [({"r-a1"}, set())]
+    decode.check()
+
+
+def test_commits_that_come_before_the_attempt_is_known_wait_for_each_other():
+    prefill, decode = pair(Shape(tensor=2), Shape())
+    prefill.write(decode.metadata(), ranks=[1])
+    decode.movers[0].inbox *= 2
+    decode.settle()
+    decode.expect()
+    prefill.write(decode.metadata(), ranks=[0])
+    assert decode.settle() == [({"r-a1"}, set())]
+
+
+def test_a_given_up_attempt_is_lost_on_the_ranks_that_have_not_received_it():
+    """Each rank reports once; the engine goes on when all have, and computes if one lost it."""
+    prefill, decode = pair(Shape(pipeline=2), Shape(pipeline=2))
+    decode.expect()
+    prefill.write(decode.metadata(), ranks=[0])
+    assert decode.settle() == [({"r-a1"}, set()), (set(), set())]
+    gone = DecodeStep(give_up=[("a1", "r-a1")])
+    assert decode.settle(gone) == [(set(), set()), (set(), {"r-a1"})]
+    prefill.write(decode.metadata(), ranks=[1])
+    assert decode.settle() == [(set(), set())] * 2
+    assert decode.ranks[1].stats.take()[LATE] == 1
+
+
+def test_half_a_commit_that_is_given_up_is_lost_once():
+    prefill, decode = pair(Shape(tensor=2), Shape())
+    decode.expect()
+    prefill.write(decode.metadata(), ranks=[0])
+    assert decode.settle(DecodeStep(give_up=[("a1", "r-a1")], poll=True)) == [(set(), {"r-a1"})]
+    prefill.write(decode.metadata(), ranks=[1])
+    assert decode.settle() == [(set(), set())]
+
+
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_a_wrong_byte_is_found_and_told_only_when_nobody_writes_any_more(spoilt, caplog):
+    prefill, decode = pair(Shape(tensor=2), Shape())
+    decode.expect()
+    prefill.write(decode.metadata(), ranks=[0])
+    shard = decode.engine.shards[0][2]
+    if spoilt == 0:
+        shard.blocks[REMOTE[1], 0] ^= 1  # rank 0's head
+    assert decode.settle() == [(set(), set())]
+    prefill.write(decode.metadata(), ranks=[1])
+    for rank in prefill.ranks:
+        rank.results()
+    if spoilt == 1:
+        shard.blocks[REMOTE[1], 3] ^= 1
+    assert decode.settle() == [(set(), {"r-a1"})]
+    assert decode.ranks[0].stats.take()[MISMATCH] == 1
+    assert f"rank {spoilt}: checksum" in caplog.text
+
+
+def test_a_share_that_nobody_brought_is_missed(caplog):
+    """Both writers speak for the same heads: no checksum shows that."""
+    prefill, decode = pair(Shape(tensor=2), Shape())
+    decode.expect()
+    prefill.ranks[1] = PrefillRank(
+        prefill.movers[0], prefill.own[0], 0, lambda: True, checksum_rate=1.0
+    )
+    prefill.ranks[1]._rank = 7
+    prefill.ranks[1]._peers._rank = 0
+    prefill.write(decode.metadata())
+    assert decode.settle() == [(set(), {"r-a1"})]
+    assert "layer 0: bytes" in caplog.text
+
+
+def test_a_failed_write_into_one_rank_fails_the_attempt():
+    prefill, decode = pair(Shape(), Shape(tensor=2))
+    decode.expect()
+    prefill.movers[0].broken = frozenset({"d/1"})
+    prefill.write(decode.metadata())
+    sent, failures = prefill.ended()
+    assert sent == [{"p-a1"}]
+    assert "engine d/1: connection reset" in failures["a1"]
+    prefill.movers[0].broken = frozenset()
+    assert decode.settle() == [(set(), set())] * 2
+
+    # It is met again, and the other rank's agent was never dropped.
+    decode.expect("a2")
+    prefill.write(decode.metadata(), "a2")
+    assert prefill.ended() == ([{"p-a2"}], {})
+    assert decode.settle() == [({"r-a2"}, set())] * 2
+
+
+def test_an_engine_that_left_is_forgotten_with_all_its_ranks():
+    prefill, decode = pair(Shape(), Shape(tensor=2, pipeline=2))
+    prefill.write(decode.metadata())
+    prefill.ranks[0].step(PrefillStep(forget=["d"]), lambda: True)
+    prefill.ended()
+    assert prefill.movers[0]._peers == {}
+
+
+def test_what_cannot_be_mapped_is_refused_before_any_write():
+    fabric = MemoryFabric()
+    prefill = Prefill(fabric, Shape(heads_first=False))
+    decode = Decode(fabric, Shape(tensor=2, heads_first=False))
+    prefill.write(decode.metadata())
+    _, failures = prefill.ended()
+    assert "peer not usable" in failures["a1"] and "cannot be cut" in failures["a1"]
+    assert all(not shard.blocks.any() for rank in decode.engine.shards for shard in rank)

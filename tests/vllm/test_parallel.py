@@ -1,0 +1,75 @@
+"""Engines that spread heads and layers differently: the answers are those of plain vLLM.
+
+A worker of another parallelism joins the shared graph, whose own workers have one rank
+each. The other worker of its kind stays, so questions go on until it has had its share.
+"""
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.asking import prompt_ids, tokens_of
+from tests.vllm.graph import Graph, PlainServer
+from tests.vllm.test_decisions import LIMIT, REMOTE
+from tests.vllm.test_membership import JOBS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+#: Prompts of each round: full and begun blocks, one chunk and several.
+LENGTHS = (LIMIT + 1, LIMIT + 32, 700, 1037, 2081, 2600)
+MAX_ROUNDS = 8
+SHARE = 4
+SEEDS = count(700)
+
+TENSOR: dict[str, Any] = {"tensor-parallel-size": 2}
+#: vLLM's CPU build runs stages behind the first only after its warm-up for compiled models.
+PIPELINE: dict[str, Any] = {
+    "pipeline-parallel-size": 2,
+    "enforce-eager": False,
+    "compilation-config": {"mode": 2, "backend": "eager", "ir_enable_torch_wrap": False},
+}
+
+
+def handed_over(joined: Graph, service: str) -> float:
+    """Remote prefills that the joined worker has written, or was written."""
+    if service == "PrefillWorker":
+        return joined.count(service, JOBS, outcome="written")
+    return joined.count(service, REMOTE, outcome="committed")
+
+
+def not_committed(graph: Graph) -> float:
+    """Remote prefills that ended otherwise."""
+    all_ended = graph.count("VllmWorker", REMOTE)
+    return all_ended - graph.count("VllmWorker", REMOTE, outcome="committed")
+
+
+@pytest.mark.parametrize(
+    ("service", "changes"),
+    [
+        pytest.param("PrefillWorker", TENSOR, id="TP 2 to 1"),
+        pytest.param("PrefillWorker", PIPELINE, id="PP 2 to 1"),
+        pytest.param("VllmWorker", TENSOR, id="TP 1 to 2"),
+    ],
+)
+async def test_answers_are_the_same_across_parallelism(
+    disagg: Graph, reference: PlainServer, tmp_path: Path, service: str, changes: dict[str, Any]
+):
+    before = not_committed(disagg)
+    servers = ["--nats-url", disagg.nats_url, "--etcd-url", disagg.etcd_url]
+    changed = [f"--{service}.{key}={json.dumps(value)}" for key, value in changes.items()]
+    options = [*servers, *changed]
+    with Graph(tmp_path, options=options, service=service) as joined:
+        for _ in range(MAX_ROUNDS):
+            seed = next(SEEDS)
+            asked = [{"prompt": prompt_ids(n, seed), "max_tokens": 12} for n in LENGTHS]
+            expected = await tokens_of(reference.url, asked)
+            assert await tokens_of(disagg.url, asked, concurrency=4) == expected
+            if handed_over(joined, service) >= SHARE:
+                break
+        assert handed_over(joined, service) >= SHARE
+        assert (not_committed(disagg), not_committed(joined)) == (before, 0)
+        assert not joined.errors(), joined.errors()
+    await disagg.settled()
