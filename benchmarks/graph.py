@@ -15,6 +15,7 @@ from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
 
 ROOT = Path(__file__).parents[1]
 TINY_MODEL = ROOT / ".dynamo-lite" / "models" / "tiny"
+BENCH_MODEL = ROOT / ".dynamo-lite" / "models" / "bench"
 
 _START_S = 240.0
 _STOP_S = 90.0
@@ -41,6 +42,17 @@ class RunningGraph:
             lines = r.read().decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
+
+
+def make_bench_model() -> None:
+    """The larger random model, unless it is there."""
+    command = [sys.executable, "scripts/tiny_model.py", str(BENCH_MODEL), "bench"]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def interrupt_on_sigterm() -> None:
+    """SIGTERM is a Ctrl-C to this process: what it has started is ended first."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextlib.contextmanager

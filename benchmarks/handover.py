@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.client import Answer, connect
-from benchmarks.graph import ROOT, RunningGraph, running_graph
+from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
 
 MAX_OVERHEAD_MS = 6.0
 JUDGED_TOKENS = 1024
@@ -20,7 +20,7 @@ JUDGED_TOKENS = 1024
 _STATS_S = 5.0
 _STATS_POLL_S = 0.005
 _PAUSE_S = 0.05
-_VOCABULARY = range(10, 500)
+VOCABULARY = range(10, 500)
 
 #: Stage, histogram, service whose metrics have it.
 _STAGE = "dynamo_lite_remote_prefill_stage_seconds"
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     os.chdir(ROOT)
+    interrupt_on_sigterm()
     with ExitStack() as stack:
         remote = stack.enter_context(
             running_graph(
@@ -131,7 +132,7 @@ async def one_round(
     length: Length, remote: RunningGraph, local: RunningGraph, *, remote_first: bool
 ) -> None:
     """The same prompt to both graphs. A prompt that was not handed over does not count."""
-    prompt = random.choices(_VOCABULARY, k=length.tokens)
+    prompt = random.choices(VOCABULARY, k=length.tokens)
     before = Totals(remote)
     if remote_first:
         there, here = await ask(remote, prompt), await ask(local, prompt)
@@ -149,9 +150,9 @@ async def one_round(
         values.append(1000 * stages[stage])
 
 
-async def ask(graph: RunningGraph, prompt: list[int]) -> Answer:
+async def ask(graph: RunningGraph, prompt: list[int], model: str = "tiny") -> Answer:
     await asyncio.sleep(_PAUSE_S)
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
     async with connect(graph.port) as connection:
         return await connection.stream("/v1/completions", body)
 

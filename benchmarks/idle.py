@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.graph import ROOT, RunningGraph, running_graph
+from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
 
 MAX_CPU_PERCENT = 5.0
 MAX_RSS_MIB = 4096
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     os.chdir(ROOT)
+    interrupt_on_sigterm()
     with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml") as graph:
         time.sleep(_SETTLE_S)
         rows = observe(graph, options.seconds)

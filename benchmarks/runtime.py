@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.client import connect
 from benchmarks.direct import DirectClient, direct_client
-from benchmarks.graph import ROOT, TINY_MODEL, end, running_graph
+from benchmarks.graph import ROOT, TINY_MODEL, end, interrupt_on_sigterm, running_graph
 from benchmarks.null_worker import BUSY_WORKER
 
 MAX_RATIO = 1.3
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     os.chdir(ROOT)
+    interrupt_on_sigterm()
     rows, events = asyncio.run(measure(options))
     report(rows, events, options)
     if options.json:

@@ -1,6 +1,8 @@
 """Makes the tiny demo model: a Llama with random weights and a byte-level tokenizer.
 
-    .venv/bin/python scripts/tiny_model.py DIRECTORY
+    .venv/bin/python scripts/tiny_model.py DIRECTORY [SHAPE]
+
+SHAPE: tiny (0.7 million parameters, default), or bench (119 million, for benchmarks).
 
 Same seed, same weights. Its text is noise; everything else about it is a real
 model: chat template, bfloat16 weights, grouped-query attention. Nothing is
@@ -12,12 +14,33 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 SEED = 20250607
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 VOCABULARY = 512
 CONTEXT_TOKENS = 8192
 RECIPE = {"recipe": 1, "seed": SEED, "vocabulary": VOCABULARY, "context": CONTEXT_TOKENS}
+
+#: Arguments of LlamaConfig. vLLM's CPU attention takes head sizes from 32 on.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+    "bench": {
+        "hidden_size": 768,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
 
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif -%}
@@ -34,7 +57,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make(directory: Path) -> None:
+def make(directory: Path, shape: str) -> None:
     """Writes tokenizer, configuration and weights into `directory`."""
     import torch
     import transformers
@@ -62,13 +85,7 @@ def make(directory: Path) -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            # vLLM's CPU attention takes head sizes from 32 on.
-            head_dim=32,
+            **SHAPES[shape],
             max_position_embeddings=CONTEXT_TOKENS,
             bos_token_id=vocabulary["<s>"],
             eos_token_id=vocabulary["<|im_end|>"],
@@ -97,19 +114,21 @@ def _merges(vocabulary: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    shape = "tiny" if len(sys.argv) < 3 else sys.argv[2]
+    if not 2 <= len(sys.argv) <= 3 or shape not in SHAPES:
         sys.exit(__doc__)
     target = Path(sys.argv[1])
     recipe = target / "recipe.json"
-    if recipe.is_file() and json.loads(recipe.read_text()) == RECIPE:
+    made_by = RECIPE if shape == "tiny" else {**RECIPE, "shape": SHAPES[shape]}
+    if recipe.is_file() and json.loads(recipe.read_text()) == made_by:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     # Moved into place only when whole: an interrupted run leaves no half a model.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         draft = Path(scratch) / target.name
         draft.mkdir()
-        make(draft)
-        (draft / recipe.name).write_text(json.dumps(RECIPE))
+        make(draft, shape)
+        (draft / recipe.name).write_text(json.dumps(made_by))
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
     print(f"made {target}")

@@ -1,0 +1,216 @@
+"""What benchmarks/disagg.py compares: dynamo-lite, and what serves the same model beside it.
+
+Each system is two engines, pinned to a core each, behind one HTTP port.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from benchmarks.graph import ROOT, running_graph
+
+CONFIG = "benchmarks/disagg.yaml"
+PEERS = ROOT / ".dynamo-lite" / "peers"
+
+_START_S = 300.0
+_STOP_S = 20.0
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class System:
+    """A running one. pids: roots of its process trees."""
+
+    port: int
+    pids: tuple[int, ...]
+
+
+def find_router() -> str | None:
+    """The program of the PyPI package vllm-router, if it is installed somewhere."""
+    own = PEERS / "bin" / "vllm-router"
+    return shutil.which("vllm-router") or (str(own) if own.exists() else None)
+
+
+@contextlib.contextmanager
+def dynamo_lite(_router: str | None) -> Iterator[System]:
+    with running_graph("graphs.disagg:Frontend", CONFIG) as graph:
+        yield System(graph.port, (graph.pid,))
+
+
+@contextlib.contextmanager
+def plain(router: str | None, *flags: str) -> Iterator[System]:
+    """Two engines that prefill and decode, behind round-robin."""
+    with ExitStack() as stack:
+        engines = [stack.enter_context(_engine(core, flags)) for core in (0, 1)]
+        urls = _ready(engines)
+        if router is None:
+            front = stack.enter_context(_proxy("round-robin", *urls))
+        else:
+            options = ["--policy", "round_robin", "--worker-urls", *urls]
+            front = stack.enter_context(_router(router, options))
+        _ready([front])
+        yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
+
+
+@contextlib.contextmanager
+def plain_chunks(router: str | None) -> Iterator[System]:
+    with plain(router, "--max-num-batched-tokens=256") as system:
+        yield system
+
+
+@contextlib.contextmanager
+def pull(router: str | None) -> Iterator[System]:
+    """vLLM's NixlConnector: the decode engine reads the KV."""
+    with _disaggregated("NixlConnector") as (urls, stack, engines):
+        if router is None:
+            front = stack.enter_context(_proxy("pull", *urls))
+        else:
+            options = ["--vllm-pd-disaggregation", "--policy", "round_robin"]
+            options += ["--prefill", urls[0], "--decode", urls[1]]
+            front = stack.enter_context(_router(router, options))
+        _ready([front])
+        yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
+
+
+@contextlib.contextmanager
+def push(_router: str | None) -> Iterator[System]:
+    """vLLM's NixlPushConnector: the prefill engine writes the KV."""
+    with _disaggregated("NixlPushConnector") as (urls, stack, engines):
+        front = stack.enter_context(_proxy("push", *urls))
+        _ready([front])
+        yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
+
+
+#: Name -> how it is started, given the path of vllm-router.
+SYSTEMS: dict[str, Callable[[str | None], contextlib.AbstractContextManager[System]]] = {
+    "dynamo-lite": dynamo_lite,
+    "plain": plain,
+    "plain-256": plain_chunks,
+    "pull": pull,
+    "push": push,
+}
+
+
+@dataclass(frozen=True)
+class _Process:
+    process: "subprocess.Popen[bytes]"
+    port: int
+    log: Path
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+
+@contextlib.contextmanager
+def _disaggregated(
+    connector: str,
+) -> Iterator[tuple[list[str], ExitStack, list[_Process]]]:
+    with ExitStack() as stack:
+        engines: list[_Process] = []
+        for core, role in enumerate(("kv_producer", "kv_consumer")):
+            config = {"kv_connector": connector, "kv_role": role, "kv_buffer_device": "cpu"}
+            flags = ("--kv-transfer-config", json.dumps(config))
+            engines.append(stack.enter_context(_engine(core, flags)))
+        yield _ready(engines), stack, engines
+
+
+def _engine(core: int, flags: tuple[str, ...]) -> contextlib.AbstractContextManager[_Process]:
+    """`vllm serve` with the engine arguments of the graph's workers."""
+    common = yaml.safe_load((ROOT / CONFIG).read_text())["Common"]
+    arguments = [
+        f"--{key}" if value is True else f"--{key}={value}" for key, value in common.items()
+    ]
+    port = _free_port()
+    # As a module: the `vllm` program asks for the version of a package of that name.
+    module = "vllm.entrypoints.launchers.api_server.entry"
+    command = [sys.executable, "-m", module, "--host=127.0.0.1", f"--port={port}"]
+    return _started(
+        [*command, *arguments, *flags],
+        port,
+        OMP_NUM_THREADS="1",
+        VLLM_CPU_OMP_THREADS_BIND=str(core),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_NIXL_SIDE_CHANNEL_PORT=str(_free_port()),
+    )
+
+
+def _router(program: str, options: list[str]) -> contextlib.AbstractContextManager[_Process]:
+    port = _free_port()
+    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(_free_port())]
+    return _started([program, *where, "--log-level", "warning", *options], port)
+
+
+def _proxy(kind: str, *urls: str) -> contextlib.AbstractContextManager[_Process]:
+    port = _free_port()
+    return _started([sys.executable, "-m", "benchmarks.proxy", kind, str(port), *urls], port)
+
+
+@contextlib.contextmanager
+def _started(command: list[str], port: int, **env: str) -> Iterator[_Process]:
+    """A process in a group of its own, which is ended with all that it has started."""
+    with tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-") as folder:
+        log_path = Path(folder) / "log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            yield _Process(process, port, log_path)
+        finally:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _ready(processes: list[_Process]) -> list[str]:
+    """Their URLs, once all of them say that they are healthy."""
+    urls = [f"http://127.0.0.1:{process.port}" for process in processes]
+    deadline = time.monotonic() + _START_S
+    for process, url in zip(processes, urls, strict=True):
+        while not _healthy(url):
+            if process.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("a peer did not come up:\n" + process.tail())
+            time.sleep(_POLL_S)
+    return urls
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
