@@ -78,7 +78,10 @@ class VllmWorkerConfig:
     queue_view_max_age_s: an older view of the queue counts as unknown, and
     unknown means local. single_flight_min_length: a prompt waits for another one's
     remote prefill when they share at least so many uncached tokens, and most of
-    either; None for max_local_prefill_length. max_in_flight_requests,
+    either; None for max_local_prefill_length. max_remote_prefills: how many prefill
+    workers one prompt may ask, one after the other, as they are lost, within
+    remote_prefill_timeout_s; then the rest of it is prefilled here.
+    max_in_flight_requests,
     max_queued_tokens: beyond so many sequences, or prompt tokens of those without a
     first token, requests are refused for a while; the engine's own queue stays about
     that short.
@@ -90,6 +93,7 @@ class VllmWorkerConfig:
     remote_prefill_timeout_s: Seconds = 30.0
     queue_view_max_age_s: Seconds = 3.0
     single_flight_min_length: Natural | None = None
+    max_remote_prefills: Positive = 2
     max_in_flight_requests: Positive = 1024
     max_queued_tokens: Positive = 500_000
     queue: QueueOptions = field(default_factory=QueueOptions)
@@ -100,9 +104,12 @@ class PrefillWorkerConfig:
     """The prefill worker. concurrency: jobs it holds at a time.
 
     kv_checksum_rate: share of the blocks of each job whose contents are checked at
-    the decode worker before they are used, 0 to 1.
+    the decode worker before they are used, 0 to 1. min_prefix_read_length: from how
+    many tokens on a prefix that the decode worker holds, and this one does not, is
+    read from there; a shorter one is computed. More than the longest prompt: never.
     """
 
     concurrency: Positive = 2
     kv_checksum_rate: Annotated[float, at.Ge(0), at.Le(1)] = 0.0
+    min_prefix_read_length: Positive = 128
     queue: QueueOptions = field(default_factory=QueueOptions)

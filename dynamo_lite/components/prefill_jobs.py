@@ -265,8 +265,14 @@ def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None
             f"{len(request.block_ids)} blocks of {size} tokens for tokens"
             f" {request.num_computed_tokens} to {len(request.prompt_token_ids)}"
         )
-    if max(request.block_ids) >= target.num_blocks:
-        raise ProtocolError(f"block {max(request.block_ids)} of {target.num_blocks}")
+    if len(request.prefix_block_ids) not in (0, first):
+        raise ProtocolError(
+            f"{len(request.prefix_block_ids)} blocks of {size} tokens for the first"
+            f" {request.num_computed_tokens} tokens"
+        )
+    highest = max(request.block_ids + request.prefix_block_ids)
+    if highest >= target.num_blocks:
+        raise ProtocolError(f"block {highest} of {target.num_blocks}")
 
 
 async def _answer(answer: Awaitable[None]) -> None:

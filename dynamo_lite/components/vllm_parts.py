@@ -55,6 +55,7 @@ class VllmParts:
             prefill_component=PREFILL_COMPONENT,
             queue=queue_config(config.queue),
             single_flight_min_length_tokens=config.single_flight_min_length,
+            max_remote_prefills=config.max_remote_prefills,
         )
         return self._engine(host, self._link(host, role))
 
@@ -64,7 +65,11 @@ class VllmParts:
         from dynamo_lite.engine.remote_prefill.link import PrefillLink
 
         assert isinstance(fence, FenceHolder)
-        role = PrefillLink(fence_path=str(fence.path), kv_checksum_rate=config.kv_checksum_rate)
+        role = PrefillLink(
+            fence_path=str(fence.path),
+            kv_checksum_rate=config.kv_checksum_rate,
+            min_prefix_read_length_tokens=config.min_prefix_read_length,
+        )
         return self._engine(host, self._link(host, role))
 
     def _link(self, host: Host, role: "DecodeLink | PrefillLink") -> "EngineLink":

@@ -1,7 +1,7 @@
 """The decode side's book of remote prefills: a pure state machine.
 
 One entry per attempt, from the allocation of its blocks to the moment nobody
-can write into them any more:
+can write into them any more, nor read those that its prefix lies in:
 
     QUEUED ──claim──► CLAIMED ──received──────────────────────► (gone)
       │                  │ └──withdraw, its writer being done──► (gone)
@@ -127,7 +127,11 @@ class Ledger:
     def allocated(
         self, request_id: str, attempt: str, block_ids: tuple[int, ...], deadline: float
     ) -> None:
-        """The engine reserved `block_ids` for a remote prefill that is being queued."""
+        """The engine reserved `block_ids` for a remote prefill that is being queued.
+
+        All that its writer may touch: those to be written, and the prefix before them,
+        which it may read.
+        """
         entry = _Entry(request_id, attempt, block_ids, deadline)
         self._attempts[attempt] = entry
         self._by_request[request_id] = entry

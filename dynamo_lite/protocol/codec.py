@@ -14,7 +14,8 @@ added when an old peer would misread a new one):
 1: first version.
 2: words about who may write where are sealed; a request may name tokens that it has
    already been given; a commit vouches for the contents of blocks.
-3: a commit says which bytes of each block it brings, and that others bring the rest.
+3: a commit says which bytes of each block it brings, and that others bring the rest;
+   writes before the last have notices, too.
 """
 
 import hashlib

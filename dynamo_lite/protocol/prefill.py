@@ -29,6 +29,8 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     (a multiple of its block size).
     block_ids: the decode engine's blocks for the positions from
     num_computed_tokens on, in order.
+    prefix_block_ids: its blocks for the positions before, which whoever is granted
+    the claim may read until it is done; empty where the engine does not vouch for them.
     deadline: seconds since the epoch; afterwards nobody waits for the result.
     """
 
@@ -38,6 +40,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[TokenId]
     num_computed_tokens: Annotated[int, msgspec.Meta(ge=0)]
     block_ids: list[BlockId]
+    prefix_block_ids: list[BlockId] = []
     deadline: Timestamp
     priority: int = 0
     cache_salt: str | None = None
@@ -67,7 +70,7 @@ class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill worker to decode engine: no write of this attempt is or will be under way.
+    """Prefill worker to decode engine: no write or read of this attempt is or will be under way.
 
     outcome: "written" (the data and its notification are delivered), "failed",
     "abandoned", or "died": the engine's process ended, and what it had started may
@@ -119,7 +122,24 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     length: Positive
 
 
-class Committed(msgspec.Struct, frozen=True, kw_only=True):
+class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Travels with a write that is not the last one: these blocks are there.
+
+    first, num_blocks: which of the attempt's blocks. sampled: positions in the attempt.
+    All else: as in `Committed`.
+    """
+
+    attempt: Attempt
+    rank: Natural
+    first: Natural
+    num_blocks: Natural
+    sampled: list[Natural] = []
+    checksum: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    writers: Positive = 1
+    parts: list[Part] = []
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Travels as the NIXL notification of one writing rank's last write into a decode rank.
 
     rank: the writing one. writers: how many of them write into this decode rank; its
@@ -168,4 +188,4 @@ decode_writer_done: Decoder[WriterDone] = SealedDecoder(WriterDone)
 decode_writer_stays: Decoder[WriterStays] = SealedDecoder(WriterStays)
 decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)
 decode_leave: Decoder[Leave] = SealedDecoder(Leave)
-decode_committed: Decoder[Committed] = SealedDecoder(Committed)
+decode_notice: Decoder[Committed | Landed] = SealedDecoder(Committed | Landed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dynamo_lite.engine.sim.assembly import Engine
 from dynamo_lite.engine.sim.halves import DecodeHalves
-from dynamo_lite.engine.sim.scheduler import SimRequest, Status
+from dynamo_lite.engine.sim.request import SimRequest, Status
 from dynamo_lite.policy.ledger import State
 from dynamo_lite.protocol.prefill import decode_cancel_attempt
 

@@ -1,8 +1,8 @@
 """What must always hold, and who looks when.
 
-A write lands only in blocks of its attempt; every block comes back; every request
-ends once, in time, with the model's tokens or a stated error; every job ends; no
-task outlives its owner.
+A write lands only in blocks of its attempt, and only what is kept for it is read;
+every block comes back; every request ends once, in time, with the model's tokens or
+a stated error; every job ends; no task outlives its owner.
 """
 
 from collections import Counter
@@ -79,10 +79,7 @@ class Judge:
         if engine is None:
             return
         self.counts["writes landed"] += 1
-        memory = engine.core.memory
-        at = landing.address - memory.base
-        for offset in range(at, at + landing.length, memory.block_bytes):
-            block = memory.block_at(offset)
+        for block in _blocks(engine, landing):
             owned = _ownership(engine, landing.attempt, block)
             if owned is None:
                 self.violate(
@@ -91,6 +88,20 @@ class Judge:
                 )
                 return
             self.counts[f"writes landed {owned}"] += 1
+
+    def reading(self, reader: SimMover, landing: Landing) -> None:
+        """As a copy is read: who may use it reads what its attempt may be sure of."""
+        engine, own = self._engines.get(landing.target), self._engines.get(reader)
+        if engine is None or own is None or not own.setup.alive():
+            return
+        self.counts["reads landed"] += 1
+        for block in _blocks(engine, landing):
+            if not _may_be_read(engine, landing.attempt, block):
+                self.violate(
+                    f"{landing.sender} read block {block} of {landing.target.address}, which is not"
+                    f" kept for attempt {landing.attempt}"
+                )
+                return
 
     def stepped(self, engine: Engine, scheduled_at: float) -> None:
         """After a step: whoever has waited for remote KV long enough waits no more."""
@@ -224,12 +235,29 @@ def _ownership(engine: Engine, attempt: str, block: int) -> str | None:
     asked = halves.asked.get(attempt)
     if asked is None:
         return None
-    request, blocks = asked
+    request, blocks, _ = asked
     if any(held.block_id == block for held in halves.held(attempt)):
         return "in quarantine"
     if engine.core.scheduler.parked(request) and block in blocks:
         return "in time"
     return None
+
+
+def _may_be_read(engine: Engine, attempt: str, block: int) -> bool:
+    halves = engine.halves
+    if not isinstance(halves, DecodeHalves) or attempt not in halves.asked:
+        return False
+    request, _, prefix = halves.asked[attempt]
+    if any(held.block_id == block for held in halves.held(attempt)):
+        return True
+    return engine.core.scheduler.parked(request) and block in prefix
+
+
+def _blocks(engine: Engine, landing: Landing) -> list[int]:
+    """Which blocks of the engine it lies in."""
+    memory = engine.core.memory
+    at = landing.address - memory.base
+    return [memory.block_at(i) for i in range(at, at + landing.length, memory.block_bytes)]
 
 
 def _engine_unsettled(engine: Engine) -> str | None:

@@ -19,7 +19,7 @@ from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.seams import Prompt
 from dynamo_lite.engine.sim.assembly import EngineSetup
 from dynamo_lite.engine.sim.mover import SimMover
-from dynamo_lite.policy.instructions import Instruction, Outcome
+from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger, Refusal
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion
 from dynamo_lite.queue.base import Job, PrefillQueue
@@ -72,6 +72,24 @@ class _NoQuarantine(Ledger):
     def _withdraw(self, entry: Any, outcome: Outcome) -> list[Instruction]:
         entry.writer_done = True
         return super()._withdraw(entry, outcome)
+
+
+class _NoPrefixHold(DecodeScheduler):
+    def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
+        super()._apply([self._less(one) for one in instructions], fresh=fresh)
+
+    def _less(self, instruction: Instruction) -> Instruction:
+        if not isinstance(instruction, Hold):
+            return instruction
+        assert self._pool is not None
+        blocks = [self._pool.blocks[i] for i in instruction.block_ids]
+        return Hold(instruction.attempt, tuple(b.block_id for b in blocks if b.key is None))
+
+
+class NoPrefixHold(Shipped):
+    """Of a withdrawn attempt's blocks those are free that its writer may only read."""
+
+    decode_scheduler = _NoPrefixHold
 
 
 class NoFence(Shipped):
@@ -149,6 +167,7 @@ MUTANTS: dict[str, type[Shipped]] = {
     "ack-on-dequeue": AckOnDequeue,
     "no-claim": NoClaim,
     "no-quarantine": NoQuarantine,
+    "no-prefix-hold": NoPrefixHold,
     "no-fence": NoFence,
     "metadata-by-address": MetadataByAddress,
     "no-attempt-id": NoAttemptId,

@@ -115,6 +115,7 @@ class SimParts:
             prefill_component=PREFILL_COMPONENT,
             queue=queue_config(config.queue),
             single_flight_min_length_tokens=config.single_flight_min_length,
+            max_remote_prefills=config.max_remote_prefills,
         )
         return self._engine(host, role, None)
 
@@ -122,7 +123,11 @@ class SimParts:
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
     ) -> SimEngine:
         assert isinstance(fence, MemoryFence)
-        role = PrefillLink(fence_path="", kv_checksum_rate=config.kv_checksum_rate)
+        role = PrefillLink(
+            fence_path="",
+            kv_checksum_rate=config.kv_checksum_rate,
+            min_prefix_read_length_tokens=config.min_prefix_read_length,
+        )
         return self._engine(host, role, fence)
 
     def _engine(

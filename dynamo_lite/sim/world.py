@@ -31,6 +31,8 @@ from dynamo_lite.sim.supervisor import Slot
 NAMESPACE = "sim"
 _GRACE_S = 20.0
 _LOCAL_TOKENS = 12
+#: One block: whatever can be read is.
+_READ_TOKENS = 4
 
 
 class Nats:
@@ -115,6 +117,7 @@ class World:
             loop.stream("fabric"),
             Wire(slowest_s=scenario.slowest_write_s),
             on_landing=self.judge.landing,
+            on_read=self.judge.reading,
             joined=lambda here, there: not self.network.is_cut(here, there),
         )
         self.nats, self.etcd = Nats(self.network), Etcd(self.network)
@@ -221,7 +224,11 @@ class World:
         queue = QueueOptions(max_jobs=scenario.max_jobs, ack_wait_s=scenario.ack_wait_s)
         if kind == "prefill":
             made = _plain(
-                PrefillWorkerConfig(queue=queue, kv_checksum_rate=scenario.kv_checksum_rate)
+                PrefillWorkerConfig(
+                    queue=queue,
+                    kv_checksum_rate=scenario.kv_checksum_rate,
+                    min_prefix_read_length=_READ_TOKENS,
+                )
             )
             worker = self.prefill[slot.name] = self.shipped.prefill_worker(made, spec, parts)
             return worker

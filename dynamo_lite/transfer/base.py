@@ -1,4 +1,4 @@
-"""The mover seam: copy memory of this process into a peer's, and be told.
+"""The mover seam: copy memory of this process into a peer's, or back, and be told.
 
 `nixl.py` is the real one; `memory.py` the in-process twin. Both pass
 `tests/contract/test_mover.py`. Calls are synchronous and do not block: they are
@@ -8,14 +8,15 @@ made from an engine's step.
 from collections.abc import Sequence
 from typing import Protocol
 
-from dynamo_lite.transfer.layout import Descriptors
+from dynamo_lite.transfer.block_map import Descriptors
 
 
-class Write(Protocol):
-    """A write under way."""
+class Transfer(Protocol):
+    """A write or read under way."""
 
     def done(self) -> bool:
-        """Polls. Raises TransferError when the write failed; it then never lands."""
+        """Polls. Raises TransferError when it failed; nothing of it then lands any more,
+        of a read at the latest when its peer was removed."""
         ...
 
 
@@ -46,11 +47,20 @@ class Mover(Protocol):
         *,
         memory: tuple[str, str],
         notice: bytes = b"",
-    ) -> Write:
+    ) -> Transfer:
         """Starts copying `local` to `remote`. Raises TransferError.
 
         memory: NIXL memory types of the two sides. notice: delivered to the
         peer once this write's data is there; no order holds between writes.
+        """
+        ...
+
+    def read(
+        self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
+    ) -> Transfer:
+        """Starts copying `remote` to `local`. Raises TransferError.
+
+        The peer does not notice, but must go on polling its `notices`.
         """
         ...
 

@@ -1,18 +1,8 @@
-"""From block ids to memory descriptors. Pure: shapes, strides and numbers only.
-
-A descriptor list is an array of shape (n, 3), uint64: address, length in bytes,
-device index. The i-th local descriptor is copied to the i-th remote one.
-"""
+"""From KV tensors to regions. Pure: shapes and strides only."""
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from dynamo_lite.protocol.records import KvRegion
-from dynamo_lite.transfer.sharding import Lane
-
-Descriptors = npt.NDArray[np.uint64]
 
 
 def block_dimension(shape: Sequence[int], num_blocks: int) -> int:
@@ -104,54 +94,3 @@ def _is_outermost(
         return False
     inner = [dim for dim in range(behind, len(shape)) if shape[dim] > 1]
     return shape[heads_dim] == 1 or strides[heads_dim] == max(strides[dim] for dim in inner)
-
-
-def contiguous_runs(
-    local_ids: Sequence[int], remote_ids: Sequence[int]
-) -> list[tuple[int, int, int]]:
-    """Longest runs that are consecutive on both sides: (local start, remote start, count)."""
-    if len(local_ids) != len(remote_ids):
-        raise ValueError(f"{len(local_ids)} local blocks for {len(remote_ids)} remote ones")
-    runs: list[tuple[int, int, int]] = []
-    for here, there in zip(local_ids, remote_ids, strict=True):
-        if runs:
-            start, remote_start, count = runs[-1]
-            if here == start + count and there == remote_start + count:
-                runs[-1] = (start, remote_start, count + 1)
-                continue
-        runs.append((here, there, 1))
-    return runs
-
-
-def plan_lanes(
-    lanes: Sequence[Lane],
-    local_ids: Sequence[int],
-    remote_ids: Sequence[int],
-    *,
-    devices: tuple[int, int],
-) -> tuple[Descriptors, Descriptors]:
-    """Descriptor lists that copy `local_ids` onto `remote_ids` along every lane.
-
-    Runs of blocks that lie back to back on both sides become one descriptor.
-    devices: of the local and the remote side.
-    """
-    runs = contiguous_runs(local_ids, remote_ids)
-    here: list[tuple[int, int, int]] = []
-    there: list[tuple[int, int, int]] = []
-    for lane in lanes:
-        region, target = lane.local, lane.remote
-        size = region.block_bytes
-        dense = region.stride_bytes == size == target.stride_bytes
-        for start, remote_start, count in runs:
-            step = count if dense else 1
-            for offset in range(0, count, step):
-                length = size * step
-                at = region.base + (start + offset) * region.stride_bytes
-                to = target.base + (remote_start + offset) * target.stride_bytes
-                here.append((at, length, devices[0]))
-                there.append((to, length, devices[1]))
-    return _descriptors(here), _descriptors(there)
-
-
-def _descriptors(rows: list[tuple[int, int, int]]) -> Descriptors:
-    return np.array(rows, dtype=np.uint64).reshape(-1, 3)

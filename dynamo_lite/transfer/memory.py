@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Sequence
 
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.transfer.layout import Descriptors
+from dynamo_lite.transfer.block_map import Descriptors
 
 
 class MemoryFabric:
@@ -14,8 +14,8 @@ class MemoryFabric:
         self.agents: dict[str, MemoryMover] = {}
 
 
-class MemoryWrite:
-    """Applied when it is first polled, as a slow wire would."""
+class MemoryTransfer:
+    """Applied when it is first polled, as a slow wire would. copies: (from, to, length)."""
 
     def __init__(
         self, peer: str, target: "MemoryMover", copies: list[tuple[int, int, int]], notice: bytes
@@ -26,7 +26,7 @@ class MemoryWrite:
     def done(self) -> bool:
         if not self._done:
             if self._target.closed:
-                raise TransferError(self._peer, "write failed: the peer is gone")
+                raise TransferError(self._peer, "the peer is gone")
             for source, destination, length in self._copies:
                 ctypes.memmove(destination, source, length)
             if self._notice:
@@ -67,20 +67,15 @@ class MemoryMover:
         *,
         memory: tuple[str, str],
         notice: bytes = b"",
-    ) -> MemoryWrite:
-        target = self._fabric.agents.get(self._peers.get(peer, ""))
-        if target is None:
-            raise TransferError(peer, "no such peer")
-        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
-            raise TransferError(peer, "write not started: the two sides differ or are empty")
-        copies: list[tuple[int, int, int]] = []
-        for (source, length, _), (destination, room, _) in zip(
-            local.tolist(), remote.tolist(), strict=True
-        ):
-            if not (self._covers(source, length) and target._covers(destination, room)):
-                raise TransferError(peer, "write not started: memory is not registered")
-            copies.append((source, destination, length))
-        return MemoryWrite(peer, target, copies, notice)
+    ) -> MemoryTransfer:
+        target, copies = self._match(peer, local, remote)
+        return MemoryTransfer(peer, target, copies, notice)
+
+    def read(
+        self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
+    ) -> MemoryTransfer:
+        target, copies = self._match(peer, local, remote)
+        return MemoryTransfer(peer, target, [(there, here, n) for here, there, n in copies], b"")
 
     def notices(self) -> list[bytes]:
         arrived, self.inbox = self.inbox, []
@@ -91,6 +86,22 @@ class MemoryMover:
         if self._fabric.agents.get(self._name) is self:
             del self._fabric.agents[self._name]
         self._peers.clear()
+
+    def _match(
+        self, peer: str, local: Descriptors, remote: Descriptors
+    ) -> tuple["MemoryMover", list[tuple[int, int, int]]]:
+        """The peer, and (address here, address there, length). Raises TransferError."""
+        target = self._fabric.agents.get(self._peers.get(peer, ""))
+        if target is None:
+            raise TransferError(peer, "no such peer")
+        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
+            raise TransferError(peer, "not started: the two sides differ or are empty")
+        pairs: list[tuple[int, int, int]] = []
+        for (here, length, _), (there, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
+            if not (self._covers(here, length) and target._covers(there, length)):
+                raise TransferError(peer, "not started: memory is not registered")
+            pairs.append((here, there, length))
+        return target, pairs
 
     def _covers(self, address: int, length: int) -> bool:
         return any(a <= address and address + length <= a + n for a, n in self._spans)

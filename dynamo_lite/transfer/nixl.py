@@ -1,28 +1,47 @@
 """The mover on NIXL (UCX backend).
 
 No progress thread: NIXL's spins on a core for ever. Progress is made by
-`Write.done` and `notices`, which the engine's worker half calls each step while
+`Transfer.done` and `notices`, which the engine's worker half calls each step while
 anything is in flight; a peer's first contact completes for the same reason.
+
+Over TCP, UCX sends a notice as a message whose receipt the next transfer to the
+same peer waits for. The peer confirms when it makes progress, so the next write
+would end, and its own notice leave, a step of the peer's engine too late. A read of
+a few bytes asks for the confirmation while nobody waits for it.
 """
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.transfer.layout import Descriptors
+from dynamo_lite.transfer.block_map import Descriptors
 
 logger = logging.getLogger(__name__)
 
+_CONFIRM_BYTES = 8
 
-class NixlWrite:
-    """One posted transfer."""
 
-    def __init__(self, agent: Any, peer: str, handle: Any, status: str):
-        self._agent, self._peer, self._handle = agent, peer, handle
+class NixlTransfer:
+    """One posted transfer. what: "write" or "read". on_end: called once, when it has
+    ended well."""
+
+    def __init__(
+        self,
+        agent: Any,
+        peer: str,
+        handle: Any,
+        status: str,
+        what: str,
+        on_end: Callable[[], None],
+    ):
+        self._agent, self._peer, self._handle, self._what = agent, peer, handle, what
+        self._on_end = on_end
         self._failure: str | None = None
         self._settle(status)
 
@@ -35,7 +54,7 @@ class NixlWrite:
             status = self._agent.check_xfer_state(self._handle)
         except Exception as exc:
             self._release()
-            self._failure = f"write failed: {exc}"
+            self._failure = f"{self._what} failed: {exc}"
             raise TransferError(self._peer, self._failure) from exc
         return self._settle(status)
 
@@ -44,8 +63,9 @@ class NixlWrite:
             return False
         self._release()
         if status != "DONE":
-            self._failure = f"write ended in state {status}"
+            self._failure = f"{self._what} ended in state {status}"
             raise TransferError(self._peer, self._failure)
+        self._on_end()
         return True
 
     def _release(self) -> None:
@@ -61,6 +81,9 @@ class NixlMover:
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
         self._registrations: list[Any] = []
         self._peers: dict[str, str] = {}
+        self._scratch = np.zeros(_CONFIRM_BYTES, dtype=np.uint8)
+        self._confirming: dict[str, Any] = {}
+        self.register([(self._scratch.ctypes.data, _CONFIRM_BYTES)], "DRAM", 0)
 
     def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
         rows = [(address, length, device, "") for address, length in spans]
@@ -80,6 +103,7 @@ class NixlMover:
 
     def remove_peer(self, peer: str) -> None:
         name = self._peers.pop(peer, None)
+        self._release(self._confirming.pop(peer, None))
         if name is not None:
             try:
                 self._agent.remove_remote_agent(name)
@@ -94,10 +118,27 @@ class NixlMover:
         *,
         memory: tuple[str, str],
         notice: bytes = b"",
-    ) -> NixlWrite:
+    ) -> NixlTransfer:
+        return self._start("WRITE", peer, local, remote, memory, notice)
+
+    def read(
+        self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
+    ) -> NixlTransfer:
+        return self._start("READ", peer, local, remote, memory, b"")
+
+    def _start(
+        self,
+        operation: str,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        memory: tuple[str, str],
+        notice: bytes,
+    ) -> NixlTransfer:
+        what = operation.lower()
         try:
             handle = self._agent.initialize_xfer(
-                "WRITE",
+                operation,
                 self._agent.get_xfer_descs(local, memory[0]),
                 self._agent.get_xfer_descs(remote, memory[1]),
                 self._peers[peer],
@@ -107,8 +148,11 @@ class NixlMover:
         except KeyError as exc:
             raise TransferError(peer, "no such peer") from exc
         except Exception as exc:
-            raise TransferError(peer, f"write not started: {exc}") from exc
-        return NixlWrite(self._agent, peer, handle, status)
+            raise TransferError(peer, f"{what} not started: {exc}") from exc
+        wanted = bool(notice) and memory == ("DRAM", "DRAM")
+        address, length = int(remote[0, 0]), int(remote[0, 1])
+        ended = partial(self._confirm, peer, address, length) if wanted else _nothing
+        return NixlTransfer(self._agent, peer, handle, status, what, ended)
 
     def notices(self) -> list[bytes]:
         try:
@@ -119,6 +163,35 @@ class NixlMover:
             return []
         return [notice for from_peer in arrived.values() for notice in from_peer]
 
+    def _confirm(self, peer: str, address: int, length: int) -> None:
+        """Asks the peer to confirm what was sent to it, by a read of what was just written."""
+        pending = self._confirming.pop(peer, None)
+        try:
+            if pending is not None and self._agent.check_xfer_state(pending) == "PROC":
+                self._confirming[peer] = pending
+                return
+            self._release(pending)
+            size = min(length, _CONFIRM_BYTES)
+            here = np.array([[self._scratch.ctypes.data, size, 0]], dtype=np.uint64)
+            there = np.array([[address, size, 0]], dtype=np.uint64)
+            handle = self._agent.initialize_xfer(
+                "READ",
+                self._agent.get_xfer_descs(here, "DRAM"),
+                self._agent.get_xfer_descs(there, "DRAM"),
+                self._peers[peer],
+                b"",
+            )
+            self._confirming[peer] = handle
+            self._agent.transfer(handle)
+        except Exception as exc:
+            # The write has ended well: what is lost is time, and a dead peer is found by others.
+            logger.debug("asking engine %s for a confirmation: %s", peer, exc)
+
+    def _release(self, handle: Any) -> None:
+        if handle is not None:
+            with contextlib.suppress(Exception):
+                self._agent.release_xfer_handle(handle)
+
     def close(self) -> None:
         for peer in list(self._peers):
             self.remove_peer(peer)
@@ -126,3 +199,7 @@ class NixlMover:
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(registration)
         self._registrations.clear()
+
+
+def _nothing() -> None:
+    """What follows the end of most writes."""

@@ -32,9 +32,9 @@ from dynamo_lite.protocol.prefill import (
     WriterStays,
     decode_cancel_attempt,
     decode_claim,
-    decode_committed,
     decode_job,
     decode_leave,
+    decode_notice,
     decode_writer_done,
     decode_writer_stays,
 )
@@ -81,7 +81,7 @@ DECODERS: dict[str, Decoder[Any]] = {
     "cancel": decode_cancel_attempt,
     "beat": decode_beat,
     "job": decode_job,
-    "notice": decode_committed,
+    "notice": decode_notice,
 }
 
 

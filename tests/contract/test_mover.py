@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.transfer.base import Mover, Write
+from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.nixl import NixlMover
 
@@ -40,7 +40,7 @@ class Party:
         return np.array(rows, dtype=np.uint64).reshape(-1, 3)
 
 
-def finish(write: Write, target: Mover, *, notices: int = 0) -> list[bytes]:
+def finish(write: Transfer, target: Mover, *, notices: int = 0) -> list[bytes]:
     """Polls both sides until the write has ended and `notices` notices have come."""
     arrived: list[bytes] = []
     deadline = time.monotonic() + WAIT_S
@@ -105,6 +105,23 @@ def test_the_notice_comes_with_the_data_and_once(parties):
     assert source.mover.notices() == []
 
 
+def test_a_write_after_a_notice_ends_though_its_peer_makes_no_progress(parties):
+    """A decode engine may be in the middle of a long step when the next commit comes."""
+    source, target = parties
+    places = source.at((0, 64)), target.at((0, 64))
+    for number in range(4):
+        notice = b"%d" % number
+        write = source.mover.write("target", *places, memory=DRAM, notice=notice)
+        if number > 1:  # the first two make the connection
+            deadline = time.monotonic() + WAIT_S
+            while not write.done():
+                assert time.monotonic() < deadline
+        assert finish(write, target.mover, notices=1) == [notice]
+        for _ in range(1000):
+            # Both look for a while, as the engines' steps do between two jobs.
+            target.mover.notices(), source.mover.notices()
+
+
 def test_an_ended_write_stays_ended(parties):
     source, target = parties
     write = source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
@@ -137,6 +154,37 @@ def test_several_writes_at_once_are_each_told(parties):
     np.testing.assert_array_equal(target.buffer, source.buffer)
 
 
+def test_a_read_brings_what_was_described_and_nothing_else(parties):
+    reader, holder = parties
+    holder.buffer[:] = np.arange(SIZE) % 241
+    places = [(0, 64), (1000, 1), (2048, 512)], [(4096 - 64, 64), (7, 1), (100, 512)]
+    expected, untouched = reader.buffer.copy(), holder.buffer.copy()
+    for (here, length), (there, _) in zip(*places, strict=True):
+        expected[here : here + length] = holder.buffer[there : there + length]
+    read = reader.mover.read("target", reader.at(*places[0]), holder.at(*places[1]), memory=DRAM)
+    assert finish(read, holder.mover) == []
+    np.testing.assert_array_equal(reader.buffer, expected)
+    np.testing.assert_array_equal(holder.buffer, untouched)
+    holder.buffer[:] = 9
+    assert read.done() and read.done()
+    np.testing.assert_array_equal(reader.buffer, expected)
+
+
+def test_reads_and_writes_of_one_peer_go_on_together(parties):
+    source, target = parties
+    half = SIZE // 2
+    write = source.mover.write(
+        "target", source.at((0, half)), target.at((0, half)), memory=DRAM, notice=b"written"
+    )
+    read = source.mover.read(
+        "target", source.at((half, half)), target.at((half, half)), memory=DRAM
+    )
+    assert finish(write, target.mover, notices=1) == [b"written"]
+    finish(read, target.mover)
+    np.testing.assert_array_equal(source.buffer, target.buffer)
+    assert (source.buffer[half:] == 2).all()
+
+
 def test_two_peers_may_write_into_each_other(parties):
     left, right = parties
     right.mover.add_peer("left", left.mover.metadata())
@@ -153,7 +201,8 @@ def test_two_peers_may_write_into_each_other(parties):
 @pytest.mark.parametrize(
     "wrong", ["local", "remote", "lengths", "counts", "empty", "past the end", "peer"]
 )
-def test_a_write_that_cannot_be_is_refused_and_harms_nothing(parties, wrong):
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_what_cannot_be_is_refused_and_harms_nothing(parties, wrong, operation):
     source, target = parties
     local, remote, peer = source.at((0, 64)), target.at((0, 64)), "target"
     match wrong:
@@ -172,8 +221,9 @@ def test_a_write_that_cannot_be_is_refused_and_harms_nothing(parties, wrong):
         case "peer":
             peer = "stranger"
     with pytest.raises(TransferError) as refusal:
-        source.mover.write(peer, local, remote, memory=DRAM, notice=b"never")
+        getattr(source.mover, operation)(peer, local, remote, memory=DRAM)
     assert refusal.value.peer == peer
+    assert (source.buffer == np.arange(SIZE) % 251).all()
     write = source.mover.write(
         "target", source.at((0, 64)), target.at((0, 64)), memory=DRAM, notice=b"works"
     )
@@ -228,17 +278,19 @@ def test_closing_forgets_peers_and_memory_and_spares_the_others(make, parties):
     third.mover.close()
 
 
-def test_a_dead_peer_fails_the_writes_under_way():
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_dead_peer_fails_what_is_under_way(operation):
     """Only the twin can die inside one process: see below for NIXL's."""
     fabric = MemoryFabric()
     source, target = (Party(lambda name: MemoryMover(fabric, name), fill) for fill in (1, 2))
     source.mover.add_peer("target", target.mover.metadata())
-    write = source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
+    start = getattr(source.mover, operation)
+    transfer = start("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
     target.mover.close()
     for _ in range(2):
         with pytest.raises(TransferError):
-            write.done()
-    assert (target.buffer == 2).all()
+            transfer.done()
+    assert (target.buffer == 2).all() and (source.buffer == 1).all()
     with pytest.raises(TransferError):
         source.mover.write("target", source.at((0, 8)), target.at((0, 8)), memory=DRAM)
 
@@ -314,25 +366,28 @@ def test_a_target_survives_the_kill_of_its_writer(victim):
     target.mover.close()
 
 
-def test_a_writer_survives_the_kill_of_its_target(victim):
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_writer_survives_the_kill_of_its_target(victim, operation):
     writer, next_target = Party(NixlMover, 1), Party(NixlMover, 2)
     target = victim("target")
     there = np.array([(target.buffer["address"], SIZE, 0)], dtype=np.uint64)
     writer.mover.add_peer("target", base64.b64decode(target.buffer["agent"]))
 
-    def write_once() -> None:
-        write = writer.mover.write("target", writer.at((0, SIZE)), there, memory=DRAM)
+    def move_once() -> None:
+        start = getattr(writer.mover, operation)
+        transfer = start("target", writer.at((0, SIZE)), there, memory=DRAM)
         deadline = time.monotonic() + WAIT_S
-        while not write.done():
+        while not transfer.done():
             assert time.monotonic() < deadline
 
-    write_once()
+    move_once()
     target.kill()
     with pytest.raises(TransferError) as failure:
         for _ in range(1000):
-            write_once()
+            move_once()
     assert failure.value.peer == "target"
     writer.mover.remove_peer("target")
+    writer.buffer[:] = 1
     writer.mover.add_peer("next", next_target.mover.metadata())
     write = writer.mover.write(
         "next", writer.at((0, SIZE)), next_target.at((0, SIZE)), memory=DRAM, notice=b"next"

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -75,7 +75,7 @@ async def take(events: AsyncIterator[WatchEvent], timeout_s: float = 10.0) -> Wa
         return await anext(events)
 
 
-async def when_back(call: Callable[[], Awaitable[None]]) -> None:
+async def when_back(call: Callable[[], Awaitable[Any]]) -> Any:
     async with asyncio.timeout(10):
         while True:
             try:
@@ -202,9 +202,9 @@ async def test_a_wiped_store_gets_the_same_lease_again(rig: Rig) -> None:
         await rig.store.put("n/own", b"1", lease=lease)
         await rig.away()
         await rig.back(wiped=True)
+        assert await when_back(lambda: rig.store.get_prefix("n/")) == {}
         await refreshed(lease)
         assert lease.id == lease_id
-        assert await rig.store.get_prefix("n/") == {}
         await rig.store.put("n/own", b"2", lease=lease)
         assert await rig.store.revoke(lease_id) is True
         assert await rig.store.get("n/own") is None

@@ -23,7 +23,7 @@ import pytest
 
 from dynamo_lite.engine.remote_prefill.counts import BYTES, FENCED
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import decode_committed
+from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.fence import FenceReader
 from dynamo_lite.transfer.nixl import NixlMover
@@ -74,7 +74,8 @@ class Target:
         return encode(metadata).hex()
 
     def poll(self) -> None:
-        self.committed += [decode_committed(notice).attempt for notice in self.mover.notices()]
+        said = [decode_notice(notice) for notice in self.mover.notices()]
+        self.committed += [commit.attempt for commit in said if isinstance(commit, Committed)]
 
     def expect(self, *blocks: int) -> None:
         """From now on these hold what the writer's blocks hold."""

@@ -141,7 +141,9 @@ class Pair:
         assert self.decode.metadata is not None
         key = names.nixl_metadata_key("t", self.decode.metadata.engine_id)
         await store.put(key, encode_engine(self.decode.metadata))
-        self.prefill = await self.engine("prefill", PrefillLink(fence_path=""))
+        self.prefill = await self.engine(
+            "prefill", PrefillLink(fence_path="", min_prefix_read_length_tokens=4)
+        )
         self.jobs = PrefillJobs(
             namespace="t",
             lease_id=2,

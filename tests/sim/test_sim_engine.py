@@ -197,3 +197,54 @@ def test_a_plain_sample_may_be_any_token_that_has_the_right_high_bits():
     assert first_wrong(prompt, plain, greedy) is None
     assert first_wrong(prompt, msgspec.structs.replace(plain, temperature=0.0), greedy) is not None
     assert first_wrong(prompt, plain, [greedy[0] ^ 1 << 20]) == 0
+
+
+def test_a_prefix_that_only_the_decode_engine_has_is_read():
+    async def script(pair: Pair) -> None:
+        first = tokens(1, 60)
+        await pair.submit("one", first, GREEDY)
+        await pair.until(lambda: "one" in pair.ended)
+        # Decoded there, and so unknown to the prefill engine.
+        second = first + pair.got["one"] + tokens(2, 40)
+        await pair.submit("two", second, GREEDY)
+        await pair.until(lambda: "two" in pair.ended)
+        assert first_wrong(second, GREEDY, pair.got["two"]) is None
+        assert pair.counts["prefix_read/read"] == 1
+        # From another prefill engine's point of view: it has nothing of it.
+        pair.engines["prefill"].core.pool.forget()
+        third = second + pair.got["two"] + tokens(3, 30)
+        await pair.submit("three", third, GREEDY)
+        await pair.until(lambda: "three" in pair.ended)
+        assert first_wrong(third, GREEDY, pair.got["three"]) is None
+        assert pair.counts["prefix_read/read"] == 2
+        await pair.until(lambda: not pair.jobs.working)
+        pair.check_idle()
+
+    play(script, num_blocks=160)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.08, 0.1, 0.15, 0.2, 0.4])
+def test_an_abort_while_a_prefix_is_read_leaves_no_foreign_kv(after_s: float):
+    async def script(pair: Pair) -> None:
+        shared = tokens(1, 60)
+        await pair.submit("one", shared, GREEDY)
+        await pair.until(lambda: "one" in pair.ended)
+        pair.engines["prefill"].core.pool.forget()
+        await pair.submit("two", shared + tokens(2, 40), GREEDY)
+        await asyncio.sleep(after_s)
+        await pair.decode.abort(["two"])
+        others = {f"r{n}": tokens(10 + n, 90) for n in range(4)}
+        for name, prompt in others.items():
+            await pair.submit(name, prompt, GREEDY)
+        await pair.until(lambda: others.keys() <= pair.ended.keys())
+        await pair.submit("again", shared + tokens(2, 40), GREEDY)
+        await pair.until(lambda: "again" in pair.ended)
+        for name, prompt in [*others.items(), ("again", shared + tokens(2, 40))]:
+            assert first_wrong(prompt, GREEDY, pair.got[name]) is None
+        await pair.until(lambda: not any(e.core.scheduler.has_work for e in pair.engines.values()))
+        pair.check_idle()
+        for engine in pair.engines.values():
+            for block, key in engine.core.pool.cached():
+                assert engine.core.memory.ends_with(block, key)
+
+    play(script, wire=Wire(slowest_s=0.3), num_blocks=60)

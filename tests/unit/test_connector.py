@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from dynamo_lite.engine.remote_prefill.messages import WorkerReport
-from dynamo_lite.engine.vllm.connector import ReportMetadata, _is_transferable
+from dynamo_lite.engine.vllm.carried import ReportMetadata
+from dynamo_lite.engine.vllm.connector import _is_transferable
 
 PLAIN = {
     "skip_reading_prefix_cache": False,

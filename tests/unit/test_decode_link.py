@@ -16,6 +16,7 @@ from dynamo_lite.engine.remote_prefill import decode_link
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
+from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
@@ -89,7 +90,7 @@ class Pool:
     num_gpu_blocks = POOL
 
     def __init__(self) -> None:
-        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(POOL)]
+        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0, is_null=False) for i in range(POOL)]
 
     def touch(self, blocks: Sequence[Any]) -> None:
         for block in blocks:
@@ -225,6 +226,10 @@ class Decode:
         assert job is not None
         return decode_job(job.payload)
 
+    async def job_of_step(self) -> RemotePrefillRequest:
+        self.half.build_step()
+        return await self.job()
+
     async def ask(self, request_id: str = "r1", tokens: int = 10, *, claimed: bool = False) -> str:
         """A remote prefill under way. Returns its attempt; its step is over."""
         assert self.admit(prompt(request_id, tokens)) > 0
@@ -257,7 +262,8 @@ class Decode:
 
     def assert_clean(self) -> None:
         half, clock, book = self.half, self.half._clock, self.half._book
-        left = (half._verdicts, half._decided, half._held, clock._open, clock._received)
+        left = (half._verdicts, half._decided, half._held, half._resumes)
+        left += (clock._open, clock._received)
         ledger = (book.ledger._attempts, book.ledger._by_request, book._for_engine)
         assert not any(left) and not any(ledger) and half._flights.idle
         assert not half.busy
@@ -303,12 +309,40 @@ async def test_a_job_names_the_blocks_of_the_tokens_that_are_wanted(
     assert step.poll
     assert job.prompt_token_ids == request.prompt_token_ids[:-1]
     assert job.num_computed_tokens == cached
-    assert job.block_ids == [block.block_id for block in decode.taken["r1"]][first:end]
+    taken = [block.block_id for block in decode.taken["r1"]]
+    assert job.block_ids == taken[first:end]
+    assert job.prefix_block_ids == taken[:first]
     assert (job.engine_id, job.request_id) == (ENGINE, "r1")
     assert (job.priority, job.cache_salt) == (3, "salt")
     assert job.deadline == decode.clock.wall() + TIMEOUT_S
     assert decode.counted("decision/remote/long") == 1
     assert decode.half.build_step().expect == {}
+
+
+async def test_a_prefix_that_a_step_under_way_still_computes_is_not_offered(decode: Decode):
+    decode.half._offers, offered = PrefixOffers(2), []
+    for name, filling in (("r1", [2]), ("r2", []), ("r3", []), ("r4", [])):
+        decode.admit(prompt(name, 17), 12)
+        if name == "r3":
+            decode.pool.blocks[0].is_null = True
+        decode.half.build_step(filling)
+        offered.append((await decode.job()).prefix_block_ids)
+        decode.pool.blocks[0].is_null = False
+        decode.finish(name)  # so that all hit the same blocks
+    assert offered == [[], [], [], [0, 1, 2]]
+
+
+async def test_blocks_that_a_writer_may_read_are_held_as_well(decode: Decode):
+    decode.admit(prompt("r1", 17), 12)
+    attempt = (job := await decode.job_of_step()).attempt
+    assert await decode.claim(attempt) == Granted()
+    decode.finish("r1")
+    decode.half.build_step()
+    held = {block.block_id for block in decode.half._held[attempt]}
+    assert held == {*job.prefix_block_ids, *job.block_ids} and len(job.prefix_block_ids) == 3
+    await decode.done(attempt, "abandoned")
+    decode.half.build_step()
+    decode.assert_clean()
 
 
 @pytest.mark.parametrize(
@@ -353,6 +387,7 @@ async def test_a_burst_counts_its_own_jobs(decode: Decode):
     externals = [decode.admit(prompt(f"r{i}", 10)) for i in range(16)]
     assert [external > 0 for external in externals] == [True] * QUEUE_SIZE + [False] * 11
     assert decode.counted("decision/local/queue_full") == 11
+    decode.half.build_step()
     await decode.network()
     assert (await decode.queue.depth()).total == QUEUE_SIZE
     decode.clock.now += 0.1

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.layout import (
     block_dimension,
     block_order,
-    contiguous_runs,
-    plan_lanes,
     regions_of_tensor,
 )
 from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
@@ -79,10 +78,10 @@ def pool(fabric, name, layout, blocks, layers=2):
     return Kv(mover, tensors, own)
 
 
-def plan_copy(own, remote, local_ids, remote_ids):
+def map_blocks(own, remote):
     """Between two engines of one rank each."""
     lanes = join("peer", [own], [remote])[0, 0]
-    return plan_lanes(lanes, local_ids, remote_ids, devices=(own.device, remote.device))
+    return BlockMap([(lane.local, lane.remote) for lane in lanes], (own.device, remote.device))
 
 
 def by_block(tensor, blocks):
@@ -135,7 +134,7 @@ def test_a_copy_moves_exactly_its_blocks(layouts, pairs):
             by_block(wanted, there)[remote] = by_block(tensor, here)[local]
 
     source.mover.add_peer("t", target.own.agent)
-    copies = plan_copy(source.own, target.own, local_ids, remote_ids)
+    copies = map_blocks(source.own, target.own).descriptors(local_ids, remote_ids)
     write = source.mover.write("t", *copies, memory=("DRAM", "DRAM"))
     assert write.done()
 
@@ -146,33 +145,70 @@ def test_a_copy_moves_exactly_its_blocks(layouts, pairs):
 
 
 @given(pairs=block_pairs())
-def test_runs_are_the_pairs_and_as_long_as_they_can_be(pairs):
+def test_runs_are_as_long_as_they_can_be(pairs):
     _, _, local_ids, remote_ids = pairs
-    runs = contiguous_runs(local_ids, remote_ids)
+    runs = runs_of(local_ids, remote_ids)
     spelled_out = [(a + i, b + i) for a, b, count in runs for i in range(count)]
     assert spelled_out == list(zip(local_ids, remote_ids, strict=True))
     for (a, b, count), (c, d, _) in itertools.pairwise(runs):
         assert (a + count, b + count) != (c, d)
 
 
+def runs_of(local_ids, remote_ids):
+    """(first local block, first remote one, how many), of blocks of one byte."""
+    bytewise = KvRegion(layer="0", plane=0, base=0, stride_bytes=1, block_bytes=1)
+    local, remote = BlockMap([(bytewise, bytewise)], (0, 0)).descriptors(local_ids, remote_ids)
+    return [(a, b, n) for (a, n, _), (b, _, _) in zip(local.tolist(), remote.tolist(), strict=True)]
+
+
 def test_runs_by_example():
-    assert contiguous_runs([], []) == []
-    assert contiguous_runs([3, 4, 5], [7, 8, 9]) == [(3, 7, 3)]
-    assert contiguous_runs([3, 4, 5], [7, 8, 3]) == [(3, 7, 2), (5, 3, 1)]
-    assert contiguous_runs([3, 5, 6], [7, 8, 9]) == [(3, 7, 1), (5, 8, 2)]
-    assert contiguous_runs([5, 4, 3], [9, 8, 7]) == [(5, 9, 1), (4, 8, 1), (3, 7, 1)]
+    assert runs_of([], []) == []
+    assert runs_of([3, 4, 5], [7, 8, 9]) == [(3, 7, 3)]
+    assert runs_of([3, 4, 5], [7, 8, 3]) == [(3, 7, 2), (5, 3, 1)]
+    assert runs_of([3, 5, 6], [7, 8, 9]) == [(3, 7, 1), (5, 8, 2)]
+    assert runs_of([5, 4, 3], [9, 8, 7]) == [(5, 9, 1), (4, 8, 1), (3, 7, 1)]
 
 
 def test_every_block_needs_a_partner():
     with pytest.raises(ValueError, match="2 local blocks for 1"):
-        contiguous_runs([1, 2], [1])
+        runs_of([1, 2], [1])
+
+
+def side_by_side(base, stride, layers=3):
+    """Layers whose parts of a block lie together, as where the block dimension is outermost."""
+    return [
+        KvRegion(layer=str(i), plane=0, base=base + 64 * i, stride_bytes=stride, block_bytes=64)
+        for i in range(layers)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strides", "expected"),
+    [
+        pytest.param((192, 192), [(1192, 5192, 384)], id="dense on both sides"),
+        pytest.param(
+            (192, 256), [(1192, 5256, 192), (1384, 5512, 192)], id="a gap behind each block there"
+        ),
+        pytest.param(
+            (64, 64),
+            [(1064, 5064, 128), (1128, 5128, 128), (1192, 5192, 128)],
+            id="no room for all: they are pools of their own",
+        ),
+    ],
+)
+def test_layers_whose_blocks_lie_together_are_joined(strides, expected):
+    here, there = (side_by_side(base, s) for base, s in zip((1000, 5000), strides, strict=True))
+    pairs = list(zip(here, there, strict=True))
+    local, remote = BlockMap(pairs, (0, 0)).descriptors([1, 2], [1, 2])
+    assert list(zip(*local[:, :2].T.tolist(), strict=True)) == [(a, n) for a, _, n in expected]
+    assert list(zip(*remote[:, :2].T.tolist(), strict=True)) == [(b, n) for _, b, n in expected]
 
 
 @pytest.mark.parametrize(("layout", "planes"), [(together, 1), (apart, 2), (permuted, 2)])
 def test_contiguous_blocks_become_one_descriptor_per_region(layout, planes):
     fabric = MemoryFabric()
     source, target = pool(fabric, "s", layout, 16), pool(fabric, "t", layout, 16)
-    local, remote = plan_copy(source.own, target.own, range(2, 12), range(5, 15))
+    local, remote = map_blocks(source.own, target.own).descriptors(range(2, 12), range(5, 15))
     assert local.shape == remote.shape == (2 * planes, 3)
     block_bytes = source.own.regions[0].block_bytes
     assert local[:, 1].tolist() == remote[:, 1].tolist() == [10 * block_bytes] * 2 * planes
@@ -182,7 +218,7 @@ def test_contiguous_blocks_become_one_descriptor_per_region(layout, planes):
 def test_blocks_with_a_gap_on_either_side_are_not_merged(layouts):
     fabric = MemoryFabric()
     source, target = pool(fabric, "s", layouts[0], 16), pool(fabric, "t", layouts[1], 16)
-    local, _ = plan_copy(source.own, target.own, range(10), range(10))
+    local, _ = map_blocks(source.own, target.own).descriptors(range(10), range(10))
     assert len(local) == 10 * len(source.own.regions)
 
 
@@ -190,7 +226,7 @@ def test_descriptors_carry_each_side_s_device():
     fabric = MemoryFabric()
     source, target = pool(fabric, "s", together, 4), pool(fabric, "t", together, 4)
     far = RankMetadata(agent=b"", memory="VRAM", device=3, regions=target.own.regions)
-    local, remote = plan_copy(source.own, far, [1], [2])
+    local, remote = map_blocks(source.own, far).descriptors([1], [2])
     assert (local.dtype, remote.dtype) == (np.uint64, np.uint64)
     assert set(local[:, 2].tolist()) == {0} and set(remote[:, 2].tolist()) == {3}
 
@@ -198,13 +234,13 @@ def test_descriptors_carry_each_side_s_device():
 def test_addresses_in_the_upper_half_are_kept():
     high = KvRegion(layer="0", plane=0, base=(1 << 63) + 64, stride_bytes=64, block_bytes=64)
     own = RankMetadata(agent=b"", memory="VRAM", device=0, regions=(high,))
-    local, _ = plan_copy(own, own, [1], [1])
+    local, _ = map_blocks(own, own).descriptors([1], [1])
     assert local[0].tolist() == [(1 << 63) + 128, 64, 0]
 
 
 def test_no_blocks_are_no_descriptors():
     source = pool(MemoryFabric(), "s", together, 4)
-    local, remote = plan_copy(source.own, source.own, [], [])
+    local, remote = map_blocks(source.own, source.own).descriptors([], [])
     assert local.shape == remote.shape == (0, 3)
 
 

@@ -333,6 +333,8 @@ async def test_what_is_no_job_of_this_version_is_never_delivered_again(payload):
         {"num_computed_tokens": 16},
         {"prompt_token_ids": [], "num_computed_tokens": 0, "block_ids": []},
         {"block_ids": [5, POOL]},
+        {"prefix_block_ids": [3, 4]},
+        {"prefix_block_ids": [POOL]},
     ],
 )
 async def test_blocks_that_do_not_fit_never_reach_the_engine(wrong):

@@ -43,6 +43,7 @@ from dynamo_lite.protocol.prefill import (
     Committed,
     EngineStatus,
     Granted,
+    Landed,
     Leave,
     Part,
     RemotePrefillRequest,
@@ -139,6 +140,7 @@ JOB = RemotePrefillRequest(
     prompt_token_ids=[1, 2, 3],
     num_computed_tokens=32,
     block_ids=[4, 5],
+    prefix_block_ids=[3],
     deadline=2.5,
 )
 FULL_JOB = RemotePrefillRequest(
@@ -235,17 +237,18 @@ GOLDEN = [
     (
         JOB,
         prefill.decode_job,
-        b"\x8b\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
+        b"\x8c\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
         b"\xb0prompt_token_ids\x93\x01\x02\x03\xb3num_computed_tokens "
-        b"\xa9block_ids\x92\x04\x05\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00"
+        b"\xa9block_ids\x92\x04\x05\xb0prefix_block_ids\x91\x03"
+        b"\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00"
         b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x03",
     ),
     (
         FULL_JOB,
         prefill.decode_job,
-        b"\x8b\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
+        b"\x8c\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
         b"\xb0prompt_token_ids\x90\xb3num_computed_tokens\x00\xa9block_ids\x90"
-        b"\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00\xa8priority\x03"
+        b"\xb0prefix_block_ids\x90\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00\xa8priority\x03"
         b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10\xacwire_version\x03",
     ),
     (
@@ -293,9 +296,24 @@ GOLDEN = [
             writers=2,
             parts=[Part(0, 4, 64, 128)],
         ),
-        prefill.decode_committed,
-        b"\x87\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?\xa7sampled\x91\x02\xa8checksum\x07"
-        b"\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80",
+        prefill.decode_notice,
+        b"\x88\xa4type\xa9Committed\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?"
+        b"\xa7sampled\x91\x02\xa8checksum\x07\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80",
+    ),
+    (
+        Landed(
+            attempt="a1",
+            rank=1,
+            first=16,
+            num_blocks=8,
+            sampled=[20],
+            checksum=7,
+            writers=2,
+            parts=[Part(0, 4, 64, 128)],
+        ),
+        prefill.decode_notice,
+        b"\x89\xa4type\xa6Landed\xa7attempt\xa2a1\xa4rank\x01\xa5first\x10\xaanum_blocks\x08"
+        b"\xa7sampled\x91\x14\xa8checksum\x07\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80",
     ),
     (
         STATUS,
@@ -554,10 +572,10 @@ def test_the_largest_message_is_read_and_a_larger_one_is_not():
             WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
             {"for_s": 61.0},
         ),
-        (prefill.decode_committed, Committed(attempt="a", rank=0, num_blocks=1), {"rank": -1}),
-        (prefill.decode_committed, Committed(attempt="a", rank=0, num_blocks=1), {"writers": 0}),
+        (prefill.decode_notice, Committed(attempt="a", rank=0, num_blocks=1), {"rank": -1}),
+        (prefill.decode_notice, Committed(attempt="a", rank=0, num_blocks=1), {"writers": 0}),
         (
-            prefill.decode_committed,
+            prefill.decode_notice,
             Committed(attempt="a", rank=0, num_blocks=1),
             {"parts": [[0, 0, 0, 64]]},
         ),

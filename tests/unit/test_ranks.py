@@ -26,7 +26,7 @@ from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
 from dynamo_lite.transfer.digest import sample
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover, MemoryWrite
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover, MemoryTransfer
 
 BLOCKS, BLOCK_BYTES = 32, 64
 
@@ -34,7 +34,7 @@ BLOCKS, BLOCK_BYTES = 32, 64
 class HeldWrite:
     """Ends only when the test lets it, or fails when the test says so."""
 
-    def __init__(self, inner: MemoryWrite, peer: str):
+    def __init__(self, inner: MemoryTransfer, peer: str):
         self.inner, self.peer = inner, peer
         self.held = True
         self.failure: str | None = None

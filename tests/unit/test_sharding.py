@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from dynamo_lite.protocol.errors import IncompatiblePeer, ProtocolError
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import RankMetadata
-from dynamo_lite.transfer.layout import block_order, plan_lanes, regions_of_tensor
+from dynamo_lite.transfer.block_map import BlockMap
+from dynamo_lite.transfer.layout import block_order, regions_of_tensor
 from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.parts import hole, parts_of, regions_of_parts
 from dynamo_lite.transfer.sharding import heads_of, join, writers
@@ -47,7 +48,8 @@ def test_every_head_of_every_layer_lands_once(
     moved = 0
     for (here, there), mine in lanes.items():
         source.movers[here].add_peer(f"d{there}", target.ranks[there].agent)
-        local, remote = plan_lanes(mine, local_ids, remote_ids, devices=(0, 0))
+        blocks = BlockMap([(lane.local, lane.remote) for lane in mine], (0, 0))
+        local, remote = blocks.descriptors(local_ids, remote_ids)
         moved += int(local[:, 1].sum())
         assert source.movers[here].write(f"d{there}", local, remote, memory=("DRAM", "DRAM")).done()
 

@@ -19,6 +19,10 @@ MISMATCH = "commit_mismatches"
 DROPPED = "dropped"  # + "/where": see `runtime/drops.py`
 FLIGHT_WAIT = "single_flight"  # + "/outcome": hit, miss, cancelled
 FLIGHT_WAIT_SECONDS = "single_flight_seconds"  # a list of durations
+PREFIX_READ = "prefix_read"  # + "/outcome": read, failed
+PREFIX_BYTES = "prefix_bytes"
+COMPUTED = "computed_tokens"  # by a prefill engine, of its jobs
+RESUME = "resume"  # + "/reason": of the verdict when a writer was lost
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 
 

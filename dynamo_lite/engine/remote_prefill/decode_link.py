@@ -250,6 +250,18 @@ class DecodeLinkSession:
             self._tasks.create_task(self._settle(event))
 
     @property
+    def queue_jobs(self) -> int | None:
+        """As the queue was last seen; None when that was long ago."""
+        view = self.view
+        if view is None or self._now() - view.read_at > self._role.queue_view_max_age_s:
+            return None
+        return view.jobs
+
+    @property
+    def responsive_writers(self) -> int:
+        return 0 if self._health is None else len(self._health.responsive)
+
+    @property
     def unresponsive_writers(self) -> int:
         if self._writers is None or self._health is None:
             return 0

@@ -11,14 +11,15 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from dynamo_lite.engine.remote_prefill.counts import LATE, MISMATCH, Counts
-from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
+from dynamo_lite.engine.remote_prefill.landings import Notices, share_error, whole_blocks
+from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.prefill import Committed, decode_committed
+from dynamo_lite.protocol.prefill import decode_notice
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.digest import ReadMemory, checksum, read_dram
-from dynamo_lite.transfer.parts import hole, regions_of_parts
+from dynamo_lite.transfer.digest import ReadMemory, read_dram
+from dynamo_lite.transfer.parts import hole
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +29,13 @@ _MAX_EARLY = 1024
 _MAX_GIVEN_UP = 1024
 
 
-#: By writing rank: a doubled notice counts once.
-Commits = dict[int, Committed]
-
-
 @dataclass
 class _Awaited:
     """An attempt that this engine waits for. blocks: to be written, in order."""
 
     request_id: str
     blocks: tuple[int, ...]
-    commits: Commits
-
-    @property
-    def complete(self) -> bool:
-        """Whether all its writers have committed: nobody writes any more."""
-        return len(self.commits) >= max((c.writers for c in self.commits.values()), default=1)
+    notices: Notices
 
 
 class DecodeRank:
@@ -57,25 +49,27 @@ class DecodeRank:
         self._mover, self._own, self._read = mover, own, read
         self.stats = Counts()
         self._awaited: dict[str, _Awaited] = {}
-        self._early: OrderedDict[str, Commits] = OrderedDict()
+        self._early: OrderedDict[str, Notices] = OrderedDict()
         self._given_up: OrderedDict[str, None] = OrderedDict()
         self._log_limit = LogLimit()
         self._received: set[str] = set()
         self._failed: set[str] = set()
+        self._landed: dict[str, int] = {}
 
     def step(self, step: DecodeStep) -> None:
         """Takes the scheduler half's word, and the notices that have come."""
         for attempt, request_id in step.expect.items():
-            early = self._early.pop(attempt, {})
+            early = self._early.pop(attempt, None) or Notices()
             self._awaited[attempt] = _Awaited(request_id, step.blocks.get(attempt, ()), early)
         if step.poll or self._awaited:
             for notice in self._mover.notices():
                 self._note(notice)
-        for attempt in [a for a, awaited in self._awaited.items() if awaited.complete]:
+        for attempt in [a for a, w in self._awaited.items() if w.notices.complete]:
             self._settle(attempt, self._awaited.pop(attempt))
         for attempt, request_id in step.give_up:
-            if self._awaited.pop(attempt, None) is not None:
+            if (awaited := self._awaited.pop(attempt, None)) is not None:
                 self._failed.add(request_id)
+                self._landed[request_id] = self._whole(awaited)
                 self._given_up[attempt] = None
         while len(self._given_up) > _MAX_GIVEN_UP:
             self._given_up.popitem(last=False)
@@ -86,23 +80,30 @@ class DecodeRank:
         failed, self._failed = self._failed, set()
         return RankResults(received=received, lost=failed)
 
+    def report(self) -> WorkerReport | None:
+        """What is here of that which `results` has just called lost."""
+        if not self._landed:
+            return None
+        landed, self._landed = self._landed, {}
+        return WorkerReport(landed=landed)
+
     def close(self) -> None:
         self._mover.close()
 
     def _note(self, notice: bytes) -> None:
         try:
-            commit = decode_committed(notice)
+            said = decode_notice(notice)
         except ProtocolError as exc:
             self.stats.drop("notice")
             if self._log_limit.allow() is not None:
                 logger.warning("foreign NIXL notice dropped: %s", exc)
             return
-        if (awaited := self._awaited.get(commit.attempt)) is not None:
-            awaited.commits.setdefault(commit.rank, commit)
-        elif commit.attempt in self._given_up:
+        if (awaited := self._awaited.get(said.attempt)) is not None:
+            awaited.notices.add(said)
+        elif said.attempt in self._given_up:
             self.stats.add(LATE)
         else:
-            self._early.setdefault(commit.attempt, {}).setdefault(commit.rank, commit)
+            self._early.setdefault(said.attempt, Notices()).add(said)
             if len(self._early) > _MAX_EARLY:
                 self._early.popitem(last=False)
                 self.stats.add(LATE)
@@ -124,27 +125,19 @@ class DecodeRank:
 
     def _wrong(self, regions: tuple[KvRegion, ...], awaited: _Awaited) -> str | None:
         """What does not agree with the commits; None when all does."""
-        commits = list(awaited.commits.values())
+        commits = list(awaited.notices.commits.values())
         for commit in commits:
             try:
-                wrong = self._wrong_share(regions, commit, awaited.blocks)
+                if commit.num_blocks != len(awaited.blocks):
+                    return f"{commit.num_blocks} blocks, not {len(awaited.blocks)}"
+                wrong = share_error(commit, awaited.blocks, regions, self._read)
             except ProtocolError as exc:
                 wrong = str(exc)
             if wrong is not None:
                 return f"rank {commit.rank}: {wrong}"
         return hole(regions, [part for commit in commits for part in commit.parts])
 
-    def _wrong_share(
-        self, regions: tuple[KvRegion, ...], commit: Committed, blocks: tuple[int, ...]
-    ) -> str | None:
-        """What of one writer's commit does not hold. Raises ProtocolError."""
-        if commit.num_blocks != len(blocks):
-            return f"{commit.num_blocks} blocks, not {len(blocks)}"
-        if any(position >= len(blocks) for position in commit.sampled):
-            return f"sampled blocks {commit.sampled} of {len(blocks)}"
-        brought = regions_of_parts(regions, commit.parts)
-        sampled = [blocks[position] for position in commit.sampled]
-        found = checksum(brought, sampled, self._read)
-        if sampled and found != commit.checksum:
-            return f"checksum {found:08x} of blocks {sampled}, not {commit.checksum:08x}"
-        return None
+    def _whole(self, awaited: _Awaited) -> int:
+        if self._own is None:
+            return 0
+        return whole_blocks(awaited.notices, awaited.blocks, self._own.regions, self._read)

@@ -8,7 +8,7 @@ methods run on the engine's thread and never wait.
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from dynamo_lite.engine.remote_prefill.book import LockedLedger
@@ -16,12 +16,14 @@ from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
 from dynamo_lite.engine.remote_prefill.counts import DECISION, REMOTE, Counts
 from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession
 from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
+from dynamo_lite.engine.remote_prefill.held_blocks import HeldBlocks
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
-from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
+from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.engine.remote_prefill.outside import Outside
-from dynamo_lite.engine.remote_prefill.seams import Block, BlockPool, Prompt
-from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight
-from dynamo_lite.policy import single_flight
+from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers
+from dynamo_lite.engine.remote_prefill.resumes import CacheBlocks, Resumes
+from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
+from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight, thresholds_of
 from dynamo_lite.policy.disagg import (
     Local,
     QueueView,
@@ -36,10 +38,8 @@ from dynamo_lite.policy.instructions import (
     DeleteJob,
     Ended,
     GiveUp,
-    Hold,
     Instruction,
     Outcome,
-    Release,
 )
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
@@ -50,7 +50,8 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 class DecodeScheduler:
     """block_size: in tokens. new_attempt: makes fresh attempt ids.
 
-    hash_block_size: see `SingleFlight`.
+    hash_block_size: see `SingleFlight`. overlapping_steps: how many steps may be
+    under way at a time.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class DecodeScheduler:
         ledger: Ledger | None = None,
         new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
         hash_block_size: int | None = None,
+        overlapping_steps: int = 1,
     ):
         assert isinstance(link.role, DecodeLink)
         self._link, self._role, self._block_size = link, link.role, block_size
@@ -77,7 +79,7 @@ class DecodeScheduler:
         self.stats = Counts()
         self._clock = HandoverClock(self.stats, clock)
         self._flights = SingleFlight(
-            single_flight.Thresholds(_shared_tokens(link.role, block_size)),
+            thresholds_of(link.role, block_size),
             hash_block_size,
             self.stats,
             self._now,
@@ -94,15 +96,25 @@ class DecodeScheduler:
         self.bridge = open_bridge(self._net.session)
         self.metadata: EngineMetadata | None = None
         self._pool: BlockPool | None = None
-        self._held: dict[str, list[Block]] = {}
+        self._cache: CacheBlocks | None = None
+        self._resumes = Resumes(
+            block_size,
+            link.role.max_remote_prefills,
+            self.stats,
+            lambda: self._net.responsive_writers,
+        )
+        self._held = HeldBlocks()
         self._verdicts: dict[str, tuple[Verdict, float]] = {}
         self._decided: set[str] = set()
+        self._unpushed: list[RemotePrefillRequest] = []
         self._asked_at: deque[float] = deque()
+        self._offers = PrefixOffers(overlapping_steps)
         self._step = DecodeStep()
         self._stepped_at = self._now()
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def bind_block_pool(self, pool: BlockPool, cache: CacheBlocks | None = None) -> None:
+        """cache: None where the engine caches no prefixes."""
+        self._pool, self._cache = pool, cache
 
     def num_new_matched_tokens(
         self, request: Prompt, cached: int, *, transferable: bool = True
@@ -140,9 +152,14 @@ class DecodeScheduler:
         if external:
             self._ask(request, block_ids, external, decided)
 
-    def build_step(self) -> DecodeStep:
-        """Runs every step, and so does the ledger's housekeeping."""
+    def build_step(self, filling: Iterable[int] = ()) -> DecodeStep:
+        """Runs every step, and so does the ledger's housekeeping.
+
+        filling: blocks that this step completes, and the prefix cache knows already.
+        """
         self._stepped_at = self._now()
+        self._offers.step(filling)
+        self._push()
         with self._book.lock:
             due = self._book.ledger.tick(self._now())
             left = self._book.take_for_engine()
@@ -152,11 +169,13 @@ class DecodeScheduler:
         step, self._step = self._step, DecodeStep()
         return step
 
-    def worker_output(self, results: RankResults) -> None:
+    def worker_output(self, results: RankResults, report: WorkerReport | None = None) -> None:
         """What the worker halves have received, well or not.
 
         What was given up before is not the ledger's any more.
         """
+        for request_id, blocks in report.landed.items() if report is not None else ():
+            self._resumes.landed(request_id, blocks)
         for request_id in sorted(results.received | results.lost):
             self._flights.ended(request_id)
             with self._book.lock:
@@ -164,11 +183,16 @@ class DecodeScheduler:
                     request_id, intact=request_id not in results.lost
                 )
             self._apply(instructions, fresh=True)
+            if request_id in results.received:
+                self._resumes.finished(request_id)
+            elif self._resumes.lost(request_id, self._cache, self._now()):
+                self._decided.discard(request_id)
 
     def request_finished(self, request_id: str) -> None:
         self._verdicts.pop(request_id, None)
         self._decided.discard(request_id)
         self._clock.forget(request_id)
+        self._resumes.finished(request_id)
         self._flights.finished(request_id)
         self._flights.ended(request_id)
         with self._book.lock:
@@ -209,79 +233,68 @@ class DecodeScheduler:
     ) -> None:
         wanted = request.num_prompt_tokens - 1
         computed = wanted - external
-        first = computed // self._block_size
-        end = -(-wanted // self._block_size)
+        first, end = computed // self._block_size, -(-wanted // self._block_size)
         targets = tuple(block_ids[first:end])
-        timeout = self._role.remote_prefill_timeout_s
-        assert request.prompt_token_ids is not None
+        now = self._now()
+        until = self._resumes.asked(request, first, now, self._role.remote_prefill_timeout_s)
         job = RemotePrefillRequest(
             engine_id=self._link.engine_id,
             request_id=request.request_id,
-            attempt=self._new_attempt(),
-            prompt_token_ids=request.prompt_token_ids[:wanted],
+            attempt=(attempt := self._new_attempt()),
+            prompt_token_ids=(request.prompt_token_ids or [])[:wanted],
             num_computed_tokens=computed,
             block_ids=list(targets),
-            deadline=self._time() + timeout,
+            prefix_block_ids=list(block_ids[:first]),
+            deadline=self._time() + until - now,
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
-        attempt, until = job.attempt, self._now() + timeout
+        # The prefix may be read as long as the rest may be written: it is kept as well.
+        blocks = tuple(block_ids[:end])
         with self._book.lock:
-            self._book.ledger.allocated(request.request_id, attempt, targets, until)
+            self._book.ledger.allocated(request.request_id, attempt, blocks, until)
         self._step.expect[attempt] = request.request_id
         self._step.blocks[attempt] = targets
         self._clock.asked(attempt, decided)
-        self._asked_at.append(self._now())
+        self._asked_at.append(now)
         self._flights.began(request, external)
-        self.bridge.submit(self._net.push(job))
+        self._unpushed.append(job)
+
+    def _push(self) -> None:
+        """Queues the jobs of this step, now that it is known what it computes."""
+        assert self._pool is not None
+        jobs, self._unpushed = self._unpushed, []
+        for job in jobs:
+            self.bridge.submit(self._net.push(self._offers.vouched(self._pool, job)))
 
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
         """The engine's part of the instructions; fresh ones also go to the network."""
+        assert self._pool is not None
+        self._held.carry_out(self._pool, instructions)
         for instruction in instructions:
-            if isinstance(instruction, Hold):
-                self._hold(instruction)
-            elif isinstance(instruction, Release):
-                self._release(instruction)
-            elif isinstance(instruction, GiveUp):
+            if isinstance(instruction, GiveUp):
                 self._step.give_up.append((instruction.attempt, instruction.request_id))
             elif isinstance(instruction, Ended):
                 self.stats.add(f"{REMOTE}/{instruction.outcome.value}")
+                self._resumes.ended(instruction.request_id, instruction.outcome)
                 committed = instruction.outcome is Outcome.COMMITTED
                 self._clock.ended(instruction.attempt, instruction.request_id, committed=committed)
         network = [i for i in instructions if isinstance(i, DeleteJob | CancelWriter)]
         if fresh and network:
             self.bridge.submit(self._net.carry_out(network))
 
-    def _hold(self, hold: Hold) -> None:
-        assert self._pool is not None
-        blocks = [self._pool.blocks[i] for i in hold.block_ids]
-        self._pool.touch(blocks)
-        self._held[hold.attempt] = blocks
-
-    def _release(self, release: Release) -> None:
-        assert self._pool is not None
-        self._pool.free_blocks(reversed(self._held.pop(release.attempt)))
-
     def _status(self) -> EngineStatus | None:
         """Runs on the bridge's thread; reads of single numbers only."""
         if self.metadata is None or self._pool is None:
             return None
-        view, ledger = self._net.view, self._book.ledger
-        fresh = view is not None and (self._now() - view.read_at <= self._role.queue_view_max_age_s)
+        ledger = self._book.ledger
         return EngineStatus(
             metadata=self.metadata,
             free_blocks=self._pool.get_num_free_blocks(),
             total_blocks=self._pool.num_gpu_blocks,
             waiting=ledger.waiting,
             quarantined=ledger.quarantined,
-            queue_jobs=view.jobs if fresh and view is not None else None,
+            queue_jobs=self._net.queue_jobs,
             last_step_age_s=self._now() - self._stepped_at,
             unresponsive_writers=self._net.unresponsive_writers,
         )
-
-
-def _shared_tokens(role: DecodeLink, block_size: int) -> int:
-    """From how many on a wait pays: what is worth a remote prefill is worth a wait for one."""
-    if role.single_flight_min_length_tokens is not None:
-        return role.single_flight_min_length_tokens
-    return role.max_local_prefill_length_tokens // block_size * block_size

@@ -30,15 +30,18 @@ class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prefill_component: str
     queue: QueueConfig
     single_flight_min_length_tokens: int | None = None
+    max_remote_prefills: int = 2
 
 
 class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prefill engine. fence_path: the lease's fence (`runtime/fence.py`).
 
     kv_checksum_rate: share of the blocks whose contents a commit vouches for.
+    min_prefix_read_length_tokens: see `PrefillWorkerConfig`.
     """
 
     fence_path: str
+    min_prefix_read_length_tokens: int
     kv_checksum_rate: float = 0.0
 
 

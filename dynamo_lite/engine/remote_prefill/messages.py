@@ -43,8 +43,20 @@ class BlockWrite:
 
 
 @dataclass
+class PrefixRead:
+    """A prefix to be read: remote_ids[i] of the target engine into local_ids[i]."""
+
+    attempt: str
+    request_id: str
+    target_engine: str
+    local_ids: list[int]
+    remote_ids: list[int]
+
+
+@dataclass
 class PrefillStep:
-    """targets: engine id -> its metadata (msgpack), with an attempt's first write.
+    """targets: engine id -> its metadata (msgpack), with an attempt's first write
+    or read.
 
     own: this engine's metadata (msgpack), with every target; empty where the engine
     has one rank, which knows its own.
@@ -55,6 +67,7 @@ class PrefillStep:
     """
 
     writes: list[BlockWrite] = field(default_factory=list)
+    reads: list[PrefixRead] = field(default_factory=list)
     targets: dict[str, bytes] = field(default_factory=dict)
     own: bytes = b""
     forget: list[str] = field(default_factory=list)
@@ -77,6 +90,18 @@ class RankResults:
 
 @dataclass
 class WorkerReport:
-    """failures: attempt -> what went wrong in writing it."""
+    """failures: attempt -> what went wrong in writing it.
+
+    landed: lost request -> blocks of its attempt that are here all the same, from the
+    first one on.
+    """
 
     failures: dict[str, str] = field(default_factory=dict)
+    landed: dict[str, int] = field(default_factory=dict)
+
+    def joined(self, other: "WorkerReport") -> "WorkerReport":
+        """Of two ranks: here is what both have."""
+        landed = {**self.landed, **other.landed}
+        for request_id in self.landed.keys() & other.landed.keys():
+            landed[request_id] = min(self.landed[request_id], other.landed[request_id])
+        return WorkerReport({**self.failures, **other.failures}, landed)

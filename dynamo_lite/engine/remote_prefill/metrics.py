@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dynamo_lite.engine.remote_prefill.counts import (
     BYTES,
+    COMPUTED,
     DECISION,
     DESCRIPTORS,
     DROPPED,
@@ -15,7 +16,10 @@ from dynamo_lite.engine.remote_prefill.counts import (
     FLIGHT_WAIT_SECONDS,
     LATE,
     MISMATCH,
+    PREFIX_BYTES,
+    PREFIX_READ,
     REMOTE,
+    RESUME,
     SECONDS,
     STAGE,
 )
@@ -92,6 +96,30 @@ class RemotePrefillMetrics:
             buckets=(0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
             registry=registry,
         )
+        self._resumes = Counter(
+            "dynamo_lite_remote_prefill_resumes",
+            "Remote prefills that failed or were given up, by whether another prefill worker"
+            " may be asked for the rest: writer_lost (yes), or why not",
+            ["reason"],
+            registry=registry,
+        )
+        self._computed = Counter(
+            "dynamo_lite_prefill_computed_tokens",
+            "Prompt tokens that were computed for decode workers, neither cached here nor read",
+            registry=registry,
+        )
+        self._prefix_reads = Counter(
+            "dynamo_lite_prefix_reads",
+            "Prefixes read from decode workers instead of computed, by outcome: read, failed"
+            " (computed after all)",
+            ["outcome"],
+            registry=registry,
+        )
+        self._prefix_bytes = Counter(
+            "dynamo_lite_prefix_read_bytes",
+            "KV bytes asked for in reads of prefixes",
+            registry=registry,
+        )
 
         self._takers: dict[str, Callable[[str, Any], None]] = {
             DECISION: lambda labels, n: self._decisions.labels(*labels.split("/")).inc(n),
@@ -105,6 +133,10 @@ class RemotePrefillMetrics:
             MISMATCH: lambda _, n: self._mismatches.inc(n),
             FLIGHT_WAIT: lambda outcome, n: self._flight_waits.labels(outcome).inc(n),
             FLIGHT_WAIT_SECONDS: lambda _, all_s: _observe(self._flight_wait_seconds, all_s),
+            RESUME: lambda reason, n: self._resumes.labels(reason).inc(n),
+            COMPUTED: lambda _, n: self._computed.inc(n),
+            PREFIX_READ: lambda outcome, n: self._prefix_reads.labels(outcome).inc(n),
+            PREFIX_BYTES: lambda _, n: self._prefix_bytes.inc(n),
             DROPPED: self._drop,
         }
 

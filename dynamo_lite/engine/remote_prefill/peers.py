@@ -1,5 +1,6 @@
-"""The ranks of decode engines that one prefill rank writes into, and what into each."""
+"""The ranks of decode engines that one prefill rank writes into or reads from, and what of each."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -8,6 +9,7 @@ from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.base import Mover
+from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.parts import parts_of
 from dynamo_lite.transfer.sharding import Lane, join, writers
 
@@ -17,15 +19,24 @@ class PeerRank:
     """A rank that some of this rank's heads and layers belong to.
 
     name: the mover's. writers: how many prefill ranks write into it. parts: what
-    this one brings of its blocks.
+    this one brings of its blocks. blocks: where they lie.
     """
 
     name: str
     memory: str
-    device: int
     lanes: list[Lane]
+    blocks: BlockMap
     parts: list[Part]
     writers: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A rank that holds some of this rank's heads and layers. blocks: from there to here."""
+
+    name: str
+    memory: str
+    blocks: BlockMap
 
 
 class Peers:
@@ -35,6 +46,8 @@ class Peers:
         self._mover, self._own, self._rank = mover, own, rank
         self._met: dict[str, list[PeerRank]] = {}
         self._known: dict[str, list[str]] = {}
+        self._engines: dict[str, tuple[Sequence[RankMetadata], Sequence[RankMetadata]]] = {}
+        self._sources: dict[str, list[Source]] = {}
 
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._met
@@ -44,6 +57,28 @@ class Peers:
         found = self._met.get(engine_id)
         if found is None:
             raise TransferError(engine_id, "another write into it has failed")
+        return found
+
+    def sources(self, engine_id: str) -> list[Source]:
+        """Whom to read from, so that all of this rank's KV comes. Raises TransferError,
+        IncompatiblePeer."""
+        found = self._sources.get(engine_id)
+        if found is not None:
+            return found
+        if engine_id not in self._met:
+            raise TransferError(engine_id, "it could not be met")
+        own, remote = self._engines[engine_id]
+        lanes = join(engine_id, remote, own)
+        found = [
+            Source(
+                self._add(engine_id, index, rank),
+                rank.memory,
+                _block_map(mine, (rank.device, self._own.device)),
+            )
+            for index, rank in enumerate(remote)
+            if (mine := lanes.get((index, self._rank))) is not None
+        ]
+        self._sources[engine_id] = found
         return found
 
     def meet(self, engine_id: str, target: bytes, engine: bytes) -> None:
@@ -58,32 +93,51 @@ class Peers:
         if engine:
             own = msgspec.msgpack.decode(engine, type=EngineMetadata).ranks
         lanes = join(engine_id, own, remote)
-        names = self._known.setdefault(engine_id, [])
         met: list[PeerRank] = []
         for index, rank in enumerate(remote):
             mine = lanes.get((self._rank, index))
             if mine is None:
                 continue
-            name = f"{engine_id}/{index}"
-            self._mover.add_peer(name, rank.agent)
-            if name not in names:
-                names.append(name)
+            name = self._add(engine_id, index, rank)
             met.append(
                 PeerRank(
-                    name, rank.memory, rank.device, mine, parts_of(mine), writers(lanes, index)
+                    name=name,
+                    memory=rank.memory,
+                    lanes=mine,
+                    blocks=_block_map(mine, (self._own.device, rank.device)),
+                    parts=parts_of(mine),
+                    writers=writers(lanes, index),
                 )
             )
         self._met[engine_id] = met
+        self._engines[engine_id] = own, remote
+
+    def _add(self, engine_id: str, index: int, rank: RankMetadata) -> str:
+        name = f"{engine_id}/{index}"
+        self._mover.add_peer(name, rank.agent)
+        names = self._known.setdefault(engine_id, [])
+        if name not in names:
+            names.append(name)
+        return name
 
     def failed(self, engine_id: str, name: str) -> None:
-        """A write into one of the engine's ranks failed: it may be dead, or met again."""
-        self._met.pop(engine_id, None)
+        """A transfer with one of the engine's ranks failed: it may be dead, or met again."""
+        self._unmeet(engine_id)
         if name in self._known.get(engine_id, ()):
             self._known[engine_id].remove(name)
             self._mover.remove_peer(name)
 
     def forget(self, engine_id: str) -> None:
-        """The engine has left, and nothing is written to it any more."""
-        self._met.pop(engine_id, None)
+        """The engine has left, and nothing goes to or comes from it any more."""
+        self._unmeet(engine_id)
         for name in self._known.pop(engine_id, ()):
             self._mover.remove_peer(name)
+
+    def _unmeet(self, engine_id: str) -> None:
+        self._met.pop(engine_id, None)
+        self._engines.pop(engine_id, None)
+        self._sources.pop(engine_id, None)
+
+
+def _block_map(lanes: Sequence[Lane], devices: tuple[int, int]) -> BlockMap:
+    return BlockMap([(lane.local, lane.remote) for lane in lanes], devices)

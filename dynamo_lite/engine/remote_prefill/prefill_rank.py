@@ -1,10 +1,10 @@
 """The worker half of a prefill engine: one rank that writes KV into peers.
 
 Writes of an attempt go out as their blocks complete, into every rank of the decode
-engine that needs some of them. The last one into each rank carries the commit
-notice; since no order holds between writes, it starts only when all earlier ones
+engine that needs some of them, each with a notice of what it brings. The last one
+into each rank commits; since no order holds between writes, it starts only when all earlier ones
 have ended. Nothing is written, and no write is moved on, unless this process's lease
-is certainly alive.
+is certainly alive. Prefixes are read by `prefix_reads.py`.
 """
 
 import logging
@@ -18,18 +18,19 @@ from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED,
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
     PrefillStep,
+    PrefixRead,
     RankResults,
     WorkerReport,
 )
 from dynamo_lite.engine.remote_prefill.peers import PeerRank, Peers
+from dynamo_lite.engine.remote_prefill.prefix_reads import PrefixReads
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.prefill import Committed
+from dynamo_lite.protocol.prefill import Committed, Landed
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
-from dynamo_lite.transfer.base import Mover, Write
+from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.digest import ReadMemory, checksum, read_dram, sample
-from dynamo_lite.transfer.layout import plan_lanes
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ Ready = Callable[[], bool]
 class _Flight:
     """A write under way. last: no write of the attempt was started after it."""
 
-    write: Write
+    write: Transfer
     started: float
     last: bool
 
@@ -89,13 +90,18 @@ class PrefillRank:
         self._attempts: dict[str, _Attempt] = {}
         self._ended: dict[str, str] = {}
         self._failures: dict[str, str] = {}
+        self._reads = PrefixReads(mover, own, self._peers, lambda: self._alive(), self.stats)
 
     def step(self, step: PrefillStep, ready: Ready) -> None:
-        """Takes this step's writes and endings, and starts what can start."""
+        """Takes this step's reads, writes and endings, and starts what can start."""
         self._left.update(step.forget)
+        for read in step.reads:
+            self._meet(read.target_engine, step)
+            self._start_read(read)
         for write in step.writes:
             attempt = self._attempts.setdefault(write.attempt, _Attempt(write.target_engine))
-            self._meet(write.target_engine, step, attempt)
+            if attempt.failure is None:
+                attempt.failure = self._meet(write.target_engine, step)
             attempt.queue.append((write, ready))
             attempt.local_ids.update(enumerate(write.local_ids, write.first))
         for attempt_id, request_id, complete in step.ended:
@@ -123,9 +129,9 @@ class PrefillRank:
                 self._poll(attempt)
 
     def results(self) -> RankResults:
-        """Requests whose writes have all ended, each once."""
+        """Requests whose writes have all ended, and those whose reads have, each once."""
         self._pump()
-        if self._attempts and self._alive():
+        if (self._attempts or self._reads) and self._alive():
             self._mover.notices()
         sent: set[str] = set()
         for attempt_id, request_id in list(self._ended.items()):
@@ -138,7 +144,8 @@ class PrefillRank:
             del self._ended[attempt_id]
             sent.add(request_id)
         self._forget_left()
-        return RankResults(sent=sent)
+        read = self._reads.take()
+        return RankResults(sent=sent, received=read.received, lost=read.lost)
 
     def report(self) -> WorkerReport | None:
         """Failures of what `results` has just ended."""
@@ -152,26 +159,35 @@ class PrefillRank:
         if self._alive() or not any(attempt.flying for attempt in self._attempts.values()):
             self._mover.close()
 
-    def _meet(self, engine_id: str, step: PrefillStep, attempt: _Attempt) -> None:
-        """First contact with a decode engine: check that blocks map, load its agents."""
-        if engine_id in self._peers or attempt.failure is not None:
-            return
+    def _start_read(self, read: PrefixRead) -> None:
+        self._reads.start(read)
+
+    def _meet(self, engine_id: str, step: PrefillStep) -> str | None:
+        """First contact with a decode engine: check that blocks map, load its agents.
+
+        Returns why that cannot be.
+        """
+        if engine_id in self._peers:
+            return None
         try:
             self._peers.meet(engine_id, step.targets[engine_id], step.own)
         except (KeyError, msgspec.DecodeError, TransferError) as exc:
-            attempt.failure = f"peer not usable: {exc}"
-            logger.warning("engine %s: %s", engine_id, attempt.failure)
+            logger.warning("engine %s is not usable: %s", engine_id, exc)
+            return f"peer not usable: {exc}"
+        return None
 
     def _forget_left(self) -> None:
-        """Peers that left, once nothing is written to them any more."""
+        """Peers that left, once nothing is written to or read from them any more."""
         if not self._left:
             return
         done = self._left - {attempt.target for attempt in self._attempts.values()}
+        done -= self._reads.engines
         for engine_id in done:
             self._peers.forget(engine_id)
         self._left -= done
 
     def _pump(self) -> None:
+        self._reads.poll()
         for attempt in self._attempts.values():
             self._poll(attempt)
             while attempt.queue and self._start_next(attempt):
@@ -214,31 +230,29 @@ class PrefillRank:
         while attempt.flying and self._now() < until:
             self._poll(attempt)
 
-    def _commit(self, write: BlockWrite, peer: PeerRank) -> bytes:
-        """The notice of an attempt's last write into a rank; its blocks are all still held here."""
+    def _notice(self, write: BlockWrite, peer: PeerRank) -> bytes:
+        """What a write says in a rank when it is there; the last one, that all is.
+
+        Its attempt's blocks are all still held here.
+        """
         local_ids = self._attempts[write.attempt].local_ids
         sampled = sample(write.attempt, write.num_blocks, self._checksum_rate)
+        first, count = (0, write.num_blocks) if write.last else (write.first, len(write.local_ids))
+        sampled = [position for position in sampled if first <= position < first + count]
         blocks = [local_ids[position] for position in sampled]
-        return encode_sealed(
-            Committed(
-                attempt=write.attempt,
-                rank=self._rank,
-                num_blocks=write.num_blocks,
-                sampled=sampled,
-                checksum=checksum([lane.local for lane in peer.lanes], blocks, self._read),
-                writers=peer.writers,
-                parts=peer.parts,
-            )
-        )
+        share = {
+            "attempt": write.attempt,
+            "rank": self._rank,
+            "num_blocks": count,
+            "sampled": sampled,
+            "checksum": checksum([lane.local for lane in peer.lanes], blocks, self._read),
+            "writers": peer.writers,
+            "parts": peer.parts,
+        }
+        return encode_sealed(Committed(**share) if write.last else Landed(first=first, **share))
 
-    def _write(self, write: BlockWrite, peer: PeerRank) -> Write:
-        local_side, remote_side = plan_lanes(
-            peer.lanes,
-            write.local_ids,
-            write.remote_ids,
-            devices=(self._own.device, peer.device),
-        )
-        notice = self._commit(write, peer) if write.last else b""
+    def _write(self, write: BlockWrite, peer: PeerRank) -> Transfer:
+        local_side, remote_side = peer.blocks.descriptors(write.local_ids, write.remote_ids)
         self.stats.add(BYTES, int(local_side[:, 1].sum()))
         self.stats.add(DESCRIPTORS, len(local_side))
         return self._mover.write(
@@ -246,7 +260,7 @@ class PrefillRank:
             local_side,
             remote_side,
             memory=(self._own.memory, peer.memory),
-            notice=notice,
+            notice=self._notice(write, peer),
         )
 
     def _poll(self, attempt: _Attempt) -> None:

@@ -1,6 +1,7 @@
 """The scheduler half of a prefill engine.
 
-Each remote prefill runs as an ordinary one-token request. After every step it
+Each remote prefill runs as an ordinary one-token request; a long prefix that only
+the decode engine holds is read from there before. After every step it
 names the blocks that became complete, so that the worker halves write them
 while the next chunk is computed; a request's blocks stay reserved until no
 write reads from them any more. All methods run on the engine's thread.
@@ -11,16 +12,18 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
-from dynamo_lite.engine.remote_prefill.counts import ENDED, Counts
-from dynamo_lite.engine.remote_prefill.link import EngineLink
+from dynamo_lite.engine.remote_prefill.counts import COMPUTED, ENDED, Counts
+from dynamo_lite.engine.remote_prefill.link import EngineLink, PrefillLink
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
     PrefillStep,
+    PrefixRead,
     RankResults,
     WorkerReport,
 )
 from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
+from dynamo_lite.policy.prefix import Compute, read_or_compute
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import EngineStatus
@@ -36,6 +39,7 @@ class _Job:
     """One attempt in this engine.
 
     first: prompt block that remote_ids[0] stands for. scheduled: monotonic time.
+    reading: whether its prefix is being read.
     """
 
     attempt: str
@@ -47,6 +51,7 @@ class _Job:
     written: int
     scheduled: float
     announced: bool = False
+    reading: bool = False
     complete: bool = False
 
 
@@ -62,7 +67,8 @@ class PrefillScheduler:
         open_bridge: OpenBridge,
         clock: Clock = SYSTEM_CLOCK,
     ):
-        self._link, self._block_size = link, block_size
+        assert isinstance(link.role, PrefillLink)
+        self._link, self._role, self._block_size = link, link.role, block_size
         self._outside, self._now = outside, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counts()
@@ -72,24 +78,49 @@ class PrefillScheduler:
         self._jobs: dict[str, _Job] = {}
         self._ending: dict[str, _Job] = {}
         self._failures: dict[str, str] = {}
-        self._ended: list[tuple[str, str, bool]] = []
-        self._forget: list[str] = []
+        self._stopped: dict[str, _Job] = {}
+        self._step = PrefillStep()
         self._stepped_at = self._now()
 
     def bind_block_pool(self, pool: BlockPool, block_ids: BlockIds) -> None:
         self._pool, self._block_ids = pool, block_ids
 
-    def state_after_alloc(self, request: Prompt, queued_at: float | None = None) -> None:
-        """The engine begins with a job; queued_at: when it came, by the monotonic clock."""
+    def num_new_matched_tokens(self, request: Prompt, cached: int) -> tuple[int, bool]:
+        """How many tokens beyond `cached` are read from the decode engine.
+
+        A job reads once: what was lost, or was preempted, is computed.
+        """
+        params = request.kv_transfer_params
+        if not params or request.request_id in self._jobs:
+            return 0, False
+        held = len(params["prefix_block_ids"]) * self._block_size
+        verdict = read_or_compute(
+            held_tokens=held,
+            cached_tokens=cached,
+            min_read_tokens=self._role.min_prefix_read_length_tokens,
+        )
+        return (0, False) if isinstance(verdict, Compute) else (verdict.tokens, True)
+
+    def state_after_alloc(
+        self,
+        request: Prompt,
+        block_ids: Sequence[int],
+        external: int,
+        queued_at: float | None = None,
+    ) -> None:
+        """The engine begins with a job, or reserved `block_ids` to read `external` tokens.
+
+        queued_at: when it came, by the monotonic clock.
+        """
         params = request.kv_transfer_params
         if not params or request.request_id in self._jobs:
             return
         now = self._now()
         if queued_at is not None:
             self.stats.add_stage("wait", now - queued_at)
-        self._forget += params["forget"]
+        self._step.forget += params["forget"]
         first = params["num_computed_tokens"] // self._block_size
-        self._jobs[request.request_id] = _Job(
+        job = self._jobs[request.request_id] = _Job(
             attempt=params["attempt"],
             request=request,
             target_engine=params["engine_id"],
@@ -99,18 +130,20 @@ class PrefillScheduler:
             written=first,
             scheduled=now,
         )
+        if external:
+            self._read(job, block_ids, params["prefix_block_ids"], external)
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> PrefillStep:
         """scheduled: request id -> tokens that this step computes of it."""
         self._stepped_at = self._now()
-        step = PrefillStep(ended=self._ended, forget=self._forget)
-        self._ended, self._forget = [], []
+        step, self._step = self._step, PrefillStep()
         for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
                 job.written = job.first
                 step.preempted.append(job.attempt)
         for request_id, tokens in scheduled.items():
             if (job := self._jobs.get(request_id)) is not None and not job.complete:
+                self.stats.add(COMPUTED, tokens)
                 self._add_write(step, job, job.request.num_computed_tokens + tokens)
         return step
 
@@ -122,17 +155,26 @@ class PrefillScheduler:
             if params:  # stopped before it was ever scheduled
                 self.stats.append(ENDED, [params["attempt"], "abandoned", ""])
             return False
+        if job.reading:
+            # Its blocks stay until the read has ended, and so do those that are read.
+            self._stopped[request_id] = job
+            return False
         if not job.announced:
             self._tell(job, "abandoned")
             return False
         self._ending[request_id] = job
-        self._ended.append((job.attempt, request_id, job.complete))
+        self._step.ended.append((job.attempt, request_id, job.complete))
         return True
 
     def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
-        """What the worker halves have finished writing, well or not."""
+        """What the worker halves have finished reading or writing, well or not."""
         if report is not None:
             self._failures.update(report.failures)
+        for request_id in sorted(results.received | results.lost):
+            if (stopped := self._stopped.pop(request_id, None)) is not None:
+                self._tell(stopped, "abandoned")
+            elif (job := self._jobs.get(request_id)) is not None:
+                job.reading = False
         for request_id in sorted(results.sent):
             job = self._ending.pop(request_id)
             failure = self._failures.pop(job.attempt, None)
@@ -143,7 +185,30 @@ class PrefillScheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._ending)
+        return bool(self._ending or self._stopped)
+
+    def _read(
+        self, job: _Job, block_ids: Sequence[int], prefix: Sequence[int], external: int
+    ) -> None:
+        start = len(prefix) - external // self._block_size
+        job.reading = True
+        self._announce(self._step, job)
+        self._step.reads.append(
+            PrefixRead(
+                attempt=job.attempt,
+                request_id=job.request.request_id,
+                target_engine=job.target_engine,
+                local_ids=list(block_ids[start : len(prefix)]),
+                remote_ids=list(prefix[start:]),
+            )
+        )
+
+    def _announce(self, step: PrefillStep, job: _Job) -> None:
+        """The ranks hear of the job for the first time: they may not know its engine."""
+        if not job.announced:
+            job.announced = True
+            step.targets[job.target_engine] = job.target
+            step.own = self._own_metadata()
 
     def _add_write(self, step: PrefillStep, job: _Job, done_tokens: int) -> None:
         total = job.request.num_prompt_tokens
@@ -153,10 +218,7 @@ class PrefillScheduler:
             return
         assert self._block_ids is not None
         own = list(self._block_ids(job.request.request_id))
-        if not job.announced:
-            job.announced = True
-            step.targets[job.target_engine] = job.target
-            step.own = self._own_metadata()
+        self._announce(step, job)
         step.writes.append(
             BlockWrite(
                 attempt=job.attempt,

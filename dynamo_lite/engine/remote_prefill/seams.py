@@ -13,6 +13,11 @@ class Block(Protocol):
     @property
     def block_id(self) -> int: ...
 
+    @property
+    def is_null(self) -> bool:
+        """Whether it stands for one that is not needed any more, and holds nothing."""
+        ...
+
 
 class BlockPool(Protocol):
     """num_gpu_blocks: all of them, on whatever device."""

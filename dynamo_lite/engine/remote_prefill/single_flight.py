@@ -14,11 +14,19 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from dynamo_lite.engine.remote_prefill.counts import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counts
+from dynamo_lite.engine.remote_prefill.link import DecodeLink
 from dynamo_lite.engine.remote_prefill.seams import Prompt
 from dynamo_lite.policy.disagg import Verdict
 from dynamo_lite.policy.single_flight import Thresholds, Wait, follow
 
 logger = logging.getLogger(__name__)
+
+
+def thresholds_of(role: DecodeLink, block_size: int) -> Thresholds:
+    """What is worth a remote prefill is worth a wait for one."""
+    if role.single_flight_min_length_tokens is not None:
+        return Thresholds(role.single_flight_min_length_tokens)
+    return Thresholds(role.max_local_prefill_length_tokens // block_size * block_size)
 
 
 @dataclass

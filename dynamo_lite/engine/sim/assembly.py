@@ -90,6 +90,8 @@ class Assembly:
         if isinstance(halves, PrefillHalves):
             requests = core.scheduler.requests
             halves.scheduler.bind_block_pool(pool, lambda job: requests[job].block_ids)
+        else:
+            halves.scheduler.bind_block_pool(pool, core.scheduler.cache)
         return Engine(setup, core, halves, mover, metadata)
 
     def decode_halves(
@@ -111,7 +113,6 @@ class Assembly:
             new_attempt=lambda: f"{setup.rng.getrandbits(64):016x}",
             hash_block_size=setup.config.block_size,
         )
-        scheduler.bind_block_pool(pool)
         scheduler.metadata = metadata
         return DecodeHalves(
             scheduler,

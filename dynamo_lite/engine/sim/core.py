@@ -14,9 +14,10 @@ from typing import Any
 from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.engine.sim.halves import DecodeHalves, PrefillHalves, merge
 from dynamo_lite.engine.sim.memory import KvMemory
+from dynamo_lite.engine.sim.plan import Plan
 from dynamo_lite.engine.sim.pool import BlockPool
 from dynamo_lite.engine.sim.request import SimRequest, Status
-from dynamo_lite.engine.sim.scheduler import Plan, Scheduler
+from dynamo_lite.engine.sim.scheduler import Scheduler
 from dynamo_lite.protocol.generate import PrefillCounts, TokenDelta
 from dynamo_lite.runtime.clock import Clock
 

@@ -165,6 +165,7 @@ class SimEngine:
             "engine_id": job.engine_id,
             "num_computed_tokens": job.num_computed_tokens,
             "block_ids": job.block_ids,
+            "prefix_block_ids": job.prefix_block_ids,
             "target": encode(target),
             "forget": left,
         }

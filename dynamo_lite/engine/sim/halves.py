@@ -13,6 +13,7 @@ from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
+    PrefixRead,
     RankResults,
     WorkerReport,
 )
@@ -21,11 +22,11 @@ from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.remote_prefill.seams import Block
 from dynamo_lite.engine.sim.mover import SimMover
+from dynamo_lite.engine.sim.plan import Plan
 from dynamo_lite.engine.sim.request import SimRequest
-from dynamo_lite.engine.sim.scheduler import Plan
 from dynamo_lite.policy.ledger import State
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.transfer.base import Write
+from dynamo_lite.transfer.base import Transfer
 
 
 class TaskBridge:
@@ -63,7 +64,8 @@ class TaskBridge:
 class DecodeHalves:
     """Both halves of a decode engine; implements the scheduler's Connector.
 
-    asked: attempt -> its request, and the blocks that were offered for it.
+    asked: attempt -> its request, and the blocks that were offered for it: to be written,
+    and to be read.
     """
 
     def __init__(
@@ -71,8 +73,8 @@ class DecodeHalves:
     ):
         self.scheduler, self.rank, self._bridge = scheduler, rank, bridge
         self._size = block_size
-        self._offered: dict[str, tuple[SimRequest, frozenset[int]]] = {}
-        self.asked: dict[str, tuple[SimRequest, frozenset[int]]] = {}
+        self._offered: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
+        self.asked: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
 
     def held(self, attempt: str) -> Sequence[Block]:
         """The blocks that are kept back because the attempt's writer may still write."""
@@ -89,7 +91,7 @@ class DecodeHalves:
     def stage(self, request: SimRequest) -> tuple[str | None, State | None]:
         """The attempt that a request waits for or has left in quarantine, and its state."""
         ledger = self.scheduler._book.ledger
-        for attempt, (asker, _) in reversed(self.asked.items()):
+        for attempt, (asker, _, _) in reversed(self.asked.items()):
             if asker is request and (state := ledger.state(attempt)) is not None:
                 return attempt, state
         return None, None
@@ -121,10 +123,11 @@ class DecodeHalves:
         self.scheduler.state_after_alloc(request, request.block_ids, external)
         if external:
             first = (request.num_prompt_tokens - 1 - external) // self._size
-            self._offered[request.request_id] = request, frozenset(request.block_ids[first:])
+            prefix, targets = request.block_ids[:first], request.block_ids[first:]
+            self._offered[request.request_id] = request, frozenset(targets), frozenset(prefix)
 
     def build_step(self, plan: Plan) -> Any:
-        step = self.scheduler.build_step()
+        step = self.scheduler.build_step(plan.filling)
         for attempt, request_id in step.expect.items():
             self.asked[attempt] = self._offered.pop(request_id)
         return step
@@ -134,10 +137,10 @@ class DecodeHalves:
 
     def after_forward(self, step: Any) -> tuple[RankResults, WorkerReport | None]:
         self.rank.step(step)
-        return self.rank.results(), None
+        return self.rank.results(), self.rank.report()
 
     def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
-        self.scheduler.worker_output(results)
+        self.scheduler.worker_output(results, report)
 
     def finished(self, request: SimRequest) -> bool:
         self.scheduler.request_finished(request.request_id)
@@ -148,14 +151,19 @@ class DecodeHalves:
 
 
 class WatchedRank(PrefillRank):
-    """Names the attempt of each write to its mover, for whoever watches the landings."""
+    """Names the attempt of each write and read to its mover, for whoever watches them."""
 
     watched: SimMover | None = None
 
-    def _write(self, write: BlockWrite, peer: PeerRank) -> Write:
+    def _write(self, write: BlockWrite, peer: PeerRank) -> Transfer:
         if self.watched is not None:
             self.watched.attempt = write.attempt
         return super()._write(write, peer)
+
+    def _start_read(self, read: PrefixRead) -> None:
+        if self.watched is not None:
+            self.watched.attempt = read.attempt
+        super()._start_read(read)
 
 
 class PrefillHalves:
@@ -174,10 +182,10 @@ class PrefillHalves:
         return self.scheduler.busy
 
     def matched(self, request: SimRequest, cached: int) -> tuple[int, bool]:
-        return 0, False
+        return self.scheduler.num_new_matched_tokens(request, cached)
 
     def allocated(self, request: SimRequest, external: int) -> None:
-        self.scheduler.state_after_alloc(request, request.arrived)
+        self.scheduler.state_after_alloc(request, request.block_ids, external, request.arrived)
 
     def build_step(self, plan: Plan) -> Any:
         return self.scheduler.build_step(plan.num_scheduled_tokens, plan.preempted)

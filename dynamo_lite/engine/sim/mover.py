@@ -1,9 +1,11 @@
-"""The mover of a simulated engine: writes that take time, land in pieces, and outlive their sender.
+"""The mover of a simulated engine: copies that take time, land in pieces, and outlive their start.
 
 Like a network card it goes on by itself: what was posted lands although its
 sender stands still, and may land although it was killed. What is written to an
 agent that has gone lands nowhere, whoever is at its address now; what is written
-to one that lives lands wherever the writer says.
+to one that lives lands wherever the writer says. Reads are either the card's, too,
+or made by the reader itself as it polls: one that stood still reads what lies there
+when it goes on.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ import numpy as np
 
 from dynamo_lite.engine.sim.memory import KvMemory
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.transfer.layout import Descriptors
+from dynamo_lite.transfer.block_map import Descriptors
 
 #: A write's descriptors land in at most this many portions.
 _PORTIONS = 3
@@ -29,8 +31,8 @@ Copy = tuple[int, int, int]
 class Wire:
     """How long things take, in seconds.
 
-    Every portion of a write lands between `fastest_s` and `slowest_s` after its
-    start; `slowest_s` must stay below the grace that a ledger gives a lost
+    Every portion of a write or read lands between `fastest_s` and `slowest_s` after
+    its start; of writes, `slowest_s` must stay below the grace that a ledger gives a lost
     writer. notice_s: from the sender's look at a finished write to its notice.
     dead_s: until a write to a dead peer fails.
     """
@@ -43,7 +45,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Landing:
-    """A copy that an attempt's writer has under way arrives now.
+    """A copy that an attempt's writer has under way arrives now, or is read.
 
     address: of the first byte in the target's memory.
     """
@@ -59,6 +61,10 @@ def _nothing(_landing: Landing) -> None:
     return None
 
 
+def _nothing_read(_reader: "SimMover", _landing: Landing) -> None:
+    return None
+
+
 def _always(_here: str, _there: str) -> bool:
     return True
 
@@ -69,12 +75,14 @@ class Fabric:
 
     Make it outside of any simulated process: its timers are the network's, and go
     on when processes stand still. on_landing: sees every copy that lands, just
-    before. joined: whether two agents' hosts reach each other now.
+    before; on_read: every copy that is read. joined: whether two agents' hosts reach
+    each other now.
     """
 
     rng: random.Random
     wire: Wire = field(default_factory=Wire)
     on_landing: Callable[[Landing], None] = _nothing
+    on_read: Callable[["SimMover", Landing], None] = _nothing_read
     joined: Callable[[str, str], bool] = _always
     agents: dict[bytes, "SimMover"] = field(default_factory=dict[bytes, "SimMover"])
     _context: contextvars.Context = field(default_factory=contextvars.copy_context)
@@ -84,7 +92,7 @@ class Fabric:
 
 
 class SimWrite:
-    """Implements Write."""
+    """Implements Transfer."""
 
     def __init__(
         self, sender: "SimMover", peer: str, target: "SimMover", copies: list[Copy], notice: bytes
@@ -151,6 +159,48 @@ class SimWrite:
             target.inbox.append(self._notice)
 
 
+class SimRead:
+    """Implements Transfer."""
+
+    def __init__(self, reader: "SimMover", peer: str, target: "SimMover", copies: list[Copy]):
+        self._reader, self._peer, self._target, self._copies = reader, peer, target, copies
+        self._failure: str | None = None
+        self._attempt, self._due = reader.attempt, False
+        fabric, wire = reader.fabric, reader.fabric.wire
+        if target.closed or not fabric.joined(reader.address, target.address):
+            fabric.later(wire.dead_s, lambda: self._fail("the peer does not answer"))
+            return
+        by_itself = fabric.rng.random() < 0.5
+        delay_s = fabric.rng.uniform(wire.fastest_s, wire.slowest_s)
+        fabric.later(delay_s, self._land if by_itself else self._fall_due)
+
+    def done(self) -> bool:
+        if self._due:
+            self._land()
+        if self._failure is not None:
+            raise TransferError(self._peer, self._failure)
+        return not self._copies
+
+    def _fall_due(self) -> None:
+        self._due = True
+
+    def _land(self) -> None:
+        self._due = False
+        reader, target = self._reader, self._target
+        if target.closed:
+            return self._fail("the peer is gone")
+        if not reader.fabric.joined(reader.address, target.address):
+            return self._fail("the peer is cut off")
+        copies, self._copies = self._copies, []
+        for here, there, length in copies:
+            landing = Landing(self._attempt, reader.address, target, there, length)
+            reader.fabric.on_read(reader, landing)
+            reader.bytes_at(here, length)[:] = target.bytes_at(there, length)
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+
+
 class SimMover:
     """Implements Mover. One per engine, with one memory.
 
@@ -189,22 +239,16 @@ class SimMover:
         memory: tuple[str, str],
         notice: bytes = b"",
     ) -> SimWrite:
-        target = self.fabric.agents.get(self._peers.get(peer, b""))
-        if target is None:
-            raise TransferError(peer, "no such peer")
-        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
-            raise TransferError(peer, "write not started: the two sides differ or are empty")
-        copies: list[Copy] = []
-        for (source, length, _), (destination, _, _) in zip(
-            local.tolist(), remote.tolist(), strict=True
-        ):
-            if not (self.covers(source, length) and target.covers(destination, length)):
-                raise TransferError(peer, "write not started: memory is not registered")
-            copies.append((source, destination, length))
+        target, copies = self._match(peer, local, remote)
         write = SimWrite(self, peer, target, copies, notice)
         self._writes = [w for w in self._writes if w.flying]
         self._writes.append(write)
         return write
+
+    def read(
+        self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
+    ) -> SimRead:
+        return SimRead(self, peer, *self._match(peer, local, remote))
 
     def notices(self) -> list[bytes]:
         arrived, self.inbox = self.inbox, []
@@ -223,6 +267,22 @@ class SimMover:
         """What this mover has under way lands now: its engine waits for it, doing nothing else."""
         for write in self._writes:
             write.hurry()
+
+    def _match(
+        self, peer: str, local: Descriptors, remote: Descriptors
+    ) -> tuple["SimMover", list[Copy]]:
+        """The peer, and (address here, address there, length). Raises TransferError."""
+        target = self.fabric.agents.get(self._peers.get(peer, b""))
+        if target is None:
+            raise TransferError(peer, "no such peer")
+        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
+            raise TransferError(peer, "not started: the two sides differ or are empty")
+        copies: list[Copy] = []
+        for (here, length, _), (there, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
+            if not (self.covers(here, length) and target.covers(there, length)):
+                raise TransferError(peer, "not started: memory is not registered")
+            copies.append((here, there, length))
+        return target, copies
 
     def covers(self, address: int, length: int) -> bool:
         start = address - self.memory.base

@@ -17,6 +17,10 @@ class Block:
     ref_cnt: int = 0
     key: int | None = None
 
+    @property
+    def is_null(self) -> bool:
+        return self.block_id == 0
+
 
 class BlockPool:
     """Block 0 stands for nothing and is never given out.
@@ -44,6 +48,12 @@ class BlockPool:
     def cached(self) -> list[tuple[int, int]]:
         """(block id, key) of what the prefix cache can find."""
         return [(block.block_id, key) for key, block in self._cached.items()]
+
+    def forget(self) -> None:
+        """Empties the prefix cache, as a restart would."""
+        for block in self._cached.values():
+            block.key = None
+        self._cached.clear()
 
     def find(self, keys: Iterable[int]) -> list[Block]:
         """The cached blocks of the longest known prefix."""

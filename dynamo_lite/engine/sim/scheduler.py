@@ -8,47 +8,12 @@ running request loses its own, and is computed again.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo_lite.engine.remote_prefill.messages import RankResults
+from dynamo_lite.engine.sim.plan import Connector, Plan
 from dynamo_lite.engine.sim.pool import Block, BlockPool
 from dynamo_lite.engine.sim.request import SimRequest, Status
-
-
-class Connector(Protocol):
-    """A scheduler half, asked as vLLM asks a KV connector. Step: what it tells the rank."""
-
-    def matched(self, request: SimRequest, cached: int) -> tuple[int | None, bool]:
-        """Tokens beyond `cached` that come from elsewhere, and whether to wait for them.
-        None: not decided yet, the request is asked about again in the next step."""
-        ...
-
-    def allocated(self, request: SimRequest, external: int) -> None: ...
-
-    def build_step(self, plan: "Plan") -> Any: ...
-
-    def worker_output(self, results: RankResults, report: Any) -> None: ...
-
-    def finished(self, request: SimRequest) -> bool:
-        """Whether the blocks must stay until the rank has sent them."""
-        ...
-
-    @property
-    def busy(self) -> bool: ...
-
-
-@dataclass
-class Plan:
-    """One step: request id -> tokens to compute; the connector's word to its rank."""
-
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    preempted: list[str] = field(default_factory=list[str])
-    step: Any = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
 
 
 class Scheduler:
@@ -123,6 +88,11 @@ class Scheduler:
             self._failed.discard(request_id)
             self._finish(request, parked=parked)
 
+    def cache(self, request: SimRequest, tokens: int) -> None:
+        """The request's blocks of its first so many tokens are shared from now on."""
+        for index in range(tokens // self._size):
+            self.pool.cache(request.blocks[index], request.states[(index + 1) * self._size - 1])
+
     def schedule(self, now: float) -> Plan:
         plan = Plan()
         self._untold = False
@@ -130,6 +100,11 @@ class Scheduler:
         if not plan.preempted:
             self._schedule_waiting(plan, now)
         if self._connector is not None:
+            for request_id, count in plan.num_scheduled_tokens.items():
+                request = self.requests[request_id]
+                start = request.num_computed_tokens // self._size
+                end = (request.num_computed_tokens + count) // self._size
+                plan.filling += request.block_ids[start:end]
             plan.step = self._connector.build_step(plan)
         for request_id, count in plan.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += count
@@ -201,14 +176,8 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: Plan, now: float) -> None:
         """Who holds blocks, or did so until its KV was lost, comes first, in order."""
-        for request in list(self._holding):
-            if request.status is Status.PARKED:
-                if request.request_id not in self._arrived:
-                    continue
-                self._unpark(request)
-            if not self._may_run(plan) or not self._admit(request, plan, now):
-                return
-            self._holding.remove(request)
+        if not self._schedule_holding(plan, now):
+            return
         deferred: list[SimRequest] = []
         while self._waiting and self._may_run(plan):
             request = self._waiting[0]
@@ -222,6 +191,20 @@ class Scheduler:
                 self._holding.append(request)
         self._waiting.extendleft(reversed(deferred))
 
+    def _schedule_holding(self, plan: Plan, now: float) -> bool:
+        """Returns whether others may follow."""
+        for request in list(self._holding):
+            if request.status is Status.PARKED:
+                if request.request_id not in self._arrived:
+                    continue
+                self._unpark(request)
+            admitted = self._admit(request, plan, now) if self._may_run(plan) else False
+            if admitted is False:
+                return False
+            if admitted and request.status is not Status.PARKED:
+                self._holding.remove(request)
+        return True
+
     def _may_run(self, plan: Plan) -> bool:
         """Whether this step has room for another request."""
         return plan.tokens < self._budget and len(self._running) < self._max_running
@@ -234,7 +217,7 @@ class Scheduler:
             self._failed.discard(request.request_id)
             self._release(request)
         else:
-            self._cache(request, request.num_computed_tokens)
+            self.cache(request, request.num_computed_tokens)
 
     def _admit(self, request: SimRequest, plan: Plan, now: float) -> bool | None:
         """Whether it is computed or parked now. None: not asked for yet, others may go first."""
@@ -289,9 +272,5 @@ class Scheduler:
                 return False
             request.blocks = request.blocks + new
         if cache:
-            self._cache(request, tokens)
+            self.cache(request, tokens)
         return True
-
-    def _cache(self, request: SimRequest, tokens: int) -> None:
-        for index in range(tokens // self._size):
-            self.pool.cache(request.blocks[index], request.states[(index + 1) * self._size - 1])

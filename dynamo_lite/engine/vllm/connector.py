@@ -7,7 +7,6 @@ passes vLLM's hooks on to it.
 
 import ctypes
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +29,12 @@ from dynamo_lite.engine.remote_prefill.messages import (
     DecodeStep,
     PrefillStep,
     RankResults,
-    WorkerReport,
 )
 from dynamo_lite.engine.remote_prefill.outside import Servers
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
+from dynamo_lite.engine.vllm.carried import ReportMetadata, StepMetadata
+from dynamo_lite.engine.vllm.filling import filling_blocks
 from dynamo_lite.engine.vllm.handshake import RankHandshake, engine_metadata
 from dynamo_lite.engine.vllm.kv_memory import rank_index, register, step_ended
 from dynamo_lite.engine.vllm.stats import ConnectorStats
@@ -49,25 +49,6 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _BRIDGE_START_S = 15.0
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """What vLLM carries from the scheduler half to the worker halves."""
-
-    step: DecodeStep | PrefillStep
-
-
-@dataclass
-class ReportMetadata(KVConnectorWorkerMetadata):
-    """What vLLM carries from the worker halves to the scheduler half."""
-
-    report: WorkerReport
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
-        assert isinstance(other, ReportMetadata)
-        failures = {**self.report.failures, **other.report.failures}
-        return ReportMetadata(WorkerReport(failures=failures))
 
 
 def _die_with_parent() -> None:
@@ -86,6 +67,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._rank: DecodeRank | PrefillRank | None = None
         self._handshake: RankHandshake | None = None
+        self._manager: KVCacheManager | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
 
@@ -102,6 +84,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             outside=outside,
             open_bridge=ThreadBridge,
             hash_block_size=hashed if cache.enable_prefix_caching else None,
+            overlapping_steps=self._vllm_config.max_concurrent_batches,
         )
 
     @property
@@ -136,7 +119,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         return self._handshake
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Remote KV is written by the peer: nothing to start here."""
+        """Loads are started with the step's writes, in `wait_for_save`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before a request is scheduled."""
@@ -171,7 +154,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._rank.report() if isinstance(self._rank, PrefillRank) else None
+        report = None if self._rank is None else self._rank.report()
         return None if report is None else ReportMetadata(report)
 
     def _step(self) -> DecodeStep | PrefillStep:
@@ -193,8 +176,11 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
         if self._decode is not None:
-            self._decode.bind_block_pool(kv_cache_manager.block_pool)
+            caches = self._vllm_config.cache_config.enable_prefix_caching
+            cache = kv_cache_manager.cache_blocks if caches else None
+            self._decode.bind_block_pool(kv_cache_manager.block_pool, cache)
         if self._prefill is not None:
             self._prefill.bind_block_pool(
                 kv_cache_manager.block_pool,
@@ -204,8 +190,9 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._decode is None:
-            return 0, False
+        if self._prefill is not None:
+            return self._prefill.num_new_matched_tokens(request, num_computed_tokens)
+        assert self._decode is not None
         return self._decode.num_new_matched_tokens(
             request, num_computed_tokens, transferable=_is_transferable(request)
         )
@@ -216,11 +203,16 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         if self._prefill is not None:
             # The first event is the arrival; there are none without vLLM's statistics.
             queued_at = request.events[0].timestamp if request.events else None
-            self._prefill.state_after_alloc(request, queued_at)
+            self._prefill.state_after_alloc(
+                request, blocks.get_block_ids()[0], num_external_tokens, queued_at
+            )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._decode is not None:
-            return StepMetadata(self._decode.build_step())
+            assert self._manager is not None
+            size = self._vllm_config.cache_config.block_size
+            filling = filling_blocks(scheduler_output, self._manager, size)
+            return StepMetadata(self._decode.build_step(filling))
         assert self._prefill is not None
         return StepMetadata(
             self._prefill.build_step(
@@ -233,12 +225,10 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         received: set[str] = set(connector_output.finished_recving or ())
         sent: set[str] = set(connector_output.finished_sending or ())
         results = RankResults(sent=sent, received=received - lost, lost=lost)
-        if self._decode is not None:
-            self._decode.worker_output(results)
-        if self._prefill is not None:
-            metadata = connector_output.kv_connector_worker_meta
-            report = metadata.report if isinstance(metadata, ReportMetadata) else None
-            self._prefill.worker_output(results, report)
+        metadata = connector_output.kv_connector_worker_meta
+        report = metadata.report if isinstance(metadata, ReportMetadata) else None
+        assert self._scheduler is not None
+        self._scheduler.worker_output(results, report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]

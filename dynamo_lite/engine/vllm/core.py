@@ -243,7 +243,8 @@ class VllmEngine:
             engine_args.kv_transfer_config = KVTransferConfig(
                 kv_connector=_CONNECTOR,
                 kv_connector_module_path=_CONNECTOR_MODULE,
-                kv_role="kv_consumer" if decodes else "kv_producer",
+                # A prefill engine loads prefixes, and so must not reuse blocks too early.
+                kv_role="kv_consumer" if decodes else "kv_both",
                 engine_id=self._link.engine_id,
                 kv_connector_extra_config={LINK_FILE: str(self._link_path)},
                 kv_load_failure_policy="recompute",

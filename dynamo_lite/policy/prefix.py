@@ -1,0 +1,49 @@
+"""A prefix that the decode engine holds and the prefill engine lacks: read it, or compute it?
+
+A read costs a turn of the scheduler and a transfer, whatever its length; so a
+short prefix is sooner computed, in the step that computes the rest anyway.
+"""
+
+import enum
+from dataclasses import dataclass
+
+
+class Reason(enum.Enum):
+    LONG = "long"
+    SHORT = "short"
+    CACHED = "cached"  # the prefill engine has all of it
+    NOT_HELD = "not_held"  # the decode engine has none, or cannot vouch for it
+
+
+@dataclass(frozen=True)
+class Read:
+    """Load `tokens` tokens, beyond those that are cached, from the decode engine."""
+
+    tokens: int
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Compute whatever is not cached."""
+
+    reason: Reason
+
+
+def read_or_compute(
+    *, held_tokens: int, cached_tokens: int, min_read_tokens: int
+) -> Read | Compute:
+    """The verdict for one job.
+
+    held_tokens: from the prompt's start on, which the decode engine can be asked for;
+    cached_tokens: the prefill engine's own hit. Both are whole blocks.
+    min_read_tokens: from how many on a read pays.
+    """
+    if held_tokens == 0:
+        return Compute(Reason.NOT_HELD)
+    missing = held_tokens - cached_tokens
+    if missing <= 0:
+        return Compute(Reason.CACHED)
+    if missing < min_read_tokens:
+        return Compute(Reason.SHORT)
+    return Read(missing, Reason.LONG)

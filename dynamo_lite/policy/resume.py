@@ -1,0 +1,60 @@
+"""A remote prefill whose writer is lost: ask another one for the rest, or compute it here?
+
+What the lost writer had finished stays, so there is less to do than at first;
+whether that much is worth a remote prefill is then decided as for any prompt. Here
+is decided whether another one may be asked at all.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from dynamo_lite.policy.instructions import Outcome
+
+
+class Reason(enum.Enum):
+    WRITER_LOST = "writer_lost"
+    NOT_THE_WRITER = "not_the_writer"  # another one would end the same way
+    TRIED = "tried"  # often enough
+    NO_OTHER = "no_other"  # prefill worker that responds
+    LATE = "late"  # less time is left than was spent in vain
+
+
+@dataclass(frozen=True)
+class Again:
+    """Another prefill worker may be asked."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Stay:
+    """The engine computes the rest."""
+
+    reason: Reason
+
+
+#: Ends that are the writer's own, and whether it may be among those that respond.
+_OF_THE_WRITER = {
+    Outcome.WRITER_FAILED: True,
+    Outcome.WRITER_LOST: False,
+    Outcome.WRITER_SILENT: False,
+}
+
+
+def again(
+    outcome: Outcome, *, tries: int, max_tries: int, responsive: int, spent_s: float, left_s: float
+) -> Again | Stay:
+    """Whether a prompt may ask once more.
+
+    tries: how often it has; responsive: prefill workers that respond; spent_s: since
+    it asked first; left_s: until it must be done.
+    """
+    if outcome not in _OF_THE_WRITER:
+        return Stay(Reason.NOT_THE_WRITER)
+    if tries >= max_tries:
+        return Stay(Reason.TRIED)
+    if responsive - _OF_THE_WRITER[outcome] < 1:
+        return Stay(Reason.NO_OTHER)
+    if left_s < spent_s:
+        return Stay(Reason.LATE)
+    return Again(Reason.WRITER_LOST)

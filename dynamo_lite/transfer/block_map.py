@@ -1,0 +1,130 @@
+"""Where the blocks of one rank lie, and where their counterparts in a peer's memory.
+
+Pure. Made once per peer, so that a job costs a few array operations and not a
+loop over layers and blocks.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dynamo_lite.protocol.records import KvRegion
+
+#: Shape (n, 3): address, length in bytes, device index. The i-th local descriptor is
+#: copied to the i-th remote one.
+Descriptors = npt.NDArray[np.uint64]
+
+#: Unsigned: some addresses of GPUs lie in the upper half.
+_Numbers = npt.NDArray[np.uint64]
+
+_ONE = np.ones(1, dtype=np.uint64)
+
+#: One side of a pair: base address, stride in bytes.
+_Side = tuple[int, int]
+
+
+class BlockMap:
+    """pairs: local region and the remote one that it is copied to; blocks of equal size.
+
+    devices: index of the local and of the remote one.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[KvRegion, KvRegion]], devices: tuple[int, int]):
+        self._devices = devices
+        joined = _joined(pairs)
+        dense = [row for row in joined if row[0][1] == row[1][1] == row[2]]
+        sparse = [row for row in joined if row not in dense]
+        self._dense, self._sparse = _columns(dense), _columns(sparse)
+        one = np.zeros(1, dtype=np.uint64)
+        self._first = self._rows(self._dense, one, one, one)
+
+    def descriptors(
+        self, local_ids: Sequence[int], remote_ids: Sequence[int]
+    ) -> tuple[Descriptors, Descriptors]:
+        """What copies the i-th local block onto the i-th remote one, in every region.
+
+        Runs of blocks that lie back to back on both sides become one descriptor.
+        Raises ValueError unless there are as many local blocks as remote ones.
+        """
+        if len(local_ids) != len(remote_ids):
+            raise ValueError(f"{len(local_ids)} local blocks for {len(remote_ids)} remote ones")
+        if not len(self._sparse[0]) and _is_run(local_ids) and _is_run(remote_ids):
+            return self._one_run(local_ids[0], remote_ids[0], len(local_ids))
+        here = np.array(local_ids, dtype=np.uint64)
+        there = np.array(remote_ids, dtype=np.uint64)
+        parts: list[tuple[Descriptors, Descriptors]] = []
+        if len(self._dense[0]):
+            parts.append(self._rows(self._dense, *_runs(here, there)))
+        if len(self._sparse[0]):
+            parts.append(self._rows(self._sparse, here, there, _ONE))
+        if len(parts) == 1:
+            return parts[0]
+        local, remote = zip(*parts, strict=True)
+        return np.concatenate(local), np.concatenate(remote)
+
+    def _one_run(self, here: int, there: int, count: int) -> tuple[Descriptors, Descriptors]:
+        """The usual case, made from the descriptors of block 0 in fewer steps."""
+        _, stride, _, _, size = (column[:, 0] for column in self._dense)
+        local, remote = self._first[0].copy(), self._first[1].copy()
+        local[:, 0] += stride * here
+        remote[:, 0] += stride * there
+        local[:, 1] = remote[:, 1] = size * count
+        return local, remote
+
+    def _rows(
+        self, columns: tuple[_Numbers, ...], here: _Numbers, there: _Numbers, counts: _Numbers
+    ) -> tuple[Descriptors, Descriptors]:
+        """Region by region, run by run. here, there: first blocks; counts: blocks."""
+        base, stride, remote_base, remote_stride, size = columns
+        shape = (len(base), len(here), 3)
+        local, remote = np.empty(shape, dtype=np.uint64), np.empty(shape, dtype=np.uint64)
+        local[..., 0] = base + stride * here
+        remote[..., 0] = remote_base + remote_stride * there
+        local[..., 1] = remote[..., 1] = size * counts
+        local[..., 2], remote[..., 2] = self._devices
+        return local.reshape(-1, 3), remote.reshape(-1, 3)
+
+
+def _joined(
+    pairs: Sequence[tuple[KvRegion, KvRegion]],
+) -> list[tuple[_Side, _Side, int]]:
+    """Regions whose blocks lie back to back on both sides, as one region with larger blocks.
+
+    So are the layers where a block's bytes of all of them lie together.
+    """
+    rows: list[tuple[_Side, _Side, int]] = []
+    for local, remote in sorted(pairs, key=lambda pair: pair[0].base):
+        here, there = (local.base, local.stride_bytes), (remote.base, remote.stride_bytes)
+        if rows:
+            (base, stride), (remote_base, remote_stride), size = rows[-1]
+            if here == (base + size, stride) and there == (remote_base + size, remote_stride):
+                if size + local.block_bytes <= min(stride, remote_stride):
+                    rows[-1] = (*rows[-1][:2], size + local.block_bytes)
+                    continue
+        rows.append((here, there, local.block_bytes))
+    return rows
+
+
+def _columns(rows: list[tuple[_Side, _Side, int]]) -> tuple[_Numbers, ...]:
+    """Base, stride, remote base, remote stride and block size, each of shape (regions, 1)."""
+    flat = [[*here, *there, size] for here, there, size in rows]
+    table = np.array(flat, dtype=np.uint64).reshape(-1, 5)
+    return tuple(table[:, i : i + 1] for i in range(5))
+
+
+def _is_run(ids: Sequence[int]) -> bool:
+    return bool(ids) and list(ids) == list(range(ids[0], ids[0] + len(ids)))
+
+
+def _runs(here: _Numbers, there: _Numbers) -> tuple[_Numbers, _Numbers, _Numbers]:
+    """Longest runs that are consecutive on both sides: first blocks, and how many."""
+    if len(here) < 2:
+        return here, there, _ONE
+    # A step back wraps around, and is not 1 either.
+    breaks = np.flatnonzero((here[1:] - here[:-1] != 1) | (there[1:] - there[:-1] != 1))
+    if not len(breaks):
+        return here[:1], there[:1], np.array([len(here)], dtype=np.uint64)
+    starts = np.concatenate(([0], breaks + 1))
+    counts = np.diff(starts, append=len(here)).astype(np.uint64)
+    return here[starts], there[starts], counts

@@ -1,0 +1,62 @@
+"""A whole cluster whose prefill worker dies half-way through a long prompt."""
+
+import random
+
+import pytest
+
+from dynamo_lite.engine.sim.model import PLANES, VOCABULARY, Sampling
+from dynamo_lite.sim.play import play_scenario
+from dynamo_lite.sim.scenario import Ask, Fault, Kind, Scenario
+
+PROMPT = tuple(random.Random(1).randrange(VOCABULARY) for _ in range(300))
+
+
+def scenario(kind: Kind, at_s: float) -> Scenario:
+    """A step computes 48 tokens of the prompt, in about one second."""
+    ask = Ask(
+        at_s=3.0,
+        client=0,
+        request_id="r",
+        prompt=PROMPT,
+        sampling=Sampling(max_tokens=8),
+        timeout_s=30.0,
+    )
+    # With this seed it is this one that pulls the job.
+    fault = Fault(at_s=at_s, kind=kind, target="prefill-1", for_s=20.0)
+    return Scenario(
+        seed=6,
+        profile="resume",
+        decode=1,
+        prefill=2,
+        clients=1,
+        num_blocks=256,
+        lease_ttl_s=5.0,
+        remote_prefill_timeout_s=25.0,
+        ack_wait_s=2.0,
+        max_jobs=8,
+        slowest_write_s=0.1,
+        token_s=0.02,
+        quiet_at_s=6.0,
+        faults=(fault,),
+        asks=(ask,),
+    )
+
+
+@pytest.mark.parametrize("kind", [Kind.CRASH, Kind.PAUSE, Kind.ENGINE_CRASH, Kind.ISOLATE])
+def test_another_worker_does_what_is_missing(kind: Kind):
+    played = play_scenario(scenario(kind, at_s=8.6))
+    counts = played.counts
+    assert played.violations == []
+    assert counts["request length"] == 1
+    assert counts["resume/writer_lost"] == 1
+    assert counts["decision/remote/long"] == 2
+    assert counts["remote/committed"] == 1
+    assert counts["prefix_read/read"] == 1
+    # Five chunks of 48 tokens have landed; the writer has seen that of four.
+    assert counts["prefix_bytes"] == 4 * 48 * PLANES * 8
+
+
+def test_who_dies_before_anything_has_landed_leaves_all_to_another():
+    counts = play_scenario(scenario(Kind.CRASH, at_s=3.5)).counts
+    assert counts["remote/committed"] == 1
+    assert "prefix_read/read" not in counts

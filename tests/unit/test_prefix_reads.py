@@ -1,0 +1,285 @@
+"""Prefixes that a prefill engine reads: its scheduler half, and a rank against a decode rank's
+memory over the mover's in-process twin."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamo_lite.engine.remote_prefill.link import EngineLink, PrefillLink
+from dynamo_lite.engine.remote_prefill.messages import PrefillStep, PrefixRead, RankResults
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from tests.shards import Shape, ShardedEngine, expected
+from tests.unit.test_rank_groups import SIZES
+from tests.unit.test_ranks import Decode, HeldWrite, Prefill, Wire, blocks, targets
+
+BLOCK = 4
+
+
+class HoldingWire(Wire):
+    def read(self, peer, local, remote, *, memory):
+        read = HeldWrite(super().read(peer, local, remote, memory=memory), peer)
+        read.held = self.hold
+        self.started.append(read)
+        return read
+
+
+@pytest.fixture
+def fabric() -> MemoryFabric:
+    return MemoryFabric()
+
+
+@pytest.fixture
+def decode(fabric) -> Decode:
+    engine = Decode(fabric, "e1")
+    engine.memory.blocks[:] = 7
+    return engine
+
+
+@pytest.fixture
+def prefill(fabric, monkeypatch) -> Prefill:
+    monkeypatch.setattr("tests.unit.test_ranks.Wire", HoldingWire)
+    return Prefill(fabric)
+
+
+def read(local: list[int], remote: list[int], attempt: str = "a1") -> PrefixRead:
+    return PrefixRead(attempt, f"p-{attempt}", "e1", local, remote)
+
+
+def of(prefill: Prefill) -> tuple[set[str], set[str]]:
+    results = prefill.rank.results()
+    return results.received, results.lost
+
+
+def own(prefill: Prefill) -> list[int]:
+    return [int(row[0]) for row in prefill.memory.blocks]
+
+
+# The rank
+
+
+def test_a_prefix_is_read_into_its_blocks_and_nowhere_else(prefill, decode):
+    decode.memory.blocks[9] = 9
+    prefill.step(reads=[read([3, 5], [8, 9])], targets=targets(decode))
+    assert of(prefill) == ({"p-a1"}, set())
+    assert of(prefill) == (set(), set())
+    expected = [100 + i for i in range(32)]
+    expected[3], expected[5] = 7, 9
+    assert own(prefill) == expected
+    assert prefill.rank.stats.take() == {"prefix_read/read": 1, "prefix_bytes": 128}
+
+
+def test_a_read_is_over_when_it_has_ended(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(reads=[read([3], [8])], targets=targets(decode), forget=["e1"])
+    assert of(prefill) == (set(), set())
+    assert "e1" in prefill.rank._peers, "it left, but is still read from"
+    prefill.mover.let_go()
+    assert of(prefill) == ({"p-a1"}, set())
+    assert "e1" not in prefill.rank._peers
+
+
+def test_a_failed_read_is_computed_and_its_engine_met_again(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(reads=[read([3], [8])], targets=targets(decode))
+    prefill.mover.started[0].failure = "no route"
+    assert of(prefill) == (set(), {"p-a1"})
+    prefill.mover.hold = False
+    prefill.step(blocks([1], [2], attempt="a2"), targets=targets(decode))
+    assert decode.memory.blocks[2, 0] == 101
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "other layers", "closed"])
+def test_what_cannot_be_read_is_computed(prefill, decode, fabric, wrong):
+    met = targets(decode)
+    match wrong:
+        case "unknown":
+            met = {}
+        case "other layers":
+            met = targets(Decode(fabric, "e1", layer="1"))
+        case "closed":
+            decode.mover.close()
+    prefill.step(reads=[read([3], [8])], targets=met)
+    assert of(prefill) == (set(), {"p-a1"})
+    assert own(prefill)[3] == 103
+
+
+def test_without_a_lease_nothing_is_read(prefill, decode):
+    prefill.alive = False
+    prefill.step(reads=[read([3], [8])], targets=targets(decode))
+    assert of(prefill) == (set(), {"p-a1"})
+    assert prefill.mover.started == [] and own(prefill)[3] == 103
+
+
+def test_behind_a_closed_fence_nothing_is_polled(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(reads=[read([3], [8])], targets=targets(decode))
+    prefill.mover.let_go()
+    prefill.alive, polls = False, prefill.mover.polls
+    assert of(prefill) == (set(), set())
+    assert prefill.mover.polls == polls and own(prefill)[3] == 103
+    prefill.alive = True
+    assert of(prefill) == ({"p-a1"}, set())
+
+
+def test_what_was_read_while_the_lease_ended_is_not_used(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(reads=[read([3], [8])], targets=targets(decode))
+
+    def stand_still() -> bool:
+        prefill.alive = False
+        return True
+
+    prefill.mover.started[0].done = stand_still
+    assert of(prefill) == (set(), {"p-a1"})
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("there", SIZES, ids=str)
+@pytest.mark.parametrize("here", SIZES, ids=str)
+def test_ranks_of_any_number_read_what_each_of_them_holds(here, there, heads):
+    fabric = MemoryFabric()
+    engines: list[ShardedEngine] = []
+    for name, (tensor, pipeline), truth in (("p", here, False), ("d", there, True)):
+        ranks = range(tensor * pipeline)
+        movers = {rank: MemoryMover(fabric, f"{name}-{rank}") for rank in ranks}
+        engines.append(ShardedEngine(Shape(tensor, pipeline), heads, 8, movers, truth=truth))
+    reader, holder = engines
+    own, target = (
+        encode(
+            EngineMetadata(
+                engine_id="e1",
+                lease_id=1,
+                fingerprint={},
+                block_size_tokens=8,
+                num_blocks=8,
+                ranks=tuple(engine.ranks),
+            )
+        )
+        for engine in engines
+    )
+    for index, (mover, memory) in enumerate(zip(reader.movers, reader.ranks, strict=True)):
+        rank = PrefillRank(mover, memory, index, lambda: True)
+        step = PrefillStep(reads=[read([0, 1, 6], [5, 1, 2])], targets={"e1": target})
+        step.own = own if len(reader.ranks) > 1 else b""
+        rank.step(step, lambda: True)
+        assert rank.results().received == {"p-a1"}
+    assert len(holder.ranks) == len(holder.movers)
+    for shard in [shard for rank in reader.shards for shard in rank]:
+        np.testing.assert_array_equal(shard.blocks, expected(shard, [5, 1, 2], [0, 1, 6]))
+
+
+# The scheduler half
+
+
+class Half:
+    def __init__(self) -> None:
+        link = EngineLink(
+            namespace="t",
+            engine_id="p1",
+            lease_id=1,
+            lease_ttl_s=5.0,
+            nats_url="",
+            etcd_url="",
+            role=PrefillLink(fence_path="", min_prefix_read_length_tokens=8),
+        )
+        self.half = PrefillScheduler(
+            link,
+            BLOCK,
+            outside=None,  # type: ignore[arg-type]
+            open_bridge=lambda _: None,  # type: ignore[arg-type]
+        )
+        self.blocks: dict[str, list[int]] = {}
+        self.half.bind_block_pool(None, lambda name: self.blocks[name])  # type: ignore[arg-type]
+
+    def job(self, name: str = "a1", tokens: int = 26, prefix: int = 4) -> Any:
+        """Blocks 50.. are the decode engine's prefix, 60.. those to be written."""
+        params = {
+            "attempt": name,
+            "engine_id": "e1",
+            "num_computed_tokens": prefix * BLOCK,
+            "block_ids": list(range(60, 60 - prefix + -(-tokens // BLOCK))),
+            "prefix_block_ids": list(range(50, 50 + prefix)),
+            "target": b"e1's",
+            "forget": [],
+        }
+        return SimpleNamespace(
+            request_id=name,
+            num_prompt_tokens=tokens,
+            num_computed_tokens=0,
+            kv_transfer_params=params,
+        )
+
+    def admit(self, job: Any, cached: int = 0) -> int:
+        external, waits = self.half.num_new_matched_tokens(job, cached)
+        assert waits == (external > 0)
+        self.blocks[job.request_id] = list(range(-(-job.num_prompt_tokens // BLOCK)))
+        job.num_computed_tokens = cached + external
+        self.half.state_after_alloc(job, self.blocks[job.request_id], external)
+        return external
+
+    def step(self, **scheduled: int) -> PrefillStep:
+        return self.half.build_step(scheduled, ())
+
+    def told(self) -> list[list[str]]:
+        return self.half.stats.take().get("ended", [])
+
+
+def test_what_this_engine_lacks_is_read_before_the_rest_is_computed():
+    half = Half()
+    job = half.job()
+    assert half.admit(job, cached=4) == 12
+    step = half.step()
+    assert step.reads == [PrefixRead("a1", "a1", "e1", [1, 2, 3], [51, 52, 53])]
+    assert step.targets == {"e1": b"e1's"} and step.writes == []
+    half.half.worker_output(RankResults(received={"a1"}), None)
+    assert half.admit(job, cached=16) == 0
+    [write] = half.step(a1=10).writes
+    assert (write.local_ids, write.remote_ids, write.last) == ([4, 5, 6], [60, 61, 62], True)
+
+
+@pytest.mark.parametrize(("prefix", "cached"), [(0, 0), (4, 12), (4, 16), (4, 24), (1, 0)])
+def test_little_or_nothing_is_not_read(prefix, cached):
+    half = Half()
+    assert half.admit(half.job(prefix=prefix), cached) == 0
+    assert half.step().reads == []
+
+
+def test_what_was_lost_is_computed():
+    half = Half()
+    job = half.job()
+    assert half.admit(job) == 16
+    half.step()
+    half.half.worker_output(RankResults(lost={"a1"}), None)
+    assert half.admit(job) == 0
+    [write] = half.step(a1=26).writes
+    assert (write.local_ids, write.first) == ([4, 5, 6], 0)
+
+
+def test_the_end_of_a_stopped_job_is_told_when_its_read_has_ended():
+    half = Half()
+    job = half.job()
+    half.admit(job)
+    half.step()
+    assert half.half.request_finished(job) is False
+    assert half.half.busy and half.told() == []
+    half.half.worker_output(RankResults(received={"a1"}), None)
+    assert half.told() == [["a1", "abandoned", ""]]
+    assert not half.half.busy
+
+
+def test_a_job_that_is_stopped_after_its_read_ends_with_its_writes():
+    half = Half()
+    job = half.job()
+    half.admit(job)
+    half.step()
+    half.half.worker_output(RankResults(received={"a1"}), None)
+    assert half.half.request_finished(job) is True
+    assert half.step().ended == [("a1", "a1", False)]
+    half.half.worker_output(RankResults(sent={"a1"}), None)
+    assert half.told() == [["a1", "abandoned", ""]]

@@ -1,0 +1,266 @@
+"""A writer is lost half-way: what stays, and who does the rest."""
+
+from collections.abc import Callable
+
+import pytest
+
+from dynamo_lite.engine.remote_prefill.messages import RankResults, WorkerReport
+from dynamo_lite.policy.instructions import Outcome
+from dynamo_lite.policy.resume import Again, Reason, Stay, again
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
+from dynamo_lite.transfer.memory import MemoryFabric
+from tests.unit.test_decode_link import BLOCK, TIMEOUT_S, WRITER, Clock, prompt
+from tests.unit.test_decode_link import Decode as Engine
+from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
+
+# The policy
+
+
+@pytest.mark.parametrize(
+    ("outcome", "facts", "verdict"),
+    [
+        (Outcome.WRITER_SILENT, {}, Again(Reason.WRITER_LOST)),
+        (Outcome.WRITER_LOST, {}, Again(Reason.WRITER_LOST)),
+        (Outcome.WRITER_FAILED, {"responsive": 2}, Again(Reason.WRITER_LOST)),
+        # It may well be the one that responds.
+        (Outcome.WRITER_FAILED, {}, Stay(Reason.NO_OTHER)),
+        (Outcome.WRITER_LOST, {"responsive": 0}, Stay(Reason.NO_OTHER)),
+        (Outcome.WRITER_LOST, {"tries": 2}, Stay(Reason.TRIED)),
+        (Outcome.WRITER_LOST, {"left_s": 4.9}, Stay(Reason.LATE)),
+        (Outcome.DEADLINE, {}, Stay(Reason.NOT_THE_WRITER)),
+        (Outcome.CORRUPT, {}, Stay(Reason.NOT_THE_WRITER)),
+        (Outcome.REFUSED, {}, Stay(Reason.NOT_THE_WRITER)),
+    ],
+)
+def test_another_writer_is_asked_when_one_is_lost_in_time(outcome, facts, verdict):
+    usual = {"tries": 1, "max_tries": 2, "responsive": 1, "spent_s": 5.0, "left_s": 25.0}
+    assert again(outcome, **{**usual, **facts}) == verdict
+
+
+# The rank
+
+ORDER = (2, 5, 6, 9)
+
+
+class Ranks:
+    """An attempt of four blocks; block i of the writer goes to ORDER[i]."""
+
+    def __init__(self, checksum_rate: float = 1.0):
+        fabric = MemoryFabric()
+        self.decode = Decode(fabric, "e1", checks=True)
+        self.prefill = Prefill(fabric, checksum_rate=checksum_rate)
+        self.decode.settle(expect={"a1": "r1"}, blocks={"a1": ORDER})
+
+    def write(self, *positions: int, last: bool = False) -> None:
+        write = blocks(
+            list(positions), [ORDER[i] for i in positions], last=last, first=positions[0]
+        )
+        self.prefill.step(write, targets=targets(self.decode))
+
+    def give_up(self) -> dict[str, int]:
+        """What the rank reports as landed."""
+        assert self.decode.settle(give_up=[("a1", "r1")]) == (set(), {"r1"})
+        report = self.decode.rank.report()
+        assert report is not None and self.decode.rank.report() is None
+        return report.landed
+
+
+@pytest.mark.parametrize(
+    ("writes", "landed"),
+    [
+        ([], 0),
+        ([(0,)], 1),
+        ([(0, 1)], 2),
+        ([(0,), (1, 2)], 3),
+        ([(1, 2), (0,)], 3),  # no order holds between writes
+        ([(0,), (2,)], 1),
+        ([(1,), (2,)], 0),
+        ([(0, 1), (0,), (1,)], 2),  # preempted, and written again
+    ],
+)
+def test_what_has_landed_without_a_gap_stays(writes, landed):
+    ranks = Ranks()
+    for write in writes:
+        ranks.write(*write)
+    assert ranks.give_up() == {"r1": landed}
+
+
+@pytest.mark.parametrize(("spoilt", "landed"), [(0, 0), (1, 1), (2, 3)])
+def test_what_does_not_hold_what_its_writer_has_sent_does_not_stay(spoilt, landed):
+    ranks = Ranks()
+    for position in (0, 1, 2):
+        ranks.write(position)
+        ranks.decode.settle()
+    if spoilt < 2:
+        ranks.decode.memory.blocks[ORDER[spoilt]] += 1
+    assert ranks.give_up() == {"r1": landed}
+
+
+def test_what_lands_before_the_attempt_is_known_counts():
+    ranks = Ranks()
+    ranks.decode.rank._awaited.clear()
+    ranks.write(0, 1)
+    ranks.decode.settle()
+    ranks.decode.settle(expect={"a1": "r1"}, blocks={"a1": ORDER})
+    assert ranks.give_up() == {"r1": 2}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"num_blocks": 0},
+        {"num_blocks": 5},
+        {"writers": 2},  # the other has brought nothing
+        {"parts": []},
+        {"parts": [Part(0, 1, 0, BLOCK_BYTES - 1)]},
+        {"parts": [Part(0, 2, 0, BLOCK_BYTES)]},
+        {"parts": [Part(1, 1, 0, BLOCK_BYTES)]},
+        {"sampled": [4]},
+        {"first": 1},
+    ],
+)
+def test_odd_notices_bring_nothing(odd):
+    ranks = Ranks()
+    usual = {"first": 0, "num_blocks": 2, "parts": [Part(0, 1, 0, BLOCK_BYTES)]}
+    notice = Landed(attempt="a1", rank=0, **{**usual, **odd})
+    ranks.decode.mover.inbox.append(encode_sealed(notice))
+    ranks.decode.settle()
+    assert ranks.give_up() == {"r1": 0}
+
+
+def test_nobody_reports_what_was_received():
+    ranks = Ranks()
+    ranks.write(0, 1)
+    ranks.write(2, 3, last=True)
+    assert ranks.decode.settle() == ({"r1"}, set())
+    assert ranks.decode.rank.report() is None
+
+
+def test_of_two_ranks_counts_what_both_have():
+    joined = WorkerReport(landed={"r1": 3, "r2": 1}).joined(WorkerReport(landed={"r1": 2, "r3": 4}))
+    assert joined.landed == {"r1": 2, "r2": 1, "r3": 4}
+
+
+# The scheduler half
+
+OTHER = WRITER + 1
+
+
+class Caching(Engine):
+    """cached: request -> tokens whose blocks the prefix cache was given."""
+
+    def __init__(self, clock: Clock):
+        super().__init__(clock)
+        self.cached: dict[str, int] = {}
+        self.half.bind_block_pool(self.pool, self._take)
+        self.writers.members = (WRITER, OTHER)
+
+    def _take(self, request, tokens: int) -> None:
+        assert request.request_id in self.taken, "its blocks are gone"
+        self.cached[request.request_id] = tokens
+
+    async def lose(self, end: Callable[[], None] | None = None, landed: int = 3) -> None:
+        """The writer of r1 falls silent (or what `end` says); its blocks are taken back."""
+        self.writers.ails[WRITER] = "no beats"
+        self.net._on_health(frozenset(), frozenset({WRITER}))
+        for task in list(self.tasks):
+            await task
+        assert self.half.build_step().give_up
+        report = WorkerReport(landed={"r1": landed})
+        self.half.worker_output(RankResults(lost={"r1"}), report)
+        self.pool.free_blocks(self.taken.pop("r1"))
+
+    async def again(self, tokens: int) -> RemotePrefillRequest | None:
+        """The engine looks at r1 anew, with the prefix that it finds in its cache."""
+        if not self.admit(prompt("r1", tokens), self.cached.get("r1", 0)):
+            return None
+        return await self.job_of_step()
+
+
+class Tasks(list):
+    def create_task(self, coroutine, name=""):
+        self.append(coroutine)
+
+
+@pytest.fixture
+async def engine():
+    engine = Caching(Clock())
+    engine.net._tasks = engine.tasks = Tasks()
+    async with engine.queue:
+        yield engine
+        await engine.network()
+
+
+async def begin(engine: Caching, tokens: int = 41) -> str:
+    attempt = await engine.ask("r1", tokens, claimed=True)
+    assert (await engine.job()).attempt == attempt
+    return attempt
+
+
+async def test_the_rest_of_a_lost_prefill_is_asked_of_another_writer(engine: Caching):
+    first = await begin(engine)
+    engine.clock.now += 5
+    engine.sees()
+    await engine.lose(landed=6)
+    assert engine.cached == {"r1": 6 * BLOCK}
+    job = await engine.again(41)
+    assert job is not None and job.attempt != first
+    assert job.num_computed_tokens == 6 * BLOCK
+    assert (len(job.prefix_block_ids), len(job.block_ids)) == (6, 4)
+    assert job.deadline == engine.clock.wall() + TIMEOUT_S - 5
+    held = {block.block_id for block in engine.half._held[first]}
+    assert not held & set(job.block_ids), "its zombie may still write there"
+    assert engine.counted("resume/writer_lost") == 1
+    engine.output("r1")
+    engine.finish("r1")
+    await engine.done(first, "abandoned")
+    engine.half.build_step()
+    engine.assert_clean()
+
+
+async def test_a_short_rest_is_computed_here(engine: Caching):
+    await begin(engine)
+    await engine.lose(landed=9)
+    assert engine.cached == {"r1": 9 * BLOCK}
+    assert await engine.again(40) is None
+    assert engine.counted("decision/local/cached") == 1
+
+
+async def test_without_a_landed_block_another_writer_does_all(engine: Caching):
+    await begin(engine)
+    await engine.lose(landed=0)
+    assert engine.cached == {}
+    job = await engine.again(41)
+    assert job is not None and job.num_computed_tokens == 0
+
+
+async def test_without_another_writer_what_has_landed_is_used_here(engine: Caching):
+    engine.writers.members = (WRITER,)
+    await begin(engine)
+    await engine.lose(landed=6)
+    assert engine.cached == {"r1": 6 * BLOCK}
+    assert await engine.again(41) is None
+    assert engine.counted("resume/no_other") == 1
+    assert engine.counted("decision/remote/long") == 1
+
+
+async def test_nobody_asks_more_often_than_allowed(engine: Caching):
+    engine.writers.members = (WRITER, OTHER, OTHER + 1)
+    await begin(engine)
+    await engine.lose(landed=2)
+    job = await engine.again(41)
+    assert job is not None
+    await engine.network()
+    await engine.claim(job.attempt, OTHER)
+    engine.writers.ails[OTHER] = "no beats"
+    engine.net._on_health(frozenset(), frozenset({OTHER}))
+    for task in engine.tasks[1:]:
+        await task
+    engine.half.build_step()
+    report = WorkerReport(landed={"r1": 2})
+    engine.half.worker_output(RankResults(lost={"r1"}), report)
+    engine.pool.free_blocks(engine.taken.pop("r1"))
+    assert engine.cached == {"r1": 4 * BLOCK}, "two more than the first had brought"
+    assert await engine.again(41) is None
+    assert engine.counted("resume/tried") == 1
