@@ -49,10 +49,11 @@ class Frontend:
         await self._watch_workers(host)
         host.progress("loading the tokenizer and the OpenAI app")
         self._app = await self._open_app(host)
-        url = await self._serve_http(self._app, sock)
         port = sock.getsockname()[1]
         await host.register("http", stream=advertised_address(self._config.host, port))
         await self._serve_processor(host, self._app)
+        # Last: a start that fails after this would break requests that were taken.
+        url = await self._serve_http(self._app, sock)
         return {"url": url, "model": self._app.served_model}
 
     async def _watch_workers(self, host: Host) -> None:
