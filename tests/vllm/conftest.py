@@ -1,8 +1,9 @@
 """The graphs and the reference that the tests of this folder share.
 
-Two cores carry one graph at a time. `disagg` is the shared one, started when
-first asked for; a test that breaks things takes `stage` and starts its own,
-before which the shared one is stopped.
+Two cores carry one graph at a time. `disagg` and `pair` are shared, started when
+first asked for; a test that needs another takes `stage` and starts its own, before
+which the shared one is stopped. Tests of one graph follow each other, so that each
+is started once.
 """
 
 import json
@@ -14,6 +15,25 @@ import pytest
 
 from tests.vllm.graph import DISAGG, MODEL, TOOL_FLAGS, Graph, PlainServer
 
+#: configs/disagg.yaml as it is, with tools.
+_DISAGG_OPTIONS = tuple(f"--Frontend.{key}={json.dumps(on)}" for key, on in TOOL_FLAGS.items())
+#: Two decode workers and one prefill worker, whose leases outlast what is done to them.
+_PAIR_OPTIONS = ("--VllmWorker.ServiceArgs.workers=2", "--Graph.lease-ttl-s=60")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """Stable: tests of other folders, and those without a graph, stay in front."""
+    names = getattr(item, "fixturenames", ())
+    if "disagg" in names:
+        return 1
+    if "pair" in names:
+        return 4 if item.get_closest_marker("takes_workers") else 3
+    return 2 if "stage" in names else 0
+
 
 class Stage:
     """Holds the one graph that runs."""
@@ -21,13 +41,14 @@ class Stage:
     def __init__(self, directory: Path):
         self._directory = directory
         self._started = 0
+        self._options: tuple[str, ...] = ()
         self._shared: Graph | None = None
 
-    def shared(self) -> Graph:
-        """configs/disagg.yaml as it is, with tools."""
-        if self._shared is None:
-            options = [f"--Frontend.{k}={json.dumps(v)}" for k, v in TOOL_FLAGS.items()]
-            self._shared = self._new(DISAGG, options).__enter__()
+    def shared(self, options: tuple[str, ...]) -> Graph:
+        """The graph of the caller before, if it had these options."""
+        if self._shared is None or self._options != options:
+            self.clear()
+            self._shared, self._options = self._new(DISAGG, options).__enter__(), options
         return self._shared
 
     @contextmanager
@@ -74,8 +95,15 @@ def stage(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture
 def disagg(stage: Stage) -> Iterator[Graph]:
     """The shared graph. Whoever uses it leaves it whole."""
-    graph = stage.shared()
+    graph = stage.shared(_DISAGG_OPTIONS)
     pids = {p.service: p.pid for p in graph.processes()}
     yield graph
     assert {p.service: p.pid for p in graph.processes()} == pids, graph.tails()
     assert {p.state for p in graph.processes()} == {"ready"}, graph.tails()
+
+
+@pytest.fixture
+def pair(stage: Stage) -> Graph:
+    """Two decode workers and one prefill worker. Whoever takes one away for good is marked
+    `takes_workers`; all others leave as many as there were."""
+    return stage.shared(_PAIR_OPTIONS)

@@ -39,6 +39,7 @@ NAMESPACE = "dynamo"
 #: Flags of vLLM's server without which it refuses tools; the same for both sides.
 TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
 
+_CACHE = Path(".dynamo-lite/cache")
 _READY_S = 180.0
 _STOP_S = 90.0
 _POLL_S = 0.05
@@ -164,6 +165,12 @@ class Graph(Command):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def start(self) -> None:
+        """vLLM's verdicts on arguments are kept: its parsers take seconds."""
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        (self.directory / "cache").symlink_to(_CACHE.resolve())
+        super().start()
 
     def stop(self) -> None:
         """An orderly stop must end in order."""

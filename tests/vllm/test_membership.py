@@ -5,7 +5,7 @@ import contextlib
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
@@ -16,16 +16,9 @@ from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
 from tests.vllm.test_decisions import REMOTE, counting
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.takes_workers]
 
 JOBS = "dynamo_lite_prefill_jobs_total"
-
-
-@pytest.fixture(scope="module")
-def graph(stage) -> Iterator[Graph]:
-    """Two decode workers and one prefill worker."""
-    with stage.alone(options=["--VllmWorker.ServiceArgs.workers=2"]) as graph:
-        yield graph
 
 
 def load(seed: int, count: int, tokens: int) -> list[dict]:
@@ -76,50 +69,50 @@ def _draining_with_work(health) -> bool:
     return health["state"] == "draining" and health["in_flight"] > 0
 
 
-async def test_a_revoked_decode_worker_finishes_what_it_has(graph: Graph, reference: PlainServer):
-    leaving = graph.process("VllmWorker", 0)
-    async with under_load(graph, reference, load(seed=500, count=48, tokens=400)):
+async def test_a_revoked_decode_worker_finishes_what_it_has(pair: Graph, reference: PlainServer):
+    leaving = pair.process("VllmWorker", 1)
+    async with under_load(pair, reference, load(seed=500, count=48, tokens=400)):
         await _until(lambda: _health(leaving)["in_flight"] >= 2)
-        revoking = asyncio.create_task(revoke(graph, leaving.lease))
+        revoking = asyncio.create_task(revoke(pair, leaving.lease))
         await _until(lambda: _draining_with_work(_health(leaving)))
         await revoking
     assert eventually(
-        lambda: left_in_order(graph, "VllmWorker", 0), timeout_s=10, what="exit 0, no restart"
+        lambda: left_in_order(pair, "VllmWorker", 1), timeout_s=10, what="exit 0, no restart"
     )
-    assert [r.lease_id for r in await graph.records() if r.endpoint == "generate"] == [
-        int(graph.process("VllmWorker", 1).lease, 16)
+    assert [r.lease_id for r in await pair.records() if r.endpoint == "generate"] == [
+        int(pair.process("VllmWorker", 0).lease, 16)
     ]
-    await graph.settled()
+    await pair.settled()
 
 
 async def test_a_prefill_worker_joins_by_being_started_and_another_leaves(
-    graph: Graph, reference: PlainServer, tmp_path: Path
+    pair: Graph, reference: PlainServer, tmp_path: Path
 ):
     """The new one takes jobs at once. The old one, revoked amid its work, finishes its
     writes: no remote prefill is lost or late, and what it had not begun the new one does."""
-    options = ["--nats-url", graph.nats_url, "--etcd-url", graph.etcd_url]
-    leaving = graph.process("PrefillWorker")
+    options = ["--nats-url", pair.nats_url, "--etcd-url", pair.etcd_url]
+    leaving = pair.process("PrefillWorker")
     with Graph(tmp_path, options=options, service="PrefillWorker") as joined:
-        await graph.settled()
-        free = sum(pool.free_blocks for pool in await graph.pools())
-        async with under_load(graph, reference, load(seed=510, count=32, tokens=4)):
+        await pair.settled()
+        free = sum(pool.free_blocks for pool in await pair.pools())
+        async with under_load(pair, reference, load(seed=510, count=32, tokens=4)):
             pass
         await _until(lambda: joined.count("PrefillWorker", JOBS, outcome="written") >= 2)
         assert sample_sum(leaving.status_url, JOBS, outcome="written") >= 2
 
-        committed, since = graph.count("VllmWorker", REMOTE, outcome="committed"), counting(graph)
-        ended = graph.count("VllmWorker", REMOTE)
-        async with under_load(graph, reference, load(seed=511, count=48, tokens=4)):
+        committed, since = pair.count("VllmWorker", REMOTE, outcome="committed"), counting(pair)
+        ended = pair.count("VllmWorker", REMOTE)
+        async with under_load(pair, reference, load(seed=511, count=48, tokens=4)):
             await _until(lambda: _health(leaving)["jobs"] > 0)
-            await revoke(graph, leaving.lease)
+            await revoke(pair, leaving.lease)
         assert eventually(
-            lambda: left_in_order(graph, "PrefillWorker", 0), timeout_s=10, what="exit 0"
+            lambda: left_in_order(pair, "PrefillWorker", 0), timeout_s=10, what="exit 0"
         )
         remote = since()["remote/long"]
         assert remote > 2
-        assert graph.count("VllmWorker", REMOTE) == ended + remote
-        assert graph.count("VllmWorker", REMOTE, outcome="committed") == committed + remote
-        await graph.settled(free)
+        assert pair.count("VllmWorker", REMOTE) == ended + remote
+        assert pair.count("VllmWorker", REMOTE, outcome="committed") == committed + remote
+        await pair.settled(free)
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float = 30) -> None:

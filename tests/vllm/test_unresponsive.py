@@ -20,13 +20,12 @@ MOVED = "dynamo_lite_requests_moved_total"
 UNRESPONSIVE = "dynamo_lite_workers_unresponsive"
 
 
-@pytest.fixture(scope="module")
-def graph(stage) -> Iterator[Graph]:
-    """Two decode workers and one prefill worker, whose leases outlast what is done to them."""
-    options = ["--VllmWorker.ServiceArgs.workers=2", "--Graph.lease-ttl-s=60"]
-    with stage.alone(options=options) as graph:
-        yield graph
-        assert all(process.restarts == 0 for process in graph.processes())
+@pytest.fixture
+def graph(pair: Graph) -> Iterator[Graph]:
+    """Nothing of it is started anew for what is done here."""
+    before = [process.restarts for process in pair.processes()]
+    yield pair
+    assert [process.restarts for process in pair.processes()] == before
 
 
 def shorts(count: int, seed: int, tokens: int = 8) -> list[dict]:
