@@ -9,12 +9,10 @@ can write into them any more, nor read those that its prefix lies in:
       ▼                  ▼
     (gone)          QUARANTINED ──writer done, or certainly dead──► (gone)
 
-Withdrawn are: what the queue did not take, and what is queued when the broker
-loses the queue, when no writer is left that responds, or when this engine
-leaves; past its deadline, whatever is not received; on its request's end
-likewise; claimed, what its writer gave up, what it left, and what it holds when
-it falls silent. Silence is no proof of death: the blocks of what a silent
-writer held stay quarantined, as ever, until it is done or its lease is gone.
+Withdrawn are: what the queue did not take or has lost; queued, all when no writer
+responds or this engine leaves; past its deadline or its request's end, whatever is
+not received; claimed, what its writer gave up, left, or holds when it falls silent.
+Silence is no proof of death: those blocks stay quarantined, as ever.
 
 A claimed or quarantined attempt's writer may leave, which is no state but two
 deadlines:
@@ -27,16 +25,14 @@ deadlines:
 
 The second is for a revoked worker, which can say that it still finishes what it
 has begun; a dead one cannot. A writer whose engine died says so, and counts as
-lost at once. A writer that was done when its keys vanished loses nothing. New
-claims of a lease that is gone are refused until it is back. A quarantined
-attempt whose writer is neither done nor dead is reminded: its cancel is
-repeated every `writer_grace_s`, because either word can get lost.
+lost at once. New claims of a lease that is gone are refused until it is back. The
+cancel of a quarantined attempt is repeated every `writer_grace_s`, because either
+word can get lost.
 
-Events come in as method calls named after what happened; what must be done
-comes out as instructions. The caller owns I/O, clock and locking. Two rules
-carry all safety: a claim is granted only while the attempt is wanted, and a
-withdrawn attempt that somebody may still be writing keeps its blocks until
-that writer is done or certainly dead.
+Method calls are named after what happened; what must be done comes out as
+instructions. The caller owns I/O, clock and locking. Two rules carry all safety: a
+claim is granted only while the attempt is wanted, and a withdrawn attempt that
+somebody may still be writing keeps its blocks until that writer is done or dead.
 """
 
 import enum
