@@ -119,6 +119,10 @@ class Judge:
 
     # Jobs
 
+    def broker_started(self) -> None:
+        """Without the queue of the one before: its jobs are on none any more."""
+        self._deliveries.clear()
+
     def pulled(self, job: Job) -> None:
         attempt = decode_job(job.payload).attempt
         self._deliveries[attempt] = max(job.deliveries, self._deliveries.get(attempt, 0))

@@ -1,7 +1,7 @@
 """One simulated cluster: servers, supervised components, engines, the wire between them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -38,13 +38,14 @@ _READ_TOKENS = 4
 class Nats:
     """Implements the faults' Server. Its queues are in memory: they end with its process."""
 
-    def __init__(self, network: Network):
-        self._network = network
+    def __init__(self, network: Network, on_start: Callable[[], None]):
+        self._network, self._on_start = network, on_start
         self.start()
 
     def start(self, *, wiped: bool = False) -> None:
         self.process: SimProcess = self._network.loop.add_process("nats")
         self.server = NatsServer(self._network, self.process)
+        self._on_start()
 
     def attempts(self) -> set[str]:
         """Whose jobs are on the queue, waiting or pulled."""
@@ -120,7 +121,8 @@ class World:
             on_read=self.judge.reading,
             joined=lambda here, there: not self.network.is_cut(here, there),
         )
-        self.nats, self.etcd = Nats(self.network), Etcd(self.network)
+        self.nats = Nats(self.network, self.judge.broker_started)
+        self.etcd = Etcd(self.network)
         self.slots = {name: Slot(loop, name, self.judge, self._main) for name in scenario.slots}
         self.clients: dict[str, SimFrontend] = {}
         self.prefill: dict[str, PrefillWorker] = {}
