@@ -25,6 +25,7 @@ CONFIG = ("graphs.disagg:Frontend", "configs/chaos.yaml")
 FRONTEND, DECODE, PREFILL = "Frontend", "VllmWorker", "PrefillWorker"
 
 _POLL_S = 0.1
+_JOIN_TRIES = 4
 _READY_S = 240.0
 
 
@@ -107,9 +108,20 @@ class Cluster:
         return [member for member in self.members(service) if member.ready]
 
     async def join(self, service: str) -> None:
-        """Starts one more worker, alone, and waits until it is ready."""
-        self._joined += 1
-        await self._start(f"joined{self._joined}", service)
+        """Starts one more worker, alone, and waits until it is ready.
+
+        A start that finds a server frozen or down says so, and is made again.
+        """
+        for tries_left in reversed(range(_JOIN_TRIES)):
+            self._joined += 1
+            label = f"joined{self._joined}"
+            try:
+                await self._start(label, service)
+                return
+            except AssertionError:
+                if not tries_left:
+                    raise
+                del self._graphs[label]
 
     async def until(self, reached: Callable[[], bool], *, timeout_s: float, what: str) -> None:
         """Raises TimeoutError."""
