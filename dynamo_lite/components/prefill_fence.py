@@ -25,30 +25,35 @@ _PROMISE_S = 3.0
 
 
 class FenceKeeper:
-    """leaving: set it when the worker begins to leave. jobs: None until there can be any."""
+    """leaving: set it when the worker begins to leave. closed: the engine never may write
+    again. jobs: None until there can be any."""
 
     def __init__(self, host: Host, fence: Fence):
         self._host, self._fence, self._now = host, fence, host.clock.monotonic
-        self.leaving = asyncio.Event()
+        self._open_until = 0.0
+        self.leaving, self.closed = asyncio.Event(), asyncio.Event()
         self.jobs: PrefillJobs | None = None
-
-    @property
-    def closed_for_good(self) -> bool:
-        return self._host.lease.loss is LeaseLoss.EXPIRED
 
     async def keep(self) -> None:
         lease = self._host.lease
         while lease.loss is None and not self.leaving.is_set():
-            self._fence.extend(lease.remaining_s())
+            self._open(lease.remaining_s())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.leaving.wait(), lease.ttl_s / 10)
-        while not self.closed_for_good:
+        # Decode engines give back what nobody promised them in time; what is written after
+        # that lands in blocks of others, also when the next promise is heard.
+        while lease.loss is not LeaseLoss.EXPIRED and self._now() < self._open_until:
             asked_at = self._now()
             heard = await asyncio.gather(*(self._promise(r) for r in self._claimed()))
-            if all(heard):
-                self._fence.extend(asked_at + _PROMISE_S - self._now())
+            if all(heard) and self._now() < self._open_until:
+                self._open(asked_at + _PROMISE_S - self._now())
             await asyncio.sleep(_PROMISE_S / 6)
         self._fence.extend(0.0)
+        self.closed.set()
+
+    def _open(self, for_s: float) -> None:
+        self._fence.extend(for_s)
+        self._open_until = self._now() + for_s
 
     def _claimed(self) -> list[RemotePrefillRequest]:
         return [] if self.jobs is None else list(self.jobs.working.values())

@@ -1,7 +1,6 @@
 """The prefill worker: pulls jobs, computes them, writes the KV where it is wanted."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -107,10 +106,8 @@ class PrefillWorker:
             self._beat.stop()
         self._fence.leaving.set()
         await self._jobs.stop()
-        if self._fence.closed_for_good:
-            return  # No write starts or moves on: no job can end well.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._jobs.idle.wait(), grace_s)
+        # Behind a closed fence no write starts or moves on: no job can end well.
+        await _either(self._jobs.idle, self._fence.closed, timeout_s=grace_s)
 
     async def close(self) -> None:
         if self._probe is not None:
@@ -130,6 +127,17 @@ class PrefillWorker:
         decoders = await self._stack.enter_async_context(roster)
         decoders.on_change(partial(_forget_left, directory, engine))
         return directory
+
+
+async def _either(*events: asyncio.Event, timeout_s: float) -> None:
+    """Waits until one of them is set, or the time is over."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def _forget_left(

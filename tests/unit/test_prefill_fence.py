@@ -138,13 +138,13 @@ async def test_a_lease_that_is_not_refreshed_is_not_stretched(worker):
 
 async def test_an_expired_lease_lowers_the_fence_for_good(worker):
     await eventually(worker.reader.open)
-    assert not worker.keeper.closed_for_good
+    assert not worker.keeper.closed.is_set()
     worker.store.set_available(False)
     worker.now += TTL_S
     worker.store.expire_due()
     async with asyncio.timeout(10):
         await worker.keeping
-    assert worker.keeper.closed_for_good
+    assert worker.keeper.closed.is_set()
     assert not worker.reader.open()
     assert worker.fence.deadlines[-1] == 0.0
 
@@ -226,3 +226,19 @@ async def test_a_lease_that_expires_while_its_worker_leaves_lowers_the_fence(wor
     async with asyncio.timeout(10):
         await worker.keeping
     assert not worker.reader.open()
+
+
+async def test_a_fence_that_closed_stays_closed_when_promises_are_heard_again(worker):
+    """The decode engine has given the blocks to others by then, and answers all the same."""
+    await eventually(lambda: worker.fence.deadlines)
+    worker.work("a1")
+    async with worker.decode_engine():
+        worker.messaging.set_connected(False)
+        await worker.leave("asked")
+        await eventually(lambda: not worker.reader.open())
+        worker.messaging.set_connected(True)
+        async with asyncio.timeout(10):
+            await worker.keeper.closed.wait()
+            await worker.keeping
+        assert not worker.reader.open()
+        assert worker.fence.deadlines[-1] == 0.0
