@@ -1,13 +1,14 @@
 """Engines of several ranks in memory, with KV whose every byte says where it belongs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from dynamo_lite.engine.remote_prefill.staging import Transposer
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.layout import regions_of_tensor
+from dynamo_lite.transfer.layout import plain_array, regions_of_tensor
 
 BLOCK_TOKENS, HEAD_SIZE, LAYERS = 8, 3, 4
 
@@ -17,7 +18,8 @@ class Shape:
     """How an engine lies over its ranks.
 
     planes: K and V apart, as (2, blocks, ...). heads_first: heads are outermost in a
-    block, else tokens. dtype: raw bits of bf16 or fp8.
+    block, else tokens. dtype: raw bits of bf16 or fp8. tokens: per block. opaque: whether
+    it does not say where the bytes of each token are.
     """
 
     tensor: int = 1
@@ -25,6 +27,8 @@ class Shape:
     planes: bool = False
     heads_first: bool = True
     dtype: type = np.uint16
+    tokens: int = BLOCK_TOKENS
+    opaque: bool = False
 
 
 def heads_at(rank: int, ranks: int, heads: int) -> range:
@@ -55,11 +59,12 @@ class ShardedEngine:
         self.shards: list[list[Shard]] = []
         self.ranks: list[RankMetadata] = []
         self.movers = list(movers.values())
-        self._keep: list[np.ndarray] = []
+        self._keep: list[list[np.ndarray]] = []
         each = LAYERS // shape.pipeline
         for index, mover in movers.items():
             stage, rank = divmod(index, shape.tensor)
             mine = heads_at(rank, shape.tensor, heads)
+            self._keep.append([])
             layers = range(stage * each, (stage + 1) * each)
             made = [self._layer(layer, mine, shape, blocks, mover) for layer in layers]
             self.shards.append([shard for shard, _ in made])
@@ -72,14 +77,17 @@ class ShardedEngine:
                     shard.blocks[...] = kv_of(shard)
 
     def _layer(self, layer: int, heads: range, shape: Shape, blocks: int, mover: Mover):
+        tokens = shape.tokens
         values = HEAD_SIZE if shape.planes else 2 * HEAD_SIZE
-        inner = (len(heads), BLOCK_TOKENS) if shape.heads_first else (BLOCK_TOKENS, len(heads))
+        inner = (len(heads), tokens) if shape.heads_first else (tokens, len(heads))
         memory = np.zeros((2, blocks, *inner, values) if shape.planes else (blocks, *inner, values))
         memory = memory.astype(shape.dtype)
-        self._keep.append(memory)
+        self._keep[-1].append(memory)
         address = memory.__array_interface__["data"][0]
         mover.register([(address, memory.nbytes)], "DRAM", 0)
         logical = memory if shape.heads_first else np.swapaxes(memory, -3, -2)
+        array = plain_array(logical.shape, logical.strides, logical.itemsize)
+        assert array is not None
         regions = regions_of_tensor(
             str(layer),
             address=address,
@@ -89,20 +97,34 @@ class ShardedEngine:
             num_blocks=blocks,
             heads_dim=len(logical.shape) - 3,
             first_head=heads.start,
+            tokens=tokens,
+            arrays=() if shape.opaque else (array,),
         )
         by_block = np.moveaxis(logical, 0, -2) if shape.planes else logical
         return Shard(layer, heads, by_block), regions
 
+    def transposer(self, index: int) -> Callable[[int], Transposer]:
+        """Opens the staging memory of one of these ranks."""
+
+        def opened(num_bytes: int) -> Transposer:
+            # Torch takes long to import, and most engines stage nothing.
+            import torch
+
+            from dynamo_lite.engine.vllm.transposer import TorchTransposer
+
+            flat = [torch.from_numpy(a.reshape(-1).view(np.uint8)) for a in self._keep[index]]
+            return TorchTransposer([tensor.untyped_storage() for tensor in flat], num_bytes)
+
+        return opened
+
 
 def kv_of(shard: Shard) -> np.ndarray:
-    """Numbers that name layer, block, head and place; the same on every rank that has the head."""
-    grid = list(np.indices(shard.blocks.shape))
-    grid[1] += shard.heads.start
-    code = np.full(shard.blocks.shape, shard.layer + 1)
-    for axis in grid:
-        code = code * 31 + axis
-    limit = np.iinfo(shard.blocks.dtype).max
-    return (code % limit).astype(shard.blocks.dtype) + 1
+    """Numbers that name layer, token, head and place; the same on every rank that has the head.
+
+    Token t of block b is the pool's token b * (tokens per block) + t.
+    """
+    blocks, _, tokens = shard.blocks.shape[:3]
+    return _by_block(_kv(shard, np.arange(blocks * tokens)), tokens)
 
 
 def expected(shard: Shard, local_ids: list[int], remote_ids: list[int]) -> np.ndarray:
@@ -110,3 +132,31 @@ def expected(shard: Shard, local_ids: list[int], remote_ids: list[int]) -> np.nd
     wanted = np.zeros_like(shard.blocks)
     wanted[remote_ids] = kv_of(shard)[local_ids]
     return wanted
+
+
+def expected_of_tokens(
+    shard: Shard, tokens: Sequence[int], remote_ids: Sequence[int]
+) -> np.ndarray:
+    """The same of tokens of a pool with blocks of another size; zeros behind the last one."""
+    wanted = np.zeros_like(shard.blocks)
+    size = shard.blocks.shape[2]
+    kv = _kv(shard, np.asarray(tokens))
+    kv = np.concatenate([kv, np.zeros((len(remote_ids) * size - len(kv), *kv.shape[1:]), kv.dtype)])
+    wanted[list(remote_ids)] = _by_block(kv, size)
+    return wanted
+
+
+def _kv(shard: Shard, tokens: np.ndarray) -> np.ndarray:
+    """[tokens, heads, values] of these tokens of the pool; of K and V apart, if they are."""
+    heads, values = shard.blocks.shape[1], shard.blocks.shape[3:]
+    head = shard.heads.start + np.arange(heads)[:, None]
+    code = ((shard.layer + 1) * 31 + tokens[:, None, None]) * 31 + head
+    code = code * 31 + np.arange(np.prod(values))
+    limit = np.iinfo(shard.blocks.dtype).max
+    numbers = (code % limit).astype(shard.blocks.dtype) + 1
+    return numbers.reshape(len(tokens), heads, *values)
+
+
+def _by_block(kv: np.ndarray, tokens: int) -> np.ndarray:
+    """[tokens, heads, values] as [blocks, heads, tokens of a block, values]."""
+    return kv.reshape(-1, tokens, *kv.shape[1:]).swapaxes(1, 2)

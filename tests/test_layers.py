@@ -26,6 +26,8 @@ ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 HOMES = {
     "vllm": ("engine/vllm",),
     "nixl": ("transfer",),
+    "torch": ("engine/vllm",),
+    "triton": ("engine/vllm",),
     "nats": ("runtime", "queue"),
     "aetcd": ("runtime", "queue"),
     "pydantic": ("serve",),

@@ -50,6 +50,24 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str = ""
 
 
+class KvArray(msgspec.Struct, frozen=True, kw_only=True):
+    """One array inside each block of a region: items by head, group of tokens, and number.
+
+    The strides are bytes, the first item lies `offset` bytes into the block.
+    group_tokens: how many consecutive tokens share their items (1, unless a kernel packs
+    several). items: how many a head has for each group; item_bytes: what each takes, in
+    one piece.
+    """
+
+    offset: Natural
+    head_stride: Natural
+    group_stride: Natural
+    item_stride: Natural
+    group_tokens: Positive
+    items: Positive
+    item_bytes: Positive
+
+
 class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     """One equally spaced run of blocks in one rank's memory.
 
@@ -59,6 +77,10 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
 
     first_head: the first of the model's KV heads in a block. head_bytes: what each
     takes where heads lie outermost in a block; 0 where it cannot be cut into them.
+
+    tokens, arrays: how many tokens a block has, and where the bytes of each are, so that
+    it can be laid out for blocks of another size or order; 0 and empty where that is not
+    known.
     """
 
     layer: str
@@ -68,6 +90,23 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: Positive
     first_head: Natural = 0
     head_bytes: Natural = 0
+    tokens: Natural = 0
+    arrays: tuple[KvArray, ...] = ()
+
+    @property
+    def heads(self) -> int:
+        """KV heads in a block; 1 where it is not known to consist of them."""
+        if self.arrays:
+            return self.block_bytes // bytes_of_head(self)
+        return self.block_bytes // self.head_bytes if self.head_bytes else 1
+
+
+def bytes_of_head(region: KvRegion) -> int:
+    """What one head takes in a block whose arrays are known."""
+    return sum(
+        region.tokens // array.group_tokens * array.items * array.item_bytes
+        for array in region.arrays
+    )
 
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +165,8 @@ def decode_engine(data: bytes) -> EngineMetadata:
     metadata = decode_json(raw, EngineMetadata)
     for rank in metadata.ranks:
         _check_regions(rank, metadata.num_blocks)
+        for region in rank.regions:
+            _check_arrays(region, metadata.block_size_tokens)
     return metadata
 
 
@@ -141,3 +182,28 @@ def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
         uneven = region.head_bytes and region.block_bytes % region.head_bytes
         if region.stride_bytes < region.block_bytes or end > _LIMIT or uneven:
             raise ProtocolError(f"impossible region: {region}, {num_blocks} blocks")
+
+
+def _check_arrays(region: KvRegion, block_size_tokens: int) -> None:
+    """The arrays must fill the block: nobody's bytes beside it are theirs."""
+    if not region.arrays:
+        return
+    if region.tokens != block_size_tokens or any(
+        region.tokens % array.group_tokens for array in region.arrays
+    ):
+        raise ProtocolError(f"blocks of {block_size_tokens} tokens, not as in {region}")
+    fills = region.heads * bytes_of_head(region) == region.block_bytes
+    fills = fills and region.head_bytes in (0, bytes_of_head(region))
+    if not fills or any(_end(region, array) > region.block_bytes for array in region.arrays):
+        raise ProtocolError(f"arrays that are not the block: {region}")
+
+
+def _end(region: KvRegion, array: KvArray) -> int:
+    """Behind the array's last byte in a block."""
+    return (
+        array.offset
+        + (region.heads - 1) * array.head_stride
+        + (region.tokens // array.group_tokens - 1) * array.group_stride
+        + (array.items - 1) * array.item_stride
+        + array.item_bytes
+    )

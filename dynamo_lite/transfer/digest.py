@@ -30,9 +30,13 @@ def sample(attempt: str, num_blocks: int, rate: float) -> list[int]:
     return sorted(random.Random(attempt).sample(range(num_blocks), count))
 
 
-def checksum(regions: Sequence[KvRegion], block_ids: Sequence[int], read: ReadMemory) -> int:
-    """Over what the regions have of each block, block by block, in the regions' order."""
-    value = 0
+def checksum(
+    regions: Sequence[KvRegion], block_ids: Sequence[int], read: ReadMemory, value: int = 0
+) -> int:
+    """Over what the regions have of each block, block by block, in the regions' order.
+
+    value: the checksum of what comes before.
+    """
     for block in block_ids:
         for region in regions:
             data = read(region.base + block * region.stride_bytes, region.block_bytes)

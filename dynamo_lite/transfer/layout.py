@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dynamo_lite.protocol.records import KvRegion
+from dynamo_lite.protocol.records import KvArray, KvRegion
 
 
 def block_dimension(shape: Sequence[int], num_blocks: int) -> int:
@@ -36,6 +36,28 @@ def block_order(
     return f"heads of {text}" if outermost else text
 
 
+def plain_array(
+    shape: Sequence[int], strides_bytes: Sequence[int], item_bytes: int
+) -> KvArray | None:
+    """A block whose last three dimensions are heads, tokens and values, in any order in memory.
+
+    None where the values of one head and token do not lie together.
+    """
+    heads, tokens, values = shape[-3:]
+    if values > 1 and strides_bytes[-1] != item_bytes:
+        return None
+    return KvArray(
+        offset=0,
+        # The stride of a lone head or token says nothing, and equal blocks must read alike.
+        head_stride=strides_bytes[-3] if heads > 1 else tokens * values * item_bytes,
+        group_stride=strides_bytes[-2] if tokens > 1 else values * item_bytes,
+        item_stride=0,
+        group_tokens=1,
+        items=1,
+        item_bytes=values * item_bytes,
+    )
+
+
 def regions_of_tensor(
     layer: str,
     *,
@@ -46,11 +68,13 @@ def regions_of_tensor(
     num_blocks: int,
     heads_dim: int | None = None,
     first_head: int = 0,
+    tokens: int = 0,
+    arrays: tuple[KvArray, ...] = (),
 ) -> tuple[KvRegion, ...]:
     """The regions of one layer's KV tensor, whatever its backend's layout.
 
     heads_dim: the dimension that counts KV heads, if one does; first_head: which of
-    the model's the first one is.
+    the model's the first one is. tokens, arrays: what a block holds, if that is known.
 
     The block dimension is the first or the second; a dimension before it (K and
     V apart) gives one region per index. What lies behind it must be dense, in
@@ -81,6 +105,8 @@ def regions_of_tensor(
             block_bytes=block_bytes,
             first_head=first_head,
             head_bytes=head_bytes,
+            tokens=tokens if arrays else 0,
+            arrays=arrays,
         )
         for plane in planes
     )

@@ -3,11 +3,13 @@
 A *lane* joins one region of a prefill rank to one region of a decode rank; both
 are cut to the heads that this prefill rank brings. Every head of every layer of a
 decode rank comes from exactly one prefill rank; where several hold the same head
-(more ranks than KV heads), decode ranks take turns among them.
+(more ranks than KV heads), decode ranks take turns among them. Where blocks differ in
+size or in the order inside, all lanes between the two engines are staged.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -20,13 +22,18 @@ class Lane:
     """Block i of `local` goes to the block of `remote` that it stands for; same size.
 
     index: which of the decode rank's regions `remote` is cut from; offset: its
-    first byte in a block of that.
+    first byte in a block of that. heads: the model's that it carries.
+
+    staged: blocks differ, and the bytes of `remote` are put together before they are
+    written (see `transpose.py`); `local` is then all of the prefill rank's region.
     """
 
     local: KvRegion
     remote: KvRegion
     index: int
     offset: int
+    heads: range
+    staged: bool = False
 
 
 #: (prefill rank, decode rank) -> its lanes in the order of the decode rank's regions;
@@ -58,6 +65,8 @@ def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata])
             for holder, local, heads in _sources(peer, region, rank, found):
                 lane = _lane(local, region, index, heads)
                 lanes.setdefault((holder, rank), []).append(lane)
+    if any(lane.staged for mine in lanes.values() for lane in mine):
+        return _all_staged(peer, own, lanes)
     return lanes
 
 
@@ -68,8 +77,7 @@ def writers(lanes: Lanes, remote_rank: int) -> int:
 
 def heads_of(region: KvRegion) -> range:
     """The KV heads in each block of the region; one, of its own kind, if it cannot be cut."""
-    count = region.block_bytes // region.head_bytes if region.head_bytes else 1
-    return range(region.first_head, region.first_head + count)
+    return range(region.first_head, region.first_head + region.heads)
 
 
 def cut(region: KvRegion, offset: int, length: int) -> KvRegion:
@@ -85,12 +93,42 @@ def cut(region: KvRegion, offset: int, length: int) -> KvRegion:
 
 def _lane(local: KvRegion, region: KvRegion, index: int, heads: range) -> Lane:
     """These heads from a prefill rank's region to a decode rank's."""
-    if not region.head_bytes:
-        return Lane(local, region, index, 0)
-    length = len(heads) * region.head_bytes
-    offset = (heads.start - region.first_head) * region.head_bytes
-    own_offset = (heads.start - local.first_head) * region.head_bytes
-    return Lane(cut(local, own_offset, length), cut(region, offset, length), index, offset)
+    remote, offset = region, 0
+    if region.head_bytes:
+        length = len(heads) * region.head_bytes
+        offset = (heads.start - region.first_head) * region.head_bytes
+        remote = cut(region, offset, length)
+    if not _same_order(local, region):
+        return Lane(local, remote, index, offset, heads, staged=True)
+    if region.head_bytes:
+        own_offset = (heads.start - local.first_head) * region.head_bytes
+        local = cut(local, own_offset, remote.block_bytes)
+    return Lane(local, remote, index, offset, heads)
+
+
+def _all_staged(peer: str, own: Sequence[RankMetadata], lanes: Lanes) -> Lanes:
+    """One write has one count of blocks on each side: so what fits as it is, is staged too."""
+    tokens = {(lane.local.tokens, lane.remote.tokens) for mine in lanes.values() for lane in mine}
+    if len(tokens) > 1:
+        raise IncompatiblePeer(
+            peer,
+            f"layers differ in their tokens per block, here and there: {sorted(tokens)}",
+        )
+    unknown = next((m for mine in lanes.values() for m in mine if not m.local.arrays), None)
+    if unknown is not None:
+        raise IncompatiblePeer(
+            peer,
+            f"other blocks differ, and those of layer {unknown.local.layer} have an order that"
+            " is not known, here and there",
+        )
+    staged: Lanes = {}
+    for (holder, rank), mine in lanes.items():
+        whole = {(region.layer, region.plane): region for region in own[holder].regions}
+        staged[holder, rank] = [
+            replace(lane, local=whole[lane.local.layer, lane.local.plane], staged=True)
+            for lane in mine
+        ]
+    return staged
 
 
 def _sources(
@@ -100,20 +138,27 @@ def _sources(
     whole = [found for found in holders if _same_block(found[1], region)]
     if whole:
         return [(*whole[rank % len(whole)], heads_of(region))]
+    if region.head_bytes:
+        heads = heads_of(region)
+        wanted = [range(head, head + 1) for head in heads]
+    else:
+        wanted = [heads_of(region)]
     runs: list[tuple[int, KvRegion, range]] = []
-    for head in heads_of(region):
+    for heads in wanted:
         having = [
             (holder, local)
             for holder, local in holders
-            if local.head_bytes == region.head_bytes != 0 and head in heads_of(local)
+            if heads.start in heads_of(local)
+            and heads[-1] in heads_of(local)
+            and (_can_be_cut(local, region) or can_be_staged(local, region))
         ]
         if not having:
             raise IncompatiblePeer(peer, _odds(region, rank, holders))
         holder, local = having[rank % len(having)]
         if runs and runs[-1][0] == holder:
-            runs[-1] = (holder, local, range(runs[-1][2].start, head + 1))
+            runs[-1] = (holder, local, range(runs[-1][2].start, heads.stop))
         else:
-            runs.append((holder, local, range(head, head + 1)))
+            runs.append((holder, local, heads))
     return runs
 
 
@@ -125,11 +170,44 @@ def _odds(region: KvRegion, rank: int, holders: Sequence[tuple[int, KvRegion]]) 
     )
 
 
+def can_be_staged(local: KvRegion, remote: KvRegion) -> bool:
+    """Whether blocks of `remote` can be put together from the items of `local`'s."""
+    if not local.arrays or len(local.arrays) != len(remote.arrays):
+        return False
+    unit = math.gcd(local.tokens, remote.tokens)
+    return all(
+        (here.group_tokens, here.items, here.item_bytes)
+        == (there.group_tokens, there.items, there.item_bytes)
+        and unit % here.group_tokens == 0
+        for here, there in zip(local.arrays, remote.arrays, strict=True)
+    )
+
+
+def _can_be_cut(local: KvRegion, region: KvRegion) -> bool:
+    return local.head_bytes == region.head_bytes != 0 and _same_order(local, region)
+
+
+def _same_order(local: KvRegion, region: KvRegion) -> bool:
+    """Whether a head's bytes, or a whole block's, are the same; unknown orders were compared
+    by the engines' fingerprints."""
+    return (local.tokens, local.arrays) == (region.tokens, region.arrays)
+
+
 def _spelled(region: KvRegion) -> str:
-    if not region.head_bytes:
-        return f"{region.block_bytes} bytes that cannot be cut, from head {region.first_head} on"
-    heads = heads_of(region)
-    return f"heads {heads.start} to {heads.stop - 1} of {region.head_bytes} bytes each"
+    text = f"{region.block_bytes} bytes that cannot be cut, from head {region.first_head} on"
+    if region.head_bytes:
+        heads = heads_of(region)
+        text = f"heads {heads.start} to {heads.stop - 1} of {region.head_bytes} bytes each"
+    if not region.arrays:
+        return f"{text}, in an order that is not known"
+    return f"{text}, {region.tokens} tokens of {_items(region)}"
+
+
+def _items(region: KvRegion) -> str:
+    return " and ".join(
+        f"{array.items} x {array.item_bytes} bytes per {array.group_tokens}"
+        for array in region.arrays
+    )
 
 
 def _same_block(one: KvRegion, other: KvRegion) -> bool:
@@ -137,4 +215,4 @@ def _same_block(one: KvRegion, other: KvRegion) -> bool:
         other.block_bytes,
         other.head_bytes,
         other.first_head,
-    )
+    ) and _same_order(one, other)

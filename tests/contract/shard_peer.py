@@ -10,6 +10,8 @@ import json
 import sys
 from collections.abc import Sequence
 
+import numpy as np
+
 from dynamo_lite.engine.remote_prefill.messages import BlockWrite, PrefillStep
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
@@ -21,21 +23,36 @@ BLOCKS = 8
 LOCAL, REMOTE = [5, 6, 1, 2, 3], [0, 1, 4, 6, 7]
 
 
-def write(ranks: Sequence[PrefillRank], own: bytes, engine_id: str, target: bytes) -> list[object]:
-    """By rank: the requests that it says it has sent, and what failed."""
+def reached(own_tokens: int, tokens: int) -> list[int]:
+    """The reader's blocks that those of the writer fill, the last one perhaps in part."""
+    return REMOTE[: -(-len(LOCAL) * own_tokens // tokens)]
+
+
+def write(
+    ranks: Sequence[PrefillRank], own: bytes, engine_id: str, target: bytes, sizes: tuple[int, int]
+) -> list[object]:
+    """By rank: the requests that it says it has sent, and what failed.
+
+    sizes: of blocks here and there, in tokens.
+    """
+    here, there = sizes
+    remote = reached(here, there)
+    local = LOCAL[: -(-len(remote) * there // here)]
     half = 2
-    for first, end in ((0, half), (half, len(LOCAL))):
-        last = end == len(LOCAL)
+    for first, end in ((0, half), (half, len(remote))):
+        last = end == len(remote)
+        start, skip = divmod(first * there, here)
         block_write = BlockWrite(
             attempt="a1",
             request_id="p-a1",
             target_engine=engine_id,
-            local_ids=LOCAL[first:end],
-            remote_ids=REMOTE[first:end],
+            local_ids=local[start : -(-end * there // here)],
+            remote_ids=remote[first:end],
             last=last,
-            num_blocks=len(LOCAL),
+            num_blocks=len(remote),
             scheduled=0.0,
             first=first,
+            skip_tokens=skip,
         )
         ended = [("a1", "p-a1", True)] if last else []
         step = PrefillStep(writes=[block_write], targets={engine_id: target}, own=own, ended=ended)
@@ -63,19 +80,26 @@ def say(**what: object) -> None:
 def main() -> None:
     engines: list[ShardedEngine] = []  # they stay: a commit may leave after its write was seen
     while order := hear():
-        shape = Shape(tensor=order["tensor"], pipeline=order["pipeline"])
+        shape = Shape(**{**order["shape"], "dtype": np.dtype(order["shape"]["dtype"]).type})
         indices = range(shape.tensor * shape.pipeline)
         movers = {index: NixlMover(f"prefill-{len(engines)}-{index}") for index in indices}
         engine = ShardedEngine(shape, order["heads"], BLOCKS, movers, truth=True)
         engines.append(engine)
         ranks = [
-            PrefillRank(movers[index], engine.ranks[index], index, lambda: True, checksum_rate=1.0)
+            PrefillRank(
+                movers[index],
+                engine.ranks[index],
+                index,
+                lambda: True,
+                checksum_rate=1.0,
+                open_transposer=engine.transposer(index),
+            )
             for index in indices
         ]
         say(ranks=[encode(own).hex() for own in engine.ranks])
         told = hear()
         own, target = (bytes.fromhex(told[name]) for name in ("own", "target"))
-        say(ended=write(ranks, own, told["engine_id"], target))
+        say(ended=write(ranks, own, told["engine_id"], target, (shape.tokens, told["tokens"])))
 
 
 if __name__ == "__main__":

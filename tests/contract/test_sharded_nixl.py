@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -25,12 +26,13 @@ from dynamo_lite.engine.remote_prefill.messages import DecodeStep
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.nixl import NixlMover
-from tests.contract.shard_peer import BLOCKS, LOCAL, REMOTE
-from tests.shards import BLOCK_TOKENS, Shape, ShardedEngine, expected
+from tests.contract.shard_peer import BLOCKS, LOCAL, reached
+from tests.shards import Shape, ShardedEngine, expected_of_tokens
 
 WAIT_S = 60.0
 ROOT = Path(__file__).parents[2]
 NUMBERS = itertools.count()
+ORDERS = {True: "heads", False: "tokens"}
 
 
 class Peer:
@@ -57,10 +59,10 @@ class Peer:
 
     def engine(self, shape: Shape, heads: int) -> bytes:
         """Makes one. Returns its metadata."""
-        self.tell(tensor=shape.tensor, pipeline=shape.pipeline, heads=heads)
+        self.tell(shape={**asdict(shape), "dtype": np.dtype(shape.dtype).name}, heads=heads)
         said = self.said.get(timeout=WAIT_S)["ranks"]
         ranks = [msgspec.msgpack.decode(bytes.fromhex(r), type=RankMetadata) for r in said]
-        return metadata("prefill", ranks)
+        return metadata("prefill", ranks, shape)
 
     def end(self) -> None:
         with self._process:
@@ -81,13 +83,13 @@ def peer() -> Iterator[Peer]:
     peer.end()
 
 
-def metadata(engine_id: str, ranks: list[RankMetadata]) -> bytes:
+def metadata(engine_id: str, ranks: list[RankMetadata], shape: Shape) -> bytes:
     return encode(
         EngineMetadata(
             engine_id=engine_id,
             lease_id=1,
             fingerprint={},
-            block_size_tokens=BLOCK_TOKENS,
+            block_size_tokens=shape.tokens,
             num_blocks=BLOCKS,
             ranks=tuple(ranks),
         )
@@ -105,6 +107,27 @@ def decode_engine(engine_id: str, shape: Shape, heads: int) -> Iterator[ShardedE
             mover.close()
 
 
+def staged_pairs() -> Iterator:
+    """Blocks that differ: sizes and orders for two sizes of values, over one rank and two."""
+    sizes, orders = [(32, 64), (64, 32), (32, 32)], itertools.product([True, False], repeat=2)
+    for (here, there), (ours, theirs) in itertools.product(sizes, list(orders)):
+        if here == there and ours == theirs:
+            continue
+        for dtype, name in ((np.uint8, "fp8"), (np.uint16, "bf16")):
+            one = Shape(tokens=here, heads_first=ours, dtype=dtype)
+            other = Shape(tokens=there, heads_first=theirs, dtype=dtype)
+            words = [
+                f"{n} {'heads' if h else 'tokens'}" for n, h in ((here, ours), (there, theirs))
+            ]
+            yield pytest.param(one, other, 4, id=f"{name}: {' to '.join(words)}")
+    ours, theirs = Shape(tokens=32), Shape(tokens=64, heads_first=False)
+    yield pytest.param(ours, replace(theirs, tensor=2), 4, id="TP 1 to 2, tokens, 32 to 64")
+    yield pytest.param(replace(theirs, tensor=2), ours, 4, id="TP 2 to 1, heads, 64 to 32")
+    yield pytest.param(ours, replace(theirs, pipeline=2), 4, id="PP 1 to 2, tokens, 32 to 64")
+    yield pytest.param(replace(theirs, pipeline=2), ours, 4, id="PP 2 to 1, heads, 64 to 32")
+    yield pytest.param(theirs, replace(theirs, tensor=2), 4, id="a slice of blocks of tokens")
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "heads"),
     [
@@ -113,19 +136,23 @@ def decode_engine(engine_id: str, shape: Shape, heads: int) -> Iterator[ShardedE
         pytest.param(Shape(pipeline=2), Shape(), 4, id="PP 2 to 1"),
         pytest.param(Shape(), Shape(pipeline=2), 4, id="PP 1 to 2"),
         pytest.param(Shape(tensor=2), Shape(tensor=2, pipeline=2), 1, id="one head on all"),
+        *staged_pairs(),
     ],
 )
 def test_every_byte_lands_in_its_place(peer, prefill, decode, heads):
     engine_id = f"decode-{next(NUMBERS)}"
+    remote = reached(prefill.tokens, decode.tokens)
+    tokens = [block * prefill.tokens + token for block in LOCAL for token in range(prefill.tokens)]
     own = peer.engine(prefill, heads)
     with decode_engine(engine_id, decode, heads) as target:
         ranks = [
             DecodeRank(mover, own) for mover, own in zip(target.movers, target.ranks, strict=True)
         ]
         for rank in ranks:
-            rank.step(DecodeStep(expect={"a1": "r1"}, blocks={"a1": tuple(REMOTE)}))
-        described = metadata(engine_id, target.ranks)
-        peer.tell(engine_id=engine_id, own=own.hex(), target=described.hex())
+            rank.step(DecodeStep(expect={"a1": "r1"}, blocks={"a1": tuple(remote)}))
+        described = metadata(engine_id, target.ranks, decode)
+        told = {"own": own.hex(), "target": described.hex(), "tokens": decode.tokens}
+        peer.tell(engine_id=engine_id, **told)
 
         received: set[int] = set()
         ended: list | None = None
@@ -144,4 +171,5 @@ def test_every_byte_lands_in_its_place(peer, prefill, decode, heads):
 
         assert ended == [[["p-a1"], {}]] * (prefill.tensor * prefill.pipeline)
         for shard in [shard for rank in target.shards for shard in rank]:
-            np.testing.assert_array_equal(shard.blocks, expected(shard, LOCAL, REMOTE))
+            wanted = expected_of_tokens(shard, tokens[: len(remote) * decode.tokens], remote)
+            np.testing.assert_array_equal(shard.blocks, wanted)

@@ -1,7 +1,9 @@
 """Who may write into whom, before anything is computed."""
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dynamo_lite.engine.vllm.fingerprint import check_peer
@@ -15,6 +17,7 @@ SAME = {"model": "tiny", "block_size": "32", "kv_layout": "heads of [32, 64]/[64
 
 
 def engine(name: str, shape: Shape = ONE, **changed: str) -> EngineMetadata:
+    """changed: of its fingerprint."""
     fabric = MemoryFabric()
     ranks = range(shape.tensor * shape.pipeline)
     movers = {rank: MemoryMover(fabric, f"{name}{rank}") for rank in ranks}
@@ -22,7 +25,7 @@ def engine(name: str, shape: Shape = ONE, **changed: str) -> EngineMetadata:
         engine_id=name,
         lease_id=1,
         fingerprint={**SAME, **changed},
-        block_size_tokens=32,
+        block_size_tokens=shape.tokens,
         num_blocks=4,
         ranks=tuple(ShardedEngine(shape, 4, 4, movers, truth=False).ranks),
     )
@@ -30,21 +33,60 @@ def engine(name: str, shape: Shape = ONE, **changed: str) -> EngineMetadata:
 
 @pytest.mark.parametrize("shape", [Shape(tensor=2), Shape(tensor=4), Shape(pipeline=2)])
 def test_engines_may_differ_in_how_they_are_spread(shape):
-    check_peer(engine("p", shape), engine("d"))
-    check_peer(engine("p"), engine("d", shape))
+    assert check_peer(engine("p", shape), engine("d"))
+    assert check_peer(engine("p"), engine("d", shape))
 
 
-@pytest.mark.parametrize(
-    ("name", "theirs"),
-    [("model", "other"), ("block_size", "64"), ("kv_layout", "[32, 4 heads, 64]/[256, 64, 1]")],
-)
-def test_a_difference_is_named_with_both_values(name, theirs):
-    words = f"{name}: {SAME[name]!r} here, {theirs!r} there"
-    with pytest.raises(IncompatiblePeer, match=re.escape(words)):
-        check_peer(engine("p"), engine("d", **{name: theirs}))
+@pytest.mark.parametrize("opaque", [True, False])
+def test_a_difference_is_named_with_both_values(opaque):
+    shape = Shape(opaque=opaque)
+    with pytest.raises(IncompatiblePeer, match="model: 'tiny' here, 'other' there"):
+        check_peer(engine("p", shape), engine("d", shape, model="other"))
+
+
+DIFFERENT = [
+    pytest.param(Shape(tokens=64), {"block_size": "64"}, id="block size"),
+    pytest.param(Shape(heads_first=False), {"kv_layout": "[32, 4 heads, 64]"}, id="layout"),
+    pytest.param(
+        Shape(tensor=2, pipeline=2, tokens=64, heads_first=False),
+        {"block_size": "64", "kv_layout": "[64, 2 heads, 64]", "attention": "other"},
+        id="all",
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "changed"), DIFFERENT)
+def test_blocks_may_differ_where_both_sides_know_their_order(shape, changed):
+    assert not check_peer(engine("p"), engine("d", shape, **changed))
+
+
+@pytest.mark.parametrize(("shape", "changed"), DIFFERENT)
+@pytest.mark.parametrize("unknown", ["here", "there"])
+def test_blocks_that_differ_in_an_unknown_order_are_refused(shape, changed, unknown):
+    theirs = replace(shape, opaque=unknown == "there")
+    name, value = next(iter(changed.items()))
+    words = re.escape(f"{name}: {SAME[name]!r} here, {value!r} there")
+    with pytest.raises(IncompatiblePeer, match=f"{words}.*layer 0.*is not known on both sides"):
+        check_peer(engine("p", Shape(opaque=unknown == "here")), engine("d", theirs, **changed))
+
+
+def test_blocks_that_differ_and_cannot_be_laid_out_are_refused_with_all_differences():
+    """Half of the heads of each token: no run of bytes that a writer of its own can bring."""
+    theirs = Shape(tokens=64, heads_first=False)
+    with pytest.raises(IncompatiblePeer, match=r"block_size: '32' here, '64' there; .*be cut"):
+        check_peer(engine("p", Shape(tensor=2)), engine("d", theirs, block_size="64"))
+
+
+def test_values_of_another_size_are_refused():
+    changed = {"kv_cache_dtype": "fp8"}
+    with pytest.raises(IncompatiblePeer, match="kv_cache_dtype: None here, 'fp8' there"):
+        check_peer(engine("p"), engine("d", Shape(dtype=np.uint8), **changed))
 
 
 def test_ranks_that_do_not_fit_are_refused_with_what_each_side_has():
-    mine, theirs = Shape(heads_first=False), Shape(tensor=2, heads_first=False)
+    mine, theirs = (
+        Shape(heads_first=False, opaque=True),
+        Shape(tensor=2, heads_first=False, opaque=True),
+    )
     with pytest.raises(IncompatiblePeer, match=r"its rank 0 \(.*cannot be cut.*here \(rank 0"):
         check_peer(engine("p", mine), engine("d", theirs))

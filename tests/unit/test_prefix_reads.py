@@ -203,6 +203,7 @@ class Half:
             "attempt": name,
             "engine_id": "e1",
             "num_computed_tokens": prefix * BLOCK,
+            "block_size": BLOCK,
             "block_ids": list(range(60, 60 - prefix + -(-tokens // BLOCK))),
             "prefix_block_ids": list(range(50, 50 + prefix)),
             "target": b"e1's",
@@ -283,3 +284,47 @@ def test_a_job_that_is_stopped_after_its_read_ends_with_its_writes():
     assert half.step().ended == [("a1", "a1", False)]
     half.half.worker_output(RankResults(sent={"a1"}), None)
     assert half.told() == [["a1", "abandoned", ""]]
+
+
+def other_sizes(half: Half, size: int, tokens: int, prefix: int) -> Any:
+    """A job of a decode engine with blocks of `size` tokens, `prefix` of which it has."""
+    job = half.job(tokens=tokens, prefix=0)
+    blocks = list(range(60, 60 - prefix + -(-tokens // size)))
+    job.kv_transfer_params |= {
+        "num_computed_tokens": prefix * size,
+        "block_size": size,
+        "block_ids": blocks,
+    }
+    assert half.admit(job) == 0
+    return job
+
+
+def written(step: PrefillStep) -> list[tuple]:
+    return [(w.local_ids, w.skip_tokens, w.remote_ids, w.first, w.last) for w in step.writes]
+
+
+def test_larger_blocks_are_written_when_all_their_tokens_are_computed():
+    half = Half()
+    job = other_sizes(half, size=8, tokens=26, prefix=1)
+    assert written(half.step(a1=12)) == []
+    job.num_computed_tokens = 12
+    assert written(half.step(a1=5)) == [([2, 3], 0, [60], 0, False)]
+    job.num_computed_tokens = 17
+    assert written(half.step(a1=9)) == [([4, 5, 6], 0, [61, 62], 1, True)]
+
+
+def test_smaller_blocks_begin_inside_of_ours():
+    half = Half()
+    job = other_sizes(half, size=2, tokens=9, prefix=1)
+    assert written(half.step(a1=5)) == [([0], 2, [60], 0, False)]
+    job.num_computed_tokens = 5
+    assert written(half.step(a1=4)) == [([1, 2], 0, [61, 62, 63], 1, True)]
+
+
+def test_blocks_of_an_odd_ratio_begin_inside_of_ours():
+    half = Half()
+    job = other_sizes(half, size=6, tokens=20, prefix=1)
+    assert written(half.step(a1=13)) == [([1, 2], 2, [60], 0, False)]
+    half.half.build_step({}, ["a1"])
+    job.num_computed_tokens = 0
+    assert written(half.step(a1=20)) == [([1, 2, 3, 4], 2, [60, 61, 62], 0, True)]

@@ -55,6 +55,7 @@ from dynamo_lite.protocol.records import (
     EndpointTransport,
     EngineMetadata,
     EngineRecord,
+    KvArray,
     KvRegion,
     RankMetadata,
 )
@@ -79,6 +80,18 @@ ENGINE = EngineMetadata(
                     base=1 << 46,
                     stride_bytes=8192,
                     block_bytes=4096,
+                    tokens=32,
+                    arrays=(
+                        KvArray(
+                            offset=0,
+                            head_stride=4096,
+                            group_stride=128,
+                            item_stride=0,
+                            group_tokens=1,
+                            items=1,
+                            item_bytes=128,
+                        ),
+                    ),
                 ),
             ),
         ),
@@ -322,9 +335,12 @@ GOLDEN = [
         b"\xa8lease_id\xcfiM\x96}\xa6\x94\xea\x1a\xabfingerprint\x81\xa5dtype\xa4bf16"
         b"\xb1block_size_tokens \xaanum_blocks@\xa5ranks\x91\x84"
         b"\xa5agent\xc4\x06nixl\x00\xff\xa6memory\xa4DRAM\xa6device\x00"
-        b"\xa7regions\x91\x87\xa5layer\xaemodel.layers.0\xa5plane\x00"
+        b"\xa7regions\x91\x89\xa5layer\xaemodel.layers.0\xa5plane\x00"
         b"\xa4base\xcf\x00\x00@\x00\x00\x00\x00\x00\xacstride_bytes\xcd \x00"
         b"\xabblock_bytes\xcd\x10\x00\xaafirst_head\x00\xaahead_bytes\x00"
+        b"\xa6tokens \xa6arrays\x91\x87\xa6offset\x00\xabhead_stride\xcd\x10\x00"
+        b"\xacgroup_stride\xcc\x80\xabitem_stride\x00\xacgroup_tokens\x01\xa5items\x01"
+        b"\xaaitem_bytes\xcc\x80"
         b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
         b"\xabquarantined\x00\xaaqueue_jobs\xc0"
         b"\xaflast_step_age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
@@ -338,7 +354,9 @@ RECORDS = [
         b'{"engine_id":"e1","lease_id":7587886413599009306,"fingerprint":{"dtype":"bf16"},'
         b'"block_size_tokens":32,"num_blocks":64,"ranks":[{"agent":"bml4bAD/","memory":"DRAM",'
         b'"device":0,"regions":[{"layer":"model.layers.0","plane":0,"base":70368744177664,'
-        b'"stride_bytes":8192,"block_bytes":4096,"first_head":0,"head_bytes":0}]}]}',
+        b'"stride_bytes":8192,"block_bytes":4096,"first_head":0,"head_bytes":0,'
+        b'"tokens":32,"arrays":[{"offset":0,"head_stride":4096,"group_stride":128,'
+        b'"item_stride":0,"group_tokens":1,"items":1,"item_bytes":128}]}]}]}',
     ),
     (
         EndpointRecord(

@@ -1,5 +1,7 @@
 """Prefill and decode engines of several ranks each: who writes, who waits for whom."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -220,7 +222,7 @@ def test_a_share_that_nobody_brought_is_missed(caplog):
     prefill.ranks[1] = PrefillRank(
         prefill.movers[0], prefill.own[0], 0, lambda: True, checksum_rate=1.0
     )
-    prefill.ranks[1]._rank = 7
+    prefill.ranks[1]._notices = replace(prefill.ranks[1]._notices, rank=7)
     prefill.ranks[1]._peers._rank = 0
     prefill.write(decode.metadata())
     assert decode.settle() == [(set(), {"r-a1"})]
@@ -255,8 +257,8 @@ def test_an_engine_that_left_is_forgotten_with_all_its_ranks():
 
 def test_what_cannot_be_mapped_is_refused_before_any_write():
     fabric = MemoryFabric()
-    prefill = Prefill(fabric, Shape(heads_first=False))
-    decode = Decode(fabric, Shape(tensor=2, heads_first=False))
+    prefill = Prefill(fabric, Shape(heads_first=False, opaque=True))
+    decode = Decode(fabric, Shape(tensor=2, heads_first=False, opaque=True))
     prefill.write(decode.metadata())
     _, failures = prefill.ended()
     assert "peer not usable" in failures["a1"] and "cannot be cut" in failures["a1"]

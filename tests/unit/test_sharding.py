@@ -80,11 +80,11 @@ def test_writer_and_reader_name_the_same_bytes(prefill, decode, heads):
 
 
 @pytest.mark.parametrize("size", SIZES[1:], ids=str)
-def test_blocks_with_tokens_outermost_move_only_between_equal_ranks(size):
+def test_tokens_outermost_in_an_unknown_order_move_only_between_equal_ranks(size):
     """One engine's tensor parallelism is `size`'s, heads can only be cut where they are."""
     fabric = MemoryFabric()
-    one = engine(fabric, "p", Shape(heads_first=False), 4, truth=True)
-    other = engine(fabric, "d", Shape(*size, heads_first=False), 4, truth=False)
+    one = engine(fabric, "p", Shape(heads_first=False, opaque=True), 4, truth=True)
+    other = engine(fabric, "d", Shape(*size, heads_first=False, opaque=True), 4, truth=False)
     if size[0] == 1:
         assert len(join("d", one.ranks, other.ranks)) == size[1]
     else:

@@ -25,9 +25,10 @@ class DecodeStep:
 class BlockWrite:
     """Blocks of one attempt that are complete after this step.
 
-    local_ids[i] goes to remote_ids[i] of the target engine; local_ids[0] is the
-    attempt's block number `first`. last: nothing
-    follows; the write carries the commit. num_blocks: of the whole attempt.
+    local_ids[i] goes to remote_ids[i] of the target engine, if both engines' blocks
+    have the same size. Else the tokens of local_ids, without the first `skip_tokens`, fill
+    remote_ids one after the other. remote_ids[0] is the attempt's block number `first`.
+    last: nothing follows; the write carries the commit. num_blocks: of the whole attempt.
     scheduled: when the attempt's first step was, on this host's monotonic clock.
     """
 
@@ -40,6 +41,7 @@ class BlockWrite:
     num_blocks: int
     scheduled: float
     first: int = 0
+    skip_tokens: int = 0
 
 
 @dataclass

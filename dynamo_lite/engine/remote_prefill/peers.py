@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.engine.remote_prefill.staging import Staging
+from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Part
-from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.parts import parts_of
 from dynamo_lite.transfer.sharding import Lane, join, writers
+from dynamo_lite.transfer.transpose import Layout
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class PeerRank:
     """A rank that some of this rank's heads and layers belong to.
 
     name: the mover's. writers: how many prefill ranks write into it. parts: what
-    this one brings of its blocks. blocks: where they lie.
+    this one brings of its blocks. blocks: where they lie. slot_regions: of a slot at 0,
+    where its blocks are put together; empty where they need not be.
     """
 
     name: str
@@ -28,6 +31,7 @@ class PeerRank:
     blocks: BlockMap
     parts: list[Part]
     writers: int
+    slot_regions: list[KvRegion]
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,13 @@ class Source:
 
 
 class Peers:
-    """own: this rank's memory; rank: its index in its engine."""
+    """own: this rank's memory; rank: its index in its engine; staging: for those whose
+    blocks differ."""
 
-    def __init__(self, mover: Mover, own: RankMetadata, rank: int):
-        self._mover, self._own, self._rank = mover, own, rank
+    def __init__(self, mover: Mover, own: RankMetadata, rank: int, staging: Staging):
+        self._mover, self._own, self._rank, self._staging = mover, own, rank, staging
         self._met: dict[str, list[PeerRank]] = {}
+        self._layouts: dict[str, Layout] = {}
         self._known: dict[str, list[str]] = {}
         self._engines: dict[str, tuple[Sequence[RankMetadata], Sequence[RankMetadata]]] = {}
         self._sources: dict[str, list[Source]] = {}
@@ -59,6 +65,10 @@ class Peers:
             raise TransferError(engine_id, "another write into it has failed")
         return found
 
+    def layout(self, engine_id: str) -> Layout | None:
+        """How blocks for it are put together; None where it takes them as they are."""
+        return self._layouts.get(engine_id)
+
     def sources(self, engine_id: str) -> list[Source]:
         """Whom to read from, so that all of this rank's KV comes. Raises TransferError,
         IncompatiblePeer."""
@@ -69,11 +79,16 @@ class Peers:
             raise TransferError(engine_id, "it could not be met")
         own, remote = self._engines[engine_id]
         lanes = join(engine_id, remote, own)
+        if any(lane.staged for mine in lanes.values() for lane in mine):
+            raise IncompatiblePeer(engine_id, "blocks that differ are written, not read")
         found = [
             Source(
                 self._add(engine_id, index, rank),
                 rank.memory,
-                _block_map(mine, (rank.device, self._own.device)),
+                BlockMap(
+                    [(lane.local, lane.remote) for lane in mine],
+                    (rank.device, self._own.device),
+                ),
             )
             for index, rank in enumerate(remote)
             if (mine := lanes.get((index, self._rank))) is not None
@@ -93,24 +108,34 @@ class Peers:
         if engine:
             own = msgspec.msgpack.decode(engine, type=EngineMetadata).ranks
         lanes = join(engine_id, own, remote)
+        mine = {index: lanes[self._rank, index] for rank, index in lanes if rank == self._rank}
+        every = [lane for found in mine.values() for lane in found]
+        layout = self._staging.layout(engine_id, every) if every and every[0].staged else None
         met: list[PeerRank] = []
-        for index, rank in enumerate(remote):
-            mine = lanes.get((self._rank, index))
-            if mine is None:
-                continue
-            name = self._add(engine_id, index, rank)
+        for index, found in mine.items():
+            rank = remote[index]
+            devices, slot = (self._own.device, rank.device), []
+            if layout is not None:
+                begin = sum(len(peer.lanes) for peer in met)
+                slot = layout.regions[begin : begin + len(found)]
+            pairs = [(lane.local, lane.remote) for lane in found]
+            if slot:
+                pairs = [(at, lane.remote) for at, lane in zip(slot, found, strict=True)]
             met.append(
                 PeerRank(
-                    name=name,
+                    name=self._add(engine_id, index, rank),
                     memory=rank.memory,
-                    lanes=mine,
-                    blocks=_block_map(mine, (self._own.device, rank.device)),
-                    parts=parts_of(mine),
+                    lanes=found,
+                    blocks=BlockMap(pairs, devices),
+                    parts=parts_of(found),
                     writers=writers(lanes, index),
+                    slot_regions=slot,
                 )
             )
         self._met[engine_id] = met
         self._engines[engine_id] = own, remote
+        if layout is not None:
+            self._layouts[engine_id] = layout
 
     def _add(self, engine_id: str, index: int, rank: RankMetadata) -> str:
         name = f"{engine_id}/{index}"
@@ -135,9 +160,6 @@ class Peers:
 
     def _unmeet(self, engine_id: str) -> None:
         self._met.pop(engine_id, None)
+        self._layouts.pop(engine_id, None)
         self._engines.pop(engine_id, None)
         self._sources.pop(engine_id, None)
-
-
-def _block_map(lanes: Sequence[Lane], devices: tuple[int, int]) -> BlockMap:
-    return BlockMap([(lane.local, lane.remote) for lane in lanes], devices)

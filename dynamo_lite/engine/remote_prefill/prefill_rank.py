@@ -4,15 +4,15 @@ Writes of an attempt go out as their blocks complete, into every rank of the dec
 engine that needs some of them, each with a notice of what it brings. The last one
 into each rank commits; since no order holds between writes, it starts only when all earlier ones
 have ended. Nothing is written, and no write is moved on, unless this process's lease
-is certainly alive. Prefixes are read by `prefix_reads.py`.
+is certainly alive. Blocks for peers whose own differ are put together in `staging.py`
+first. Prefixes are read by `prefix_reads.py`.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED, SECONDS, Counts
 from dynamo_lite.engine.remote_prefill.messages import (
@@ -22,15 +22,16 @@ from dynamo_lite.engine.remote_prefill.messages import (
     RankResults,
     WorkerReport,
 )
+from dynamo_lite.engine.remote_prefill.outgoing import Attempt, Flight, Ready
 from dynamo_lite.engine.remote_prefill.peers import PeerRank, Peers
 from dynamo_lite.engine.remote_prefill.prefix_reads import PrefixReads
-from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.engine.remote_prefill.staging import OpenTransposer, Staging, split
+from dynamo_lite.engine.remote_prefill.write_notices import WriteNotices
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.prefill import Committed, Landed
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.transfer.base import Mover, Transfer
-from dynamo_lite.transfer.digest import ReadMemory, checksum, read_dram, sample
+from dynamo_lite.transfer.digest import ReadMemory, read_dram
 
 logger = logging.getLogger(__name__)
 
@@ -40,33 +41,13 @@ _PREEMPTION_DRAIN_S = 30.0
 #: How long a step may be held up for a commit to leave.
 _SEE_OFF_S = 0.002
 
-#: Says whether the step that filled the blocks has really ended (GPU work is queued).
-Ready = Callable[[], bool]
-
-
-@dataclass
-class _Flight:
-    """A write under way. last: no write of the attempt was started after it."""
-
-    write: Transfer
-    started: float
-    last: bool
-
-
-@dataclass
-class _Attempt:
-    target: str
-    queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
-    flying: list[_Flight] = field(default_factory=list)
-    local_ids: dict[int, int] = field(default_factory=dict)  # by position in the attempt
-    failure: str | None = None
-
 
 class PrefillRank:
     """own: this rank's memory; rank: its index; alive: the lease's fence.
 
     checksum_rate: share of an attempt's blocks whose contents its commit vouches
-    for; read: reads them from this rank's memory.
+    for; read: reads them from this rank's memory. open_transposer: where blocks are put
+    together for peers whose own differ; None refuses these.
     """
 
     def __init__(
@@ -79,15 +60,17 @@ class PrefillRank:
         *,
         checksum_rate: float = 0.0,
         read: ReadMemory = read_dram,
+        open_transposer: OpenTransposer | None = None,
     ):
-        self._checksum_rate, self._read = checksum_rate, read
         self._now = clock.monotonic
         self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
         self.stats = Counts()
         self.on_gpu = own.memory == "VRAM"
-        self._peers = Peers(mover, own, rank)
+        self._staging = Staging(mover, own, open_transposer)
+        self._notices = WriteNotices(rank, checksum_rate, read, self._staging)
+        self._peers = Peers(mover, own, rank, self._staging)
         self._left: set[str] = set()
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._ended: dict[str, str] = {}
         self._failures: dict[str, str] = {}
         self._reads = PrefixReads(mover, own, self._peers, lambda: self._alive(), self.stats)
@@ -99,30 +82,33 @@ class PrefillRank:
             self._meet(read.target_engine, step)
             self._start_read(read)
         for write in step.writes:
-            attempt = self._attempts.setdefault(write.attempt, _Attempt(write.target_engine))
+            attempt = self._attempts.setdefault(write.attempt, Attempt(write.target_engine))
             if attempt.failure is None:
                 attempt.failure = self._meet(write.target_engine, step)
-            attempt.queue.append((write, ready))
+            layout = self._peers.layout(write.target_engine)
+            parts = [write] if layout is None else split(write, layout)
+            attempt.queue += [(part, ready) for part in parts]
             attempt.local_ids.update(enumerate(write.local_ids, write.first))
         for attempt_id, request_id, complete in step.ended:
             self._ended[attempt_id] = request_id
             if not complete and (attempt := self._attempts.get(attempt_id)) is not None:
-                attempt.queue.clear()
+                self._clear(attempt)
         self._pump()
 
     def drain_preempted(self, step: PrefillStep) -> None:
         """Blocks of these attempts are about to be overwritten: no write may read them.
 
-        Waits for what is under way: a commit whose data was overwritten must not
-        arrive. A dead peer's write ends in an error by itself.
+        Waits for what is under way, unless it reads from a slot: a commit whose data was
+        overwritten must not arrive. A dead peer's write ends in an error by itself.
         """
         deadline = self._now() + _PREEMPTION_DRAIN_S
         for attempt in [self._attempts[a] for a in step.preempted if a in self._attempts]:
             if any(write.last for write, _ in attempt.queue):
                 # The engine takes the job for complete, and will not ask again.
                 attempt.failure = "preempted before its last write"
-            attempt.queue.clear()
-            while attempt.flying:
+            self._clear(attempt)
+            attempt.again = True
+            while any(flight.slot is None for flight in attempt.flying):
                 if self._now() > deadline:
                     # Better no engine than one that sends another request's KV.
                     raise TransferError(attempt.target, "a write of a preempted job does not end")
@@ -194,34 +180,62 @@ class PrefillRank:
                 pass
             self._poll(attempt)
 
-    def _start_next(self, attempt: _Attempt) -> bool:
+    def _start_next(self, attempt: Attempt) -> bool:
         """Starts the attempt's next write if it may start now."""
         write, ready = attempt.queue[0]
-        if attempt.failure is None and (not ready() or (write.last and attempt.flying)):
+        alone = write.last or attempt.again
+        if attempt.failure is None and (not ready() or (alone and attempt.flying)):
             return False
-        attempt.queue.popleft()
-        if attempt.failure is not None:
+        try:
+            if attempt.failure is None and not self._staged(attempt, write):
+                return False
+            attempt.queue.popleft()
+            attempt.again = False
+            if attempt.failure is None:
+                self._start(attempt, write)
+        except (TransferError, ValueError, LookupError) as exc:
+            self._fail(attempt, exc)
+        self._let_go(attempt)
+        return True
+
+    def _staged(self, attempt: Attempt, write: BlockWrite) -> bool:
+        """Whether the write's bytes are where it reads them; if not, sees to it."""
+        layout = self._peers.layout(write.target_engine)
+        if layout is None:
             return True
+        if attempt.slot is None:
+            attempt.slot = self._staging.fill(layout, write)
+        return attempt.slot is not None and attempt.slot.filled()
+
+    def _start(self, attempt: Attempt, write: BlockWrite) -> None:
         started = self._now()
         # One rank speaks for all, and the first one shares its host with the scheduler.
         if write.last and self._rank == 0:
             self.stats.add_stage("compute", started - write.scheduled)
-        try:
-            peers = self._peers.of(write.target_engine)
-            for peer in peers:
-                if not self._alive():
-                    attempt.failure = "this worker's lease is not certain: nothing is written"
-                    self.stats.add(FENCED)
-                    break
-                last = write.last and peer is peers[-1]
-                attempt.flying.append(_Flight(self._write(write, peer), started, last))
-            if write.last:
-                self._see_off(attempt)
-        except (TransferError, ValueError, LookupError) as exc:
-            self._fail(attempt, exc)
-        return True
+        peers = self._peers.of(write.target_engine)
+        for peer in peers:
+            if not self._alive():
+                attempt.failure = "this worker's lease is not certain: nothing is written"
+                self.stats.add(FENCED)
+                break
+            last = write.last and peer is peers[-1]
+            flight = Flight(self._write(write, peer), started, last, attempt.slot)
+            attempt.flying.append(flight)
+            if flight.slot is not None:
+                flight.slot.users += 1
+        if write.last:
+            self._see_off(attempt)
 
-    def _see_off(self, attempt: _Attempt) -> None:
+    def _clear(self, attempt: Attempt) -> None:
+        """Nothing that waits is written any more."""
+        attempt.queue.clear()
+        self._let_go(attempt)
+
+    def _let_go(self, attempt: Attempt) -> None:
+        self._staging.let_go(attempt.slot)
+        attempt.slot = None
+
+    def _see_off(self, attempt: Attempt) -> None:
         """Polls a last write for a moment: its notice leaves only when we see it done.
 
         The engine's next step may be a millisecond away, and the peer's client waits.
@@ -230,29 +244,16 @@ class PrefillRank:
         while attempt.flying and self._now() < until:
             self._poll(attempt)
 
-    def _notice(self, write: BlockWrite, peer: PeerRank) -> bytes:
-        """What a write says in a rank when it is there; the last one, that all is.
-
-        Its attempt's blocks are all still held here.
-        """
-        local_ids = self._attempts[write.attempt].local_ids
-        sampled = sample(write.attempt, write.num_blocks, self._checksum_rate)
-        first, count = (0, write.num_blocks) if write.last else (write.first, len(write.local_ids))
-        sampled = [position for position in sampled if first <= position < first + count]
-        blocks = [local_ids[position] for position in sampled]
-        share = {
-            "attempt": write.attempt,
-            "rank": self._rank,
-            "num_blocks": count,
-            "sampled": sampled,
-            "checksum": checksum([lane.local for lane in peer.lanes], blocks, self._read),
-            "writers": peer.writers,
-            "parts": peer.parts,
-        }
-        return encode_sealed(Committed(**share) if write.last else Landed(first=first, **share))
-
     def _write(self, write: BlockWrite, peer: PeerRank) -> Transfer:
-        local_side, remote_side = peer.blocks.descriptors(write.local_ids, write.remote_ids)
+        attempt = self._attempts[write.attempt]
+        if attempt.slot is None:
+            local_side, remote_side = peer.blocks.descriptors(write.local_ids, write.remote_ids)
+            notice = self._notices.direct(write, peer, attempt.local_ids)
+        else:
+            positions = range(len(write.remote_ids))
+            local_side, remote_side = peer.blocks.descriptors(positions, write.remote_ids)
+            local_side[:, 0] += np.uint64(attempt.slot.address)
+            notice = self._notices.staged(write, peer, attempt.slot, attempt.vouched)
         self.stats.add(BYTES, int(local_side[:, 1].sum()))
         self.stats.add(DESCRIPTORS, len(local_side))
         return self._mover.write(
@@ -260,14 +261,14 @@ class PrefillRank:
             local_side,
             remote_side,
             memory=(self._own.memory, peer.memory),
-            notice=self._notice(write, peer),
+            notice=notice,
         )
 
-    def _poll(self, attempt: _Attempt) -> None:
+    def _poll(self, attempt: Attempt) -> None:
         if not self._alive():
             # Polling moves the data on, in some transports.
             return
-        still: list[_Flight] = []
+        still: list[Flight] = []
         for flight in attempt.flying:
             try:
                 if not flight.write.done():
@@ -279,11 +280,12 @@ class PrefillRank:
                     self.stats.add_stage("write", seconds)
             except TransferError as exc:
                 self._fail(attempt, exc)
+            self._staging.let_go(flight.slot)
         attempt.flying = still
 
-    def _fail(self, attempt: _Attempt, why: Exception) -> None:
+    def _fail(self, attempt: Attempt, why: Exception) -> None:
         """A failed peer is forgotten: it may be dead, and is met again at its next job."""
         attempt.failure = str(why)
-        attempt.queue.clear()
+        self._clear(attempt)
         if isinstance(why, TransferError):
             self._peers.failed(attempt.target, why.peer)

@@ -38,7 +38,9 @@ BlockIds = Callable[[str], Sequence[int]]
 class _Job:
     """One attempt in this engine.
 
-    first: prompt block that remote_ids[0] stands for. scheduled: monotonic time.
+    block_size: the target engine's, in tokens; blocks are counted in these. first: number
+    of the one that remote_ids[0] is; written: of the first that is not written. scheduled:
+    monotonic time.
     reading: whether its prefix is being read.
     """
 
@@ -46,6 +48,7 @@ class _Job:
     request: Prompt
     target_engine: str
     target: bytes
+    block_size: int
     remote_ids: list[int]
     first: int
     written: int
@@ -56,7 +59,7 @@ class _Job:
 
 
 class PrefillScheduler:
-    """block_size: in tokens."""
+    """block_size: in tokens, this engine's."""
 
     def __init__(
         self,
@@ -93,6 +96,7 @@ class PrefillScheduler:
         params = request.kv_transfer_params
         if not params or request.request_id in self._jobs:
             return 0, False
+        # Blocks that differ are written, not read: then none are offered.
         held = len(params["prefix_block_ids"]) * self._block_size
         verdict = read_or_compute(
             held_tokens=held,
@@ -119,12 +123,13 @@ class PrefillScheduler:
         if queued_at is not None:
             self.stats.add_stage("wait", now - queued_at)
         self._step.forget += params["forget"]
-        first = params["num_computed_tokens"] // self._block_size
+        first = params["num_computed_tokens"] // params["block_size"]
         job = self._jobs[request.request_id] = _Job(
             attempt=params["attempt"],
             request=request,
             target_engine=params["engine_id"],
             target=params["target"],
+            block_size=params["block_size"],
             remote_ids=params["block_ids"],
             first=first,
             written=first,
@@ -211,25 +216,28 @@ class PrefillScheduler:
             step.own = self._own_metadata()
 
     def _add_write(self, step: PrefillStep, job: _Job, done_tokens: int) -> None:
-        total = job.request.num_prompt_tokens
+        total, size = job.request.num_prompt_tokens, job.block_size
         last = done_tokens >= total
-        end = -(-total // self._block_size) if last else done_tokens // self._block_size
+        end = -(-total // size) if last else done_tokens // size
         if end <= job.written and not last:
             return
         assert self._block_ids is not None
         own = list(self._block_ids(job.request.request_id))
+        start, skip = divmod(job.written * size, self._block_size)
+        behind = -(-min(end * size, total) // self._block_size)
         self._announce(step, job)
         step.writes.append(
             BlockWrite(
                 attempt=job.attempt,
                 request_id=job.request.request_id,
                 target_engine=job.target_engine,
-                local_ids=own[job.written : end],
+                local_ids=own[start:behind],
                 remote_ids=job.remote_ids[job.written - job.first : end - job.first],
                 last=last,
                 num_blocks=len(job.remote_ids),
                 scheduled=job.scheduled,
                 first=job.written - job.first,
+                skip_tokens=skip,
             )
         )
         job.written, job.complete = end, last

@@ -111,6 +111,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
                 fence.open,
                 checksum_rate=self._link.role.kv_checksum_rate,
                 read=kv.read,
+                open_transposer=kv.open_transposer,
             )
         else:
             self._rank = DecodeRank(mover, kv.rank, kv.read)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -78,7 +79,8 @@ class VllmEngine:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
         self._left: list[str] = []
-        self._checked: dict[str, EngineMetadata] = {}
+        # Decode engines that fit, and whether their blocks are as ours.
+        self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
         self._ids = RequestIds()
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
@@ -164,9 +166,12 @@ class VllmEngine:
         for a target that it must not write to.
         """
         assert self.metadata is not None
-        if self._checked.get(target.engine_id) is not target:
-            check_peer(self.metadata, target)
-            self._checked[target.engine_id] = target
+        known = self._checked.get(target.engine_id)
+        if known is None or known[0] is not target:
+            known = self._checked[target.engine_id] = target, check_peer(self.metadata, target)
+        if not known[1]:
+            # Its blocks are laid out for it when they are written: they cannot be read as ours.
+            job = msgspec.structs.replace(job, prefix_block_ids=[])
         left, self._left = self._left, []
         request = requests.prefill(job, target, left, self.config.model_config)
         ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()

@@ -7,11 +7,14 @@ from pathlib import PurePath
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+from dynamo_lite.engine.vllm.block_arrays import cpu_isa
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.transfer.sharding import join
+
+#: What may differ where both engines' regions say where the bytes of each token are.
+_OF_BLOCKS = {"block_size", "kv_layout", "attention"}
 
 
 def fingerprint(config: VllmConfig, kv_layout: str) -> dict[str, str]:
@@ -47,27 +50,40 @@ def _attention(config: VllmConfig) -> str:
 
     On a CPU that is the instruction set; shapes and strides do not show it.
     """
-    model, cache = config.model_config, config.cache_config
     if current_platform.is_cpu():
-        return _get_attn_isa(
-            model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype
-        )
+        return cpu_isa(config, config.model_config.get_head_size())
     return str(config.attention_config.backend)
 
 
-def check_peer(own: EngineMetadata, peer: EngineMetadata) -> None:
-    """Raises IncompatiblePeer, naming every difference with both values.
+def check_peer(own: EngineMetadata, peer: EngineMetadata) -> bool:
+    """Whether blocks are the same on both sides, so that they can be read as well.
 
+    If not, they are laid out anew for the peer. Raises IncompatiblePeer, naming every
+    difference with both values.
     own: the prefill engine, peer: the decode engine that it would write into.
     """
-    differences = [
-        f"{name}: {mine!r} here, {theirs!r} there"
+    differences = {
+        name: f"{name}: {mine!r} here, {theirs!r} there"
         for name, mine, theirs in _pairs(own.fingerprint, peer.fingerprint)
         if mine != theirs
-    ]
-    if differences:
-        raise IncompatiblePeer(peer.engine_id, "; ".join(differences))
-    join(peer.engine_id, own.ranks, peer.ranks)
+    }
+    if differences.keys() - _OF_BLOCKS:
+        raise IncompatiblePeer(peer.engine_id, "; ".join(differences.values()))
+    regions = [region for engine in (own, peer) for rank in engine.ranks for region in rank.regions]
+    unknown = next((region.layer for region in regions if not region.arrays), None)
+    if differences and unknown is not None:
+        raise IncompatiblePeer(
+            peer.engine_id,
+            f"{'; '.join(differences.values())}; and where layer {unknown} has the bytes of each"
+            " token in a block is not known on both sides, so that they cannot be rearranged",
+        )
+    try:
+        lanes = join(peer.engine_id, own.ranks, peer.ranks)
+    except IncompatiblePeer as exc:
+        raise IncompatiblePeer(
+            peer.engine_id, "; ".join([*differences.values(), exc.detail])
+        ) from exc
+    return not any(lane.staged for mine in lanes.values() for lane in mine)
 
 
 def _pairs(

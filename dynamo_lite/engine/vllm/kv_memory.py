@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from vllm.config import VllmConfig
@@ -13,6 +14,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from dynamo_lite.engine.remote_prefill.staging import OpenTransposer
+from dynamo_lite.engine.vllm.block_arrays import block_arrays
+from dynamo_lite.engine.vllm.transposer import TorchTransposer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.digest import ReadMemory, read_dram
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
@@ -30,11 +34,13 @@ def rank_index(config: VllmConfig) -> int:
 
 @dataclass(frozen=True)
 class KvMemory:
-    """orders: of the bytes inside its layers' blocks; read: reads them by address."""
+    """orders: of the bytes inside its layers' blocks; read: reads them by address.
+    open_transposer: makes the staging memory beside them."""
 
     rank: RankMetadata
     orders: frozenset[str]
     read: ReadMemory
+    open_transposer: OpenTransposer
 
 
 def register(
@@ -45,13 +51,15 @@ def register(
 ) -> KvMemory:
     """Raises ValueError, naming the layer, for a layout that is not understood."""
     specs, rank_in_stage = _specs(kv_config), get_tensor_model_parallel_rank()
+    tokens = config.cache_config.block_size
     regions: list[KvRegion] = []
     orders: set[str] = set()
     for layer, tensor in kv_caches.items():
-        heads_dim, first = None, 0
+        heads_dim, first, arrays = None, 0, ()
         if tensor.dim() == _DIMENSIONS:
             heads_dim, heads = _HEADS_DIM, tensor.shape[_HEADS_DIM]
             first = first_head(layer, heads, specs.get(layer), config, rank_in_stage)
+            arrays = block_arrays(layer, tensor, config, tokens)
         regions += regions_of_tensor(
             layer,
             address=tensor.data_ptr(),
@@ -61,17 +69,25 @@ def register(
             num_blocks=kv_config.num_blocks,
             heads_dim=heads_dim,
             first_head=first,
+            tokens=tokens,
+            arrays=arrays,
         )
         orders.add(block_order(tensor.shape, tensor.stride(), kv_config.num_blocks, heads_dim))
     tensors = list(kv_caches.values())
     memory = "DRAM" if tensors[0].device.type == "cpu" else "VRAM"
     device = tensors[0].device.index or 0
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    mover.register(sorted(storages.items()), memory, device)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    spans = [(start, storage.nbytes()) for start, storage in storages.items()]
+    mover.register(sorted(spans), memory, device)
     rank = RankMetadata(
         agent=mover.metadata(), memory=memory, device=device, regions=tuple(regions)
     )
-    return KvMemory(rank, frozenset(orders), _reader(tensors))
+    return KvMemory(
+        rank,
+        frozenset(orders),
+        _reader(tensors),
+        partial(TorchTransposer, list(storages.values())),
+    )
 
 
 def step_ended(*, on_gpu: bool) -> Callable[[], bool]:

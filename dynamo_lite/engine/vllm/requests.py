@@ -125,6 +125,7 @@ def prefill(
         "attempt": job.attempt,
         "engine_id": job.engine_id,
         "num_computed_tokens": job.num_computed_tokens,
+        "block_size": target.block_size_tokens,
         "block_ids": job.block_ids,
         "prefix_block_ids": job.prefix_block_ids,
         "target": encode(target),

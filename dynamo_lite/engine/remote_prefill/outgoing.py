@@ -1,0 +1,41 @@
+"""An attempt as the rank that writes it holds it: what waits, and what is under way."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dynamo_lite.engine.remote_prefill.messages import BlockWrite
+from dynamo_lite.engine.remote_prefill.staging import Slot
+from dynamo_lite.transfer.base import Transfer
+
+#: Says whether the step that filled the blocks has really ended (GPU work is queued).
+Ready = Callable[[], bool]
+
+
+@dataclass
+class Flight:
+    """A write under way. last: no write of the attempt was started after it. slot: that
+    it reads from; None where it reads blocks."""
+
+    write: Transfer
+    started: float
+    last: bool
+    slot: Slot | None
+
+
+@dataclass
+class Attempt:
+    """target: the engine. local_ids: by position in the attempt, where blocks are equal.
+
+    slot: of the first write in the queue. vouched: see `WriteNotices.staged`. again: the
+    next write brings blocks of earlier ones anew, and must follow them.
+    """
+
+    target: str
+    queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
+    flying: list[Flight] = field(default_factory=list)
+    local_ids: dict[int, int] = field(default_factory=dict)
+    slot: Slot | None = None
+    vouched: dict[str, int] = field(default_factory=dict)
+    again: bool = False
+    failure: str | None = None

@@ -1,0 +1,169 @@
+"""KV laid out for blocks of another size or order: what goes where. Pure.
+
+A prefill rank puts the bytes of a decode rank's blocks together in a *slot* of its
+staging memory, lane behind lane and in each of them block behind block, and writes
+from there. All positions in a slot are made once per peer. What changes from write to
+write is where the tokens are: in *units*, the largest runs of tokens that no block
+boundary of either side cuts (the greatest common divisor of the two block sizes).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dynamo_lite.protocol.records import KvArray, KvRegion
+from dynamo_lite.transfer.sharding import Lane
+
+#: The widest words that copies are made of.
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array lies: an address (or a position in a slot) and strides, in bytes.
+
+    unit: from one unit of tokens to the next within a block.
+    """
+
+    start: int
+    block: int
+    unit: int
+    head: int
+    group: int
+    item: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """One array of one lane: `source` in this rank's KV, `target` in a slot.
+
+    Each unit has heads x groups x items of item_bytes.
+    """
+
+    source: Place
+    target: Place
+    heads: int
+    groups: int
+    items: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a peer's blocks are put together in a slot.
+
+    capacity: blocks of the peer per slot. regions: by lane, where these blocks lie in a
+    slot at 0. local_tokens, target_tokens: per block here and there. word_bytes: divides
+    every number in the moves.
+    """
+
+    capacity: int
+    regions: list[KvRegion]
+    moves: list[Move]
+    local_tokens: int
+    target_tokens: int
+    word_bytes: int
+
+    @property
+    def unit_tokens(self) -> int:
+        return math.gcd(self.local_tokens, self.target_tokens)
+
+    @property
+    def target_units(self) -> int:
+        return self.target_tokens // self.unit_tokens
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a write, in the order of its tokens.
+
+    blocks, units: where each one lies here. padding: units behind them, which the
+    prompt does not reach; their bytes become zero.
+    """
+
+    blocks: npt.NDArray[np.int64]
+    units: npt.NDArray[np.int64]
+    padding: int
+
+
+def slot_layout(lanes: Sequence[Lane], slot_bytes: int) -> Layout:
+    """For staged lanes, into one rank or several. Raises ValueError where no block fits."""
+    block_bytes = sum(lane.remote.block_bytes for lane in lanes)
+    capacity = slot_bytes // block_bytes
+    if capacity == 0:
+        raise ValueError(f"{block_bytes} bytes for a block, {slot_bytes} in a slot")
+    here, there = lanes[0].local.tokens, lanes[0].remote.tokens
+    unit = math.gcd(here, there)
+    at = 0
+    regions: list[KvRegion] = []
+    moves: list[Move] = []
+    for lane in lanes:
+        regions.append(_in_slot(lane.remote, at))
+        first = lane.heads.start - lane.local.first_head
+        for source, target in zip(lane.local.arrays, lane.remote.arrays, strict=True):
+            start = lane.local.base + first * source.head_stride
+            moves.append(
+                Move(
+                    source=_place(source, start, lane.local.stride_bytes, unit),
+                    target=_place(target, at, lane.remote.block_bytes, unit),
+                    heads=len(lane.heads),
+                    groups=unit // source.group_tokens,
+                    items=source.items,
+                    item_bytes=source.item_bytes,
+                )
+            )
+        at += capacity * lane.remote.block_bytes
+    return Layout(capacity, regions, moves, here, there, _word_bytes(moves))
+
+
+def units_of(layout: Layout, local_ids: Sequence[int], skip_tokens: int, count: int) -> Units:
+    """Where the tokens of `count` blocks of the peer lie in these blocks here.
+
+    skip_tokens: how many tokens of local_ids[0] come before them. Raises ValueError when
+    they do not begin at a unit, or have no token here at all in their last block.
+    """
+    unit = layout.unit_tokens
+    per_block = layout.local_tokens // unit
+    skipped, rest = divmod(skip_tokens, unit)
+    wanted = count * layout.target_units
+    numbers = np.arange(skipped, min(skipped + wanted, len(local_ids) * per_block))
+    if rest or len(numbers) <= max(wanted - layout.target_units, 0):
+        raise ValueError(
+            f"{count} blocks of {layout.target_tokens} tokens from {len(local_ids)} of"
+            f" {layout.local_tokens}, {skip_tokens} tokens into the first one"
+        )
+    blocks = np.asarray(local_ids, dtype=np.int64)[numbers // per_block]
+    return Units(blocks, numbers % per_block, wanted - len(numbers))
+
+
+def _in_slot(remote: KvRegion, at: int) -> KvRegion:
+    return KvRegion(
+        layer=remote.layer,
+        plane=remote.plane,
+        base=at,
+        stride_bytes=remote.block_bytes,
+        block_bytes=remote.block_bytes,
+    )
+
+
+def _place(array: KvArray, start: int, block_stride: int, unit: int) -> Place:
+    return Place(
+        start=start + array.offset,
+        block=block_stride,
+        unit=unit // array.group_tokens * array.group_stride,
+        head=array.head_stride,
+        group=array.group_stride,
+        item=array.item_stride,
+    )
+
+
+def _word_bytes(moves: Sequence[Move]) -> int:
+    numbers = [_WORD_BYTES]
+    for move in moves:
+        numbers.append(move.item_bytes)
+        for place in (move.source, move.target):
+            numbers += [place.start, place.block, place.unit, place.head, place.group, place.item]
+    return math.gcd(*numbers)

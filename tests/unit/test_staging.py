@@ -1,0 +1,302 @@
+"""A prefill rank and a decode rank whose blocks differ: what is staged, and for how long."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynamo_lite.engine.remote_prefill import staging
+from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
+from dynamo_lite.engine.remote_prefill.messages import (
+    BlockWrite,
+    DecodeStep,
+    PrefillStep,
+    PrefixRead,
+)
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.engine.remote_prefill.staging import split
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.protocol.prefill import Landed, decode_notice
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.transfer.sharding import join
+from dynamo_lite.transfer.transpose import slot_layout
+from tests.shards import Shape, ShardedEngine, expected_of_tokens
+
+BLOCKS = 8
+HERE, THERE = 8, 16
+#: Blocks of the prompt here, and there; the first 16 tokens are the decode engine's own.
+LOCAL, REMOTE = [5, 1, 2, 7, 3, 4, 6], [0, 6, 1]
+TOKENS = [block * HERE + token for block in LOCAL for token in range(HERE)][THERE:]
+
+
+class Mover(MemoryMover):
+    """stuck: whether writes stay under way. broken: whether the next one fails."""
+
+    stuck, broken = False, False
+
+    def write(self, peer, local, remote, *, memory, notice=b""):
+        if self.broken:
+            raise TransferError(peer, "connection reset")
+        write = super().write(peer, local, remote, memory=memory, notice=notice)
+        return Slow(self, write)
+
+
+class Slow:
+    def __init__(self, mover, write):
+        self._mover, self._write = mover, write
+
+    def done(self) -> bool:
+        return not self._mover.stuck and self._write.done()
+
+
+class Pair:
+    def __init__(self, *, staged: bool = True):
+        fabric = MemoryFabric()
+        self.mover, self.there = Mover(fabric, "p"), MemoryMover(fabric, "d")
+        ours, theirs = Shape(tokens=HERE), Shape(tokens=THERE, heads_first=False)
+        self.source = ShardedEngine(ours, 4, BLOCKS, {0: self.mover}, truth=True)
+        self.target = ShardedEngine(theirs, 4, BLOCKS, {0: self.there}, truth=False)
+        self.prefill = PrefillRank(
+            self.mover,
+            self.source.ranks[0],
+            0,
+            lambda: True,
+            checksum_rate=1.0,
+            open_transposer=self.source.transposer(0) if staged else None,
+        )
+        self.decode = DecodeRank(self.there, self.target.ranks[0])
+
+    def expect(self, attempt: str = "a1") -> None:
+        step = DecodeStep(expect={attempt: f"r-{attempt}"}, blocks={attempt: tuple(REMOTE)})
+        self.decode.step(step)
+
+    def step(self, *writes: BlockWrite, ended: bool = False, **more) -> None:
+        target = EngineMetadata(
+            engine_id="d",
+            lease_id=1,
+            fingerprint={},
+            block_size_tokens=THERE,
+            num_blocks=BLOCKS,
+            ranks=tuple(self.target.ranks),
+        )
+        ends = [(write.attempt, f"p-{write.attempt}", True) for write in writes if ended]
+        step = PrefillStep(writes=list(writes), targets={"d": encode(target)}, ended=ends, **more)
+        self.prefill.step(step, lambda: True)
+
+    def settle(self) -> tuple[set[str], set[str]]:
+        self.decode.step(DecodeStep(poll=True))
+        results = self.decode.results()
+        return results.received, results.lost
+
+    def failures(self) -> dict[str, str]:
+        self.prefill.results()
+        report = self.prefill.report()
+        return report.failures if report else {}
+
+    def check(self) -> None:
+        for shard in self.target.shards[0]:
+            np.testing.assert_array_equal(shard.blocks, expected_of_tokens(shard, TOKENS, REMOTE))
+
+    @property
+    def free_slots(self) -> int:
+        return len(self.prefill._staging._free)
+
+
+def write(first: int, end: int, *, attempt: str = "a1") -> BlockWrite:
+    """Of the decode engine's blocks first to end, which begin at token 16 of the prompt."""
+    start = (first + 1) * THERE // HERE
+    return BlockWrite(
+        attempt=attempt,
+        request_id=f"p-{attempt}",
+        target_engine="d",
+        local_ids=LOCAL[start : (end + 1) * THERE // HERE],
+        remote_ids=REMOTE[first:end],
+        last=end == len(REMOTE),
+        num_blocks=len(REMOTE),
+        scheduled=0.0,
+        first=first,
+    )
+
+
+def test_blocks_arrive_as_the_receiver_has_them_and_the_commit_vouches_for_all():
+    pair = Pair()
+    pair.expect()
+    pair.step(write(0, 1))
+    pair.step(write(1, 3), ended=True)
+    assert (pair.prefill.results().sent, pair.failures()) == ({"p-a1"}, {})
+    assert pair.settle() == ({"r-a1"}, set())
+    pair.check()
+    assert pair.free_slots == staging.SLOTS
+
+
+def test_a_wrong_byte_of_an_early_write_is_found():
+    pair = Pair()
+    pair.expect()
+    pair.step(write(0, 1))
+    pair.prefill.results()
+    pair.step(write(1, 3), ended=True)
+    pair.prefill.results()
+    pair.target.shards[0][1].blocks[REMOTE[0], 2, 3] ^= 1
+    assert pair.settle() == (set(), {"r-a1"})
+
+
+def test_what_landed_of_a_lost_attempt_counts_the_receiver_s_blocks():
+    pair = Pair()
+    pair.expect()
+    pair.step(write(0, 2))
+    pair.prefill.results()
+    said = decode_notice(pair.there.inbox[0])
+    assert isinstance(said, Landed) and (said.first, said.num_blocks) == (0, 2)
+    pair.decode.step(DecodeStep(poll=True))
+    pair.decode.step(DecodeStep(give_up=[("a1", "r-a1")], poll=True))
+    report = pair.decode.report()
+    assert report is not None and report.landed == {"r-a1": 2}
+
+
+def test_a_write_waits_for_a_slot_and_then_goes():
+    pair = Pair()
+    pair.mover.stuck = True
+    names = [f"a{number}" for number in range(staging.SLOTS + 1)]
+    for name in names:
+        pair.expect(name)
+        pair.step(write(0, 1, attempt=name))
+    assert pair.free_slots == 0
+    flying = {name: len(pair.prefill._attempts[name].flying) for name in names}
+    assert flying == {**dict.fromkeys(names, 1), names[-1]: 0}
+    pair.mover.stuck = False
+    for name in names:
+        pair.step(write(1, 3, attempt=name), ended=True)
+    while pair.prefill._attempts:
+        pair.prefill.results()
+    assert pair.free_slots == staging.SLOTS
+    assert pair.settle() == ({f"r-{name}" for name in names}, set())
+
+
+def test_a_preempted_attempt_does_not_wait_for_writes_that_read_no_blocks():
+    """It computes again, and writes all from its first block on."""
+    pair = Pair()
+    pair.expect()
+    pair.mover.stuck = True
+    pair.step(write(0, 1))
+    pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
+    for shard in pair.source.shards[0]:
+        kept, shard.blocks[...] = shard.blocks.copy(), 0
+        pair.mover.stuck = False
+        pair.prefill.results()
+        shard.blocks[...] = kept
+    pair.step(write(0, 2))
+    pair.step(write(2, 3), ended=True)
+    pair.prefill.results()
+    assert pair.settle() == ({"r-a1"}, set())
+    pair.check()
+
+
+def test_what_is_written_again_follows_what_was_under_way():
+    """Computed anew, its bits may differ: the last ones must be those that are vouched for."""
+    pair = Pair()
+    pair.expect()
+    pair.mover.stuck = True
+    pair.step(write(0, 1))
+    pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
+    pair.step(write(0, 1))
+    assert len(pair.prefill._attempts["a1"].flying) == 1
+    pair.mover.stuck = False
+    pair.step(write(1, 3), ended=True)
+    pair.prefill.results()
+    assert pair.settle() == ({"r-a1"}, set())
+    pair.check()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_slots_come_back_however_an_attempt_ends(stopped):
+    pair = Pair()
+    if stopped:
+        pair.mover.stuck = True
+        for name in ("a1", "a2", "a3", "a4", "a5"):
+            pair.step(write(0, 1, attempt=name))
+        ended = [(name, f"p-{name}", False) for name in ("a1", "a2", "a3", "a4", "a5")]
+        pair.prefill.step(PrefillStep(ended=ended), lambda: True)
+        pair.mover.stuck = False
+        assert len(pair.prefill.results().sent) == 5
+    else:
+        pair.step(write(0, 1))
+        pair.mover.broken = True
+        pair.step(write(1, 3), ended=True)
+        assert "connection reset" in pair.failures()["a1"]
+    assert pair.free_slots == staging.SLOTS
+
+
+def test_a_write_that_waits_for_its_copy_is_not_started(monkeypatch):
+    """On a GPU the copy is queued, and its slot says later that it is filled."""
+    pair, filled = Pair(), []
+    pair.expect()
+    pair.step()
+    real = pair.source.transposer(0)
+
+    class Queued:
+        def __init__(self, size):
+            self._real = real(size)
+            self.address, self.read = self._real.address, self._real.read
+
+        def transpose(self, layout, units, offset):
+            self._real.transpose(layout, units, offset)
+            return lambda: bool(filled)
+
+    pair.prefill._staging._open = Queued
+    pair.step(write(0, 3), ended=True)
+    assert not pair.prefill.results().sent and not pair.there.inbox
+    filled.append(True)
+    assert pair.prefill.results().sent == {"p-a1"}
+    assert pair.settle() == ({"r-a1"}, set())
+    pair.check()
+
+
+def test_without_staging_memory_the_peer_is_refused():
+    pair = Pair(staged=False)
+    pair.step(write(0, 3), ended=True)
+    assert "nothing can be staged here" in pair.failures()["a1"]
+
+    def none_left(size):
+        raise RuntimeError("out of memory")
+
+    pair = Pair()
+    pair.prefill._staging._open = none_left
+    pair.step(write(0, 3), ended=True)
+    assert "bytes to stage its blocks: out of memory" in pair.failures()["a1"]
+
+
+def test_what_differs_is_not_read():
+    pair = Pair()
+    read = PrefixRead("a1", "p-a1", "d", local_ids=[1], remote_ids=[1])
+    pair.step(reads=[read])
+    assert pair.prefill.results().lost == {"p-a1"}
+
+
+@pytest.mark.parametrize("skip", [0, 8, 16])
+@pytest.mark.parametrize(("here", "there"), [(8, 16), (24, 16), (16, 16)])
+def test_parts_of_a_write_have_all_its_tokens_once(here, there, skip):
+    fabric = MemoryFabric()
+    ours = ShardedEngine(Shape(tokens=here), 1, 2, {0: MemoryMover(fabric, "p")}, truth=False)
+    theirs = ShardedEngine(
+        Shape(tokens=there, heads_first=False), 1, 2, {0: MemoryMover(fabric, "d")}, truth=False
+    )
+    lanes = [replace(lane, staged=True) for lane in join("d", ours.ranks, theirs.ranks)[0, 0]]
+    layout = slot_layout(lanes, 2 * sum(lane.remote.block_bytes for lane in lanes))
+    remote_ids = list(range(5))
+    local_ids = list(range(100, 100 - (-(skip + 5 * there) // here)))
+    whole = replace(write(0, 3), local_ids=local_ids, remote_ids=remote_ids, skip_tokens=skip)
+    parts = split(whole, layout)
+    assert [(part.first, part.remote_ids, part.last) for part in parts] == [
+        (0, [0, 1], False),
+        (2, [2, 3], False),
+        (4, [4], True),
+    ]
+    for part in parts:
+        tokens = [block * here + token for block in part.local_ids for token in range(here)]
+        begin = 100 * here + skip + part.first * there
+        count = len(part.remote_ids) * there
+        found = tokens[part.skip_tokens :][:count]
+        assert found == list(range(begin, begin + count))
+        assert part.skip_tokens < here or not part.local_ids

@@ -1,0 +1,236 @@
+"""Blocks put together in another size and order: every copy against a loop over items."""
+
+import ctypes
+import importlib
+import itertools
+import sys
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo_lite.protocol.errors import IncompatiblePeer, ProtocolError
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion, decode_engine, encode_engine
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.transfer.sharding import join
+from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
+from tests.shards import Shape, ShardedEngine, expected_of_tokens
+
+BLOCKS = 6
+SIZES = [(32, 64), (64, 32), (16, 48), (48, 32), (6, 4), (8, 8), (5, 7)]
+
+
+def engine(fabric: MemoryFabric, name: str, shape: Shape, heads: int = 4, *, truth: bool):
+    ranks = range(shape.tensor * shape.pipeline)
+    movers = {rank: MemoryMover(fabric, f"{name}{rank}") for rank in ranks}
+    return ShardedEngine(shape, heads, BLOCKS, movers, truth=truth)
+
+
+def by_hand(layout: Layout, units: Units, slot: int) -> None:
+    """Item by item, token by token."""
+    count = len(units.blocks) + units.padding
+    for move, unit in itertools.product(layout.moves, range(count)):
+        block, number = divmod(unit, layout.target_units)
+        for head, group, item in itertools.product(
+            range(move.heads), range(move.groups), range(move.items)
+        ):
+            place = move.target
+            there = slot + place.start + block * place.block + number * place.unit
+            there += head * place.head + group * place.group + item * place.item
+            if unit >= len(units.blocks):
+                ctypes.memset(there, 0, move.item_bytes)
+                continue
+            place = move.source
+            here = place.start + int(units.blocks[unit]) * place.block
+            here += int(units.units[unit]) * place.unit
+            here += head * place.head + group * place.group + item * place.item
+            ctypes.memmove(there, here, move.item_bytes)
+
+
+@st.composite
+def writes(draw):
+    """Shapes of both sides, and some blocks of a prompt."""
+    here, there = draw(st.sampled_from(SIZES))
+    common = {
+        "planes": draw(st.booleans()),
+        "dtype": draw(st.sampled_from([np.uint8, np.uint16, np.uint32])),
+    }
+    orders = draw(st.sampled_from([(True, False), (False, True), (True, True), (False, False)]))
+    ours, theirs = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]))
+    if ours > theirs:
+        orders = orders[0], True  # its blocks must be cut
+    stages = draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]))
+    prefill = Shape(ours, stages[0], heads_first=orders[0], tokens=here, **common)
+    decode = Shape(theirs, stages[1], heads_first=orders[1], tokens=there, **common)
+    local_ids = draw(st.permutations(range(BLOCKS)))[: draw(st.integers(1, BLOCKS))]
+    first = draw(st.integers(0, 3))
+    skip = (first * there) % here
+    reach = len(local_ids) * here - skip
+    most = min(BLOCKS, -(-reach // there))
+    count = draw(st.integers(1, max(1, most)))
+    remote_ids = draw(st.permutations(range(BLOCKS)))[:count]
+    return prefill, decode, local_ids, skip, remote_ids
+
+
+@settings(max_examples=40, deadline=None)
+@given(writes())
+def test_every_token_of_every_head_lies_where_the_receiver_has_it(write):
+    prefill, decode, local_ids, skip, remote_ids = write
+    fabric = MemoryFabric()
+    source = engine(fabric, "p", prefill, truth=True)
+    target = engine(fabric, "d", decode, truth=False)
+    size = prefill.tokens
+    tokens = [block * size + token for block in local_ids for token in range(size)][skip:]
+    if not tokens or (len(tokens) <= (len(remote_ids) - 1) * decode.tokens):
+        return
+    lanes = join("d", source.ranks, target.ranks)
+    for (here, _), mine in lanes.items():
+        staged = [replace(lane, local=whole(source, here, lane), staged=True) for lane in mine]
+        layout = slot_layout(staged, BLOCKS * sum(lane.remote.block_bytes for lane in mine))
+        assert layout.capacity == BLOCKS
+        units = units_of(layout, local_ids, skip, len(remote_ids))
+        slot = sum(lane.remote.block_bytes for lane in mine) * BLOCKS
+        transposer = source.transposer(here)(2 * slot)
+        assert transposer.transpose(layout, units, 0)()
+        by_hand(layout, units, transposer.address + slot)
+        for region, lane in zip(layout.regions, mine, strict=True):
+            for position, block in enumerate(remote_ids):
+                at = transposer.address + region.base + position * region.stride_bytes
+                copied = transposer.read(at, region.block_bytes)
+                assert copied == transposer.read(at + slot, region.block_bytes)
+                to = lane.remote.base + block * lane.remote.stride_bytes
+                ctypes.memmove(to, copied, len(copied))
+    for shard in [shard for rank in target.shards for shard in rank]:
+        wanted = expected_of_tokens(shard, tokens[: len(remote_ids) * decode.tokens], remote_ids)
+        np.testing.assert_array_equal(shard.blocks, wanted)
+
+
+def whole(source: ShardedEngine, rank: int, lane) -> KvRegion:
+    return next(
+        region
+        for region in source.ranks[rank].regions
+        if (region.layer, region.plane) == (lane.local.layer, lane.local.plane)
+    )
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The Triton kernel, run by Triton's interpreter."""
+    pytest.importorskip("triton")
+    name = "dynamo_lite.engine.vllm.transpose_kernel"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name).KernelCopy
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize(("here", "there"), [(32, 64), (64, 32), (6, 4)])
+def test_the_kernel_and_torch_give_the_same_bytes(interpreted, here, there, dtype):
+    fabric = MemoryFabric()
+    common = {"dtype": dtype, "planes": True}
+    source = engine(fabric, "p", Shape(tokens=here, **common), truth=True)
+    target = engine(fabric, "d", Shape(2, tokens=there, heads_first=False, **common), truth=False)
+    lanes = [lane for mine in join("d", source.ranks, target.ranks).values() for lane in mine]
+    slot = 4 * sum(lane.remote.block_bytes for lane in lanes)
+    layout = slot_layout(lanes, slot)
+    units = units_of(layout, [5, 1, 2], there % here, 2)
+    transposer = source.transposer(0)(2 * slot)
+    staging = transposer._staging
+    staging.fill_(7)
+    transposer.transpose(layout, units, 0)
+    interpreted(staging)(layout, units, slot)
+    assert torch.equal(staging[:slot], staging[slot:])
+    assert staging[:slot].unique().numel() > 30
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "complaint"),
+    [
+        (Shape(opaque=True), Shape(tokens=16, opaque=True), "order that is not known"),
+        (Shape(), Shape(tokens=16, opaque=True), "order that is not known.*8 tokens of"),
+        (Shape(), Shape(tokens=16, dtype=np.uint8), "1 x 6 bytes per 1.*1 x 12 bytes per 1"),
+        (Shape(2), Shape(heads_first=False), "cannot be cut, from head 0 on"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused_with_both_sides_named(prefill, decode, complaint):
+    fabric = MemoryFabric()
+    source = engine(fabric, "p", prefill, truth=False)
+    target = engine(fabric, "d", decode, truth=False)
+    with pytest.raises(IncompatiblePeer, match=complaint):
+        join("d", source.ranks, target.ranks)
+
+
+def test_a_head_slice_of_blocks_with_tokens_outermost_is_staged():
+    fabric = MemoryFabric()
+    source = engine(fabric, "p", Shape(heads_first=False), truth=False)
+    target = engine(fabric, "d", Shape(2, heads_first=False), truth=False)
+    lanes = join("d", source.ranks, target.ranks)
+    assert sorted(lanes) == [(0, 0), (0, 1)]
+    assert all(lane.staged for mine in lanes.values() for lane in mine)
+
+
+def test_a_block_that_is_larger_than_a_slot_is_refused():
+    fabric = MemoryFabric()
+    source = engine(fabric, "p", Shape(), truth=False)
+    target = engine(fabric, "d", Shape(tokens=16), truth=False)
+    lanes = join("d", source.ranks, target.ranks)[0, 0]
+    with pytest.raises(ValueError, match="bytes for a block, 100 in a slot"):
+        slot_layout(lanes, 100)
+
+
+@pytest.mark.parametrize(("local_ids", "skip", "count"), [([1], 0, 3), ([1, 2], 8, 2), ([1], 3, 1)])
+def test_blocks_without_tokens_are_no_write(local_ids, skip, count):
+    fabric = MemoryFabric()
+    source = engine(fabric, "p", Shape(tokens=8), truth=False)
+    target = engine(fabric, "d", Shape(tokens=4 if count == 3 else 8), truth=False)
+    lanes = [replace(lane, staged=True) for lane in join("d", source.ranks, target.ranks)[0, 0]]
+    with pytest.raises(ValueError, match="tokens into the first one"):
+        units_of(slot_layout(lanes, 1 << 20), local_ids, skip, count)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tokens": 0},
+        {"tokens": 16},
+        {"tokens": 12, "block_bytes": 4 * 12 * 12},
+        {"block_bytes": 4 * 8 * 12 + 1},
+        {"offset": 1},
+        {"head_stride": 1 << 40},
+        {"group_stride": 13},
+        {"items": 2, "item_stride": 6},
+        {"items": 1 << 40, "item_bytes": 1 << 40},
+        {"group_tokens": 3},
+    ],
+    ids=str,
+)
+def test_arrays_that_are_not_a_peer_s_blocks_are_no_metadata(changed):
+    fabric = MemoryFabric()
+    rank = engine(fabric, "d", Shape(), truth=False).ranks[0]
+
+    def said(**changed) -> bytes:
+        of_array = {name: value for name, value in changed.items() if hasattr(array, name)}
+        of_region = {name: value for name, value in changed.items() if hasattr(region, name)}
+        arrays = (msgspec.structs.replace(array, **of_array),)
+        spoilt = msgspec.structs.replace(region, arrays=arrays, **of_region)
+        ranks = (msgspec.structs.replace(rank, regions=(spoilt, *rank.regions[1:])),)
+        metadata = EngineMetadata(
+            engine_id="d",
+            lease_id=1,
+            fingerprint={},
+            block_size_tokens=8,
+            num_blocks=BLOCKS,
+            ranks=ranks,
+        )
+        return encode_engine(metadata)
+
+    region = rank.regions[0]
+    [array] = region.arrays
+    assert decode_engine(said()).ranks[0].regions == rank.regions
+    with pytest.raises(ProtocolError):
+        decode_engine(said(**changed))
