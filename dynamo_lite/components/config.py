@@ -107,9 +107,12 @@ class PrefillWorkerConfig:
     the decode worker before they are used, 0 to 1. min_prefix_read_length: from how
     many tokens on a prefix that the decode worker holds, and this one does not, is
     read from there; a shorter one is computed. More than the longest prompt: never.
+    stream_layers: whether each layer's blocks are written as soon as a step has run the
+    layer, not after the step; only with vLLM's `enforce-eager`.
     """
 
     concurrency: Positive = 2
     kv_checksum_rate: Annotated[float, at.Ge(0), at.Le(1)] = 0.0
     min_prefix_read_length: Positive = 128
+    stream_layers: bool = False
     queue: QueueOptions = field(default_factory=QueueOptions)

@@ -23,6 +23,15 @@ from dynamo_lite.components.config import (
 FlagKind = Literal["none", "engine", "frontend"]
 
 
+_NO_LORA = {
+    key: "LoRA adapters are not served here; remove it"
+    for key in ("enable-lora", "lora-modules", "default-mm-loras")
+}
+_RESERVED = MappingProxyType(
+    {**_NO_LORA, "kv-transfer-config": "set by dynamo-lite itself; remove it"}
+)
+
+
 def _nothing() -> Mapping[str, Any]:
     return MappingProxyType({})
 
@@ -33,8 +42,8 @@ class Service:
 
     config: the dataclass of its own options. component: "module:Class" with the
     constructor (config, spec); empty when `inside` names the service whose
-    process it shares. flags: see FlagKind. reserved: flags that the component
-    sets itself. calls: the service whose `generate` endpoint it uses.
+    process it shares. flags: see FlagKind. reserved: flags that are refused, and
+    why. calls: the service whose `generate` endpoint it uses.
     defaults: options (snake_case) that differ from the dataclass's defaults.
     max_workers: most processes of it that one configuration may ask for.
     """
@@ -44,7 +53,7 @@ class Service:
     component: str = ""
     inside: str = ""
     flags: FlagKind = "none"
-    reserved: frozenset[str] = frozenset()
+    reserved: Mapping[str, str] = field(default_factory=_nothing)
     calls: str = ""
     defaults: Mapping[str, Any] = field(default_factory=_nothing)
     max_workers: int | None = None
@@ -90,6 +99,7 @@ FRONTEND = Service(
     config=FrontendConfig,
     component="dynamo_lite.components.frontend:Frontend",
     flags="frontend",
+    reserved=MappingProxyType(_NO_LORA),
     calls="VllmWorker",
     max_workers=1,
 )
@@ -101,7 +111,7 @@ VLLM_WORKER = Service(
     config=VllmWorkerConfig,
     component="dynamo_lite.components.vllm_worker:VllmWorker",
     flags="engine",
-    reserved=frozenset({"kv-transfer-config"}),
+    reserved=_RESERVED,
 )
 
 PREFILL_WORKER = Service(
@@ -109,5 +119,5 @@ PREFILL_WORKER = Service(
     config=PrefillWorkerConfig,
     component="dynamo_lite.components.prefill_worker:PrefillWorker",
     flags="engine",
-    reserved=frozenset({"kv-transfer-config"}),
+    reserved=_RESERVED,
 )

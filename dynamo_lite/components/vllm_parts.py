@@ -69,6 +69,7 @@ class VllmParts:
             fence_path=str(fence.path),
             kv_checksum_rate=config.kv_checksum_rate,
             min_prefix_read_length_tokens=config.min_prefix_read_length,
+            stream_layers=config.stream_layers,
         )
         return self._engine(host, self._link(host, role))
 

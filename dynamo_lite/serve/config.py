@@ -186,7 +186,7 @@ def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[
     for key, value in given.items():
         where = (service.name, str(key))
         if key in service.reserved:
-            document.complain(where, "set by dynamo-lite itself; remove it")
+            document.complain(where, service.reserved[key])
         elif str(key) != kebab(str(key)):
             document.complain(where, f"keys are written in kebab-case: {kebab(str(key))}")
         else:

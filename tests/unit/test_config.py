@@ -99,6 +99,7 @@ VllmWorker:
   queue: {max-jobz: 5}
   ServiceArgs: {workers: two}
   kv-transfer-config: {}
+  enable-lora: true
   dtype: half
   dtype: float
 PrefillWorker:
@@ -106,7 +107,7 @@ PrefillWorker:
 """
     found = load.mistakes(text, "--foo", "--Graph.namespace=Foo")
     expected = [
-        "FILE:14: VllmWorker.dtype: written twice",
+        "FILE:15: VllmWorker.dtype: written twice",
         "--foo: not an option",
         "FILE:2: Frontent: unknown section; did you mean Frontend? accepted: Graph, Common, ",
         "--Graph.namespace: a namespace has lower-case letters",
@@ -117,6 +118,7 @@ PrefillWorker:
         "FILE:10: VllmWorker.queue.max-jobz: unknown key; did you mean max-jobs? accepted: max-jo",
         "FILE:11: VllmWorker.ServiceArgs.workers: input should be a valid integer",
         "FILE:12: VllmWorker.kv-transfer-config: set by dynamo-lite itself",
+        "FILE:13: VllmWorker.enable-lora: LoRA adapters are not served here",
         "FILE:1: Common.spare: no service lists it",
         "must be the same everywhere",
     ]

@@ -332,6 +332,16 @@ async def test_a_prefix_that_a_step_under_way_still_computes_is_not_offered(deco
     assert offered == [[], [], [], [0, 1, 2]]
 
 
+async def test_nothing_is_written_before_the_window_of_a_model_that_forgets(decode: Decode):
+    """Null blocks stand for tokens that no layer looks at any more; they are everybody's."""
+    for block in decode.pool.blocks[:3]:
+        block.is_null = True
+    assert decode.admit(prompt("r1", 22), 4) == 17
+    job = await decode.job_of_step()
+    assert (job.num_computed_tokens, job.block_ids) == (12, [3, 4, 5])
+    assert job.prefix_block_ids == []
+
+
 async def test_blocks_that_a_writer_may_read_are_held_as_well(decode: Decode):
     decode.admit(prompt("r1", 17), 12)
     attempt = (job := await decode.job_of_step()).attempt

@@ -1,13 +1,15 @@
-"""Which KV heads a rank holds, said as vLLM spreads them."""
+"""A rank's KV tensors as regions: which heads, as vLLM spreads them, and which bytes."""
 
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from dynamo_lite.engine.vllm.kv_memory import first_head
+from dynamo_lite.engine.vllm import kv_memory
+from dynamo_lite.engine.vllm.kv_memory import KvMemory, first_head, register
+from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
 
 
 def config(ranks: int, total: int) -> Any:
@@ -16,7 +18,18 @@ def config(ranks: int, total: int) -> Any:
         get_num_kv_heads=lambda _: max(1, total // ranks),
     )
     parallel = SimpleNamespace(tensor_parallel_size=ranks)
-    return cast("Any", SimpleNamespace(model_config=model, parallel_config=parallel))
+    cache = SimpleNamespace(block_size=32, cache_dtype="auto")
+    # No attention layer says how its kernel packs a block.
+    compilation = SimpleNamespace(static_forward_context={})
+    return cast(
+        "Any",
+        SimpleNamespace(
+            model_config=model,
+            parallel_config=parallel,
+            cache_config=cache,
+            compilation_config=compilation,
+        ),
+    )
 
 
 def spec(heads: int, shards: int | None = None) -> FullAttentionSpec:
@@ -54,3 +67,62 @@ def test_a_layer_with_heads_of_its_own_number_is_refused_over_several_ranks():
     assert first_head("odd", 8, None, config(1, 4), 0) == 0
     with pytest.raises(ValueError, match="layer odd: 8 KV heads per rank, other layers have 2"):
         first_head("odd", 8, None, config(2, 4), 1)
+
+
+BLOCKS, HEADS, TOKENS, VALUES = 5, 3, 32, 64
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kv_memory, "get_tensor_model_parallel_rank", lambda: 0)
+
+    def take(tensors: dict[str, torch.Tensor], heads: int) -> KvMemory:
+        group = KVCacheGroupSpec(list(tensors), spec(heads))
+        kv_config = KVCacheConfig(BLOCKS, [], [group])
+        mover = cast("Any", MemoryMover(MemoryFabric(), "rank"))
+        return register(tensors, mover, config(1, heads), kv_config)
+
+    return take
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Every byte at random."""
+    width = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * width), dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bfloat16, torch.float32]
+)
+def test_heads_are_found_by_their_bytes_whatever_a_value_takes(registered, dtype):
+    """Quantised KV has values of one byte."""
+    tensor = filled((BLOCKS, HEADS, TOKENS, VALUES), dtype)
+    kv = registered({"layer": tensor}, HEADS)
+    [region] = kv.rank.regions
+    assert region.block_bytes == tensor[0].numel() * tensor.element_size()
+    for block in range(BLOCKS):
+        start = region.base + block * region.stride_bytes
+        assert kv.read(start, region.block_bytes) == raw(tensor[block])
+        for head in range(HEADS):
+            at = start + head * region.head_bytes
+            assert kv.read(at, region.head_bytes) == raw(tensor[block, head])
+
+
+def test_latent_kv_has_no_heads(registered):
+    """As MLA's: tokens of one vector each, the same on all ranks."""
+    tensor = filled((BLOCKS, 16, 576), torch.bfloat16)
+    kv = registered({"layer": tensor}, 1)
+    [region] = kv.rank.regions
+    assert (region.block_bytes, region.head_bytes) == (16 * 576 * 2, 0)
+    assert kv.read(region.base + 2 * region.stride_bytes, region.block_bytes) == raw(tensor[2])
+
+
+def test_layers_that_share_their_kv_are_written_once(registered):
+    first, second = (filled((BLOCKS, HEADS, TOKENS, VALUES), torch.bfloat16) for _ in range(2))
+    kv = registered({"0": first, "1": second, "2": first, "3": second}, HEADS)
+    assert [region.layer for region in kv.rank.regions] == ["0", "1"]

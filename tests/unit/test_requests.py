@@ -7,12 +7,18 @@ import pytest
 from vllm import SamplingParams
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
 
-from dynamo_lite.engine.vllm.requests import generate_request, generation
+from dynamo_lite.engine.vllm.requests import generate_request, generation, prefill
+from dynamo_lite.engine.vllm.wire import sampling_to_bytes
 from dynamo_lite.policy.migration import Continue
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.records import EngineMetadata
 
 MAX_MODEL_LEN = 64
 
@@ -117,3 +123,47 @@ def test_output_without_a_prompt_is_refused():
     forged = msgspec.structs.replace(message([4]), prompt_token_ids=[])
     with pytest.raises(Refused, match="prompt of 0 tokens"):
         generation(forged, MODEL)
+
+
+def test_a_salt_keeps_prompts_apart_wherever_they_are_prefilled():
+    """By vLLM's hashes, which both engines' caches and single flight go by."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(4, sha256)
+
+    def hashes(salt: str | None) -> tuple[list[Any], list[Any]]:
+        """Of a prompt at its decode engine, and of the job that it becomes."""
+        prompt = list(range(8))
+        asked = GenerateRequest(
+            request_id="r1",
+            client_id="c1",
+            prompt_token_ids=prompt,
+            sampling=sampling_to_bytes(SamplingParams()),
+            arrival_time=0.0,
+            cache_salt=salt,
+        )
+        job = RemotePrefillRequest(
+            engine_id="e1",
+            request_id="r1",
+            attempt="a1",
+            prompt_token_ids=prompt,
+            num_computed_tokens=0,
+            block_ids=[1, 2],
+            deadline=0.0,
+            cache_salt=salt,
+        )
+        target = EngineMetadata(
+            engine_id="e1",
+            lease_id=1,
+            fingerprint={},
+            block_size_tokens=4,
+            num_blocks=4,
+            ranks=(),
+        )
+        made = (generation(asked, MODEL), prefill(job, target, [], MODEL))
+        here, there = (Request.from_engine_core_request(each, hasher) for each in made)
+        return list(here.block_hashes), list(there.block_hashes)
+
+    plain, salted, other = hashes(None), hashes("a"), hashes("b")
+    for here, there in (plain, salted, other):
+        assert here == there and len(here) == 2
+    assert not set(plain[0]) & set(salted[0]) and not set(salted[0]) & set(other[0])

@@ -1,10 +1,11 @@
-"""Engines that spread heads and layers differently: the answers are those of plain vLLM.
+"""Engines that spread heads and layers, or write them, differently: plain vLLM's answers.
 
 A worker of another parallelism joins the shared graph, whose own workers have one rank
 each. The other worker of its kind stays, so questions go on until it has had its share.
 """
 
 import json
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.asking import prompt_ids, tokens_of
-from tests.vllm.graph import Graph, PlainServer
+from tests.vllm.graph import MODEL, Graph, PlainServer
 from tests.vllm.test_decisions import LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
 
@@ -60,11 +61,20 @@ def went_wrong(graph: Graph) -> float:
 async def test_answers_are_the_same_across_parallelism(
     disagg: Graph, reference: PlainServer, tmp_path: Path, service: str, changes: dict[str, Any]
 ):
+    changed = [f"--{service}.{key}={json.dumps(value)}" for key, value in changes.items()]
+    await assert_same_answers(disagg, reference, tmp_path, service, changed)
+
+
+async def assert_same_answers(
+    disagg: Graph, reference: PlainServer, directory: Path, service: str, changed: Sequence[str]
+) -> float:
+    """A worker with these options joins, and has its share of prompts.
+
+    Returns how many writes it has started, if it prefills.
+    """
     before = went_wrong(disagg)
     servers = ["--nats-url", disagg.nats_url, "--etcd-url", disagg.etcd_url]
-    changed = [f"--{service}.{key}={json.dumps(value)}" for key, value in changes.items()]
-    options = [*servers, *changed]
-    with Graph(tmp_path, options=options, service=service) as joined:
+    with Graph(directory, options=[*servers, *changed], service=service) as joined:
         for _ in range(MAX_ROUNDS):
             seed = next(SEEDS)
             asked = [{"prompt": prompt_ids(n, seed), "max_tokens": 12} for n in LENGTHS]
@@ -75,4 +85,15 @@ async def test_answers_are_the_same_across_parallelism(
         assert handed_over(joined, service) >= SHARE
         assert (went_wrong(disagg), went_wrong(joined)) == (before, 0)
         assert not joined.errors(), joined.errors()
+        writes = joined.count(service, "dynamo_lite_kv_transfer_seconds_count")
     await disagg.settled()
+    return writes
+
+
+async def test_answers_are_the_same_when_layers_are_written_early(
+    disagg: Graph, reference: PlainServer, tmp_path: Path
+):
+    changed = ["--PrefillWorker.stream-layers=true"]
+    writes = await assert_same_answers(disagg, reference, tmp_path, "PrefillWorker", changed)
+    layers = json.loads((MODEL / "config.json").read_text())["num_hidden_layers"]
+    assert writes >= SHARE * layers

@@ -20,7 +20,7 @@ from dynamo_lite.engine.remote_prefill.held_blocks import HeldBlocks
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.engine.remote_prefill.outside import Outside
-from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers
+from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers, first_awaited
 from dynamo_lite.engine.remote_prefill.resumes import CacheBlocks, Resumes
 from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
 from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight, thresholds_of
@@ -48,11 +48,8 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 
 class DecodeScheduler:
-    """block_size: in tokens. new_attempt: makes fresh attempt ids.
-
-    hash_block_size: see `SingleFlight`. overlapping_steps: how many steps may be
-    under way at a time.
-    """
+    """block_size: in tokens. new_attempt: makes fresh attempt ids. hash_block_size: see
+    `SingleFlight`. overlapping_steps: how many steps may be under way at a time."""
 
     def __init__(
         self,
@@ -231,9 +228,10 @@ class DecodeScheduler:
     def _ask(
         self, request: Prompt, block_ids: Sequence[int], external: int, decided: float
     ) -> None:
-        wanted = request.num_prompt_tokens - 1
-        computed = wanted - external
-        first, end = computed // self._block_size, -(-wanted // self._block_size)
+        assert self._pool is not None
+        size, wanted = self._block_size, request.num_prompt_tokens - 1
+        first = first_awaited(self._pool, block_ids, (wanted - external) // size)
+        end = -(-wanted // size)
         targets = tuple(block_ids[first:end])
         now = self._now()
         until = self._resumes.asked(request, first, now, self._role.remote_prefill_timeout_s)
@@ -242,7 +240,7 @@ class DecodeScheduler:
             request_id=request.request_id,
             attempt=(attempt := self._new_attempt()),
             prompt_token_ids=(request.prompt_token_ids or [])[:wanted],
-            num_computed_tokens=computed,
+            num_computed_tokens=first * size,
             block_ids=list(targets),
             prefix_block_ids=list(block_ids[:first]),
             deadline=self._time() + until - now,

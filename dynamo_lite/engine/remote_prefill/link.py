@@ -37,12 +37,13 @@ class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prefill engine. fence_path: the lease's fence (`runtime/fence.py`).
 
     kv_checksum_rate: share of the blocks whose contents a commit vouches for.
-    min_prefix_read_length_tokens: see `PrefillWorkerConfig`.
+    min_prefix_read_length_tokens, stream_layers: see `PrefillWorkerConfig`.
     """
 
     fence_path: str
     min_prefix_read_length_tokens: int
     kv_checksum_rate: float = 0.0
+    stream_layers: bool = False
 
 
 class EngineLink(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.block_map import BlockMap
+from dynamo_lite.transfer.layer_maps import LayerMaps
 from dynamo_lite.transfer.parts import parts_of
 from dynamo_lite.transfer.sharding import Lane, join, writers
 from dynamo_lite.transfer.transpose import Layout
@@ -21,8 +22,9 @@ class PeerRank:
     """A rank that some of this rank's heads and layers belong to.
 
     name: the mover's. writers: how many prefill ranks write into it. parts: what
-    this one brings of its blocks. blocks: where they lie. slot_regions: of a slot at 0,
-    where its blocks are put together; empty where they need not be.
+    this one brings of its blocks. blocks: where they lie; maps: the same by layer.
+    slot_regions: of a slot at 0, where its blocks are put together; empty where they
+    need not be.
     """
 
     name: str
@@ -32,6 +34,7 @@ class PeerRank:
     parts: list[Part]
     writers: int
     slot_regions: list[KvRegion]
+    maps: LayerMaps
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Peers:
                     parts=parts_of(found),
                     writers=writers(lanes, index),
                     slot_regions=slot,
+                    maps=LayerMaps(found, devices),
                 )
             )
         self._met[engine_id] = met

@@ -5,7 +5,8 @@ engine that needs some of them, each with a notice of what it brings. The last o
 into each rank commits; since no order holds between writes, it starts only when all earlier ones
 have ended. Nothing is written, and no write is moved on, unless this process's lease
 is certainly alive. Blocks for peers whose own differ are put together in `staging.py`
-first. Prefixes are read by `prefix_reads.py`.
+first; layers before the end of their step go by `layer_stream.py`, and prefixes are read by
+`prefix_reads.py`.
 """
 
 import logging
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 
 from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED, SECONDS, Counts
+from dynamo_lite.engine.remote_prefill.layer_stream import LayerStream
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
     PrefillStep,
@@ -31,6 +33,7 @@ from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.transfer.base import Mover, Transfer
+from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.digest import ReadMemory, read_dram
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,9 @@ class PrefillRank:
         self._attempts: dict[str, Attempt] = {}
         self._ended: dict[str, str] = {}
         self._failures: dict[str, str] = {}
+        self._layers = LayerStream(
+            self._attempts, self._peers, lambda: self._alive(), self._start_layer
+        )
         self._reads = PrefixReads(mover, own, self._peers, lambda: self._alive(), self.stats)
 
     def step(self, step: PrefillStep, ready: Ready) -> None:
@@ -82,9 +88,7 @@ class PrefillRank:
             self._meet(read.target_engine, step)
             self._start_read(read)
         for write in step.writes:
-            attempt = self._attempts.setdefault(write.attempt, Attempt(write.target_engine))
-            if attempt.failure is None:
-                attempt.failure = self._meet(write.target_engine, step)
+            attempt = self._open(write, step)
             layout = self._peers.layout(write.target_engine)
             parts = [write] if layout is None else split(write, layout)
             attempt.queue += [(part, ready) for part in parts]
@@ -93,6 +97,14 @@ class PrefillRank:
             self._ended[attempt_id] = request_id
             if not complete and (attempt := self._attempts.get(attempt_id)) is not None:
                 self._clear(attempt)
+                self._layers.forget(attempt_id)
+        self._pump()
+
+    def layer(self, step: PrefillStep, layer: str, ready: Ready) -> None:
+        """The step has run this layer, and `step` follows; ready: see `LayerStream.ran`."""
+        for write in step.writes:
+            self._open(write, step)
+        self._layers.ran(step.writes, layer, ready)
         self._pump()
 
     def drain_preempted(self, step: PrefillStep) -> None:
@@ -102,6 +114,7 @@ class PrefillRank:
         overwritten must not arrive. A dead peer's write ends in an error by itself.
         """
         deadline = self._now() + _PREEMPTION_DRAIN_S
+        self._layers.forget(*step.preempted)
         for attempt in [self._attempts[a] for a in step.preempted if a in self._attempts]:
             if any(write.last for write, _ in attempt.queue):
                 # The engine takes the job for complete, and will not ask again.
@@ -127,6 +140,7 @@ class PrefillRank:
             if attempt is not None and attempt.failure is not None:
                 self._failures[attempt_id] = attempt.failure
             self._attempts.pop(attempt_id, None)
+            self._layers.forget(attempt_id)
             del self._ended[attempt_id]
             sent.add(request_id)
         self._forget_left()
@@ -147,6 +161,12 @@ class PrefillRank:
 
     def _start_read(self, read: PrefixRead) -> None:
         self._reads.start(read)
+
+    def _open(self, write: BlockWrite, step: PrefillStep) -> Attempt:
+        attempt = self._attempts.setdefault(write.attempt, Attempt(write.target_engine))
+        if attempt.failure is None:
+            attempt.failure = self._meet(write.target_engine, step)
+        return attempt
 
     def _meet(self, engine_id: str, step: PrefillStep) -> str | None:
         """First contact with a decode engine: check that blocks map, load its agents.
@@ -174,6 +194,7 @@ class PrefillRank:
 
     def _pump(self) -> None:
         self._reads.poll()
+        self._layers.pump()
         for attempt in self._attempts.values():
             self._poll(attempt)
             while attempt.queue and self._start_next(attempt):
@@ -183,7 +204,7 @@ class PrefillRank:
     def _start_next(self, attempt: Attempt) -> bool:
         """Starts the attempt's next write if it may start now."""
         write, ready = attempt.queue[0]
-        alone = write.last or attempt.again
+        alone = write.last or attempt.again or self._layers.begun(write)
         if attempt.failure is None and (not ready() or (alone and attempt.flying)):
             return False
         try:
@@ -219,7 +240,9 @@ class PrefillRank:
                 self.stats.add(FENCED)
                 break
             last = write.last and peer is peers[-1]
-            flight = Flight(self._write(write, peer), started, last, attempt.slot)
+            rest = self._layers.rest(write, peer)
+            transfer = self._write(write, peer, rest, says=True)
+            flight = Flight(transfer, started, last, attempt.slot)
             attempt.flying.append(flight)
             if flight.slot is not None:
                 flight.slot.users += 1
@@ -244,14 +267,25 @@ class PrefillRank:
         while attempt.flying and self._now() < until:
             self._poll(attempt)
 
-    def _write(self, write: BlockWrite, peer: PeerRank) -> Transfer:
-        attempt = self._attempts[write.attempt]
+    def _start_layer(
+        self, attempt: Attempt, write: BlockWrite, peer: PeerRank, blocks: BlockMap
+    ) -> None:
+        started = self._now()
+        try:
+            layer = self._write(write, peer, blocks, says=False)
+            attempt.flying.append(Flight(layer, started, last=False, slot=None))
+        except (TransferError, ValueError) as exc:
+            self._fail(attempt, exc)
+
+    def _write(self, write: BlockWrite, peer: PeerRank, where: BlockMap, *, says: bool) -> Transfer:
+        attempt, notice = self._attempts[write.attempt], b""
         if attempt.slot is None:
-            local_side, remote_side = peer.blocks.descriptors(write.local_ids, write.remote_ids)
-            notice = self._notices.direct(write, peer, attempt.local_ids)
+            local_side, remote_side = where.descriptors(write.local_ids, write.remote_ids)
+            if says:
+                notice = self._notices.direct(write, peer, attempt.local_ids)
         else:
             positions = range(len(write.remote_ids))
-            local_side, remote_side = peer.blocks.descriptors(positions, write.remote_ids)
+            local_side, remote_side = where.descriptors(positions, write.remote_ids)
             local_side[:, 0] += np.uint64(attempt.slot.address)
             notice = self._notices.staged(write, peer, attempt.slot, attempt.vouched)
         self.stats.add(BYTES, int(local_side[:, 1].sum()))

@@ -1,4 +1,7 @@
-"""Which prefix blocks a decode engine offers to be read.
+"""Which blocks of a prompt a decode engine awaits, and which it offers to be read.
+
+Where all layers look back no farther than a window, the engine keeps no blocks for
+what lies before: a null block stands for each. Nothing is written there.
 
 An engine's prefix cache knows blocks from the moment when their computation is
 scheduled, and a prompt may hit them in that very step. Whoever computes beside it
@@ -7,12 +10,21 @@ blocks that no step under way fills are offered.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import structs
 
 from dynamo_lite.engine.remote_prefill.seams import BlockPool
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
+
+
+def first_awaited(pool: BlockPool, block_ids: Sequence[int], computed: int) -> int:
+    """The number of the first block that must be written, where `computed` are there."""
+    return next(
+        number
+        for number in range(computed, len(block_ids))
+        if not pool.blocks[block_ids[number]].is_null
+    )
 
 
 class PrefixOffers:

@@ -27,6 +27,7 @@ from dynamo_lite.engine.sim.request import SimRequest
 from dynamo_lite.policy.ledger import State
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.transfer.base import Transfer
+from dynamo_lite.transfer.block_map import BlockMap
 
 
 class TaskBridge:
@@ -155,10 +156,10 @@ class WatchedRank(PrefillRank):
 
     watched: SimMover | None = None
 
-    def _write(self, write: BlockWrite, peer: PeerRank) -> Transfer:
+    def _write(self, write: BlockWrite, peer: PeerRank, where: BlockMap, *, says: bool) -> Transfer:
         if self.watched is not None:
             self.watched.attempt = write.attempt
-        return super()._write(write, peer)
+        return super()._write(write, peer, where, says=says)
 
     def _start_read(self, read: PrefixRead) -> None:
         if self.watched is not None:

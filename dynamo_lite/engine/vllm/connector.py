@@ -38,6 +38,7 @@ from dynamo_lite.engine.vllm.filling import filling_blocks
 from dynamo_lite.engine.vllm.handshake import RankHandshake, engine_metadata
 from dynamo_lite.engine.vllm.kv_memory import rank_index, register, step_ended
 from dynamo_lite.engine.vllm.stats import ConnectorStats
+from dynamo_lite.engine.vllm.supported import check_kv, telling
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.runtime.fence import FenceReader
 from dynamo_lite.transfer.nixl import NixlMover
@@ -63,7 +64,12 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         _die_with_parent()
         assert vllm_config.kv_transfer_config is not None
-        self._link = read_link(vllm_config.kv_transfer_config.kv_connector_extra_config[LINK_FILE])
+        self._link_file = vllm_config.kv_transfer_config.kv_connector_extra_config[LINK_FILE]
+        self._link = read_link(self._link_file)
+        with telling(Path(self._link_file)):
+            check_kv(kv_cache_config, vllm_config.cache_config.block_size)
+        role_here = self._link.role
+        self._streams = isinstance(role_here, PrefillLink) and role_here.stream_layers
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._rank: DecodeRank | PrefillRank | None = None
         self._handshake: RankHandshake | None = None
@@ -100,7 +106,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         index = rank_index(self._vllm_config)
         mover = NixlMover(f"{self._link.engine_id}-{index}")
-        kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
+        with telling(Path(self._link_file)):
+            kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
         self._handshake = RankHandshake(encode(kv.rank), kv.orders)
         if isinstance(self._link.role, PrefillLink):
             fence = FenceReader(Path(self._link.role.fence_path))
@@ -128,7 +135,11 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are written after the step, all layers together."""
+        """Blocks are written after the step, all layers together, unless told otherwise."""
+        if self._streams and isinstance(self._rank, PrefillRank):
+            step = self._step()
+            if isinstance(step, PrefillStep) and step.writes:
+                self._rank.layer(step, layer_name, step_ended(on_gpu=self._rank.on_gpu))
 
     def wait_for_save(self) -> None:
         if isinstance(self._rank, PrefillRank):

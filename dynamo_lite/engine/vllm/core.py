@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -31,6 +31,7 @@ from dynamo_lite.engine.remote_prefill.metrics import RemotePrefillMetrics
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.fingerprint import check_peer
+from dynamo_lite.engine.vllm.supported import check_config, hearing
 from dynamo_lite.engine.vllm.wire import delta_from_output
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -256,12 +257,13 @@ class VllmEngine:
             )
         self._config = engine_args.create_engine_config()
         if self._link is not None:
-            _check_parallel(self._config.parallel_config)
-        return EngineCoreClient.make_async_mp_client(
-            vllm_config=self._config,
-            executor_class=Executor.get_class(self._config),
-            log_stats=True,
-        )
+            check_config(self._config, self._link.role)
+        with hearing(self._link_path):
+            return EngineCoreClient.make_async_mp_client(
+                vllm_config=self._config,
+                executor_class=Executor.get_class(self._config),
+                log_stats=True,
+            )
 
     async def _close(self) -> None:
         for waiting in self._attempts.values():
@@ -273,17 +275,3 @@ class VllmEngine:
         self._starter.shutdown(wait=False)
         with contextlib.suppress(FileNotFoundError):
             self._link_path.unlink()
-
-
-def _check_parallel(parallel: ParallelConfig) -> None:
-    """Raises StartupError for ways of spreading an engine that the transfer does not know."""
-    if parallel.data_parallel_size > 1:
-        raise StartupError(
-            "data-parallel-size > 1 is not supported with remote prefill:"
-            " start one worker per replica (ServiceArgs.workers)"
-        )
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise StartupError(
-            "decode-context-parallel-size and prefill-context-parallel-size > 1 are not supported"
-            " with remote prefill: the tokens of one block would lie on several ranks"
-        )

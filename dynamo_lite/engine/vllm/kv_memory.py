@@ -49,12 +49,19 @@ def register(
     config: VllmConfig,
     kv_config: KVCacheConfig,
 ) -> KvMemory:
-    """Raises ValueError, naming the layer, for a layout that is not understood."""
+    """Raises ValueError, naming the layer, for a layout that is not understood.
+
+    A layer that uses another one's KV has the same tensor, which is taken once.
+    """
     specs, rank_in_stage = _specs(kv_config), get_tensor_model_parallel_rank()
     tokens = config.cache_config.block_size
     regions: list[KvRegion] = []
     orders: set[str] = set()
+    taken: set[int] = set()
     for layer, tensor in kv_caches.items():
+        if tensor.data_ptr() in taken:
+            continue
+        taken.add(tensor.data_ptr())
         heads_dim, first, arrays = None, 0, ()
         if tensor.dim() == _DIMENSIONS:
             heads_dim, heads = _HEADS_DIM, tensor.shape[_HEADS_DIM]
@@ -91,9 +98,9 @@ def register(
 
 
 def step_ended(*, on_gpu: bool) -> Callable[[], bool]:
-    """When the blocks of the step just launched really hold their KV.
+    """When what was launched last, a step or one of its layers, has really left its KV.
 
-    On a CPU the step has ended. On a GPU it is queued: an event behind it tells.
+    On a CPU it has ended. On a GPU it is queued: an event behind it tells.
     """
     if not on_gpu:
         return lambda: True

@@ -1,0 +1,157 @@
+"""Which engines take part in remote prefills, and what the others are told."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from dynamo_lite.engine.remote_prefill.link import PrefillLink
+from dynamo_lite.engine.vllm.supported import check_config, check_kv, hearing, telling
+from dynamo_lite.protocol.errors import StartupError
+
+BLOCK = 32
+SHAPE: dict[str, Any] = {
+    "block_size": BLOCK,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "dtype": torch.bfloat16,
+}
+FULL, WINDOW = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=128)
+MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
+
+
+def kv(*specs: KVCacheSpec) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def uniform(**specs: KVCacheSpec) -> UniformTypeKVCacheSpecs:
+    return UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FULL,
+        WINDOW,
+        FullAttentionSpec(**SHAPE, sliding_window=128),
+        FullAttentionSpec(**{**SHAPE, "dtype": torch.uint8}),
+        MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1, "head_size": 576}),
+        uniform(a=FULL, b=FullAttentionSpec(**{**SHAPE, "head_size": 128})),
+    ],
+    ids=["full", "window", "mixed", "one byte", "MLA", "sizes"],
+)
+def test_kv_in_blocks_of_tokens_is_handed_over(spec):
+    check_kv(kv(spec), BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ([FULL, MAMBA], "in 2 groups of blocks (FullAttentionSpec, MambaSpec)"),
+        ([], "in 0 groups of blocks (no KV at all)"),
+        ([MAMBA], "layer layer0: KV of the kind MambaSpec"),
+        ([ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)], "ChunkedLocalAttention"),
+        ([FullAttentionSpec(**{**SHAPE, "block_size": 64})], "blocks hold 64 tokens, the engine's"),
+        ([FullAttentionSpec(**SHAPE, tokens_per_state=4)], "one state for 4 tokens"),
+        ([uniform(a=FULL, odd=MAMBA)], "layer odd: KV of the kind MambaSpec"),
+    ],
+)
+def test_other_kv_is_refused_with_the_reason(specs, reason):
+    with pytest.raises(StartupError, match=re.escape(reason)):
+        check_kv(kv(*specs), BLOCK)
+
+
+WHOLE = PrefillLink(fence_path="", min_prefix_read_length_tokens=1)
+LAYERS = PrefillLink(fence_path="", min_prefix_read_length_tokens=1, stream_layers=True)
+
+
+def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | None = None) -> Any:
+    flags = (
+        "is_encoder_decoder",
+        "is_hybrid",
+        "is_attention_free",
+        "has_inner_state",
+        "enforce_eager",
+    )
+    facts = {**dict.fromkeys(flags, False), **(model or {})}
+    sizes = dict.fromkeys(
+        (
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+        1,
+    )
+    return cast(
+        "Any",
+        SimpleNamespace(
+            model_config=SimpleNamespace(model="some/model", **facts),
+            parallel_config=SimpleNamespace(
+                **{**sizes, "use_ubatching": False, **(parallel or {})}
+            ),
+        ),
+    )
+
+
+def test_an_ordinary_engine_is_supported():
+    check_config(config(), WHOLE)
+    check_config(config(model={"enforce_eager": True}), LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"model": {"is_hybrid": True}}, "some/model: it has layers with a state per request"),
+        ({"model": {"is_attention_free": True}}, "some/model: it has layers with a state"),
+        ({"model": {"is_encoder_decoder": True}}, "some/model: an encoder's output"),
+        ({"parallel": {"data_parallel_size": 3}}, "(ServiceArgs.workers: 3)"),
+        ({"parallel": {"decode_context_parallel_size": 2}}, "decode-context-parallel-size"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill-context-parallel-size"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_refused_before_the_engine_starts(changed, reason):
+    with pytest.raises(StartupError, match=re.escape(reason)):
+        check_config(config(**changed), WHOLE)
+
+
+def test_layers_are_streamed_only_where_each_one_is_told():
+    with pytest.raises(StartupError, match=r"needs enforce-eager: true: a CUDA graph"):
+        check_config(config(), LAYERS)
+    with pytest.raises(StartupError, match="enable-dbo"):
+        check_config(
+            config(model={"enforce_eager": True}, parallel={"use_ubatching": True}),
+            LAYERS,
+        )
+
+
+@pytest.mark.parametrize("why", [StartupError("no such KV"), ValueError("layer 1: not dense")])
+def test_the_component_hears_why_its_engine_gave_up(tmp_path: Path, why: Exception):
+    link = tmp_path / "PrefillWorker-0.engine.json"
+    with pytest.raises(StartupError, match=str(why)), hearing(link):
+        with pytest.raises(type(why)), telling(link):
+            raise why
+        raise RuntimeError("Engine core initialization failed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_ends_are_told_as_they_are_whatever_an_earlier_start_has_left(tmp_path: Path):
+    link = tmp_path / "PrefillWorker-0.engine.json"
+    with pytest.raises(ValueError, match="old"), telling(link):
+        raise ValueError("old")
+    with pytest.raises(RuntimeError, match="out of memory"), hearing(link):
+        raise RuntimeError("out of memory")
