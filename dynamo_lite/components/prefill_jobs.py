@@ -59,10 +59,19 @@ class Prefiller(Protocol):
     async def abandon(self, attempt: str) -> None: ...
 
 
+class JobLinks(Protocol):
+    """The part of the links that jobs need; see `Links`."""
+
+    async def usable(self, target: EngineMetadata) -> str | None: ...
+
+    def doubt(self, engine_id: str) -> None: ...
+
+
 class PrefillJobs:
     """working: attempt -> job, of what was pulled and is not over. idle: nothing is.
 
-    fit: whether the engine can take a job; meanwhile others shall.
+    fit: whether the engine can take a job; meanwhile others shall. links: the ways to
+    decode engines, None where all are taken to be good.
     """
 
     def __init__(
@@ -77,12 +86,13 @@ class PrefillJobs:
         messaging: Messaging,
         registry: CollectorRegistry,
         fit: Callable[[], bool] = lambda: True,
+        links: JobLinks | None = None,
         clock: Clock = SYSTEM_CLOCK,
         on_drop: OnDrop = uncounted,
     ):
         self._time, self._now = clock.wall, clock.monotonic
         self._namespace, self._lease_id, self._ack_wait_s = namespace, lease_id, ack_wait_s
-        self._queue, self._engine, self._fit = queue, engine, fit
+        self._queue, self._engine, self._fit, self._links = queue, engine, fit, links
         self._directory, self._messaging, self._on_drop = directory, messaging, on_drop
         self._ended = Counter(
             "dynamo_lite_prefill_jobs",
@@ -186,6 +196,7 @@ class PrefillJobs:
             target = await self._directory.get(request.engine_id)
             if target is None:
                 return "engine_gone"
+            why_not = None if self._links is None else await self._links.usable(target)
             refusal = await self._claim(request)
         except Unavailable as exc:
             # Nobody there: reconnecting, or gone, which the directory will know soon.
@@ -208,7 +219,11 @@ class PrefillJobs:
             logger.info("attempt %s refused: %s", request.attempt, refusal.reason)
             return "retry" if refusal.elsewhere else "refused"
         self._stages.labels("claim").observe(self._now() - pulled)
-        ended = await self._write(request, target)
+        if why_not is None:
+            ended = await self._write(request, target)
+        else:
+            detail = f"it cannot be written into: {why_not}"
+            ended = AttemptOutcome(request.attempt, "failed", detail)
         if ended.outcome != "written":
             logger.warning("attempt %s %s: %s", request.attempt, ended.outcome, ended.detail)
         await self._say_done(request.engine_id, ended)
@@ -239,6 +254,8 @@ class PrefillJobs:
         except DynamoLiteError as exc:
             return AttemptOutcome(request.attempt, "failed", str(exc))
         self._stages.labels("engine").observe(self._now() - claimed)
+        if self._links is not None and ended.outcome == "failed":
+            self._links.doubt(request.engine_id)
         self._engine_died = self._engine_died or ended.outcome == "died"
         return ended
 

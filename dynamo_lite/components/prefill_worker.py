@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from prometheus_client import Gauge
 
 from dynamo_lite.components.config import PrefillWorkerConfig
 from dynamo_lite.components.engine_probe import EngineProbe
+from dynamo_lite.components.links import Links
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.prefill_fence import FenceKeeper
 from dynamo_lite.components.prefill_jobs import PrefillJobs
@@ -45,6 +45,7 @@ class PrefillWorker:
         self._parts = parts or VllmParts(spec)
         self._stack = AsyncExitStack()
         self._jobs: PrefillJobs | None = None
+        self._links: Links | None = None
         self._fence: FenceKeeper | None = None
         self._probe: EngineProbe | None = None
         self._beat: HealthBeat | None = None
@@ -67,16 +68,19 @@ class PrefillWorker:
             on_status=_pool_gauges(host),
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
+        directory = await self._open_directory(host, engine)
+        self._links = links = Links(host, engine, directory)
         self._jobs = keeper.jobs = jobs = PrefillJobs(
             namespace=self._spec.namespace,
             lease_id=host.lease.id,
             ack_wait_s=self._config.queue.ack_wait_s,
             queue=queue,
             engine=engine,
-            directory=await self._open_directory(host, engine),
+            directory=directory,
             messaging=host.messaging,
             registry=host.registry,
             fit=lambda: probe.verdict()[0],
+            links=links,
             clock=host.clock,
             on_drop=host.drops,
         )
@@ -84,6 +88,7 @@ class PrefillWorker:
         on_cancel = counted(jobs.on_cancel, "cancel", host.drops)
         await enter(host.messaging.serve(cancel, on_cancel))
         await host.register("prefill", model=engine.model)
+        host.spawn(links.run(), "links")
         self._beat = HealthBeat(
             host.messaging,
             namespace=self._spec.namespace,
@@ -125,7 +130,13 @@ class PrefillWorker:
         prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
         roster = Roster(host.store, prefix, host.drops)
         decoders = await self._stack.enter_async_context(roster)
-        decoders.on_change(partial(_forget_left, directory, engine))
+
+        def on_change(_joined: frozenset[int], left: frozenset[int]) -> None:
+            engine.forget(directory.forget_leases(left))
+            if self._links is not None:
+                self._links.forget_leases(left)
+
+        decoders.on_change(on_change)
         return directory
 
 
@@ -138,15 +149,6 @@ async def _either(*events: asyncio.Event, timeout_s: float) -> None:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def _forget_left(
-    directory: MetadataDirectory,
-    engine: PrefillEngine,
-    _joined: frozenset[int],
-    left: frozenset[int],
-) -> None:
-    engine.forget(directory.forget_leases(left))
 
 
 def _pool_gauges(host: Host) -> Callable[[EngineStatus], None]:

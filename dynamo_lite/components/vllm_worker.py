@@ -16,9 +16,10 @@ from dynamo_lite.engine.base import DecodeEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
-from dynamo_lite.protocol.prefill import EngineStatus, Leave
+from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_listen
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.runtime.beat import HealthBeat
+from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.host import Host, ProcessSpec
 
@@ -135,7 +136,11 @@ class VllmWorker:
         """Metadata first: whoever sees the worker may write into its blocks."""
         namespace, lease = self._spec.namespace, host.lease
         if engine.metadata is not None:
-            key = names.nixl_metadata_key(namespace, engine.metadata.engine_id)
+            engine_id = engine.metadata.engine_id
+            listen = names.listen_subject(namespace, engine_id)
+            on_listen = counted(self._on_listen, "listen", host.drops)
+            await self._stack.enter_async_context(host.messaging.serve(listen, on_listen))
+            key = names.nixl_metadata_key(namespace, engine_id)
             await host.hold(key, encode_engine(engine.metadata))
         name = self._spec.component
         model = engine.model
@@ -145,6 +150,12 @@ class VllmWorker:
         await self._stack.enter_async_context(host.messaging.serve(metrics, self._load_metrics))
         await host.register("load_metrics", model=model)
         await host.register("generate", stream=server.stream_address, model=model)
+
+    async def _on_listen(self, payload: bytes) -> bytes:
+        """No answer where the engine was not reached: its process logs why."""
+        assert self._engine is not None
+        await self._engine.listen(decode_listen(payload))
+        return b""
 
     async def _load_metrics(self, _payload: bytes) -> bytes:
         """The engine's load, as msgpack."""

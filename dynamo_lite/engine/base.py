@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import EngineStatus, Listen, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 
 
@@ -36,6 +36,17 @@ class AttemptOutcome:
     detail: str = ""
 
 
+@dataclass(frozen=True)
+class LinkReport:
+    """How a preflight ended. failure: why the decode engine cannot be given KV; else see
+    `LinkRecord`."""
+
+    failure: str | None = None
+    lanes: int = 0
+    contact_s: float = 0.0
+    round_trip_s: float = 0.0
+
+
 class DecodeEngine(Protocol):
     """Generates; decides by itself which prompts to have prefilled elsewhere."""
 
@@ -54,6 +65,13 @@ class DecodeEngine(Protocol):
         """Asks the engine's own process; only where there is metadata.
 
         Raises Unavailable, DeadlineExceeded or ProtocolError.
+        """
+        ...
+
+    async def listen(self, listen: Listen) -> None:
+        """A prefill worker tries its way; only where there is metadata.
+
+        Raises Unavailable or DeadlineExceeded.
         """
         ...
 
@@ -97,6 +115,15 @@ class PrefillEngine(Protocol):
         """Computes and writes one claimed attempt; returns when no write is under way.
 
         Raises Refused or IncompatiblePeer when nothing was begun.
+        """
+        ...
+
+    async def preflight(self, target: EngineMetadata) -> LinkReport:
+        """Tries the way to a decode engine, which must listen: see `Listen`.
+
+        `run_prefills` must be running. Raises IncompatiblePeer for a target that it must
+        not write to; Unavailable, DeadlineExceeded or ProtocolError when this engine
+        was not heard.
         """
         ...
 

@@ -10,7 +10,7 @@ import msgspec
 from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
-from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.protocol.prefill import EngineStatus, Listen
 from dynamo_lite.protocol.records import EngineMetadata
 
 
@@ -78,6 +78,9 @@ class NullEngine:
 
     async def describe(self) -> EngineStatus:
         raise Unavailable("a null engine has no process of its own")
+
+    async def listen(self, listen: Listen) -> None:
+        raise Unavailable("nobody writes into a null engine")
 
     async def submit(self, request: GenerateRequest) -> None:
         try:

@@ -16,6 +16,7 @@ added when an old peer would misread a new one):
    already been given; a commit vouches for the contents of blocks.
 3: a commit says which bytes of each block it brings, and that others bring the rest;
    writes before the last have notices, too.
+4: the way to an engine is tried first: its ranks have scratch memory, and it listens.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ import msgspec
 
 from dynamo_lite.protocol.errors import ProtocolError
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 #: Largest message accepted from a socket or a subject.
 MAX_MESSAGE_BYTES = 8 << 20

@@ -53,6 +53,15 @@ def nixl_metadata_key(namespace: str, engine_id: str) -> str:
     return f"{nixl_metadata_prefix(namespace)}{engine_id}"
 
 
+def links_prefix(namespace: str) -> str:
+    return f"{namespace}/links/"
+
+
+def link_key(namespace: str, prefill_lease_id: int, engine_id: str) -> str:
+    """What a prefill worker found of its way to a decode engine."""
+    return f"{links_prefix(namespace)}{prefill_lease_id:x}:{engine_id}"
+
+
 def prefill_stream(namespace: str) -> str:
     """Name of the JetStream stream that holds the prefill queue."""
     return f"{namespace}_prefill_queue"
@@ -90,3 +99,18 @@ def describe_subject(namespace: str, engine_id: str) -> str:
 def leave_subject(namespace: str, engine_id: str) -> str:
     """Requests from a decode worker to its engine: ask for no remote prefill any more."""
     return f"{namespace}_engine.{engine_id}.leave"
+
+
+def preflight_subject(namespace: str, engine_id: str) -> str:
+    """Requests from a prefill worker to its engine: try the way to a decode engine."""
+    return f"{namespace}_engine.{engine_id}.preflight"
+
+
+def listen_subject(namespace: str, engine_id: str) -> str:
+    """Requests from prefill workers to a decode worker: your engine is being tried."""
+    return f"{namespace}_engine.{engine_id}.listen"
+
+
+def poll_subject(namespace: str, engine_id: str) -> str:
+    """Requests from a decode worker to its engine: somebody tries the way to you."""
+    return f"{namespace}_engine.{engine_id}.poll"

@@ -110,6 +110,27 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: LeaseId
 
 
+class Preflight(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill worker to its own engine: try the way to this decode engine.
+
+    order: names this try; no other one of any worker has the same name.
+    """
+
+    order: Attempt
+    target: EngineMetadata
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill worker to a decode worker, which passes it on to its engine: poll for
+    transfers for `for_s` seconds, also if there is nothing to compute; 0: it is over.
+
+    An engine that makes no steps makes no progress with transfers, either.
+    """
+
+    writer_lease_id: LeaseId
+    for_s: Annotated[float, msgspec.Meta(ge=0, le=10)]
+
+
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """The same `length` bytes, from `offset` on, in each block of several of a rank's regions.
 
@@ -188,4 +209,6 @@ decode_writer_done: Decoder[WriterDone] = SealedDecoder(WriterDone)
 decode_writer_stays: Decoder[WriterStays] = SealedDecoder(WriterStays)
 decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)
 decode_leave: Decoder[Leave] = SealedDecoder(Leave)
+decode_preflight: Decoder[Preflight] = SealedDecoder(Preflight)
+decode_listen: Decoder[Listen] = SealedDecoder(Listen)
 decode_notice: Decoder[Committed | Landed] = SealedDecoder(Committed | Landed)

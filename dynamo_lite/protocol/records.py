@@ -109,17 +109,30 @@ def bytes_of_head(region: KvRegion) -> int:
     )
 
 
+class Scratch(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a rank that belongs to no block: there writers try their way to the rank.
+
+    `slots` slots of `slot_bytes` each, back to back from `base` on.
+    """
+
+    base: Natural
+    slots: Positive
+    slot_bytes: Positive
+
+
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's NIXL agent and KV pool.
 
     agent: NIXL's own metadata blob (base64 in JSON).
-    memory: NIXL memory type, "DRAM" or "VRAM"; device: its device index.
+    memory: NIXL memory type, "DRAM" or "VRAM"; device: its device index. Both also of
+    `scratch`, without which nobody writes into the rank's blocks.
     """
 
     agent: bytes
     memory: str
     device: Natural
     regions: tuple[KvRegion, ...]
+    scratch: Scratch | None = None
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +151,28 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: Positive
     num_blocks: Positive
     ranks: tuple[RankMetadata, ...]
+
+
+class LinkRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill worker found of its way to a decode engine, at `names.link_key(...)`,
+    under the prefill worker's lease.
+
+    ok: whether it gives KV to that engine; detail: why not. lanes: pairs of a rank that
+    writes and one that is written into. contact_s: from the first contact until what
+    was written had been read back; round_trip_s: the same once more, when all was
+    connected; of the slowest pair, 0 where nothing was tried. checked_at: in seconds
+    since the epoch, for display only.
+    """
+
+    prefill_lease_id: LeaseId
+    engine_id: str
+    decode_lease_id: LeaseId
+    ok: bool
+    detail: str = ""
+    lanes: Natural = 0
+    contact_s: float = 0.0
+    round_trip_s: float = 0.0
+    checked_at: float = 0.0
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,24 +198,34 @@ def decode_engine(data: bytes) -> EngineMetadata:
     if record.checksum != _checksum(raw):
         raise ProtocolError("the engine's metadata was changed: its checksum is another")
     metadata = decode_json(raw, EngineMetadata)
+    check_engine(metadata)
+    return metadata
+
+
+def check_engine(metadata: EngineMetadata) -> None:
+    """Raises ProtocolError when its memory cannot lie as it says."""
     for rank in metadata.ranks:
         _check_regions(rank, metadata.num_blocks)
+        _check_scratch(rank, metadata.num_blocks)
         for region in rank.regions:
             _check_arrays(region, metadata.block_size_tokens)
-    return metadata
 
 
 def _checksum(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
+def _end(region: KvRegion, num_blocks: int) -> int:
+    return region.base + (num_blocks - 1) * region.stride_bytes + region.block_bytes
+
+
 def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
     if len({(region.layer, region.plane) for region in rank.regions}) != len(rank.regions):
         raise ProtocolError("a layer's plane is there twice")
     for region in rank.regions:
-        end = region.base + (num_blocks - 1) * region.stride_bytes + region.block_bytes
         uneven = region.head_bytes and region.block_bytes % region.head_bytes
-        if region.stride_bytes < region.block_bytes or end > _LIMIT or uneven:
+        beyond = _end(region, num_blocks) > _LIMIT
+        if region.stride_bytes < region.block_bytes or beyond or uneven:
             raise ProtocolError(f"impossible region: {region}, {num_blocks} blocks")
 
 
@@ -194,11 +239,13 @@ def _check_arrays(region: KvRegion, block_size_tokens: int) -> None:
         raise ProtocolError(f"blocks of {block_size_tokens} tokens, not as in {region}")
     fills = region.heads * bytes_of_head(region) == region.block_bytes
     fills = fills and region.head_bytes in (0, bytes_of_head(region))
-    if not fills or any(_end(region, array) > region.block_bytes for array in region.arrays):
+    if not fills or any(
+        _end_of_array(region, array) > region.block_bytes for array in region.arrays
+    ):
         raise ProtocolError(f"arrays that are not the block: {region}")
 
 
-def _end(region: KvRegion, array: KvArray) -> int:
+def _end_of_array(region: KvRegion, array: KvArray) -> int:
     """Behind the array's last byte in a block."""
     return (
         array.offset
@@ -207,3 +254,15 @@ def _end(region: KvRegion, array: KvArray) -> int:
         + (array.items - 1) * array.item_stride
         + array.item_bytes
     )
+
+
+def _check_scratch(rank: RankMetadata, num_blocks: int) -> None:
+    """What is written there must not be anybody's KV."""
+    if (scratch := rank.scratch) is None:
+        return
+    end = scratch.base + scratch.slots * scratch.slot_bytes
+    if end > _LIMIT:
+        raise ProtocolError(f"impossible scratch memory: {scratch}")
+    for region in rank.regions:
+        if scratch.base < _end(region, num_blocks) and region.base < end:
+            raise ProtocolError(f"scratch memory in the blocks of layer {region.layer}")

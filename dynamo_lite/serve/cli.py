@@ -127,19 +127,34 @@ def ps(
     etcd_url: EtcdUrl = None,
     state_dir: StateDir = _DEFAULT_STATE_DIR,
     namespace: Namespace = None,
+    links: Annotated[
+        bool, typer.Option("--links", help="List pairs of prefill and decode workers instead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the live members of a graph, and how they are."""
+    """List the live members of a graph, and how they are.
+
+    With --links: each prefill worker with each decode engine, by their leases. Before the
+    first KV goes that way, a prefill worker writes a pattern into scratch memory there and
+    reads it back. STATE is ok, failed (the pair is not used, DETAIL says why; it is
+    tried again) or untested (yet). LANES are pairs of ranks, FIRST CONTACT is how long
+    it took to connect them, ROUND TRIP the same try once more.
+    """
     import asyncio
 
+    from dynamo_lite.serve.links import as_link_table, link_rows
     from dynamo_lite.serve.listing import as_rows, as_table, find_place, members, states
 
     async def look() -> list[dict[str, Any]]:
-        found = await members(find_place(state_dir, etcd_url, namespace))
+        place = find_place(state_dir, etcd_url, namespace)
+        if links:
+            return await link_rows(place)
+        found = await members(place)
         return as_rows(found, await states(found))
 
     rows = asyncio.run(look())
-    print(json.dumps(rows, indent=2) if as_json else as_table(rows))
+    show = as_link_table if links else as_table
+    print(json.dumps(rows, indent=2) if as_json else show(rows))
 
 
 @app.command()

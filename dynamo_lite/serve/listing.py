@@ -6,6 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,13 @@ def as_rows(records: list[EndpointRecord], states: dict[str, str]) -> list[dict[
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
-    cells = [
-        tuple(name.upper().replace("_", " ") for name in _COLUMNS),
-        *(tuple(_cell(row, name) for name in _COLUMNS) for row in rows),
-    ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
+    return table(_COLUMNS, [[_cell(row, name) for name in _COLUMNS] for row in rows])
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned lines under headings."""
+    cells = [[name.upper().replace("_", " ") for name in columns], *rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in cells

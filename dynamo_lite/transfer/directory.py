@@ -1,5 +1,5 @@
-"""Metadata of decode engines: loaded from the store at the first job that
-names an engine, kept while the engine lives, dropped when it leaves.
+"""Metadata of decode engines: learnt as they come, or loaded from the store at the first
+job that names an engine; kept while the engine lives, dropped when it leaves.
 
 Entries are keyed by engine incarnation, so a worker that restarts at the same
 address is never met with stale metadata.
@@ -39,6 +39,11 @@ class MetadataDirectory:
             if not self._loads:
                 self._left_meanwhile.clear()
 
+    def learn(self, engine_id: str, raw: bytes) -> None:
+        """Takes an engine's metadata as it lies in the store. Raises ProtocolError."""
+        if engine_id not in self._known:
+            self._known[engine_id] = self._decode(engine_id, raw)
+
     def forget_leases(self, lease_ids: frozenset[int]) -> list[str]:
         """Drops the engines of workers that left. Returns their engine ids."""
         if self._loads:
@@ -52,6 +57,13 @@ class MetadataDirectory:
         raw = await self._store.get(names.nixl_metadata_key(self._namespace, engine_id))
         if raw is None:
             return None
+        metadata = self._decode(engine_id, raw)
+        if metadata.lease_id in self._left_meanwhile:
+            return None
+        self._known[engine_id] = metadata
+        return metadata
+
+    def _decode(self, engine_id: str, raw: bytes) -> EngineMetadata:
         try:
             metadata = decode_engine(raw)
             if metadata.engine_id != engine_id:
@@ -59,7 +71,4 @@ class MetadataDirectory:
         except ProtocolError:
             self._on_drop("engine_metadata")
             raise
-        if metadata.lease_id in self._left_meanwhile:
-            return None
-        self._known[engine_id] = metadata
         return metadata

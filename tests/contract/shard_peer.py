@@ -1,18 +1,25 @@
 """A prefill engine in a process of its own, for `test_sharded_nixl.py`: all its ranks.
 
 Usage: python -m tests.contract.shard_peer. For each line with a shape it makes an engine,
-says its ranks' metadata (msgpack, in hexadecimal digits), is told those of both engines,
-writes one attempt in two steps and says how that ended, by rank. NIXL prints on the
-same stream: the reader skips what is not JSON.
+says its ranks' metadata (msgpack, in hexadecimal digits) and is told those of both engines.
+Then it tries the way there and says what it found, or writes one attempt in two steps
+and says how that ended, both by rank. NIXL prints on the same stream: the reader skips
+what is not JSON.
 """
 
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
-from dynamo_lite.engine.remote_prefill.messages import BlockWrite, PrefillStep
+from dynamo_lite.engine.remote_prefill.messages import (
+    BlockWrite,
+    PrefillStep,
+    PreflightOrder,
+    RankLink,
+)
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.transfer.nixl import NixlMover
@@ -69,6 +76,24 @@ def write(
     ]
 
 
+def preflight(
+    ranks: Sequence[PrefillRank], own: bytes, engine_id: str, target: bytes
+) -> list[object]:
+    """By rank: what it has found."""
+    step = PrefillStep(
+        preflights=[PreflightOrder("1.1", engine_id)], targets={engine_id: target}, own=own
+    )
+    for rank in ranks:
+        rank.step(step, lambda: True)
+    links: dict[int, RankLink] = {}
+    while len(links) < len(ranks):
+        for rank in ranks:
+            rank.results()
+            if (report := rank.report()) is not None:
+                links |= report.links["1.1"]
+    return [asdict(links[index]) for index in range(len(ranks))]
+
+
 def hear() -> dict:
     return json.loads(sys.stdin.readline() or "{}")
 
@@ -93,13 +118,18 @@ def main() -> None:
                 lambda: True,
                 checksum_rate=1.0,
                 open_transposer=engine.transposer(index),
+                scratch=engine.scratch[index],
             )
             for index in indices
         ]
         say(ranks=[encode(own).hex() for own in engine.ranks])
         told = hear()
         own, target = (bytes.fromhex(told[name]) for name in ("own", "target"))
-        say(ended=write(ranks, own, told["engine_id"], target, (shape.tokens, told["tokens"])))
+        if told["preflight"]:
+            say(links=preflight(ranks, own, told["engine_id"], target))
+        else:
+            tokens = (shape.tokens, told["tokens"])
+            say(ended=write(ranks, own, told["engine_id"], target, tokens))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from dynamo_lite.protocol.prefill import (
     Claim,
     Committed,
     Leave,
+    Listen,
+    Preflight,
     RemotePrefillRequest,
     WriterDone,
     WriterStays,
@@ -34,7 +36,9 @@ from dynamo_lite.protocol.prefill import (
     decode_claim,
     decode_job,
     decode_leave,
+    decode_listen,
     decode_notice,
+    decode_preflight,
     decode_writer_done,
     decode_writer_stays,
 )
@@ -58,6 +62,7 @@ FOREIGN: tuple[tuple[str, Any], ...] = (
     ("cancel", CancelAttempt(attempt="foreign", engine_id="e1")),
     ("leave", Leave(lease_id=2)),
     ("notice", Committed(attempt="foreign", rank=0, num_blocks=3)),
+    ("poll", Listen(writer_lease_id=99, for_s=0.5)),
     (
         "job",
         RemotePrefillRequest(
@@ -78,6 +83,8 @@ DECODERS: dict[str, Decoder[Any]] = {
     "writer_done": decode_writer_done,
     "writer_stays": decode_writer_stays,
     "leave": decode_leave,
+    "poll": decode_listen,
+    "preflight": decode_preflight,
     "cancel": decode_cancel_attempt,
     "beat": decode_beat,
     "job": decode_job,
@@ -94,14 +101,16 @@ class Attack:
         self.pool: list[bytes] = []
         self.seen: list[tuple[str, bytes]] = []
         self.spoiler = Spoiler(rng, self.pool)
-        metadata = pair.decode.metadata
-        assert metadata is not None
+        metadata, prefill = pair.decode.metadata, pair.prefill.metadata
+        assert metadata is not None and prefill is not None
         engine = "t", metadata.engine_id
         self.subjects = {
             "claim": names.claim_subject(*engine),
             "writer_done": names.writer_done_subject(*engine),
             "writer_stays": names.writer_stays_subject(*engine),
             "leave": names.leave_subject(*engine),
+            "poll": names.poll_subject(*engine),
+            "preflight": names.preflight_subject("t", prefill.engine_id),
             "describe": names.describe_subject(*engine),
             "cancel": names.cancel_subject("t", 2),
             "beat": names.health_subject("t", "PrefillWorker"),
@@ -109,6 +118,8 @@ class Attack:
         self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)
         for where, message in FOREIGN:
             self._remember(where, encode_sealed(message))
+        preflight = Preflight(order="foreign", target=metadata)
+        self._remember("preflight", encode_sealed(preflight))
         self._listen()
 
     def _remember(self, where: str, payload: bytes) -> None:

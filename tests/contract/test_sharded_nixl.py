@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,6 +26,7 @@ from dynamo_lite.engine.remote_prefill.messages import DecodeStep
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.nixl import NixlMover
+from dynamo_lite.transfer.scratch import SLOTS
 from tests.contract.shard_peer import BLOCKS, LOCAL, reached
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
 
@@ -63,6 +64,20 @@ class Peer:
         said = self.said.get(timeout=WAIT_S)["ranks"]
         ranks = [msgspec.msgpack.decode(bytes.fromhex(r), type=RankMetadata) for r in said]
         return metadata("prefill", ranks, shape)
+
+    def meet(
+        self,
+        engine_id: str,
+        own: bytes,
+        target: bytes,
+        *,
+        tokens: int = 0,
+        preflight: bool = False,
+    ) -> None:
+        """Its last engine writes into this one, whose blocks have so many tokens, or tries
+        the way there."""
+        described = {"own": own.hex(), "target": target.hex(), "tokens": tokens}
+        self.tell(engine_id=engine_id, preflight=preflight, **described)
 
     def end(self) -> None:
         with self._process:
@@ -151,8 +166,7 @@ def test_every_byte_lands_in_its_place(peer, prefill, decode, heads):
         for rank in ranks:
             rank.step(DecodeStep(expect={"a1": "r1"}, blocks={"a1": tuple(remote)}))
         described = metadata(engine_id, target.ranks, decode)
-        told = {"own": own.hex(), "target": described.hex(), "tokens": decode.tokens}
-        peer.tell(engine_id=engine_id, **told)
+        peer.meet(engine_id, own, described, tokens=decode.tokens)
 
         received: set[int] = set()
         ended: list | None = None
@@ -173,3 +187,45 @@ def test_every_byte_lands_in_its_place(peer, prefill, decode, heads):
         for shard in [shard for rank in target.shards for shard in rank]:
             wanted = expected_of_tokens(shard, tokens[: len(remote) * decode.tokens], remote)
             np.testing.assert_array_equal(shard.blocks, wanted)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "lanes"),
+    [
+        pytest.param(Shape(), Shape(), [1], id="one to one"),
+        pytest.param(Shape(), Shape(tensor=2), [2], id="TP 1 to 2"),
+        pytest.param(Shape(tensor=2), Shape(), [1, 1], id="TP 2 to 1"),
+    ],
+)
+def test_the_way_to_an_idle_engine_is_found(peer, prefill, decode, lanes):
+    """Its ranks only poll."""
+    engine_id = f"decode-{next(NUMBERS)}"
+    own = peer.engine(prefill, 4)
+    with decode_engine(engine_id, decode, 4) as target:
+        ranks = [DecodeRank(mover) for mover in target.movers]
+        peer.meet(engine_id, own, metadata(engine_id, target.ranks, decode), preflight=True)
+        links: list[dict] = []
+        deadline = time.monotonic() + WAIT_S
+        while not links:
+            assert time.monotonic() < deadline
+            for rank in ranks:
+                rank.step(DecodeStep(poll=True))
+            with suppress(Empty):
+                links = peer.said.get(timeout=0.001)["links"]
+        assert [link["failure"] for link in links] == [None] * len(lanes)
+        assert [link["lanes"] for link in links] == lanes
+        assert all(link["contact_s"] > 0 and link["round_trip_s"] > 0 for link in links)
+        tried = [scratch.read(slot, 64) for scratch in target.scratch for slot in range(SLOTS)]
+        assert sum(any(data) for data in tried) == sum(lanes)
+        assert not any(shard.blocks.any() for rank in target.shards for shard in rank)
+
+
+def test_the_way_to_an_engine_that_has_left_is_not(peer):
+    engine_id = f"decode-{next(NUMBERS)}"
+    own = peer.engine(Shape(), 4)
+    with decode_engine(engine_id, Shape(), 4) as target:
+        described = metadata(engine_id, target.ranks, Shape())
+    del target
+    peer.meet(engine_id, own, described, preflight=True)
+    (link,) = peer.said.get(timeout=WAIT_S)["links"]
+    assert link["failure"].startswith(("peer not usable: ", "rank 0: "))

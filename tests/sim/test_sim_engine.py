@@ -14,7 +14,8 @@ from dynamo_lite.engine.sim.model import (
 )
 from dynamo_lite.engine.sim.mover import Landing, Wire
 from dynamo_lite.engine.sim.pool import BlockPool, PoolError
-from dynamo_lite.protocol.errors import EngineDied, Refused
+from dynamo_lite.protocol.errors import EngineDied, IncompatiblePeer, Refused
+from dynamo_lite.protocol.prefill import Listen
 from tests.sim.pair import GREEDY, Pair, play, tokens
 
 
@@ -248,3 +249,34 @@ def test_an_abort_while_a_prefix_is_read_leaves_no_foreign_kv(after_s: float):
                 assert engine.core.memory.ends_with(block, key)
 
     play(script, wire=Wire(slowest_s=0.3), num_blocks=60)
+
+
+def test_idle_engines_step_for_a_preflight_and_no_longer():
+    async def script(pair: Pair) -> None:
+        assert pair.decode.metadata is not None
+        cores = {name: engine.core for name, engine in pair.engines.items()}
+        rested = {name: core.steps for name, core in cores.items()}
+        await pair.decode.listen(Listen(writer_lease_id=2, for_s=1.0))
+        report = await pair.prefill.preflight(pair.decode.metadata)
+        assert report.failure is None and report.lanes == 1
+        assert report.contact_s > 0 and report.round_trip_s > 0
+        assert all(core.steps > rested[name] for name, core in cores.items())
+        await pair.decode.listen(Listen(writer_lease_id=2, for_s=0.0))
+        await pair.until(lambda: not any(core.scheduler.has_work for core in cores.values()))
+        pair.check_idle()
+
+        other = msgspec.structs.replace(pair.decode.metadata, fingerprint={"model": "other"})
+        with pytest.raises(IncompatiblePeer):
+            await pair.prefill.preflight(other)
+
+    play(script)
+
+
+def test_a_preflight_of_a_dead_engine_fails():
+    async def script(pair: Pair) -> None:
+        assert pair.decode.metadata is not None
+        pair.engines["decode"].mover.die()
+        report = await pair.prefill.preflight(pair.decode.metadata)
+        assert report.failure == "rank 0: the peer does not answer"
+
+    play(script)

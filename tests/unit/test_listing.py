@@ -1,15 +1,22 @@
-"""What `ps` says of a member: as its process answers, or does not."""
+"""What `ps` says of a member, as its process answers or does not, and of pairs of workers."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.records import (
+    EndpointRecord,
+    EndpointTransport,
+    EngineMetadata,
+    LinkRecord,
+)
 from dynamo_lite.runtime.status import StatusServer
 from dynamo_lite.serve import listing
+from dynamo_lite.serve.links import as_link_rows, as_link_table
 from dynamo_lite.serve.listing import as_rows, as_table, states
 
 
@@ -72,3 +79,51 @@ async def test_whoever_does_not_answer_is_silent(
 @pytest.mark.parametrize("url", ["", "file:///etc/passwd", "http://127.0.0.1:1", "http://[", "x"])
 async def test_an_address_of_nobody(url: str):
     assert await states([record(url)]) == {url: "silent"}
+
+
+def engine(engine_id: str, lease_id: int) -> EngineMetadata:
+    return EngineMetadata(
+        engine_id=engine_id,
+        lease_id=lease_id,
+        fingerprint={},
+        block_size_tokens=4,
+        num_blocks=8,
+        ranks=(),
+    )
+
+
+def test_how_links_are_listed():
+    one, two, three = engine("d1", 0xA), engine("d2", 0xB), engine("d3", 0xC)
+    good = LinkRecord(
+        prefill_lease_id=1,
+        engine_id="d1",
+        decode_lease_id=0xA,
+        ok=True,
+        lanes=2,
+        contact_s=0.5,
+        round_trip_s=0.0012,
+        checked_at=3.0,
+    )
+    bad = LinkRecord(
+        prefill_lease_id=1, engine_id="d2", decode_lease_id=0xB, ok=False, detail="no answer"
+    )
+    of_nobody = msgspec.structs.replace(good, engine_id="left")
+    rows = as_link_rows([1], [one, two, three], [good, bad, of_nobody])
+    assert rows[0] == {
+        "prefill": "1",
+        "decode": "a",
+        "engine": "d1",
+        "state": "ok",
+        "lanes": 2,
+        "first_contact_s": 0.5,
+        "round_trip_s": 0.0012,
+        "detail": "",
+        "checked_at": 3.0,
+    }
+    assert [row["state"] for row in rows] == ["ok", "failed", "untested"]
+    assert as_link_table(rows).splitlines() == [
+        "PREFILL  DECODE  STATE     LANES  FIRST CONTACT  ROUND TRIP  DETAIL",
+        "1        a       ok        2      500.0 ms       1.2 ms",
+        "1        b       failed    -      -              -           no answer",
+        "1        c       untested  -      -              -",
+    ]

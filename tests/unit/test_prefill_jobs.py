@@ -493,3 +493,44 @@ async def test_an_end_that_cannot_be_told_or_answered_leaves_the_job_to_redelive
         rig.broker.set_connected(True)
         assert rig.done == []
         assert await rig.total() == 1
+
+
+# Links
+
+
+class ScriptedLinks:
+    """why_not: what every engine's link is refused with."""
+
+    def __init__(self, why_not: str | None):
+        self.why_not, self.doubted = why_not, list[str]()
+
+    async def usable(self, target: EngineMetadata) -> str | None:
+        assert target.engine_id == ENGINE
+        return self.why_not
+
+    def doubt(self, engine_id: str) -> None:
+        self.doubted.append(engine_id)
+
+
+async def test_a_job_for_an_engine_without_a_way_to_it_is_handed_back():
+    async with working() as rig:
+        rig.jobs._links = ScriptedLinks("rank 0: connection reset")
+        await rig.push(job())
+        await rig.answered("ack")
+        assert rig.engine.attempts == []
+        assert rig.told == [("a1", "failed")]
+        assert "cannot be written into: rank 0: connection reset" in rig.done[0].detail
+
+
+async def test_a_failed_write_casts_doubt_on_the_link():
+    async with working() as rig:
+        rig.jobs._links = scripted = ScriptedLinks(None)
+        await rig.push(job("a1"))
+        await rig.answered("ack")
+        assert scripted.doubted == []
+        rig.engine.holds = True
+        await rig.push(job("a2"))
+        await eventually(lambda: "a2" in rig.engine.ends)
+        rig.engine.ends["a2"].set_result("failed")
+        await rig.answered("ack", "ack")
+        assert scripted.doubted == [ENGINE]

@@ -45,7 +45,9 @@ from dynamo_lite.protocol.prefill import (
     Granted,
     Landed,
     Leave,
+    Listen,
     Part,
+    Preflight,
     RemotePrefillRequest,
     WriterDone,
     WriterStays,
@@ -57,7 +59,11 @@ from dynamo_lite.protocol.records import (
     EngineRecord,
     KvArray,
     KvRegion,
+    LinkRecord,
     RankMetadata,
+    Scratch,
+    decode_engine,
+    encode_engine,
 )
 
 LEASE = 0x694D967DA694EA1A
@@ -94,8 +100,27 @@ ENGINE = EngineMetadata(
                     ),
                 ),
             ),
+            scratch=Scratch(base=1 << 20, slots=16, slot_bytes=64),
         ),
     ),
+)
+
+#: Where the blocks of its one region lie.
+BLOCKS_FROM, BLOCKS_END = 1 << 46, (1 << 46) + 63 * 8192 + 4096
+
+#: ENGINE in msgpack.
+ENGINE_PACKED = (
+    b"\x86\xa9engine_id\xa2e1"
+    b"\xa8lease_id\xcfiM\x96}\xa6\x94\xea\x1a\xabfingerprint\x81\xa5dtype\xa4bf16"
+    b"\xb1block_size_tokens \xaanum_blocks@\xa5ranks\x91\x85"
+    b"\xa5agent\xc4\x06nixl\x00\xff\xa6memory\xa4DRAM\xa6device\x00"
+    b"\xa7regions\x91\x89\xa5layer\xaemodel.layers.0\xa5plane\x00"
+    b"\xa4base\xcf\x00\x00@\x00\x00\x00\x00\x00\xacstride_bytes\xcd \x00"
+    b"\xabblock_bytes\xcd\x10\x00\xaafirst_head\x00\xaahead_bytes\x00"
+    b"\xa6tokens \xa6arrays\x91\x87\xa6offset\x00\xabhead_stride\xcd\x10\x00"
+    b"\xacgroup_stride\xcc\x80\xabitem_stride\x00\xacgroup_tokens\x01\xa5items\x01"
+    b"\xaaitem_bytes\xcc\x80"
+    b"\xa7scratch\x83\xa4base\xce\x00\x10\x00\x00\xa5slots\x10\xaaslot_bytes@"
 )
 
 REQUEST = GenerateRequest(
@@ -119,7 +144,7 @@ FULL_REQUEST = GenerateRequest(
     output_token_ids=[3],
     timeout_s=0.5,
     moved=True,
-    wire_version=3,
+    wire_version=4,
 )
 DELTAS = Deltas(
     deltas=[
@@ -167,7 +192,7 @@ FULL_JOB = RemotePrefillRequest(
     priority=3,
     cache_salt="s",
     trace_headers={"t": "0"},
-    wire_version=3,
+    wire_version=4,
 )
 STATUS = EngineStatus(
     metadata=ENGINE,
@@ -182,7 +207,7 @@ GOLDEN = [
     (
         health.Beat(lease_id=10, number=3, ok=False, detail="stuck"),
         health.decode_beat,
-        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x03",
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x04",
     ),
     (
         REQUEST,
@@ -192,7 +217,7 @@ GOLDEN = [
         b"\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa8priority\x00"
         b"\xaacache_salt\xc0\xadtrace_headers\xc0\xafreasoning_ended\xc0"
         b"\xb7reasoning_parser_kwargs\xc0\xb0output_token_ids\x90\xa9timeout_s\xc0"
-        b"\xa5moved\xc2\xacwire_version\x03",
+        b"\xa5moved\xc2\xacwire_version\x04",
     ),
     (
         FULL_REQUEST,
@@ -202,7 +227,7 @@ GOLDEN = [
         b"\xa8priority\xff\xaacache_salt\xa1s\xadtrace_headers\x81"
         b"\xabtraceparent\xa200\xafreasoning_ended\xc3"
         b"\xb7reasoning_parser_kwargs\x81\xa1a\x91\x01\xb0output_token_ids\x91\x03"
-        b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xacwire_version\x03",
+        b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xacwire_version\x04",
     ),
     (
         Accepted(),
@@ -218,7 +243,7 @@ GOLDEN = [
     (
         Hello(client_id="c1"),
         generate.decode_client_frame,
-        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x03",
+        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x04",
     ),
     (
         Welcome(),
@@ -254,7 +279,7 @@ GOLDEN = [
         b"\xb0prompt_token_ids\x93\x01\x02\x03\xb3num_computed_tokens "
         b"\xa9block_ids\x92\x04\x05\xb0prefix_block_ids\x91\x03"
         b"\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00"
-        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x03",
+        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x04",
     ),
     (
         FULL_JOB,
@@ -262,7 +287,7 @@ GOLDEN = [
         b"\x8c\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
         b"\xb0prompt_token_ids\x90\xb3num_computed_tokens\x00\xa9block_ids\x90"
         b"\xb0prefix_block_ids\x90\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00\xa8priority\x03"
-        b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10\xacwire_version\x03",
+        b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10\xacwire_version\x04",
     ),
     (
         Claim(attempt="a1", writer_lease_id=LEASE),
@@ -300,6 +325,16 @@ GOLDEN = [
         b"\x81\xa8lease_id\x1f",
     ),
     (
+        Preflight(order="1f.1", target=ENGINE),
+        prefill.decode_preflight,
+        b"\x82\xa5order\xa41f.1\xa6target" + ENGINE_PACKED,
+    ),
+    (
+        Listen(writer_lease_id=31, for_s=3.0),
+        prefill.decode_listen,
+        b"\x82\xafwriter_lease_id\x1f\xa5for_s\xcb@\x08\x00\x00\x00\x00\x00\x00",
+    ),
+    (
         Committed(
             attempt="a1",
             rank=1,
@@ -331,17 +366,7 @@ GOLDEN = [
     (
         STATUS,
         prefill.decode_engine_status,
-        b"\x88\xa8metadata\x86\xa9engine_id\xa2e1"
-        b"\xa8lease_id\xcfiM\x96}\xa6\x94\xea\x1a\xabfingerprint\x81\xa5dtype\xa4bf16"
-        b"\xb1block_size_tokens \xaanum_blocks@\xa5ranks\x91\x84"
-        b"\xa5agent\xc4\x06nixl\x00\xff\xa6memory\xa4DRAM\xa6device\x00"
-        b"\xa7regions\x91\x89\xa5layer\xaemodel.layers.0\xa5plane\x00"
-        b"\xa4base\xcf\x00\x00@\x00\x00\x00\x00\x00\xacstride_bytes\xcd \x00"
-        b"\xabblock_bytes\xcd\x10\x00\xaafirst_head\x00\xaahead_bytes\x00"
-        b"\xa6tokens \xa6arrays\x91\x87\xa6offset\x00\xabhead_stride\xcd\x10\x00"
-        b"\xacgroup_stride\xcc\x80\xabitem_stride\x00\xacgroup_tokens\x01\xa5items\x01"
-        b"\xaaitem_bytes\xcc\x80"
-        b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
+        b"\x88\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
         b"\xabquarantined\x00\xaaqueue_jobs\xc0"
         b"\xaflast_step_age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
         b"\xb4unresponsive_writers\x02",
@@ -356,7 +381,22 @@ RECORDS = [
         b'"device":0,"regions":[{"layer":"model.layers.0","plane":0,"base":70368744177664,'
         b'"stride_bytes":8192,"block_bytes":4096,"first_head":0,"head_bytes":0,'
         b'"tokens":32,"arrays":[{"offset":0,"head_stride":4096,"group_stride":128,'
-        b'"item_stride":0,"group_tokens":1,"items":1,"item_bytes":128}]}]}]}',
+        b'"item_stride":0,"group_tokens":1,"items":1,"item_bytes":128}]}],'
+        b'"scratch":{"base":1048576,"slots":16,"slot_bytes":64}}]}',
+    ),
+    (
+        LinkRecord(
+            prefill_lease_id=31,
+            engine_id="e1",
+            decode_lease_id=32,
+            ok=True,
+            lanes=2,
+            contact_s=0.5,
+            round_trip_s=0.25,
+            checked_at=1.5,
+        ),
+        b'{"prefill_lease_id":31,"engine_id":"e1","decode_lease_id":32,"ok":true,"detail":"",'
+        b'"lanes":2,"contact_s":0.5,"round_trip_s":0.25,"checked_at":1.5}',
     ),
     (
         EndpointRecord(
@@ -627,6 +667,28 @@ def test_foreign_records_are_refused(data):
     for record_type in (EngineMetadata, EndpointRecord):
         with pytest.raises(ProtocolError):
             decode_json(data, record_type)
+
+
+@pytest.mark.parametrize(
+    ("base", "slots", "refused"),
+    [
+        (BLOCKS_FROM - 64, 1, None),
+        (BLOCKS_FROM - 64, 2, "in the blocks of layer model.layers.0"),
+        (BLOCKS_FROM + 4096, 1, "in the blocks of layer model.layers.0"),  # between two blocks
+        (BLOCKS_END - 1, 1, "in the blocks of layer model.layers.0"),
+        (BLOCKS_END, 1, None),
+        ((1 << 63) - 64, 1, "impossible scratch memory"),
+    ],
+)
+def test_scratch_memory_is_apart_from_all_blocks(base, slots, refused):
+    scratch = Scratch(base=base, slots=slots, slot_bytes=64)
+    rank = msgspec.structs.replace(ENGINE.ranks[0], scratch=scratch)
+    engine = msgspec.structs.replace(ENGINE, ranks=(rank,))
+    if refused is None:
+        assert decode_engine(encode_engine(engine)) == engine
+        return
+    with pytest.raises(ProtocolError, match=refused):
+        decode_engine(encode_engine(engine))
 
 
 def test_a_record_nested_without_end_is_refused():

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from tests.vllm.asking import ask
-from tests.vllm.graph import Graph
+from tests.vllm.graph import Graph, eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -69,6 +70,27 @@ def test_etcdctl_shows_the_nixl_metadata(disagg: Graph):
     (engine,) = [record["metadata"] for record in metadata]
     assert f"{engine['lease_id']:x}" == disagg.process("VllmWorker").lease
     assert engine["num_blocks"] > 0 and len(engine["ranks"]) == 1
+
+
+def test_ps_shows_the_way_from_the_prefill_to_the_decode_worker(disagg: Graph):
+    """No job is needed for that."""
+    (row,) = eventually(lambda: tested_links(disagg), timeout_s=30, what="tested links")
+    prefill, decode = (disagg.process(name).lease for name in ("PrefillWorker", "VllmWorker"))
+    assert (row["prefill"], row["decode"], row["state"]) == (prefill, decode, "ok"), row
+    assert row["lanes"] == 1 and row["first_contact_s"] > 0 and row["round_trip_s"] > 0
+    assert f"dynamo/links/{prefill}:{row['engine']}" in listing(disagg)
+
+
+def tested_links(graph: Graph) -> list[dict]:
+    command = (sys.executable, "-m", "dynamo_lite.serve.cli", "ps", "--links", "--json")
+    done = subprocess.run(
+        [*command, "--etcd-url", graph.etcd_url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [row for row in json.loads(done.stdout) if row["state"] != "untested"]
 
 
 def test_the_leases_are_the_ones_that_etcd_knows(disagg: Graph):

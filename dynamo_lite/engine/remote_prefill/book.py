@@ -29,3 +29,8 @@ class LockedLedger:
         """Whether the engine must keep stepping for the ledger's sake."""
         with self.lock:  # both at once: an entry turns into an instruction
             return bool(self._for_engine) or self.ledger.quarantined > 0
+
+    @property
+    def awaits_writes(self) -> bool:
+        """Whether any remote write may be under way. Call with the lock held."""
+        return bool(self.ledger.waiting or self.ledger.quarantined)

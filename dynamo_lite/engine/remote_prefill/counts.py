@@ -23,6 +23,7 @@ PREFIX_READ = "prefix_read"  # + "/outcome": read, failed
 PREFIX_BYTES = "prefix_bytes"
 COMPUTED = "computed_tokens"  # by a prefill engine, of its jobs
 RESUME = "resume"  # + "/reason": of the verdict when a writer was lost
+PREFLIGHT = "preflight"  # a list of [order, failure, lanes, contact_s, round_trip_s]
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dynamo_lite.engine.remote_prefill.book import LockedLedger
 from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.listening import Listening
 from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
@@ -34,6 +35,7 @@ from dynamo_lite.protocol.prefill import (
     RemotePrefillRequest,
     decode_claim,
     decode_leave,
+    decode_listen,
     decode_writer_done,
     decode_writer_stays,
 )
@@ -78,6 +80,7 @@ class DecodeLinkSession:
         self._tasks: asyncio.TaskGroup | None = None
         self.view: QueueView | None = None
         self.leaving = False
+        self.listening = Listening(now)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -105,6 +108,7 @@ class DecodeLinkSession:
                 (names.writer_done_subject, "writer_done", self._on_done),
                 (names.writer_stays_subject, "writer_stays", self._on_stays),
                 (names.leave_subject, "leave", self._on_leave),
+                (names.poll_subject, "poll", self._on_poll),
                 (names.describe_subject, "describe", self._on_describe),
             ):
                 handler = counted(handler, where, self._on_drop)
@@ -214,6 +218,10 @@ class DecodeLinkSession:
             raise ProtocolError("somebody else's leave")
         self.leaving = True
         await self._settle(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
+        return b""
+
+    async def _on_poll(self, payload: bytes) -> bytes:
+        self.listening.hear(decode_listen(payload))
         return b""
 
     def _check_writer(self, attempt: str, writer_lease_id: int) -> None:

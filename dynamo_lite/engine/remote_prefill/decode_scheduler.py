@@ -160,7 +160,7 @@ class DecodeScheduler:
         with self._book.lock:
             due = self._book.ledger.tick(self._now())
             left = self._book.take_for_engine()
-            self._step.poll = bool(self._book.ledger.waiting or self._book.ledger.quarantined)
+            self._step.poll = self._book.awaits_writes or bool(self._net.listening)
         self._apply(left)
         self._apply(due, fresh=True)
         step, self._step = self._step, DecodeStep()
@@ -198,7 +198,7 @@ class DecodeScheduler:
 
     @property
     def busy(self) -> bool:
-        return self._book.busy or bool(self._step.give_up)
+        return self._book.busy or bool(self._step.give_up or self._net.listening)
 
     def _decide(self, request: Prompt, cached: int, transferable: bool) -> Verdict:
         if not transferable or request.prompt_token_ids is None:

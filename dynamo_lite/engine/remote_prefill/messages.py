@@ -56,9 +56,17 @@ class PrefixRead:
 
 
 @dataclass
+class PreflightOrder:
+    """Try the way to an engine; see `Preflight`."""
+
+    order: str
+    target_engine: str
+
+
+@dataclass
 class PrefillStep:
     """targets: engine id -> its metadata (msgpack), with an attempt's first write
-    or read.
+    or read, and with preflights.
 
     own: this engine's metadata (msgpack), with every target; empty where the engine
     has one rank, which knows its own.
@@ -75,6 +83,7 @@ class PrefillStep:
     forget: list[str] = field(default_factory=list)
     ended: list[tuple[str, str, bool]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    preflights: list[PreflightOrder] = field(default_factory=list)
 
 
 @dataclass
@@ -91,19 +100,40 @@ class RankResults:
 
 
 @dataclass
+class RankLink:
+    """What one rank has found of its way to an engine.
+
+    failure: why it cannot be used. lanes: ranks that this one gives KV to. contact_s,
+    round_trip_s: of the slowest, see `LinkRecord`.
+    """
+
+    failure: str | None
+    lanes: int = 0
+    contact_s: float = 0.0
+    round_trip_s: float = 0.0
+
+
+@dataclass
 class WorkerReport:
     """failures: attempt -> what went wrong in writing it.
 
     landed: lost request -> blocks of its attempt that are here all the same, from the
     first one on.
+
+    links: order -> rank -> what that has found.
     """
 
     failures: dict[str, str] = field(default_factory=dict)
     landed: dict[str, int] = field(default_factory=dict)
+    links: dict[str, dict[int, RankLink]] = field(default_factory=dict)
 
     def joined(self, other: "WorkerReport") -> "WorkerReport":
         """Of two ranks: here is what both have."""
         landed = {**self.landed, **other.landed}
         for request_id in self.landed.keys() & other.landed.keys():
             landed[request_id] = min(self.landed[request_id], other.landed[request_id])
-        return WorkerReport({**self.failures, **other.failures}, landed)
+        links = {
+            order: {**self.links.get(order, {}), **other.links.get(order, {})}
+            for order in self.links.keys() | other.links.keys()
+        }
+        return WorkerReport({**self.failures, **other.failures}, landed, links)

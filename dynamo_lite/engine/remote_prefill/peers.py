@@ -8,7 +8,7 @@ import msgspec
 from dynamo_lite.engine.remote_prefill.staging import Staging
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Part
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata, Scratch
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.layer_maps import LayerMaps
@@ -21,14 +21,16 @@ from dynamo_lite.transfer.transpose import Layout
 class PeerRank:
     """A rank that some of this rank's heads and layers belong to.
 
-    name: the mover's. writers: how many prefill ranks write into it. parts: what
-    this one brings of its blocks. blocks: where they lie; maps: the same by layer.
-    slot_regions: of a slot at 0, where its blocks are put together; empty where they
-    need not be.
+    name: the mover's. scratch: its scratch memory, on `device`. writers: how many prefill
+    ranks write into it. parts: what this one brings of its blocks. blocks: where they lie;
+    maps: the same by layer. slot_regions: of a slot at 0, where its blocks are put
+    together; empty where they need not be.
     """
 
     name: str
     memory: str
+    device: int
+    scratch: Scratch | None
     lanes: list[Lane]
     blocks: BlockMap
     parts: list[Part]
@@ -128,6 +130,8 @@ class Peers:
                 PeerRank(
                     name=self._add(engine_id, index, rank),
                     memory=rank.memory,
+                    device=rank.device,
+                    scratch=rank.scratch,
                     lanes=found,
                     blocks=BlockMap(pairs, devices),
                     parts=parts_of(found),

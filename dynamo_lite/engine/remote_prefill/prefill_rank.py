@@ -27,6 +27,7 @@ from dynamo_lite.engine.remote_prefill.messages import (
 from dynamo_lite.engine.remote_prefill.outgoing import Attempt, Flight, Ready
 from dynamo_lite.engine.remote_prefill.peers import PeerRank, Peers
 from dynamo_lite.engine.remote_prefill.prefix_reads import PrefixReads
+from dynamo_lite.engine.remote_prefill.preflights import Preflights
 from dynamo_lite.engine.remote_prefill.staging import OpenTransposer, Staging, split
 from dynamo_lite.engine.remote_prefill.write_notices import WriteNotices
 from dynamo_lite.protocol.errors import TransferError
@@ -35,6 +36,7 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.digest import ReadMemory, read_dram
+from dynamo_lite.transfer.scratch import ScratchMemory
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class PrefillRank:
     checksum_rate: share of an attempt's blocks whose contents its commit vouches
     for; read: reads them from this rank's memory. open_transposer: where blocks are put
     together for peers whose own differ; None refuses these.
+    scratch: for preflights.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class PrefillRank:
         checksum_rate: float = 0.0,
         read: ReadMemory = read_dram,
         open_transposer: OpenTransposer | None = None,
+        scratch: ScratchMemory | None = None,
     ):
         self._now = clock.monotonic
         self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
@@ -80,10 +84,15 @@ class PrefillRank:
             self._attempts, self._peers, lambda: self._alive(), self._start_layer
         )
         self._reads = PrefixReads(mover, own, self._peers, lambda: self._alive(), self.stats)
+        self._preflights = Preflights(
+            mover, own, rank, scratch, self._peers, lambda: self._alive(), self._now
+        )
 
     def step(self, step: PrefillStep, ready: Ready) -> None:
         """Takes this step's reads, writes and endings, and starts what can start."""
         self._left.update(step.forget)
+        for order in step.preflights:
+            self._preflights.start(order, step, self._meet)
         for read in step.reads:
             self._meet(read.target_engine, step)
             self._start_read(read)
@@ -130,7 +139,7 @@ class PrefillRank:
     def results(self) -> RankResults:
         """Requests whose writes have all ended, and those whose reads have, each once."""
         self._pump()
-        if (self._attempts or self._reads) and self._alive():
+        if (self._attempts or self._reads or self._preflights) and self._alive():
             self._mover.notices()
         sent: set[str] = set()
         for attempt_id, request_id in list(self._ended.items()):
@@ -148,15 +157,17 @@ class PrefillRank:
         return RankResults(sent=sent, received=read.received, lost=read.lost)
 
     def report(self) -> WorkerReport | None:
-        """Failures of what `results` has just ended."""
-        if not self._failures:
+        """Failures of what `results` has just ended, and preflights that have ended."""
+        links = {order: {self._rank: link} for order, link in self._preflights.take().items()}
+        if not self._failures and not links:
             return None
         failures, self._failures = self._failures, {}
-        return WorkerReport(failures=failures)
+        return WorkerReport(failures=failures, links=links)
 
     def close(self) -> None:
         # What is under way behind a closed fence ends with the process, untouched.
-        if self._alive() or not any(attempt.flying for attempt in self._attempts.values()):
+        flying = any(attempt.flying for attempt in self._attempts.values()) or self._preflights
+        if self._alive() or not flying:
             self._mover.close()
 
     def _start_read(self, read: PrefixRead) -> None:
@@ -187,7 +198,7 @@ class PrefillRank:
         if not self._left:
             return
         done = self._left - {attempt.target for attempt in self._attempts.values()}
-        done -= self._reads.engines
+        done -= self._reads.engines | self._preflights.engines
         for engine_id in done:
             self._peers.forget(engine_id)
         self._left -= done
@@ -195,6 +206,7 @@ class PrefillRank:
     def _pump(self) -> None:
         self._reads.poll()
         self._layers.pump()
+        self._preflights.poll()
         for attempt in self._attempts.values():
             self._poll(attempt)
             while attempt.queue and self._start_next(attempt):

@@ -22,13 +22,15 @@ from dynamo_lite.engine.remote_prefill.messages import (
     WorkerReport,
 )
 from dynamo_lite.engine.remote_prefill.outside import Outside
+from dynamo_lite.engine.remote_prefill.preflight_book import PreflightBook
 from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
 from dynamo_lite.policy.prefix import Compute, read_or_compute
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import EngineStatus
-from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.protocol.prefill import EngineStatus, decode_preflight
+from dynamo_lite.protocol.records import EngineMetadata, check_engine
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+from dynamo_lite.runtime.drops import counted
 
 #: The blocks that a request holds, in the order of its tokens.
 BlockIds = Callable[[str], Sequence[int]]
@@ -75,6 +77,7 @@ class PrefillScheduler:
         self._outside, self._now = outside, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counts()
+        self._preflights = PreflightBook(self.stats)
         self.metadata: EngineMetadata | None = None
         self._block_ids: BlockIds | None = None
         self._pool: BlockPool | None = None
@@ -142,6 +145,7 @@ class PrefillScheduler:
         """scheduled: request id -> tokens that this step computes of it."""
         self._stepped_at = self._now()
         step, self._step = self._step, PrefillStep()
+        self._preflights.announce(step, self._own_metadata())
         for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
                 job.written = job.first
@@ -175,6 +179,8 @@ class PrefillScheduler:
         """What the worker halves have finished reading or writing, well or not."""
         if report is not None:
             self._failures.update(report.failures)
+            assert self.metadata is not None
+            self._preflights.answered(report.links, len(self.metadata.ranks))
         for request_id in sorted(results.received | results.lost):
             if (stopped := self._stopped.pop(request_id, None)) is not None:
                 self._tell(stopped, "abandoned")
@@ -190,7 +196,7 @@ class PrefillScheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._ending or self._stopped)
+        return bool(self._ending or self._stopped) or self._preflights.busy
 
     def _read(
         self, job: _Job, block_ids: Sequence[int], prefix: Sequence[int], external: int
@@ -253,10 +259,20 @@ class PrefillScheduler:
 
     @contextlib.asynccontextmanager
     async def _session(self) -> AsyncIterator[None]:
-        subject = names.describe_subject(self._link.namespace, self._link.engine_id)
-        async with self._outside.messaging() as messaging:
-            async with messaging.serve(subject, self._on_describe):
-                yield
+        engine = self._link.namespace, self._link.engine_id
+        on_preflight = counted(self._on_preflight, "preflight", self.stats.drop)
+        async with (
+            self._outside.messaging() as messaging,
+            messaging.serve(names.describe_subject(*engine), self._on_describe),
+            messaging.serve(names.preflight_subject(*engine), on_preflight),
+        ):
+            yield
+
+    async def _on_preflight(self, payload: bytes) -> bytes:
+        preflight = decode_preflight(payload)
+        check_engine(preflight.target)
+        self._preflights.ask(preflight)
+        return b""
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         if self.metadata is None or self._pool is None:

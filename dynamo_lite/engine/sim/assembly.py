@@ -160,6 +160,7 @@ class Assembly:
             rank_clock(setup.clock),
             checksum_rate=role.kv_checksum_rate,
             read=mover.memory.read_raw,
+            scratch=mover.scratch,
         )
         rank.watched = mover
         return rank
@@ -167,7 +168,11 @@ class Assembly:
     def _metadata(self, setup: EngineSetup, mover: SimMover) -> EngineMetadata:
         config = setup.config
         rank = RankMetadata(
-            agent=mover.metadata(), memory="DRAM", device=0, regions=mover.memory.regions()
+            agent=mover.metadata(),
+            memory="DRAM",
+            device=0,
+            regions=mover.memory.regions(),
+            scratch=mover.scratch.region,
         )
         return EngineMetadata(
             engine_id=setup.link.engine_id,

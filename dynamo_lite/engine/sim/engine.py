@@ -11,8 +11,9 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from dynamo_lite.engine.base import AttemptOutcome, EngineLoad
-from dynamo_lite.engine.remote_prefill.counts import ENDED
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
+from dynamo_lite.engine.remote_prefill.counts import ENDED, PREFLIGHT
+from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.engine.sim.core import Outputs
@@ -28,7 +29,12 @@ from dynamo_lite.protocol.errors import (
     StartupError,
 )
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, decode_engine_status
+from dynamo_lite.protocol.prefill import (
+    EngineStatus,
+    Listen,
+    RemotePrefillRequest,
+    decode_engine_status,
+)
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.messaging import Messaging
 
@@ -73,6 +79,7 @@ class SimEngine:
         self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
         self._left: list[str] = []
         self._ids = RequestIds()
+        self._preflights = PreflightDesk(setup.link, messaging, self._wake)
         self._closing = False
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
@@ -97,6 +104,7 @@ class SimEngine:
         self._closing = True
         for waiting in self._attempts.values():
             waiting.cancel()
+        self._preflights.close()
         self._engine.core.stop()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _STOP_S)
@@ -155,9 +163,7 @@ class SimEngine:
             raise
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        assert self.metadata is not None
-        if target.fingerprint != self.metadata.fingerprint:
-            raise IncompatiblePeer(target.engine_id, "another model")
+        self._check_peer(target)
         self._check_prompt(job.prompt_token_ids)
         left, self._left = self._left, []
         transfer = {
@@ -190,12 +196,28 @@ class SimEngine:
         finally:
             self._attempts.pop(job.attempt, None)
 
+    async def preflight(self, target: EngineMetadata) -> LinkReport:
+        self._check_peer(target)
+        return await self._preflights.fly(target)
+
+    async def listen(self, listen: Listen) -> None:
+        await self._preflights.listen(listen)
+
     async def abandon(self, attempt: str) -> None:
         if self._engine is not None:
             self._engine.core.abort([attempt])
 
     def forget(self, engine_ids: Sequence[str]) -> None:
         self._left += engine_ids
+
+    async def _wake(self) -> None:
+        if self._engine is not None:
+            self._engine.core.wake()
+
+    def _check_peer(self, target: EngineMetadata) -> None:
+        assert self.metadata is not None
+        if target.fingerprint != self.metadata.fingerprint:
+            raise IncompatiblePeer(target.engine_id, "another model")
 
     def _named(self, delta: TokenDelta) -> TokenDelta | None:
         """The delta as its caller knows it; None when that has aborted the request."""
@@ -234,6 +256,7 @@ class SimEngine:
         self.load = outputs.load
         if outputs.counts:
             self._settle(outputs.counts.get(ENDED, ()))
+            self._preflights.settle(outputs.counts.get(PREFLIGHT, ()))
             self._on_counts(outputs.counts)
         return outputs
 

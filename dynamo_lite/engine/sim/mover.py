@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_lite.engine.sim.memory import KvMemory
+from dynamo_lite.engine.sim.memory import KvMemory, SimScratch
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.transfer.block_map import Descriptors
 
@@ -45,7 +45,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class Landing:
-    """A copy that an attempt's writer has under way arrives now, or is read.
+    """A copy into or from blocks, that an attempt's writer has under way, arrives now, or is
+    read.
 
     address: of the first byte in the target's memory.
     """
@@ -145,8 +146,9 @@ class SimWrite:
             return self._fail("the peer is cut off")
         self._portions.remove(portion)
         for source, destination, length in portion:
-            landing = Landing(self._attempt, sender.address, target, destination, length)
-            sender.fabric.on_landing(landing)
+            if target.memory.covers(destination, length):
+                landing = Landing(self._attempt, sender.address, target, destination, length)
+                sender.fabric.on_landing(landing)
             target.bytes_at(destination, length)[:] = sender.bytes_at(source, length)
 
     def _fail(self, why: str) -> None:
@@ -193,8 +195,9 @@ class SimRead:
             return self._fail("the peer is cut off")
         copies, self._copies = self._copies, []
         for here, there, length in copies:
-            landing = Landing(self._attempt, reader.address, target, there, length)
-            reader.fabric.on_read(reader, landing)
+            if target.memory.covers(there, length):
+                landing = Landing(self._attempt, reader.address, target, there, length)
+                reader.fabric.on_read(reader, landing)
             reader.bytes_at(here, length)[:] = target.bytes_at(there, length)
 
     def _fail(self, why: str) -> None:
@@ -202,7 +205,7 @@ class SimRead:
 
 
 class SimMover:
-    """Implements Mover. One per engine, with one memory.
+    """Implements Mover. One per engine, with one memory, and scratch memory beside it.
 
     name: unique per engine incarnation. address: its host. attempt: of the write
     that is being started, for whoever watches landings.
@@ -210,6 +213,7 @@ class SimMover:
 
     def __init__(self, fabric: Fabric, name: str, address: str, memory: KvMemory):
         self.fabric, self.name, self.address, self.memory = fabric, name, address, memory
+        self.scratch = SimScratch()
         self.attempt = ""
         self.inbox: list[bytes] = []
         self.closed = self.dead = False
@@ -285,9 +289,8 @@ class SimMover:
         return target, copies
 
     def covers(self, address: int, length: int) -> bool:
-        start = address - self.memory.base
-        return start >= 0 and start + length <= self.memory.raw.size
+        return self.memory.covers(address, length) or self.scratch.covers(address, length)
 
     def bytes_at(self, address: int, length: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        start = address - self.memory.base
-        return self.memory.raw[start : start + length]
+        memory = self.memory if self.memory.covers(address, length) else self.scratch
+        return memory.raw[address - memory.base :][:length]

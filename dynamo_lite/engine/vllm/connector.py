@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -37,11 +38,13 @@ from dynamo_lite.engine.vllm.carried import ReportMetadata, StepMetadata
 from dynamo_lite.engine.vllm.filling import filling_blocks
 from dynamo_lite.engine.vllm.handshake import RankHandshake, engine_metadata
 from dynamo_lite.engine.vllm.kv_memory import rank_index, register, step_ended
+from dynamo_lite.engine.vllm.scratch import make_scratch
 from dynamo_lite.engine.vllm.stats import ConnectorStats
 from dynamo_lite.engine.vllm.supported import check_kv, telling
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.runtime.fence import FenceReader
 from dynamo_lite.transfer.nixl import NixlMover
+from dynamo_lite.transfer.scratch import ScratchMemory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,6 +77,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self._rank: DecodeRank | PrefillRank | None = None
         self._handshake: RankHandshake | None = None
         self._manager: KVCacheManager | None = None
+        self._scratch: ScratchMemory | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
 
@@ -106,22 +110,27 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         index = rank_index(self._vllm_config)
         mover = NixlMover(f"{self._link.engine_id}-{index}")
+        # Before the mover says what of this rank can be reached.
+        device = next(iter(kv_caches.values())).device
+        self._scratch = scratch = make_scratch(mover, device)
         with telling(Path(self._link_file)):
             kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
-        self._handshake = RankHandshake(encode(kv.rank), kv.orders)
+        rank = msgspec.structs.replace(kv.rank, scratch=scratch.region)
+        self._handshake = RankHandshake(encode(rank), kv.orders)
         if isinstance(self._link.role, PrefillLink):
             fence = FenceReader(Path(self._link.role.fence_path))
             self._rank = PrefillRank(
                 mover,
-                kv.rank,
+                rank,
                 index,
                 fence.open,
                 checksum_rate=self._link.role.kv_checksum_rate,
                 read=kv.read,
                 open_transposer=kv.open_transposer,
+                scratch=scratch,
             )
         else:
-            self._rank = DecodeRank(mover, kv.rank, kv.read)
+            self._rank = DecodeRank(mover, rank, kv.read)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._handshake

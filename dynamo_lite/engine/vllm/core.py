@@ -24,10 +24,11 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from dynamo_lite.engine.base import AttemptOutcome, EngineLoad
-from dynamo_lite.engine.remote_prefill.counts import ENDED
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
+from dynamo_lite.engine.remote_prefill.counts import ENDED, PREFLIGHT
 from dynamo_lite.engine.remote_prefill.link import LINK_FILE, DecodeLink, EngineLink, write_link
 from dynamo_lite.engine.remote_prefill.metrics import RemotePrefillMetrics
+from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.fingerprint import check_peer
@@ -40,9 +41,15 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
     Refused,
     StartupError,
+    Unavailable,
 )
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest, decode_engine_status
+from dynamo_lite.protocol.prefill import (
+    EngineStatus,
+    Listen,
+    RemotePrefillRequest,
+    decode_engine_status,
+)
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
@@ -83,6 +90,7 @@ class VllmEngine:
         # Decode engines that fit, and whether their blocks are as ours.
         self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
         self._ids = RequestIds()
+        self._preflights = None if link is None else PreflightDesk(link, messaging, self._wake)
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
 
@@ -183,6 +191,15 @@ class VllmEngine:
         finally:
             self._attempts.pop(job.attempt, None)
 
+    async def preflight(self, target: EngineMetadata) -> LinkReport:
+        assert self.metadata is not None and self._preflights is not None
+        check_peer(self.metadata, target)
+        return await self._preflights.fly(target)
+
+    async def listen(self, listen: Listen) -> None:
+        assert self._preflights is not None
+        await self._preflights.listen(listen)
+
     async def abandon(self, attempt: str) -> None:
         await self._abort([attempt])
 
@@ -191,6 +208,14 @@ class VllmEngine:
         self._left += engine_ids
         for engine_id in engine_ids:
             self._checked.pop(engine_id, None)
+
+    async def _wake(self) -> None:
+        """Any call makes an idle engine core look whether there are steps to make."""
+        try:
+            if self._client is not None:
+                await self._client.is_sleeping_async()
+        except EngineDeadError as exc:
+            raise Unavailable("the engine's process is gone") from exc
 
     async def _abort(self, own_ids: list[str]) -> None:
         if self._client is not None and own_ids:
@@ -231,6 +256,8 @@ class VllmEngine:
             if stats.kv_connector_stats:
                 self._metrics.apply(stats.kv_connector_stats)
                 self._settle(stats.kv_connector_stats.get(ENDED, ()))
+                if self._preflights is not None:
+                    self._preflights.settle(stats.kv_connector_stats.get(PREFLIGHT, ()))
         return outputs
 
     def _settle(self, ended: Sequence[Sequence[str]]) -> None:
@@ -268,6 +295,8 @@ class VllmEngine:
     async def _close(self) -> None:
         for waiting in self._attempts.values():
             waiting.cancel()
+        if self._preflights is not None:
+            self._preflights.close()
         if self._client is not None:
             loop = asyncio.get_running_loop()
             client, self._client = self._client, None

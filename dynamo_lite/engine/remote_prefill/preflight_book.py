@@ -1,0 +1,59 @@
+"""The scheduler half of preflights: orders on their way to all ranks, and their answers.
+
+`ask` is called by the bridge's thread, all else by the engine's.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+
+from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, Counts
+from dynamo_lite.engine.remote_prefill.messages import PrefillStep, PreflightOrder, RankLink
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.prefill import Preflight
+
+
+class PreflightBook:
+    """stats: takes how each order ended; see `LinkReport`."""
+
+    def __init__(self, stats: Counts):
+        self._stats = stats
+        self._asked: deque[Preflight] = deque()
+        self._answers: dict[str, dict[int, RankLink]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are needed, though there may be nothing to compute."""
+        return bool(self._asked or self._answers)
+
+    def ask(self, preflight: Preflight) -> None:
+        self._asked.append(preflight)
+
+    def announce(self, step: PrefillStep, own: bytes) -> None:
+        """Tells the ranks of new orders. own: see `PrefillStep.own`."""
+        while self._asked:
+            preflight = self._asked.popleft()
+            engine_id = preflight.target.engine_id
+            self._answers[preflight.order] = {}
+            step.preflights.append(PreflightOrder(preflight.order, engine_id))
+            step.targets[engine_id] = encode(preflight.target)
+            step.own = own
+
+    def answered(self, links: Mapping[str, Mapping[int, RankLink]], ranks: int) -> None:
+        """What ranks have found, of `ranks` in all: an order ends with the last answer."""
+        for order, by_rank in links.items():
+            answers = self._answers.setdefault(order, {})
+            answers.update(by_rank)
+            if len(answers) == ranks:
+                del self._answers[order]
+                self._tell(order, answers)
+
+    def _tell(self, order: str, answers: Mapping[int, RankLink]) -> None:
+        failures = [
+            link.failure if len(answers) == 1 else f"from rank {rank}: {link.failure}"
+            for rank, link in sorted(answers.items())
+            if link.failure is not None
+        ]
+        lanes = sum(link.lanes for link in answers.values())
+        contact_s = max(link.contact_s for link in answers.values())
+        round_trip_s = max(link.round_trip_s for link in answers.values())
+        self._stats.append(PREFLIGHT, [order, "; ".join(failures), lanes, contact_s, round_trip_s])

@@ -1,0 +1,50 @@
+"""What `ps --links` reads from a real etcd."""
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.records import (
+    EndpointRecord,
+    EndpointTransport,
+    EngineMetadata,
+    LinkRecord,
+    encode_engine,
+)
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.serve.links import link_rows
+from dynamo_lite.serve.listing import Place
+
+
+async def test_pairs_are_those_of_live_workers(etcd_url: str, namespace: str):
+    place = Place(etcd_url=etcd_url, namespace=namespace)
+    assert await link_rows(place) == []
+    async with EtcdStore(etcd_url) as store, store.lease(10.0) as lease:
+        worker = EndpointRecord(
+            component="PrefillWorker",
+            endpoint="prefill",
+            namespace=namespace,
+            lease_id=lease.id,
+            transport=EndpointTransport(nats_tcp="s"),
+        )
+        key = names.endpoint_key(namespace, "PrefillWorker", "prefill", lease.id)
+        await store.put(key, encode_json(worker), lease=lease)
+        for number in (1, 2):
+            engine = EngineMetadata(
+                engine_id=f"d{number}",
+                lease_id=number,
+                fingerprint={},
+                block_size_tokens=4,
+                num_blocks=8,
+                ranks=(),
+            )
+            await store.put(names.nixl_metadata_key(namespace, f"d{number}"), encode_engine(engine))
+        await store.put(names.nixl_metadata_key(namespace, "d3"), b"{}")
+        link = LinkRecord(
+            prefill_lease_id=lease.id, engine_id="d2", decode_lease_id=2, ok=False, detail="broken"
+        )
+        await store.put(names.link_key(namespace, lease.id, "d2"), encode_json(link), lease=lease)
+        await store.put(f"{names.links_prefix(namespace)}x", b"[]")
+
+        found = [(row["prefill"], row["decode"], row["state"]) for row in await link_rows(place)]
+        mine = f"{lease.id:x}"
+        assert found == [(mine, "1", "untested"), (mine, "2", "failed")]
+    assert await link_rows(place) == []

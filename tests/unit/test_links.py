@@ -1,0 +1,293 @@
+"""A prefill worker's links: tried before use, kept in the store, given up and found again."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components import links
+from dynamo_lite.components.links import Links
+from dynamo_lite.engine.base import LinkReport
+from dynamo_lite.policy.backoff import Backoff
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import DynamoLiteError, IncompatiblePeer, Unavailable
+from dynamo_lite.protocol.prefill import decode_listen
+from dynamo_lite.protocol.records import (
+    EngineMetadata,
+    KvRegion,
+    LinkRecord,
+    RankMetadata,
+    encode_engine,
+)
+from dynamo_lite.runtime.host import Host, ProcessSpec
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.stop import StopRequest
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+GOOD = LinkReport(None, 2, 0.5, 0.0625)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(links, "_BACKOFF", Backoff(first_s=0.01, longest_s=0.01))
+    monkeypatch.setattr(links, "_STORE_PAUSE_S", 0.01)
+
+
+async def eventually(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def metadata(engine_id: str, lease_id: int) -> EngineMetadata:
+    region = KvRegion(layer="0", plane=0, base=4096, stride_bytes=64, block_bytes=64)
+    return EngineMetadata(
+        engine_id=engine_id,
+        lease_id=lease_id,
+        fingerprint={},
+        block_size_tokens=4,
+        num_blocks=8,
+        ranks=(RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,)),),
+    )
+
+
+class Engine:
+    """A prefill engine. findings: by decode engine; the last one stays. may_end: unset, a
+    preflight goes on."""
+
+    def __init__(self) -> None:
+        self.findings: dict[str, list[LinkReport | DynamoLiteError]] = {}
+        self.tried: list[str] = []
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+
+    async def preflight(self, target: EngineMetadata) -> LinkReport:
+        self.tried.append(target.engine_id)
+        await self.may_end.wait()
+        findings = self.findings.get(target.engine_id, [GOOD])
+        finding = findings.pop(0) if len(findings) > 1 else findings[0]
+        if isinstance(finding, DynamoLiteError):
+            raise finding
+        return finding
+
+
+class Rig:
+    def __init__(self, host: Host, store: MemoryStore, messaging: MemoryMessaging):
+        self.host, self.store, self.messaging = host, store, messaging
+        self.engine, self.directory = Engine(), MetadataDirectory(store, "t")
+        self.links = Links(host, self.engine, self.directory)
+        self.heard: dict[str, list[float]] = {}
+
+    async def add(self, engine_id: str, lease_id: int = 7) -> EngineMetadata:
+        target = metadata(engine_id, lease_id)
+        key = names.nixl_metadata_key("t", engine_id)
+        await self.store.put(key, encode_engine(target))
+        return target
+
+    @asynccontextmanager
+    async def listening(self, engine_id: str) -> AsyncIterator[None]:
+        """The decode worker of this engine."""
+
+        async def hear(payload: bytes) -> bytes:
+            listen = decode_listen(payload)
+            assert listen.writer_lease_id == self.host.lease.id
+            self.heard.setdefault(engine_id, []).append(listen.for_s)
+            return b""
+
+        async with self.messaging.serve(names.listen_subject("t", engine_id), hear):
+            yield
+
+    async def records(self) -> dict[str, LinkRecord]:
+        found = await self.store.get_prefix(names.links_prefix("t"))
+        return {key: decode_json(value, LinkRecord) for key, value in found.items()}
+
+    def key(self, engine_id: str) -> str:
+        return f"t/links/{self.host.lease.id:x}:{engine_id}"
+
+    async def recorded(self, engine_id: str, *, ok: bool) -> LinkRecord:
+        async with asyncio.timeout(10):
+            while True:
+                record = (await self.records()).get(self.key(engine_id))
+                if record is not None and record.ok is ok:
+                    return record
+                await asyncio.sleep(0.002)
+
+    async def gone(self, engine_id: str) -> None:
+        async with asyncio.timeout(10):
+            while self.key(engine_id) in await self.records():
+                await asyncio.sleep(0.002)
+
+    def counted(self, outcome: str) -> float:
+        labels = {"outcome": outcome}
+        name = "dynamo_lite_preflights_total"
+        return self.host.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    spec = ProcessSpec(
+        namespace="t", component="PrefillWorker", instance=0, nats_url="", etcd_url="", state_dir=""
+    )
+    store, messaging = MemoryStore(), MemoryMessaging()
+    async with store.lease(10.0) as lease:
+        host = Host(
+            spec,
+            store=store,
+            messaging=messaging,
+            lease=lease,
+            registry=CollectorRegistry(),
+            report=lambda line: None,
+            stop=StopRequest(),
+        )
+        rig = Rig(host, store, messaging)
+        try:
+            async with rig.listening("d1"), rig.listening("d2"):
+                yield rig
+        finally:
+            await host.cancel_tasks()
+    assert await rig.records() == {}  # with the lease
+
+
+async def test_engines_are_met_as_they_come_and_what_was_found_is_in_the_store(rig: Rig):
+    await rig.add("d1", 7)
+    rig.host.spawn(rig.links.run(), "links")
+    first = await rig.recorded("d1", ok=True)
+    await rig.add("d2", 8)
+    second = await rig.recorded("d2", ok=True)
+    lease = rig.host.lease.id
+    wanted = LinkRecord(
+        prefill_lease_id=lease,
+        engine_id="d1",
+        decode_lease_id=7,
+        ok=True,
+        lanes=2,
+        contact_s=0.5,
+        round_trip_s=0.0625,
+        checked_at=first.checked_at,
+    )
+    assert first == wanted and first.checked_at > 0
+    assert (second.engine_id, second.decode_lease_id) == ("d2", 8)
+    assert rig.engine.tried == ["d1", "d2"] and rig.counted("ok") == 2
+
+
+async def test_a_decode_engine_listens_while_it_is_tried_and_no_longer(rig: Rig):
+    target = await rig.add("d1")
+    assert await rig.links.usable(target) is None
+    assert rig.heard["d1"] == [3.0, 0.0]
+
+
+async def test_a_job_waits_for_the_first_try(rig: Rig):
+    rig.engine.may_end.clear()
+    target = await rig.add("d1")
+    waiting = asyncio.create_task(rig.links.usable(target))
+    await eventually(lambda: rig.engine.tried)
+    assert not waiting.done() and await rig.records() == {}
+    rig.engine.may_end.set()
+    assert await waiting is None
+    assert await rig.links.usable(target) is None and rig.engine.tried == ["d1"]
+
+
+async def test_a_pair_that_fails_is_not_used_others_are(rig: Rig):
+    rig.engine.findings["d1"] = [LinkReport("rank 0: connection reset", 1)]
+    one, two = await rig.add("d1"), await rig.add("d2")
+    assert await rig.links.usable(one) == "rank 0: connection reset"
+    assert await rig.links.usable(two) is None
+    assert (await rig.recorded("d1", ok=False)).detail == "rank 0: connection reset"
+    await rig.recorded("d2", ok=True)
+
+
+async def test_it_is_tried_again_until_it_works(rig: Rig):
+    bad = LinkReport("rank 0: connection reset", 1)
+    rig.engine.findings["d1"] = [bad, Unavailable("no engine"), GOOD]
+    target = await rig.add("d1")
+    assert await rig.links.usable(target) == "rank 0: connection reset"
+    await rig.recorded("d1", ok=True)
+    assert await rig.links.usable(target) is None
+    assert (rig.counted("failed"), rig.counted("ok")) == (2, 1)
+
+
+async def test_whoever_does_not_listen_is_not_tried(rig: Rig):
+    target = await rig.add("d3")
+    failure = await rig.links.usable(target)
+    assert failure and "nobody" in failure
+    assert rig.engine.tried == []
+    async with rig.listening("d3"):
+        await rig.recorded("d3", ok=True)
+
+
+async def test_engines_that_do_not_fit_are_not_tried_again(rig: Rig):
+    rig.engine.findings["d1"] = [IncompatiblePeer("d1", "dtype: 'bf16' here, 'f32' there")]
+    target = await rig.add("d1")
+    assert await rig.links.usable(target) == "dtype: 'bf16' here, 'f32' there"
+    await rig.recorded("d1", ok=False)
+    # Time for many tries of one that only failed.
+    other = await rig.add("d2")
+    rig.engine.findings["d2"] = [LinkReport("broken")]
+    await rig.links.usable(other)
+    await eventually(lambda: rig.engine.tried.count("d2") > 5)
+    assert rig.engine.tried.count("d1") == 1 and rig.counted("incompatible") == 1
+
+
+@pytest.mark.parametrize("ok", [True, False])
+async def test_the_record_goes_when_the_engine_has_left(rig: Rig, ok: bool):
+    rig.engine.findings["d1"] = [GOOD if ok else LinkReport("broken")]
+    rig.host.spawn(rig.links.run(), "links")
+    await rig.add("d1", 7)
+    await rig.add("d2", 8)
+    await rig.recorded("d1", ok=ok)
+    await rig.recorded("d2", ok=True)
+    await rig.store.delete(names.nixl_metadata_key("t", "d1"))
+    await rig.gone("d1")
+    rig.links.forget_leases(frozenset({8}))
+    await rig.gone("d2")
+
+
+async def test_whoever_waits_for_an_engine_that_leaves_is_told(rig: Rig):
+    rig.engine.may_end.clear()
+    target = await rig.add("d1", 7)
+    waiting = asyncio.create_task(rig.links.usable(target))
+    await eventually(lambda: rig.engine.tried)
+    rig.links.forget_leases(frozenset({7}))
+    rig.engine.findings["d1"] = [Unavailable("the peer is gone")]
+    rig.engine.may_end.set()
+    assert await waiting == "the peer is gone"
+    assert await rig.records() == {}
+
+
+async def test_a_new_incarnation_is_tried_for_itself(rig: Rig):
+    rig.engine.findings["d1"] = [LinkReport("broken")]
+    assert await rig.links.usable(await rig.add("d1", 7)) == "broken"
+    assert await rig.links.usable(await rig.add("d2", 7)) is None
+
+
+async def test_after_a_failed_write_the_way_is_tried_before_it_is_used_again(rig: Rig):
+    target = await rig.add("d1")
+    assert await rig.links.usable(target) is None
+    await rig.recorded("d1", ok=True)
+    rig.engine.findings["d1"] = [LinkReport("rank 0: connection reset")]
+    rig.links.doubt("d1")
+    assert await rig.links.usable(target) == "rank 0: connection reset"
+    await rig.recorded("d1", ok=False)
+
+
+async def test_an_outage_of_the_store_delays_the_record_only(rig: Rig):
+    target = await rig.add("d1")
+    await rig.directory.get("d1")
+    rig.store.set_available(False)
+    assert await rig.links.usable(target) is None
+    rig.store.set_available(True)
+    await rig.recorded("d1", ok=True)
+
+
+async def test_a_malformed_engine_is_left_out(rig: Rig):
+    await rig.store.put(names.nixl_metadata_key("t", "d2"), b"{}")
+    rig.host.spawn(rig.links.run(), "links")
+    await rig.add("d1")
+    await rig.recorded("d1", ok=True)
+    assert rig.engine.tried == ["d1"]

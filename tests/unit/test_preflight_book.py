@@ -1,0 +1,48 @@
+"""Orders and answers of preflights, slots of scratch memory."""
+
+from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, Counts
+from dynamo_lite.engine.remote_prefill.messages import PrefillStep, RankLink
+from dynamo_lite.engine.remote_prefill.preflight_book import PreflightBook
+from dynamo_lite.protocol.prefill import Preflight
+from dynamo_lite.protocol.records import EngineMetadata, Scratch
+from dynamo_lite.transfer.scratch import pattern, pick_slots
+
+ENGINE = EngineMetadata(
+    engine_id="d", lease_id=1, fingerprint={}, block_size_tokens=4, num_blocks=8, ranks=()
+)
+
+
+def test_an_order_ends_when_all_ranks_have_answered():
+    stats = Counts()
+    book = PreflightBook(stats)
+    book.ask(Preflight(order="1.1", target=ENGINE))
+    assert book.busy
+    step = PrefillStep()
+    book.announce(step, b"own")
+    assert [order.target_engine for order in step.preflights] == ["d"]
+    assert list(step.targets) == ["d"] and step.own == b"own" and book.busy
+    book.answered({"1.1": {1: RankLink("rank 0: broken", 1, 0.5, 0.0)}}, 2)
+    assert book.busy and stats.take() == {}
+    book.answered({"1.1": {0: RankLink(None, 2, 0.25, 0.125)}}, 2)
+    assert not book.busy
+    assert stats.take() == {PREFLIGHT: [["1.1", "from rank 1: rank 0: broken", 3, 0.5, 0.125]]}
+
+
+def test_links_of_one_rank_do_not_name_it():
+    stats = Counts()
+    book = PreflightBook(stats)
+    book.answered({"1.1": {0: RankLink("rank 0: broken")}}, 1)
+    assert stats.take() == {PREFLIGHT: [["1.1", "rank 0: broken", 0, 0.0, 0.0]]}
+
+
+def test_two_writers_pick_slots_of_their_own():
+    region = Scratch(base=4096, slots=16, slot_bytes=64)
+    picked = [pick_slots(f"{n}.1/0/d/0", region, 3) for n in range(300)]
+    assert all(len(set(slots)) == 3 for slots in picked)
+    assert {slots[0] for slots in picked} == set(range(region.slots))
+    assert len(pick_slots("x", Scratch(base=4096, slots=2, slot_bytes=64), 3)) == 2
+
+
+def test_each_try_has_a_pattern_of_its_own():
+    patterns = [pattern(f"1.1/0/d/0/{number}", 64) for number in range(50)]
+    assert len(set(patterns)) == 50 and {len(data) for data in patterns} == {64}
