@@ -148,6 +148,35 @@ def test_the_kernel_and_torch_give_the_same_bytes(interpreted, here, there, dtyp
     assert staging[:slot].unique().numel() > 30
 
 
+@pytest.mark.parametrize("word_bytes", [1, 2, 4, 8])
+def test_the_kernel_compiles_for_a_gpu_without_one(monkeypatch, word_bytes):
+    triton = pytest.importorskip("triton")
+    compiler = importlib.import_module("triton.backends.compiler")
+    name = "dynamo_lite.engine.vllm.transpose_kernel"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    kernel = importlib.import_module(name)
+    numbers = {"slot": "i64", "have": "i32", "target_units": "i32"}
+    constants = {
+        "COLUMNS": kernel._COLUMNS,
+        "WORD": kernel._WORDS[word_bytes],
+        "WORD_BYTES": word_bytes,
+        "BATCH": kernel._BATCH,
+    }
+    source = triton.compiler.ASTSource(
+        fn=kernel._copy_units,
+        signature={
+            **dict.fromkeys(("moves", "blocks", "units"), "*i64"),
+            **numbers,
+            **dict.fromkeys(constants, "constexpr"),
+        },
+        constexprs=constants,
+    )
+    made = triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32))
+    assert f"st.global.b{8 * word_bytes}" in made.asm["ptx"]
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "complaint"),
     [

@@ -54,8 +54,9 @@ def _copy_units(
         here += item * tl.load(move + 5) + word * WORD_BYTES
         there = target + head * tl.load(move + 9) + group * tl.load(move + 10)
         there += item * tl.load(move + 11) + word * WORD_BYTES
-        value = tl.load(here.to(tl.pointer_type(WORD)), mask=at < filled, other=0)
-        tl.store(there.to(tl.pointer_type(WORD)), value, mask=at < total)
+        here = here.to(tl.pointer_type(WORD))  # type: ignore[arg-type]
+        there = there.to(tl.pointer_type(WORD))  # type: ignore[arg-type]
+        tl.store(there, tl.load(here, mask=at < filled, other=0), mask=at < total)
 
 
 class KernelCopy:
