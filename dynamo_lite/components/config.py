@@ -2,8 +2,9 @@
 
 Field names are written in kebab-case there (`max-local-prefill-length`). Keys
 that are not named here are vLLM's and go to the engine (VllmWorker,
-PrefillWorker) or to vLLM's OpenAI server (Frontend) as they are. This module
-imports nothing heavy: the command line reads it.
+PrefillWorker) or to vLLM's OpenAI server (Frontend) as they are. Some can be changed
+while processes run: those in `protocol/tuning.py`. This module imports nothing heavy:
+the command line reads it.
 """
 
 from dataclasses import dataclass, field
@@ -11,9 +12,7 @@ from typing import Annotated, Literal
 
 import annotated_types as at
 
-Natural = Annotated[int, at.Ge(0)]
-Positive = Annotated[int, at.Gt(0)]
-Seconds = Annotated[float, at.Gt(0)]
+from dynamo_lite.protocol.tuning import Natural, Positive, Seconds
 
 
 @dataclass(frozen=True, kw_only=True)

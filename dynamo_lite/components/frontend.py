@@ -13,12 +13,14 @@ import msgspec
 from dynamo_lite.components.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.components.frontend_metrics import RequestMetrics
 from dynamo_lite.components.http import HttpServer, bind, url_of
+from dynamo_lite.components.live_options import ComponentOptions
 from dynamo_lite.components.processor import ENDPOINTS, Processor
 from dynamo_lite.components.rotation import Rotation
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.protocol.tuning import FrontendTuning
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.generate import FailoverClient, OnDeltas, OnEnded, RemoteGenerateClient
 from dynamo_lite.runtime.health import HealthMonitor
@@ -41,6 +43,7 @@ class Frontend:
         self._workers: HealthMonitor | None = None
         self._app: OpenAiApp | None = None
         self._server: HttpServer | None = None
+        self._options: ComponentOptions | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         """Serves at once; without a worker it answers 503 until one is live."""
@@ -86,6 +89,10 @@ class Frontend:
         core = RemoteCore(members=self._candidates, limits=limits)
         failover = await self._open_failover(host, core.on_deltas, core.on_ended)
         core.connect(failover)
+        self._options = options = ComponentOptions(
+            host, config, FrontendTuning(), core.admission.limit
+        )
+        await self._stack.enter_async_context(options.following)
         host.registry.register(RequestMetrics(failover.stats, core.refused, core.admission))
         return await self._stack.enter_async_context(
             open_app(
@@ -173,4 +180,5 @@ class Frontend:
             "workers": len(self._roster.members) if self._roster is not None else 0,
             "responsive": len(self._workers.responsive) if self._workers is not None else 0,
             "requests": client.get_num_unfinished_requests() if client is not None else 0,
+            "options": self._options.facts() if self._options is not None else {},
         }

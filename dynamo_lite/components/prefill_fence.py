@@ -69,7 +69,8 @@ class FenceKeeper:
                 subject, encode_sealed(stays), timeout_s=_PROMISE_S / 6
             )
         except (Unavailable, DeadlineExceeded) as exc:
-            logger.warning("attempt %s: promise to stay not heard: %s", request.attempt, exc)
+            what = f"request {request.request_id}: attempt {request.attempt}"
+            logger.warning("%s: promise to stay not heard: %s", what, exc)
             if self.jobs is not None:
                 await self.jobs.abandon(request.attempt)
             return False

@@ -200,7 +200,7 @@ class PrefillJobs:
             refusal = await self._claim(request)
         except Unavailable as exc:
             # Nobody there: reconnecting, or gone, which the directory will know soon.
-            logger.warning("attempt %s not claimed: %s", request.attempt, exc)
+            logger.warning("%s not claimed: %s", _name(request), exc)
             return "retry"
         except DeadlineExceeded as exc:
             # It may have been granted: take it back.
@@ -210,13 +210,13 @@ class PrefillJobs:
             return "abandoned"
         except ProtocolError as exc:
             # Either its record or its answer cannot be read; that one may have been a yes.
-            logger.warning("engine %s: %s", request.engine_id, exc)
+            logger.warning("%s: engine %s: %s", _name(request), request.engine_id, exc)
             await self._say_done(
                 request.engine_id, AttemptOutcome(request.attempt, "failed", str(exc))
             )
             return "malformed"
         if refusal is not None:
-            logger.info("attempt %s refused: %s", request.attempt, refusal.reason)
+            logger.info("%s refused: %s", _name(request), refusal.reason)
             return "retry" if refusal.elsewhere else "refused"
         self._stages.labels("claim").observe(self._now() - pulled)
         if why_not is None:
@@ -225,7 +225,7 @@ class PrefillJobs:
             detail = f"it cannot be written into: {why_not}"
             ended = AttemptOutcome(request.attempt, "failed", detail)
         if ended.outcome != "written":
-            logger.warning("attempt %s %s: %s", request.attempt, ended.outcome, ended.detail)
+            logger.warning("%s %s: %s", _name(request), ended.outcome, ended.detail)
         await self._say_done(request.engine_id, ended)
         return ended.outcome
 
@@ -270,6 +270,11 @@ class PrefillJobs:
         except Unavailable as exc:
             # The decode engine keeps the blocks back, and asks again.
             logger.warning("end of attempt %s not told: %s", ended.attempt, exc)
+
+
+def _name(request: RemotePrefillRequest) -> str:
+    """For the log."""
+    return f"request {request.request_id}: attempt {request.attempt}"
 
 
 def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None:

@@ -56,6 +56,7 @@ class VllmParts:
             queue=queue_config(config.queue),
             single_flight_min_length_tokens=config.single_flight_min_length,
             max_remote_prefills=config.max_remote_prefills,
+            component=self._spec.component,
         )
         return self._engine(host, self._link(host, role))
 

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.components.config import VllmWorkerConfig
 from dynamo_lite.components.engine_probe import EngineProbe
+from dynamo_lite.components.live_options import ComponentOptions
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.vllm_parts import VllmParts
 from dynamo_lite.engine.base import DecodeEngine
@@ -18,6 +19,7 @@ from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_listen
 from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.protocol.tuning import VllmWorkerTuning
 from dynamo_lite.runtime.beat import HealthBeat
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.generate import GenerateServer
@@ -46,6 +48,7 @@ class VllmWorker:
         self._host: Host | None = None
         self._probe: EngineProbe | None = None
         self._beat: HealthBeat | None = None
+        self._options: ComponentOptions | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
@@ -64,9 +67,13 @@ class VllmWorker:
                 on_drop=host.drops,
             )
         )
+        self._options = options = ComponentOptions(
+            host, self._config, VllmWorkerTuning(), server.limit
+        )
+        await self._stack.enter_async_context(options.following)
         host.spawn(self._deliver(engine, server), "engine-steps")
         await self._register(host, engine, server)
-        self._watch(host, engine, server)
+        self._watch(host, engine, server, options)
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
@@ -88,6 +95,7 @@ class VllmWorker:
     def health(self) -> dict[str, Any]:
         if self._engine is None or self._server is None or self._probe is None:
             return {"ok": False}
+        assert self._options is not None
         load = self._engine.load
         works, trouble = self._probe.verdict()
         return {
@@ -97,16 +105,25 @@ class VllmWorker:
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
+            "options": self._options.facts(),
         }
 
-    def _watch(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
+    def _watch(
+        self, host: Host, engine: DecodeEngine, server: GenerateServer, options: ComponentOptions
+    ) -> None:
         gauges = PoolGauges(host.registry) if engine.metadata is not None else None
+
+        def on_status(status: EngineStatus) -> None:
+            options.engine_version = status.options_version
+            if gauges is not None:
+                gauges.show(status)
+
         self._probe = probe = EngineProbe(
             engine,
             host.messaging,
             host.clock,
             busy=lambda: server.in_flight > 0,
-            on_status=gauges.show if gauges else lambda status: None,
+            on_status=on_status,
         )
         self._beat = beat = HealthBeat(
             host.messaging,

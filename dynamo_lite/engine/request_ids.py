@@ -5,7 +5,25 @@ that had it before: one that was aborted while its KV was on the way. An engine
 that meets an id twice breaks, so it gets names that nobody else can choose.
 """
 
+import re
 from collections.abc import Iterable
+
+#: What others put around a client's id: the number of a sibling (`n` > 1) before it; the
+#: number of its prompt and eight random digits behind; which of its workers it is at.
+_SIBLING = re.compile(r"\d+_")
+_BEHIND = re.compile(r"(-\d+)?(-[0-9a-f]{8})?")
+
+
+def is_of(own: str, asked: str) -> bool:
+    """Whether an engine's name of a request belongs to the request that a client, or
+    somebody on the way, calls `asked`."""
+    name = own.rpartition("#")[0] or own
+    for text in (own, name, name.partition("~")[0]):
+        for start in (text, _SIBLING.sub("", text, count=1)):
+            behind = start.removeprefix(asked)
+            if start.startswith(asked) and _BEHIND.fullmatch(behind):
+                return True
+    return False
 
 
 class RequestIds:

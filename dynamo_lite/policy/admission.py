@@ -58,6 +58,10 @@ class Admission:
         """Of prompts without a first token."""
         return self._waiting_tokens
 
+    def limit(self, limits: Limits) -> None:
+        """From here on. What is in flight beyond them stays."""
+        self._limits = limits
+
     def enter(self, key: str, prompt_tokens: int, *, promised: bool = False) -> Admitted | Busy:
         """`key` must not be in flight. Busy: nothing was counted.
 

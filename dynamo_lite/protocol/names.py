@@ -45,6 +45,11 @@ def health_subject(namespace: str, component: str) -> str:
     return f"{namespace}_health.{component}"
 
 
+def tuning_key(namespace: str, component: str) -> str:
+    """What was changed of a component's options since its processes read their file."""
+    return f"{namespace}/config/{component}"
+
+
 def nixl_metadata_prefix(namespace: str) -> str:
     return f"{namespace}/nixl_metadata/"
 
@@ -94,6 +99,11 @@ def cancel_subject(namespace: str, writer_lease_id: int) -> str:
 def describe_subject(namespace: str, engine_id: str) -> str:
     """Requests to an engine's process: who are you, and how is your block pool?"""
     return f"{namespace}_engine.{engine_id}.describe"
+
+
+def explain_subject(namespace: str, engine_id: str) -> str:
+    """Requests to a decode engine's process: what have you decided?"""
+    return f"{namespace}_engine.{engine_id}.explain"
 
 
 def leave_subject(namespace: str, engine_id: str) -> str:

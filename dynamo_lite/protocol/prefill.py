@@ -188,7 +188,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     queue_jobs: jobs on the prefill queue as this engine last saw it; None when
     it has not seen it lately. last_step_age_s: since its scheduler began its last
     step. unresponsive_writers: prefill workers that are registered, but silent or
-    not able to work.
+    not able to work. options_version: of the live options that its decisions follow.
     """
 
     metadata: EngineMetadata
@@ -199,6 +199,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     queue_jobs: int | None = None
     last_step_age_s: float | None = None
     unresponsive_writers: int = 0
+    options_version: int = 0
 
 
 decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)

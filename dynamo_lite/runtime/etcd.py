@@ -98,6 +98,19 @@ class EtcdStore:
             _note(lease, raw, replies[0].response_put.header)
         return created
 
+    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        if old is None:
+            return await self.create(key, new)
+        raw = key.encode()
+
+        def send(client: Any) -> Awaitable[tuple[bool, Any]]:
+            steps = client.transactions
+            is_old, put = steps.value(raw) == old, steps.put(raw, new)
+            return client.transaction(compare=[is_old], success=[put], failure=[])
+
+        swapped, _ = await self._call(send)
+        return swapped
+
     async def delete(self, key: str) -> bool:
         return await self._call(lambda client: client.delete(key.encode())) is not None
 

@@ -124,6 +124,12 @@ class MemoryStore:
         self._tell(Put(key, value))
         return True
 
+    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        if await self.get(key) != old:
+            return False
+        await self.put(key, new)
+        return True
+
     async def delete(self, key: str) -> bool:
         self._check()
         return self._remove(key)

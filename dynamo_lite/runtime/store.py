@@ -94,6 +94,13 @@ class Store(Protocol):
         """Puts if the key is absent. Returns whether it was."""
         ...
 
+    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        """Puts `new` if the key holds `old` (None: if it is absent). Returns whether it did.
+
+        The key hangs on no lease afterwards.
+        """
+        ...
+
     async def delete(self, key: str) -> bool:
         """Returns whether the key was there."""
         ...

@@ -16,6 +16,8 @@ from typer.core import TyperGroup
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
+from dynamo_lite.serve import explain_command, tuning_commands
+from dynamo_lite.serve.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -45,19 +47,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Queue-driven conditional disaggregation for LLM serving on stock vLLM.",
 )
-
-StateDir = Annotated[Path, typer.Option(help="Logs, run.json, data of embedded servers.")]
-Namespace = Annotated[str | None, typer.Option(help="Prefix of etcd keys and NATS subjects.")]
-EtcdUrl = Annotated[
-    str | None,
-    typer.Option(help="http[s]://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][?ca=&cert=&key=]"),
-]
-NatsUrl = Annotated[
-    str | None,
-    typer.Option(help="nats|tls://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][?ca=&cert=&key=]"),
-]
-
-_DEFAULT_STATE_DIR = Path(".dynamo-lite")
+app.add_typer(tuning_commands.app, name="config")
+app.command()(explain_command.explain)
 
 
 def _show_version(wanted: bool) -> None:
@@ -83,7 +74,7 @@ def serve(
     service_name: Annotated[str | None, typer.Option(help="Start this service alone.")] = None,
     nats_url: NatsUrl = None,
     etcd_url: EtcdUrl = None,
-    state_dir: StateDir = _DEFAULT_STATE_DIR,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     dry_run: Annotated[bool, typer.Option(help="Print the resolved graph; start nothing.")] = False,
     verbose: Annotated[bool, typer.Option(help="Debug lines in the logs.")] = False,
@@ -125,7 +116,7 @@ def serve(
 @app.command()
 def ps(
     etcd_url: EtcdUrl = None,
-    state_dir: StateDir = _DEFAULT_STATE_DIR,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     links: Annotated[
         bool, typer.Option("--links", help="List pairs of prefill and decode workers instead.")

@@ -71,12 +71,18 @@ async def states(records: list[EndpointRecord]) -> dict[str, str]:
     )
 
 
-def _ask(status_url: str) -> str:
+def health(status_url: str) -> dict[str, Any]:
+    """What a process says at /health; empty when it does not answer."""
     try:
         facts = json.loads(_health(status_url))
     except (OSError, ValueError, http.client.HTTPException):
-        return "silent"
-    state = facts.get("state") if isinstance(facts, dict) else None
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _ask(status_url: str) -> str:
+    facts = health(status_url)
+    state = facts.get("state")
     if state == "ready":
         return "ready" if facts.get("ok") is True else "unwell"
     return state if state in ("starting", "draining") else "silent"

@@ -99,6 +99,12 @@ class EtcdServer(Server):
         self.on_put(connection, key, value, lease_id)
         return True
 
+    def on_swap(self, connection: Connection, key: str, old: bytes | None, new: bytes) -> bool:
+        if self.on_get(connection, key) != old:
+            return False
+        self.on_put(connection, key, new, None)
+        return True
+
     def on_delete(self, connection: Connection, key: str) -> bool:
         if key not in self.data.entries:
             return False

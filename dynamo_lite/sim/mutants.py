@@ -14,6 +14,7 @@ import msgspec
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.prefill_worker import PrefillWorker
 from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.engine.remote_prefill.decider import Decided
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.seams import Prompt
@@ -136,7 +137,7 @@ class _ByAddress(MetadataDirectory):
 
 class _NoAttemptId(DecodeScheduler):
     def _ask(
-        self, request: Prompt, block_ids: Sequence[int], external: int, decided: float
+        self, request: Prompt, block_ids: Sequence[int], external: int, decided: Decided
     ) -> None:
         self._new_attempt = lambda: request.request_id.partition("~")[0]
         super()._ask(request, block_ids, external, decided)

@@ -116,6 +116,7 @@ class SimParts:
             queue=queue_config(config.queue),
             single_flight_min_length_tokens=config.single_flight_min_length,
             max_remote_prefills=config.max_remote_prefills,
+            component=host.spec.component,
         )
         return self._engine(host, role, None)
 

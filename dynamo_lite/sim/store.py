@@ -76,6 +76,9 @@ class SimStore:
     async def create(self, key: str, value: bytes, *, lease: Lease | None = None) -> bool:
         return await self._put("create", key, value, lease)
 
+    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        return await self.call("swap", key, old, new)
+
     async def delete(self, key: str) -> bool:
         return await self.call("delete", key)
 

@@ -74,6 +74,27 @@ async def test_only_one_create_wins(store: Store, namespace: str) -> None:
     assert await store.get(f"{namespace}/one") == str(won.index(True)).encode()
 
 
+async def test_a_swap_needs_the_value_that_it_replaces(store: Store, namespace: str) -> None:
+    key = f"{namespace}/swapped"
+    assert await store.swap(key, b"0", b"1") is False
+    assert await store.get(key) is None
+    assert await store.swap(key, None, b"1") is True
+    assert await store.swap(key, None, b"2") is False
+    assert await store.swap(key, b"1", b"\x00") is True
+    tries = [store.swap(key, b"\x00", str(i).encode()) for i in range(20)]
+    won = await asyncio.gather(*tries)
+    assert won.count(True) == 1
+    assert await store.get(key) == str(won.index(True)).encode()
+
+
+async def test_what_was_swapped_hangs_on_no_lease(store: Store, namespace: str) -> None:
+    key = f"{namespace}/swapped"
+    async with store.lease(5) as lease:
+        await store.put(key, b"1", lease=lease)
+        assert await store.swap(key, b"1", b"2")
+    assert await store.get(key) == b"2"
+
+
 # Leases
 
 

@@ -88,3 +88,15 @@ def test_counts_are_those_of_what_is_in_flight(events: list[tuple[str, str, int,
             len(keys),
             sum(waiting.values()),
         )
+
+
+def test_new_limits_hold_from_then_on():
+    admission = Admission(Limits(in_flight=3, prompt_tokens=10))
+    for key in ("a", "b"):
+        assert isinstance(admission.enter(key, 4), Admitted)
+    admission.limit(Limits(in_flight=1))
+    assert admission.in_flight == 2
+    admission.leave("a")
+    assert isinstance(admission.enter("c", 4), Busy)
+    admission.limit(Limits(in_flight=2))
+    assert isinstance(admission.enter("c", 100), Admitted)

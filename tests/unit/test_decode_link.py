@@ -266,7 +266,7 @@ class Decode:
         left += (clock._open, clock._received)
         ledger = (book.ledger._attempts, book.ledger._by_request, book._for_engine)
         assert not any(left) and not any(ledger) and half._flights.idle
-        assert not half.busy
+        assert not half.busy and half._log.idle
         assert self.pool.used == 0
 
 
@@ -595,8 +595,8 @@ async def test_a_thousand_prompts_leave_nothing_behind(decode: Decode):
         decode.clock.now += 0.01
     decode.assert_clean()
     decode.sees()
-    decode.half._queue_view()
-    assert len(decode.half._asked_at) == 0
+    decode.half._decider._queue_view()
+    assert len(decode.half._decider._asked_at) == 0
 
 
 # Writers and this engine come and go

@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json, encode_sealed
+from dynamo_lite.protocol.codec import encode, encode_json, encode_sealed
+from dynamo_lite.protocol.decisions import Explain, decode_explained
 from dynamo_lite.protocol.prefill import Granted, Leave
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.tuning import TuningRecord, VllmWorkerTuning, encode_tuning
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.memory import MemoryQueue
 from dynamo_lite.runtime.beat import HealthBeat
@@ -208,3 +210,31 @@ async def test_an_engine_leaves_when_it_is_told_to_and_not_for_lost_keys():
         await scene.given_up_within(0.1, queued)
         assert scene.counted("leaving") == 1
         assert scene.decode.admit(prompt("r2", 10)) == 0
+
+
+@virtual
+async def test_live_options_reach_the_next_decision_and_a_question_says_so():
+    async with Scene().open(WRITER) as scene:
+        key = names.tuning_key(NAMESPACE, "VllmWorker")
+        await scene.ask("r1")
+        changed = VllmWorkerTuning(max_local_prefill_length=20)
+        await scene.store.put(key, encode_tuning(TuningRecord(values=changed, version=3)))
+        await asyncio.sleep(0.01)
+        assert scene.decode.admit(prompt("r2", 10)) == 0
+        await scene.store.put(key, b"nonsense")
+        await asyncio.sleep(0.01)
+        assert scene.decode.admit(prompt("r3", 10)) == 0
+        assert scene.decode.counted("dropped/config") == 1
+        await scene.store.delete(key)
+        await asyncio.sleep(0.01)
+        await scene.ask("r4")
+        reply = await scene.decode.messaging.request(
+            names.explain_subject(NAMESPACE, ENGINE), encode(Explain()), timeout_s=1.0
+        )
+        told = decode_explained(reply).decisions
+        assert [(d.verdict, d.thresholds.version) for d in told] == [
+            ("remote", 0),
+            ("local", 3),
+            ("local", 3),
+            ("remote", 0),
+        ]

@@ -43,6 +43,8 @@ def test_every_other_name():
     assert names.writer_done_subject("dynamo", "e1") == "dynamo_engine.e1.writer_done"
     assert names.writer_stays_subject("dynamo", "e1") == "dynamo_engine.e1.writer_stays"
     assert names.describe_subject("dynamo", "e1") == "dynamo_engine.e1.describe"
+    assert names.explain_subject("dynamo", "e1") == "dynamo_engine.e1.explain"
+    assert names.tuning_key("dynamo", "VllmWorker") == "dynamo/config/VllmWorker"
     assert names.leave_subject("dynamo", "e1") == "dynamo_engine.e1.leave"
     assert names.health_subject("dynamo", "VllmWorker") == "dynamo_health.VllmWorker"
     assert names.cancel_subject("dynamo", LEASE) == "dynamo_prefill.694d967da694ea1a.cancel"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol import generate, health, prefill, records
+from dynamo_lite.protocol import decisions, generate, health, prefill, records
 from dynamo_lite.protocol.codec import (
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
@@ -200,10 +200,50 @@ STATUS = EngineStatus(
     total_blocks=64,
     last_step_age_s=0.5,
     unresponsive_writers=2,
+    options_version=3,
+)
+
+DECISION = decisions.Decision(
+    request_id="cmpl-1-0-0a1b2c3d#1",
+    age_s=1.5,
+    prompt_tokens=900,
+    cached_tokens=32,
+    verdict="remote",
+    reason="long",
+    queue=decisions.QueueSeen(jobs=1, prefill_workers=2, age_s=0.25),
+    thresholds=decisions.Followed(
+        version=3,
+        max_local_prefill_length=512,
+        max_prefill_queue_size=8,
+        queue_view_max_age_s=3.0,
+        remote_prefill_timeout_s=30.0,
+    ),
+    local_s=0.5,
+    asked=decisions.Asked(attempt="a1", outcome="committed", stages_s={"fill": 0.5}),
 )
 
 # (message, its decoder, its bytes)
 GOLDEN = [
+    (
+        decisions.Explain(request_id="cmpl-1", last=20),
+        decisions.decode_explain,
+        b"\x83\xaarequest_id\xa6cmpl-1\xa4last\x14\xa8within_s\xcbA\xcd\xcde\x00\x00\x00\x00",
+    ),
+    (
+        decisions.Explained(engine_id="e1", lease_id=31, decisions=[DECISION]),
+        decisions.decode_explained,
+        b"\x83\xa9engine_id\xa2e1\xa8lease_id\x1f\xa9decisions\x91\x8e\xaarequest"
+        b"_id\xb3cmpl-1-0-0a1b2c3d#1\xa5age_s\xcb?\xf8\x00\x00\x00\x00\x00\x00\xadpromp"
+        b"t_tokens\xcd\x03\x84\xadcached_tokens \xa7verdict\xa6remote\xa6re"
+        b"ason\xa4long\xa5queue\x83\xa4jobs\x01\xafprefill_workers\x02\xa5age_"
+        b"s\xcb?\xd0\x00\x00\x00\x00\x00\x00\xaathresholds\x85\xa7version\x03\xb8max_local_pr"
+        b"efill_length\xcd\x02\x00\xb6max_prefill_queue_size\x08\xb4queu"
+        b"e_view_max_age_s\xcb@\x08\x00\x00\x00\x00\x00\x00\xb8remote_prefill_tim"
+        b"eout_s\xcb@>\x00\x00\x00\x00\x00\x00\xa7local_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa8remote_s\xc0\xb2l"
+        b"ocal_tokens_per_s\xc0\xb3remote_tokens_per_s\xc0\xaacomp"
+        b"uted_s\xc0\xa5asked\x83\xa7attempt\xa2a1\xa7outcome\xa9committed\xa8"
+        b"stages_s\x81\xa4fill\xcb?\xe0\x00\x00\x00\x00\x00\x00",
+    ),
     (
         health.Beat(lease_id=10, number=3, ok=False, detail="stuck"),
         health.decode_beat,
@@ -366,10 +406,10 @@ GOLDEN = [
     (
         STATUS,
         prefill.decode_engine_status,
-        b"\x88\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
+        b"\x89\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
         b"\xabquarantined\x00\xaaqueue_jobs\xc0"
         b"\xaflast_step_age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
-        b"\xb4unresponsive_writers\x02",
+        b"\xb4unresponsive_writers\x02\xafoptions_version\x03",
     ),
 ]
 
@@ -432,7 +472,7 @@ RECORDS = [
     ),
 ]
 
-MODULES = (generate, health, prefill)
+MODULES = (decisions, generate, health, prefill)
 DECODERS = sorted(
     {
         name

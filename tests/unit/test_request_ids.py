@@ -1,4 +1,6 @@
-from dynamo_lite.engine.request_ids import RequestIds
+import pytest
+
+from dynamo_lite.engine.request_ids import RequestIds, is_of
 
 
 def test_an_id_that_comes_again_gets_another_name():
@@ -18,3 +20,29 @@ def test_an_ended_request_is_forgotten():
     assert ids.caller(own, ended=True) == "r"
     assert ids.caller(own, ended=True) is None
     assert ids.leave(["r"]) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "expected"),
+    [
+        ("r1#1", "r1", True),
+        ("r1#1", "r1#1", True),
+        ("chatcmpl-9f-0a1b2c3d#7", "chatcmpl-9f", True),
+        ("chatcmpl-9f-0a1b2c3d#7", "chatcmpl-9f-0a1b2c3d", True),
+        ("3_chatcmpl-9f-0a1b2c3d#7", "chatcmpl-9f", True),
+        ("3_chatcmpl-9f-0a1b2c3d#7", "3_chatcmpl-9f-0a1b2c3d", True),
+        ("cmpl-9f-1-0a1b2c3d#7", "cmpl-9f", True),
+        ("12_cmpl-9f-1-0a1b2c3d~2#7", "cmpl-9f", True),
+        ("cmpl-9f-1-0a1b2c3d~2#7", "cmpl-9f-1-0a1b2c3d~2", True),
+        ("cmpl-9f-1-0a1b2c3d#7", "cmpl-9f-0", False),
+        ("cmpl-9f-1-0a1b2c3d#7", "cmpl-9", False),
+        ("cmpl-9f-more-0a1b2c3d#7", "cmpl-9f", False),
+        ("cmpl-9f-0a1b2c3d#7", "pl-9f", False),
+        ("cmpl-9f-0a1b2c3d#7", "7", False),
+        ("1_a-0a1b2c3d#1", "1_a", True),
+        ("a.c#1", "abc", False),
+        ("abc#1", "a.c", False),
+    ],
+)
+def test_a_clients_id_finds_its_request_and_no_other(own: str, asked: str, expected: bool):
+    assert is_of(own, asked) is expected

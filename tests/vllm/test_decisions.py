@@ -1,10 +1,16 @@
 """Where prompts are prefilled, as the counters tell it."""
 
-from collections.abc import Callable
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from tests.vllm.asking import ask, assert_same, prompt_ids
+from tests.process.command import run
+from tests.vllm.asking import ask, assert_same, client, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -118,3 +124,108 @@ def test_siblings_are_prefilled_and_transferred_once(disagg: Graph, reference: P
     assert disagg.count("VllmWorker", WAITS, outcome="hit") == hits + 3
     written = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total") - sent
     assert written == 63 * BLOCK_BYTES
+
+
+def command(graph: Graph, *arguments: str) -> str:
+    """What `dynamo-lite` prints about the graph."""
+    result = run(*arguments, "--state-dir", str(graph.state_dir.resolve()))
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def explained(graph: Graph, request_id: str) -> list[dict[str, Any]]:
+    return json.loads(command(graph, "explain", request_id, "--json"))
+
+
+@contextmanager
+def limit_of(graph: Graph, tokens: int) -> Iterator[int]:
+    """Sets the live option, and puts it back. Gives its version."""
+    key = "VllmWorker.max-local-prefill-length"
+
+    def followed() -> bool:
+        return graph.health("VllmWorker")["options"]["engine_version"] == version
+
+    command(graph, "config", "set", f"{key}={tokens}")
+    try:
+        version = json.loads(command(graph, "config", "get", "--json"))[0]["version"]
+        eventually(followed, timeout_s=10, what="the engine follows")
+        assert "followed by 1 of 1 live processes" in command(graph, "config", "get", key)
+        yield version
+    finally:
+        command(graph, "config", "unset", key)
+        version += 1
+        eventually(followed, timeout_s=10, what="the engine follows again")
+
+
+@contextmanager
+def load_of(graph: Graph, tokens: int) -> Iterator[None]:
+    """Two clients, each with one new prompt after the other."""
+    stop = threading.Event()
+
+    def one(seeds: range) -> None:
+        for seed in seeds:
+            if stop.is_set():
+                return
+            ask(graph.url, "completions", completion(prompt_ids(tokens, seed=seed)))
+
+    with ThreadPoolExecutor(2) as clients:
+        running = [clients.submit(one, range(first, first + 500)) for first in (1000, 2000)]
+        try:
+            yield
+        finally:
+            stop.set()
+        for each in running:
+            each.result()
+
+
+def test_a_live_threshold_moves_the_next_decisions_under_load(disagg: Graph):
+    """700 tokens are long by the file, and short by what is set."""
+    tokens, high = 700, 1000
+
+    def of_version(version: int) -> list[dict[str, Any]]:
+        listed = json.loads(command(disagg, "explain", "--last", "200", "--json"))
+        return [
+            d
+            for d in listed
+            if d["prompt_tokens"] == tokens and d["thresholds"]["version"] == version
+        ]
+
+    before = json.loads(command(disagg, "config", "get", "--json"))[0]["version"]
+    with load_of(disagg, tokens):
+        eventually(lambda: of_version(before), timeout_s=30, what="a decision by the file")
+        with limit_of(disagg, high) as during:
+            eventually(lambda: of_version(during), timeout_s=30, what="a decision by what is set")
+        eventually(lambda: of_version(during + 1), timeout_s=30, what="one by the file again")
+    for version, limit in ((before, LIMIT), (during, high), (during + 1, LIMIT)):
+        found = of_version(version)
+        assert {d["thresholds"]["max_local_prefill_length"] for d in found} == {limit}
+        assert {d["reason"] == "short" for d in found} == {tokens <= limit}
+    at = [max(d["at"] for d in of_version(v)) for v in (before, during, during + 1)]
+    assert at == sorted(at)
+
+
+def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
+    def decided(seed: int, **more: Any) -> list[dict[str, Any]]:
+        request = completion(prompt_ids(700, seed=seed)) | more
+        with client(disagg.url) as api:
+            return explained(disagg, api.completions.create(model="tiny", **request).id)
+
+    decided(106)
+    [remote] = decided(107)
+    assert (remote["verdict"], remote["reason"]) == ("remote", "long")
+    assert remote["thresholds"]["max_local_prefill_length"] == LIMIT
+    assert remote["asked"]["outcome"] == "committed"
+    assert remote["asked"]["stages_s"].keys() == {"decide", "publish", "pull", "fill", "resume"}
+    assert remote["remote_s"] > 0
+    siblings = decided(108, n=2, temperature=1)
+    assert sorted(d["reason"] for d in siblings) == ["long", "single_flight"]
+    with client(disagg.url) as api:
+        hello = [{"role": "user", "content": "Hello"}]
+        chat = api.chat.completions.create(model="tiny", messages=hello, max_tokens=2)
+    [short] = explained(disagg, chat.id)
+    assert (short["verdict"], short["reason"]) == ("local", "short")
+    assert short["computed_s"] > 0 and short["remote_s"] > 0
+    lines = command(disagg, "explain", "--last", "2").splitlines()
+    assert short["request_id"] in lines[-1] and "local/short" in lines[-1]
+    told = command(disagg, "config", "set", "--dry-run", "VllmWorker.max-local-prefill-length=1000")
+    assert "remote/long -> local/short" in told

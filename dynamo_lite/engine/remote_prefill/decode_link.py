@@ -15,6 +15,7 @@ from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.listening import Listening
 from dynamo_lite.engine.remote_prefill.outside import Outside
+from dynamo_lite.engine.remote_prefill.tuning import Tuning
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger
@@ -55,7 +56,8 @@ _VIEW_PERIOD_S = 0.25
 class DecodeLinkSession:
     """Use `session()` as the bridge's context.
 
-    status: makes the answer to `describe` (called on the bridge's thread). now: monotonic.
+    status, explain: make the answers to `describe` and `explain` (called on the bridge's
+    thread). tuning: follows what the store says of the engine's component. now: monotonic.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class DecodeLinkSession:
         book: LockedLedger,
         clock: HandoverClock,
         status: Callable[[], EngineStatus | None],
+        explain: Callable[[bytes], bytes],
+        tuning: Tuning,
         *,
         outside: Outside,
         now: Callable[[], float],
@@ -71,7 +75,8 @@ class DecodeLinkSession:
     ):
         assert isinstance(link.role, DecodeLink)
         self._link, self._role, self._book, self._status = link, link.role, book, status
-        self._clock, self._outside, self._now = clock, outside, now
+        self._clock, self._outside, self._now, self._tuning = clock, outside, now, tuning
+        self._explain = explain
         self._on_drop = on_drop
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
@@ -93,6 +98,7 @@ class DecodeLinkSession:
             store = await enter(self._outside.store())
             prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
             self._writers = writers = await enter(Roster(store, prefix, self._on_drop))
+            await enter(self._tuning.follow(store, link.namespace, self._on_drop))
             self._messaging = messaging
             self._health = health = await enter(
                 HealthMonitor(
@@ -110,6 +116,7 @@ class DecodeLinkSession:
                 (names.leave_subject, "leave", self._on_leave),
                 (names.poll_subject, "poll", self._on_poll),
                 (names.describe_subject, "describe", self._on_describe),
+                (names.explain_subject, "explain", self._on_explain),
             ):
                 handler = counted(handler, where, self._on_drop)
                 await enter(messaging.serve(name(*subject), handler))
@@ -203,6 +210,9 @@ class DecodeLinkSession:
         status = self._status()
         return None if status is None else encode(status)
 
+    async def _on_explain(self, payload: bytes) -> bytes:
+        return self._explain(payload)
+
     async def _on_stays(self, payload: bytes) -> bytes:
         stays = decode_writer_stays(payload)
         self._check_writer(stays.attempt, stays.writer_lease_id)
@@ -261,7 +271,8 @@ class DecodeLinkSession:
     def queue_jobs(self) -> int | None:
         """As the queue was last seen; None when that was long ago."""
         view = self.view
-        if view is None or self._now() - view.read_at > self._role.queue_view_max_age_s:
+        oldest = self._now() - self._tuning.now.disagg.queue_view_max_age_s
+        if view is None or view.read_at < oldest:
             return None
         return view.jobs
 

@@ -6,14 +6,15 @@ on when the KV has come or when nobody should wait for it any longer. All
 methods run on the engine's thread and never wait.
 """
 
+import logging
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dynamo_lite.engine.remote_prefill.book import LockedLedger
 from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
 from dynamo_lite.engine.remote_prefill.counts import DECISION, REMOTE, Counts
+from dynamo_lite.engine.remote_prefill.decider import Decided, Decider
+from dynamo_lite.engine.remote_prefill.decisions import DecisionLog
 from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession
 from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
 from dynamo_lite.engine.remote_prefill.held_blocks import HeldBlocks
@@ -23,16 +24,9 @@ from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers, first_awaited
 from dynamo_lite.engine.remote_prefill.resumes import CacheBlocks, Resumes
 from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
-from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight, thresholds_of
-from dynamo_lite.policy.disagg import (
-    Local,
-    QueueView,
-    Reason,
-    Remote,
-    Thresholds,
-    Verdict,
-    decide,
-)
+from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight
+from dynamo_lite.engine.remote_prefill.tuning import Tuning
+from dynamo_lite.policy.disagg import Local, Remote
 from dynamo_lite.policy.instructions import (
     CancelWriter,
     DeleteJob,
@@ -45,6 +39,8 @@ from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeScheduler:
@@ -65,46 +61,35 @@ class DecodeScheduler:
         overlapping_steps: int = 1,
     ):
         assert isinstance(link.role, DecodeLink)
-        self._link, self._role, self._block_size = link, link.role, block_size
-        self._thresholds = Thresholds(
-            max_local_prefill_length_tokens=link.role.max_local_prefill_length_tokens,
-            max_prefill_queue_size=link.role.max_prefill_queue_size,
-            queue_view_max_age_s=link.role.queue_view_max_age_s,
-        )
+        self._link, self._block_size = link, block_size
+        self._tuning = tuning = Tuning(link.role, block_size)
         self._time, self._now, self._new_attempt = clock.wall, clock.monotonic, new_attempt
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=link.lease_ttl_s))
         self.stats = Counts()
         self._clock = HandoverClock(self.stats, clock)
-        self._flights = SingleFlight(
-            thresholds_of(link.role, block_size),
-            hash_block_size,
-            self.stats,
-            self._now,
-        )
+        self._flights = SingleFlight(hash_block_size, self.stats, self._now)
+        self._log = DecisionLog(link, overlapping_steps, clock)
         self._net = DecodeLinkSession(
             link,
             self._book,
             self._clock,
             self._status,
+            self._log.answer,
+            tuning,
             outside=outside,
             now=self._now,
             on_drop=self.stats.drop,
         )
+        self._decider = Decider(self._net, tuning, self._flights, self._now)
         self.bridge = open_bridge(self._net.session)
         self.metadata: EngineMetadata | None = None
         self._pool: BlockPool | None = None
         self._cache: CacheBlocks | None = None
-        self._resumes = Resumes(
-            block_size,
-            link.role.max_remote_prefills,
-            self.stats,
-            lambda: self._net.responsive_writers,
-        )
+        self._resumes = Resumes(block_size, self.stats, lambda: self._net.responsive_writers)
         self._held = HeldBlocks()
-        self._verdicts: dict[str, tuple[Verdict, float]] = {}
+        self._verdicts: dict[str, Decided] = {}
         self._decided: set[str] = set()
         self._unpushed: list[RemotePrefillRequest] = []
-        self._asked_at: deque[float] = deque()
         self._offers = PrefixOffers(overlapping_steps)
         self._step = DecodeStep()
         self._stepped_at = self._now()
@@ -126,35 +111,40 @@ class DecodeScheduler:
             return 0, False
         if self._flights.waits(request.request_id, cached):
             return None, False
-        decided = self._now()
-        verdict = self._decide(request, cached, transferable)
-        if self._flights.joins(request, cached, verdict):
+        decided = self._decider.decide(request, cached, transferable)
+        if self._flights.joins(request, cached, decided.verdict, decided.tuned.single_flight):
             return None, False
-        self._verdicts[request.request_id] = verdict, decided
-        if isinstance(verdict, Local):
+        self._verdicts[request.request_id] = decided
+        if isinstance(decided.verdict, Local):
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
 
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
         """The engine reserved the prompt's blocks: ask for the KV of `external` tokens."""
-        found = self._verdicts.pop(request.request_id, None)
-        if found is None:
-            self._clock.scheduled(request.request_id)
+        decided = self._verdicts.pop(request.request_id, None)
+        if decided is None:
+            if (resumed_s := self._clock.scheduled(request.request_id)) is not None:
+                self._log.resumed(request.request_id, resumed_s)
             return
-        verdict, decided = found
+        verdict = decided.verdict
         self._decided.add(request.request_id)
         self._flights.finished(request.request_id)
         kind = "remote" if isinstance(verdict, Remote) else "local"
         self.stats.add(f"{DECISION}/{kind}/{verdict.reason.value}")
+        self._log.decided(request, decided)
         if external:
             self._ask(request, block_ids, external, decided)
 
-    def build_step(self, filling: Iterable[int] = ()) -> DecodeStep:
+    def build_step(
+        self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
+    ) -> DecodeStep:
         """Runs every step, and so does the ledger's housekeeping.
 
         filling: blocks that this step completes, and the prefix cache knows already.
+        scheduled: how many tokens of each request it computes.
         """
         self._stepped_at = self._now()
+        self._log.step(scheduled or {})
         self._offers.step(filling)
         self._push()
         with self._book.lock:
@@ -195,38 +185,14 @@ class DecodeScheduler:
         with self._book.lock:
             instructions = self._book.ledger.request_finished(request_id)
         self._apply(instructions, fresh=True)
+        self._log.finished(request_id)
 
     @property
     def busy(self) -> bool:
         return self._book.busy or bool(self._step.give_up or self._net.listening)
 
-    def _decide(self, request: Prompt, cached: int, transferable: bool) -> Verdict:
-        if not transferable or request.prompt_token_ids is None:
-            return Local(Reason.NOT_TRANSFERABLE)
-        if self._net.leaving:
-            return Local(Reason.LEAVING)
-        verdict = decide(
-            prompt_tokens=request.num_prompt_tokens,
-            cached_tokens=cached,
-            queue=self._queue_view(),
-            thresholds=self._thresholds,
-            now=self._now(),
-        )
-        if verdict.reason is Reason.CACHED and self._flights.served(request.request_id):
-            return Local(Reason.SINGLE_FLIGHT)
-        return verdict
-
-    def _queue_view(self) -> QueueView | None:
-        """The last reading, plus what this engine has asked for since."""
-        view = self._net.view
-        if view is None:
-            return None
-        while self._asked_at and self._asked_at[0] <= view.read_at:
-            self._asked_at.popleft()
-        return replace(view, jobs=view.jobs + len(self._asked_at))
-
     def _ask(
-        self, request: Prompt, block_ids: Sequence[int], external: int, decided: float
+        self, request: Prompt, block_ids: Sequence[int], external: int, decided: Decided
     ) -> None:
         assert self._pool is not None
         size, wanted = self._block_size, request.num_prompt_tokens - 1
@@ -234,7 +200,10 @@ class DecodeScheduler:
         end = -(-wanted // size)
         targets = tuple(block_ids[first:end])
         now = self._now()
-        until = self._resumes.asked(request, first, now, self._role.remote_prefill_timeout_s)
+        tuned = decided.tuned
+        until = self._resumes.asked(
+            request, first, now, tuned.remote_prefill_timeout_s, tuned.max_remote_prefills
+        )
         job = RemotePrefillRequest(
             engine_id=self._link.engine_id,
             request_id=request.request_id,
@@ -253,8 +222,9 @@ class DecodeScheduler:
             self._book.ledger.allocated(request.request_id, attempt, blocks, until)
         self._step.expect[attempt] = request.request_id
         self._step.blocks[attempt] = targets
-        self._clock.asked(attempt, decided)
-        self._asked_at.append(now)
+        self._clock.asked(attempt, decided.at)
+        self._log.asked(request.request_id, attempt)
+        self._decider.asked(now)
         self._flights.began(request, external)
         self._unpushed.append(job)
 
@@ -273,13 +243,20 @@ class DecodeScheduler:
             if isinstance(instruction, GiveUp):
                 self._step.give_up.append((instruction.attempt, instruction.request_id))
             elif isinstance(instruction, Ended):
-                self.stats.add(f"{REMOTE}/{instruction.outcome.value}")
-                self._resumes.ended(instruction.request_id, instruction.outcome)
-                committed = instruction.outcome is Outcome.COMMITTED
-                self._clock.ended(instruction.attempt, instruction.request_id, committed=committed)
+                self._ended(instruction)
         network = [i for i in instructions if isinstance(i, DeleteJob | CancelWriter)]
         if fresh and network:
             self.bridge.submit(self._net.carry_out(network))
+
+    def _ended(self, ended: Ended) -> None:
+        request_id, attempt, outcome = ended.request_id, ended.attempt, ended.outcome
+        self.stats.add(f"{REMOTE}/{outcome.value}")
+        self._resumes.ended(request_id, outcome)
+        committed = outcome is Outcome.COMMITTED
+        if not committed:
+            logger.info("request %s: attempt %s ended: %s", request_id, attempt, outcome.value)
+        stages_s = self._clock.ended(attempt, request_id, committed=committed)
+        self._log.ended(request_id, attempt, outcome, stages_s)
 
     def _status(self) -> EngineStatus | None:
         """Runs on the bridge's thread; reads of single numbers only."""
@@ -295,4 +272,5 @@ class DecodeScheduler:
             queue_jobs=self._net.queue_jobs,
             last_step_age_s=self._now() - self._stepped_at,
             unresponsive_writers=self._net.unresponsive_writers,
+            options_version=self._tuning.now.version,
         )

@@ -18,6 +18,21 @@ class _Handover:
     published: float = 0.0
     granted: float = 0.0
 
+    def stages_s(self) -> dict[str, float]:
+        """Until its claim, as far as it came."""
+        stages = {"decide": self.asked - self.decided}
+        if on_queue := self._on_queue():
+            stages["publish"] = on_queue - self.asked
+            if self.granted:
+                stages["pull"] = self.granted - on_queue
+        return stages
+
+    def _on_queue(self) -> float:
+        """A worker may claim the job before the broker has confirmed its push."""
+        if not self.granted:
+            return self.published
+        return min(self.published or self.granted, self.granted)
+
 
 class HandoverClock:
     """Called on the engine's thread, but for `published` and `granted` (the bridge's).
@@ -42,23 +57,33 @@ class HandoverClock:
         if (handover := self._open.get(attempt)) is not None:
             handover.granted = self._now()
 
-    def ended(self, attempt: str, request_id: str, *, committed: bool) -> None:
-        """The request waits no longer; committed: because its KV came."""
-        handover = self._open.pop(attempt, None)
-        if handover is None or not committed or not handover.granted:
-            return
-        self._received[request_id] = now = self._now()
-        # A worker may claim the job before the broker has confirmed its push.
-        on_queue = min(handover.published or handover.granted, handover.granted)
-        self._stats.add_stage("decide", handover.asked - handover.decided)
-        self._stats.add_stage("publish", on_queue - handover.asked)
-        self._stats.add_stage("pull", handover.granted - on_queue)
-        self._stats.add_stage("fill", now - handover.granted)
+    def ended(self, attempt: str, request_id: str, *, committed: bool) -> dict[str, float]:
+        """The request waits no longer; committed: because its KV came.
 
-    def scheduled(self, request_id: str) -> None:
-        """The engine computes the request's last prompt token."""
-        if (received := self._received.pop(request_id, None)) is not None:
-            self._stats.add_stage("resume", self._now() - received)
+        Returns how long its stages took: without a commit as far as they came, and
+        `lost` from there on.
+        """
+        handover = self._open.pop(attempt, None)
+        if handover is None:
+            return {}
+        stages, now = handover.stages_s(), self._now()
+        if not committed or not handover.granted:
+            return {**stages, "lost": now - handover.decided - sum(stages.values())}
+        stages["fill"] = now - handover.granted
+        self._received[request_id] = now
+        for stage, seconds in stages.items():
+            self._stats.add_stage(stage, seconds)
+        return stages
+
+    def scheduled(self, request_id: str) -> float | None:
+        """The engine computes the request's last prompt token. Returns how long after its
+        KV came; None where it did not."""
+        received = self._received.pop(request_id, None)
+        if received is None:
+            return None
+        waited = self._now() - received
+        self._stats.add_stage("resume", waited)
+        return waited
 
     def forget(self, request_id: str) -> None:
         self._received.pop(request_id, None)

@@ -19,6 +19,7 @@ LINK_FILE = "dynamo_lite_link"
 class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A decode engine. Times in seconds; see `VllmWorkerConfig` for the thresholds.
 
+    component: whose engine it is, and whose live options it follows.
     prefill_component: whose members are the writers. single_flight_min_length_tokens:
     None for max_local_prefill_length_tokens.
     """
@@ -31,6 +32,7 @@ class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     queue: QueueConfig
     single_flight_min_length_tokens: int | None = None
     max_remote_prefills: int = 2
+    component: str = "VllmWorker"
 
 
 class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -25,7 +25,8 @@ CacheBlocks = Callable[[Any, int], None]
 
 @dataclass
 class _Asked:
-    """first: number of the first block that is awaited. since, until: of all its tries.
+    """first: number of the first block that is awaited. since, until, max_tries: of all
+    its tries.
 
     landed: blocks from there on whose KV is here, as far as is known.
     """
@@ -34,29 +35,34 @@ class _Asked:
     first: int
     since: float
     until: float
+    max_tries: int
     tries: int = 0
     landed: int | None = None
     outcome: Outcome | None = None
 
 
 class Resumes:
-    """max_tries: how many remote prefills one prompt may ask for."""
+    """responsive: how many prefill workers are."""
 
-    def __init__(
-        self, block_size: int, max_tries: int, stats: Counts, responsive: Callable[[], int]
-    ):
-        self._size, self._max_tries, self._stats = block_size, max_tries, stats
+    def __init__(self, block_size: int, stats: Counts, responsive: Callable[[], int]):
+        self._size, self._stats = block_size, stats
         self._responsive = responsive
         self._asked: dict[str, _Asked] = {}
 
     def __bool__(self) -> bool:
         return bool(self._asked)
 
-    def asked(self, request: Prompt, first: int, now: float, timeout_s: float) -> float:
-        """The prompt asks for blocks from `first` on. Returns until when it waits."""
+    def asked(
+        self, request: Prompt, first: int, now: float, timeout_s: float, max_tries: int
+    ) -> float:
+        """The prompt asks for blocks from `first` on. Returns until when it waits.
+
+        timeout_s, max_tries: how long, and how many remote prefills, it may wait for;
+        what it was told the first time holds for all.
+        """
         asked = self._asked.get(request.request_id)
         if asked is None:
-            asked = _Asked(request, first, now, now + timeout_s)
+            asked = _Asked(request, first, now, now + timeout_s, max_tries)
             self._asked[request.request_id] = asked
         asked.first, asked.landed, asked.outcome = first, None, None
         asked.tries += 1
@@ -82,7 +88,7 @@ class Resumes:
         verdict = again(
             asked.outcome,
             tries=asked.tries,
-            max_tries=self._max_tries,
+            max_tries=asked.max_tries,
             responsive=self._responsive(),
             spent_s=now - asked.since,
             left_s=asked.until - now,

@@ -14,19 +14,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from dynamo_lite.engine.remote_prefill.counts import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counts
-from dynamo_lite.engine.remote_prefill.link import DecodeLink
 from dynamo_lite.engine.remote_prefill.seams import Prompt
 from dynamo_lite.policy.disagg import Verdict
 from dynamo_lite.policy.single_flight import Thresholds, Wait, follow
 
 logger = logging.getLogger(__name__)
-
-
-def thresholds_of(role: DecodeLink, block_size: int) -> Thresholds:
-    """What is worth a remote prefill is worth a wait for one."""
-    if role.single_flight_min_length_tokens is not None:
-        return Thresholds(role.single_flight_min_length_tokens)
-    return Thresholds(role.max_local_prefill_length_tokens // block_size * block_size)
 
 
 @dataclass
@@ -58,19 +50,8 @@ class SingleFlight:
     engine caches no prefixes: then nobody waits.
     """
 
-    def __init__(
-        self,
-        thresholds: Thresholds,
-        hash_block_size: int | None,
-        stats: Counts,
-        now: Callable[[], float],
-    ):
-        self._thresholds, self._size, self._stats, self._now = (
-            thresholds,
-            hash_block_size,
-            stats,
-            now,
-        )
+    def __init__(self, hash_block_size: int | None, stats: Counts, now: Callable[[], float]):
+        self._size, self._stats, self._now = hash_block_size, stats, now
         self._flights: dict[str, _Flight] = {}
         self._leaders: dict[Hashable, dict[str, None]] = {}
         self._followers: dict[str, _Follower] = {}
@@ -112,7 +93,7 @@ class SingleFlight:
         follower = self._followers.get(request_id)
         return follower is not None and follower.served
 
-    def joins(self, request: Prompt, cached: int, verdict: Verdict) -> bool:
+    def joins(self, request: Prompt, cached: int, verdict: Verdict, thresholds: Thresholds) -> bool:
         """Whether the request waits from now on, rather than do what its verdict says."""
         if not self._flights:
             return False
@@ -124,7 +105,7 @@ class SingleFlight:
             shared_tokens=prefix - cached,
             leader_tokens=self._flights[leader].tokens if leader else 0,
             waits=follower.waits,
-            thresholds=self._thresholds,
+            thresholds=thresholds,
         )
         if not isinstance(decision, Wait):
             return False

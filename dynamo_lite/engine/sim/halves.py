@@ -128,7 +128,7 @@ class DecodeHalves:
             self._offered[request.request_id] = request, frozenset(targets), frozenset(prefix)
 
     def build_step(self, plan: Plan) -> Any:
-        step = self.scheduler.build_step(plan.filling)
+        step = self.scheduler.build_step(plan.filling, plan.num_scheduled_tokens)
         for attempt, request_id in step.expect.items():
             self.asked[attempt] = self._offered.pop(request_id)
         return step

@@ -233,7 +233,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             assert self._manager is not None
             size = self._vllm_config.cache_config.block_size
             filling = filling_blocks(scheduler_output, self._manager, size)
-            return StepMetadata(self._decode.build_step(filling))
+            step = self._decode.build_step(filling, scheduler_output.num_scheduled_tokens)
+            return StepMetadata(step)
         assert self._prefill is not None
         return StepMetadata(
             self._prefill.build_step(

@@ -92,6 +92,10 @@ class GenerateServer:
         """Whether a session of this client is open."""
         return client_id in self._sessions
 
+    def limit(self, limits: Limits) -> None:
+        """Holds for new requests from here on."""
+        self._owned.admission.limit(limits)
+
     def refuse_new(self, reason: str) -> None:
         """From here on every new request is refused; other workers may take it."""
         self._refusal = reason

@@ -1,0 +1,71 @@
+"""Local or remote, for each prompt: the policy on what this engine knows right now."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession
+from dynamo_lite.engine.remote_prefill.seams import Prompt
+from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight
+from dynamo_lite.engine.remote_prefill.tuning import Tuned, Tuning
+from dynamo_lite.policy.disagg import Local, QueueView, Reason, Verdict, decide
+
+
+class Decided(NamedTuple):
+    """A verdict, and all that it was made from.
+
+    at: monotonic. queue: None when it was not known. tuned: the thresholds.
+    """
+
+    verdict: Verdict
+    at: float
+    cached_tokens: int
+    queue: QueueView | None
+    tuned: Tuned
+
+
+class Decider:
+    """Runs on the engine's thread. now: monotonic."""
+
+    def __init__(
+        self,
+        net: DecodeLinkSession,
+        tuning: Tuning,
+        flights: SingleFlight,
+        now: Callable[[], float],
+    ):
+        self._net, self._tuning, self._flights, self._now = net, tuning, flights, now
+        self._asked_at: deque[float] = deque()
+
+    def decide(self, request: Prompt, cached: int, transferable: bool) -> Decided:
+        """See `DecodeScheduler.num_new_matched_tokens`."""
+        at, queue, tuned = self._now(), self._queue_view(), self._tuning.now
+        if not transferable or request.prompt_token_ids is None:
+            verdict = Local(Reason.NOT_TRANSFERABLE)
+        elif self._net.leaving:
+            verdict = Local(Reason.LEAVING)
+        else:
+            verdict = decide(
+                prompt_tokens=request.num_prompt_tokens,
+                cached_tokens=cached,
+                queue=queue,
+                thresholds=tuned.disagg,
+                now=at,
+            )
+        if verdict.reason is Reason.CACHED and self._flights.served(request.request_id):
+            verdict = Local(Reason.SINGLE_FLIGHT)
+        return Decided(verdict, at, cached, queue, tuned)
+
+    def asked(self, now: float) -> None:
+        """This engine has asked for a remote prefill."""
+        self._asked_at.append(now)
+
+    def _queue_view(self) -> QueueView | None:
+        """The last reading, plus what this engine has asked for since."""
+        view = self._net.view
+        if view is None:
+            return None
+        while self._asked_at and self._asked_at[0] <= view.read_at:
+            self._asked_at.popleft()
+        return replace(view, jobs=view.jobs + len(self._asked_at))

@@ -1,0 +1,33 @@
+"""What other thresholds would have made of a decision that was taken."""
+
+from dynamo_lite.policy.disagg import Local, QueueView, Reason, Thresholds, Verdict, decide
+
+#: No threshold has a say in these.
+_FIXED = (Reason.LEAVING, Reason.NOT_TRANSFERABLE)
+
+
+def replay(
+    taken: Verdict,
+    *,
+    prompt_tokens: int,
+    cached_tokens: int,
+    queue: QueueView | None,
+    thresholds: Thresholds,
+    now: float,
+) -> Verdict:
+    """The arguments are those of `decide` at that time, but for the thresholds.
+
+    The queue is taken as it was seen: that other decisions before would have filled or
+    emptied it is not counted.
+    """
+    if taken.reason in _FIXED:
+        return taken
+    verdict = decide(
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        queue=queue,
+        thresholds=thresholds,
+        now=now,
+    )
+    waited = taken.reason is Reason.SINGLE_FLIGHT and verdict.reason is Reason.CACHED
+    return Local(Reason.SINGLE_FLIGHT) if waited else verdict

@@ -1,0 +1,93 @@
+"""Questions to a decode engine about what it has decided, and its answers.
+
+Times are durations: the clocks of two hosts differ.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from dynamo_lite.protocol.codec import Decoder
+from dynamo_lite.protocol.generate import Seconds
+from dynamo_lite.protocol.prefill import Attempt, EngineId
+from dynamo_lite.protocol.records import LeaseId, Natural
+
+Word = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Explain(msgspec.Struct, frozen=True, kw_only=True):
+    """Which decisions are wanted: the newest `last` of those that fit.
+
+    request_id: as a client knows it, or the engine; empty: of all requests. within_s:
+    not older than this.
+    """
+
+    request_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    last: Natural = 4096
+    within_s: Seconds = 1e9
+
+
+class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefill queue as the decision saw it. age_s: since it was read."""
+
+    jobs: int
+    prefill_workers: int
+    age_s: float
+
+
+class Followed(msgspec.Struct, frozen=True, kw_only=True):
+    """The thresholds of a decision. version: of the live options; 0: those of the file."""
+
+    version: int
+    max_local_prefill_length: int
+    max_prefill_queue_size: int
+    queue_view_max_age_s: float
+    remote_prefill_timeout_s: float
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of asking for a remote prefill.
+
+    outcome: see `policy/instructions.py`; empty while it is under way. stages_s: how long
+    its stages took, as far as they came (see `handover_clock.py`).
+    """
+
+    attempt: Attempt
+    outcome: Word = ""
+    stages_s: dict[str, float] = {}
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, local or remote.
+
+    request_id: the engine's name of it. age_s: since it was decided. queue: None when
+    it was not known. local_s, remote_s: what either choice was to take, by the rates that
+    had been measured; None without any. computed_s: what it took here.
+    """
+
+    request_id: str
+    age_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    verdict: Literal["local", "remote"]
+    reason: Word
+    queue: QueueSeen | None
+    thresholds: Followed
+    local_s: float | None = None
+    remote_s: float | None = None
+    local_tokens_per_s: float | None = None
+    remote_tokens_per_s: float | None = None
+    computed_s: float | None = None
+    asked: Asked | None = None
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's answer, oldest first. lease_id: of its worker."""
+
+    engine_id: EngineId
+    lease_id: LeaseId
+    decisions: list[Decision]
+
+
+decode_explain: Decoder[Explain] = Decoder(Explain)
+decode_explained: Decoder[Explained] = Decoder(Explained)

@@ -1,0 +1,277 @@
+"""What a decode engine remembers of its decisions, and says when it is asked."""
+
+import time
+from typing import Any
+
+import pytest
+
+from dynamo_lite.engine.remote_prefill import decisions
+from dynamo_lite.engine.remote_prefill.pace import Pace
+from dynamo_lite.policy.cost import Rates
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.decisions import Decision, Explain, decode_explain, decode_explained
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.prefill import Granted
+from dynamo_lite.protocol.tuning import VllmWorkerTuning
+from dynamo_lite.serve import decision_view
+from dynamo_lite.serve.decisions import Taken
+from tests.unit.test_decode_link import (
+    ENGINE,
+    LIMIT,
+    QUEUE_SIZE,
+    TIMEOUT_S,
+    Clock,
+    Decode,
+    prompt,
+)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def decode(clock: Clock):
+    decode = Decode(clock)
+    async with decode.queue:
+        yield decode
+        await decode.network()
+
+
+def told(decode: Decode, **wanted: Any) -> list[Decision]:
+    answer = decode_explained(decode.half._log.answer(encode(Explain(**wanted))))
+    assert (answer.engine_id, answer.lease_id) == (ENGINE, 1)
+    return answer.decisions
+
+
+async def test_a_local_prompt_says_what_it_was_decided_from(decode: Decode, clock: Clock):
+    decode.sees(jobs=2)
+    clock.now += 0.5
+    decode.admit(prompt("r1", 12), 8)
+    clock.now += 3
+    [said] = told(decode)
+    assert (said.request_id, said.verdict, said.reason) == ("r1", "local", "cached")
+    assert (said.prompt_tokens, said.cached_tokens, said.age_s) == (12, 8, 3)
+    assert said.queue is not None
+    assert (said.queue.jobs, said.queue.prefill_workers, said.queue.age_s) == (2, 1, 0.5)
+    followed = said.thresholds
+    assert (followed.version, followed.max_local_prefill_length) == (0, LIMIT)
+    assert (followed.max_prefill_queue_size, followed.remote_prefill_timeout_s) == (
+        QUEUE_SIZE,
+        TIMEOUT_S,
+    )
+    assert said.asked is None and said.local_s is None and said.remote_s is None
+
+
+async def test_a_verdict_without_blocks_is_no_decision(decode: Decode):
+    decode.half.num_new_matched_tokens(prompt("r1", 10), 0)
+    assert told(decode) == []
+
+
+async def test_options_that_change_move_the_next_decisions(decode: Decode):
+    decode.admit(prompt("r1", 10))
+    decode.half._tuning.change(VllmWorkerTuning(max_local_prefill_length=20), 7)
+    decode.admit(prompt("r2", 10))
+    decode.half._tuning.change(VllmWorkerTuning(max_prefill_queue_size=0), 8)
+    decode.admit(prompt("r3", 10))
+    decode.half._tuning.change(VllmWorkerTuning(), 9)
+    decode.admit(prompt("r4", 10))
+    assert [(d.verdict, d.reason, d.thresholds.version) for d in told(decode)] == [
+        ("remote", "long", 0),
+        ("local", "short", 7),
+        ("local", "queue_full", 8),
+        ("remote", "long", 9),
+    ]
+
+
+async def test_a_changed_timeout_and_number_of_tries_hold_for_new_prompts(
+    decode: Decode, clock: Clock
+):
+    decode.half._tuning.change(VllmWorkerTuning(remote_prefill_timeout_s=1.5), 1)
+    decode.admit(prompt("r1", 10))
+    job = await decode.job_of_step()
+    assert job.deadline == clock.wall() + 1.5
+    decode.half._tuning.change(VllmWorkerTuning(remote_prefill_timeout_s=60.0), 2)
+    clock.now += 1.6
+    assert decode.half.build_step().give_up == [(job.attempt, "r1")]
+
+
+async def test_a_remote_prefill_is_told_with_its_stages(decode: Decode, clock: Clock):
+    request = prompt("r1", 101)
+    decode.admit(request)
+    [attempt] = decode.half.build_step().expect
+    [said] = told(decode, request_id="r1")
+    assert said.asked is not None
+    assert (said.asked.attempt, said.asked.outcome, said.asked.stages_s) == (attempt, "", {})
+    clock.now += 0.25
+    await decode.network()
+    clock.now += 0.5
+    assert await decode.claim(attempt) == Granted()
+    clock.now += 2
+    decode.output("r1")
+    clock.now += 0.25
+    decode.half.state_after_alloc(request, [], 0)
+    [said] = told(decode)
+    assert said.asked is not None and said.asked.outcome == "committed"
+    assert said.asked.stages_s == {
+        "decide": 0,
+        "publish": 0.25,
+        "pull": 0.5,
+        "fill": 2,
+        "resume": 0.25,
+    }
+    decode.finish("r1")
+    decode.admit(prompt("r2", 201))
+    said = told(decode)[-1]
+    assert said.remote_tokens_per_s == pytest.approx(101 / 2)
+    assert said.remote_s == pytest.approx(1 + 201 / (101 / 2))
+    assert said.local_s is None
+
+
+async def test_one_that_came_to_nothing_is_told_as_far_as_it_came(decode: Decode, clock: Clock):
+    decode.admit(prompt("r1", 10))
+    [attempt] = decode.half.build_step().expect
+    clock.now += 1
+    await decode.network()
+    clock.now += 2
+    await decode.claim(attempt)
+    clock.now += TIMEOUT_S
+    decode.half.build_step()
+    [said] = told(decode)
+    assert said.asked is not None and said.asked.outcome == "deadline"
+    assert said.asked.stages_s == {"decide": 0, "publish": 1, "pull": 2, "lost": TIMEOUT_S}
+    await decode.done(attempt, "abandoned")
+
+
+async def test_what_is_computed_here_is_measured(decode: Decode, clock: Clock):
+    decode.half._tuning.change(VllmWorkerTuning(max_local_prefill_length=1000), 1)
+    decode.admit(prompt("r1", 100))
+    for tokens in (60, 40):
+        decode.half.build_step((), {"r1": tokens, "other": 5})
+        clock.now += 1
+    assert told(decode)[0].computed_s is None
+    decode.half.build_step((), {"r1": 1})
+    assert told(decode)[0].computed_s == 2
+    decode.admit(prompt("r2", 50))
+    said = told(decode)[1]
+    assert (said.local_s, said.local_tokens_per_s, said.computed_s) == (1, 50, None)
+    decode.half.build_step((), {"r2": 50})
+    clock.now += 0.5
+    decode.finish("r2")
+    assert told(decode)[1].computed_s == 0.5
+    decode.finish("r1")
+    decode.assert_clean()
+
+
+def test_overlapping_steps_end_later():
+    pace = Pace(2)
+    pace.computes("r", 100, 0.0)
+    assert pace.step({"r": 100}, 0.0) == []
+    assert pace.step({"r": 1}, 0.0) == []
+    assert pace.step({"r": 1}, 4.0) == [("r", 4.0)]
+    assert pace.rates == Rates(25.0)
+    assert pace.idle
+
+
+def test_short_and_aborted_prompts_measure_nothing():
+    pace = Pace(1)
+    pace.computes("short", 5, 0.0)
+    pace.computes("aborted", 100, 0.0)
+    pace.step({"short": 5, "aborted": 50}, 0.0)
+    assert pace.step({}, 1.0) == [("short", 1.0)]
+    assert pace.finished("aborted", 2.0) is None
+    pace.brought(5, 1.0, 1.0)
+    assert pace.rates == Rates() and pace.idle
+
+
+def test_rates_follow_what_changes():
+    pace = Pace(1)
+    for seconds in (1.0,) * 50 + (4.0,) * 50:
+        pace.brought(100, seconds, 0.5)
+    assert pace.rates.remote_tokens_per_s == pytest.approx(25, rel=0.05)
+    assert pace.rates.remote_fixed_s == pytest.approx(0.5)
+
+
+async def test_the_oldest_are_forgotten(
+    decode: Decode, clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    for number in range(10):
+        decode.admit(prompt(f"r{number}", 2))
+        decode.finish(f"r{number}")
+        clock.now += 10
+    assert [d.request_id for d in told(decode, last=2)] == ["r8", "r9"]
+    assert [d.request_id for d in told(decode, within_s=25)] == ["r8", "r9"]
+    assert told(decode, last=0) == []
+    monkeypatch.setattr(decisions, "LONGEST_S", 35.0)
+    assert [d.request_id for d in told(decode)] == ["r7", "r8", "r9"]
+    decode.admit(prompt("last", 2))
+    assert len(decode.half._log._kept) == 4
+
+
+async def test_no_more_than_so_many_are_kept(decode: Decode):
+    for number in range(decisions.MOST + 10):
+        decode.admit(prompt(f"r{number}", 2))
+        decode.finish(f"r{number}")
+    all_of_them = told(decode)
+    assert len(all_of_them) == decisions.MOST
+    assert all_of_them[0].request_id == "r10"
+
+
+async def test_a_clients_id_finds_siblings_and_moved_ones(decode: Decode):
+    names = ["0_cmpl-a-0-0a1b2c3d#1", "1_cmpl-a-0-0a1b2c3d~2#2", "cmpl-a-1-0a1b2c3d#3"]
+    for name in (*names, "cmpl-ab-0-0a1b2c3d#4"):
+        decode.admit(prompt(name, 2))
+    assert [d.request_id for d in told(decode, request_id="cmpl-a")] == names
+    assert told(decode, request_id="cmpl-x") == []
+
+
+def test_a_question_that_is_none_is_refused():
+    for payload in (b"", b"\xff", b"\x81\xa4last\xff", b"\x81\xabrequest_id\x01"):
+        with pytest.raises(ProtocolError):
+            decode_explain(payload)
+
+
+def taken(decode: Decode) -> list[Taken]:
+    return [Taken(time.time() - d.age_s, 1, d) for d in told(decode)]
+
+
+async def test_decisions_are_readable(decode: Decode, clock: Clock):
+    decode.admit(prompt("r1", 10))
+    decode.admit(prompt("r2", 3))
+    remote, local = taken(decode)
+    text = decision_view.as_text(remote)
+    assert "remote, long:" in text and "10 tokens: 0 cached here, 10 to compute" in text
+    assert "under way" in text and "1 prefill worker;" in text
+    assert "not known" in decision_view.as_text(local)
+    lines = decision_view.as_table([remote, local]).splitlines()
+    assert "remote/long" in lines[1] and "local/short" in lines[2]
+    told_json = decision_view.as_json([remote])[0]
+    assert told_json["worker"] == "1" and told_json["asked"]["outcome"] == ""
+
+
+async def test_a_dry_run_takes_past_decisions_with_new_values(decode: Decode, clock: Clock):
+    for number, tokens in enumerate((3, 10, 20)):
+        clock.now += 0.1
+        decode.admit(prompt(f"r{number}", tokens))
+    assert decision_view.dry_run(taken(decode), {"max-local-prefill-length": 15}) == [
+        "1 of 3 decisions would have been another:",
+        "       1  local/short",
+        "       1  remote/long -> local/short",
+        "       1  remote/long",
+    ]
+    assert decision_view.dry_run(taken(decode), {"max-prefill-queue-size": 1})[0] == (
+        "1 of 3 decisions would have been another:"
+    )
+    assert decision_view.dry_run([], {"max-local-prefill-length": 1}) == [
+        "0 of 0 decisions would have been another:"
+    ]
+    [line] = decision_view.dry_run(taken(decode), {"max-remote-prefills": 1})
+    assert "cannot be computed" in line
+    for attempt in decode.half.build_step().expect:
+        await decode.network()
+        clock.now += 1
+        await decode.claim(attempt)
+    decode.output("r1", "r2")
+    [line] = decision_view.dry_run(taken(decode), {"remote-prefill-timeout-s": 1.5})
+    assert line == "2 of 2 remote prefills that ended took longer than 1.5 s"

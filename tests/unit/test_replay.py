@@ -1,0 +1,59 @@
+"""Past decisions under other thresholds."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_lite.policy.cost import Rates
+from dynamo_lite.policy.disagg import Local, QueueView, Reason, Remote, Thresholds, decide
+from dynamo_lite.policy.replay import replay
+
+THRESHOLDS = st.builds(
+    Thresholds,
+    max_local_prefill_length_tokens=st.integers(0, 50),
+    max_prefill_queue_size=st.integers(0, 5),
+    queue_view_max_age_s=st.floats(0.1, 3),
+)
+QUEUES = st.none() | st.builds(
+    QueueView,
+    jobs=st.integers(0, 6),
+    prefill_workers=st.integers(0, 2),
+    read_at=st.floats(-4, 0),
+)
+
+
+@given(
+    prompt=st.integers(1, 100),
+    cached=st.integers(0, 99),
+    queue=QUEUES,
+    then=THRESHOLDS,
+    now=THRESHOLDS,
+)
+def test_it_is_what_would_have_been_decided(
+    prompt: int, cached: int, queue: QueueView | None, then: Thresholds, now: Thresholds
+):
+    inputs = {"prompt_tokens": prompt, "cached_tokens": min(cached, prompt - 1), "queue": queue}
+    taken = decide(**inputs, thresholds=then, now=0.0)
+    assert replay(taken, **inputs, thresholds=then, now=0.0) == taken
+    assert replay(taken, **inputs, thresholds=now, now=0.0) == decide(
+        **inputs, thresholds=now, now=0.0
+    )
+    for fixed in (Local(Reason.LEAVING), Local(Reason.NOT_TRANSFERABLE)):
+        assert replay(fixed, **inputs, thresholds=now, now=0.0) == fixed
+
+
+def test_who_waited_for_another_one_keeps_that_reason_or_goes_elsewhere():
+    inputs = {
+        "prompt_tokens": 100,
+        "cached_tokens": 90,
+        "queue": QueueView(jobs=0, prefill_workers=1, read_at=0.0),
+        "now": 0.0,
+    }
+    taken = Local(Reason.SINGLE_FLIGHT)
+    assert replay(taken, **inputs, thresholds=Thresholds(20, 4, 2.0)) == taken
+    assert replay(taken, **inputs, thresholds=Thresholds(5, 4, 2.0)) == Remote(Reason.LONG)
+
+
+def test_costs_are_not_known_before_they_were_measured():
+    assert Rates().local_s(10) is None and Rates().remote_s(10) is None
+    assert Rates(100.0, 1000.0, 0.5).local_s(50) == 0.5
+    assert Rates(100.0, 1000.0, 0.5).remote_s(500) == 1.0

@@ -1,0 +1,230 @@
+"""Live options by their keys; what a decode engine makes of them."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from msgspec import UNSET, UnsetType
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components.config import FrontendConfig, VllmWorkerConfig
+from dynamo_lite.components.live_options import ComponentOptions
+from dynamo_lite.engine.remote_prefill.link import DecodeLink
+from dynamo_lite.engine.remote_prefill.tuning import Tuning
+from dynamo_lite.policy.admission import Limits
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.protocol.tuning import (
+    FrontendTuning,
+    TuningRecord,
+    VllmWorkerTuning,
+    decode_tuning,
+    encode_tuning,
+)
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.serve import tuning, tuning_view
+
+WORKER = "VllmWorker"
+
+
+@pytest.mark.parametrize(
+    ("config", "live"), [(VllmWorkerConfig, VllmWorkerTuning), (FrontendConfig, FrontendTuning)]
+)
+def test_live_options_have_the_ranges_of_the_file(config: type, live: type):
+    file = get_type_hints(config, include_extras=True)
+    for name, hint in get_type_hints(live, include_extras=True).items():
+        mine = {kind for kind in get_args(hint) if kind is not UnsetType}
+        theirs = {kind for kind in get_args(file[name]) if kind is type(None)}
+        plain = {file[name]} if not theirs else set(get_args(file[name]))
+        assert mine == plain, name
+
+
+@pytest.mark.parametrize(
+    ("words", "edits"),
+    [
+        (["VllmWorker.max-local-prefill-length=256"], {"max-local-prefill-length": 256}),
+        (["VllmWorker.max-local-prefill-length", "0"], {"max-local-prefill-length": 0}),
+        (["VllmWorker.remote-prefill-timeout-s=5"], {"remote-prefill-timeout-s": 5.0}),
+        (["VllmWorker.single-flight-min-length=null"], {"single-flight-min-length": None}),
+        (
+            ["VllmWorker.max-remote-prefills=1", "VllmWorker.max-queued-tokens=10"],
+            {"max-remote-prefills": 1, "max-queued-tokens": 10},
+        ),
+    ],
+)
+def test_edits(words: list[str], edits: dict[str, Any]):
+    assert tuning.parse_edits(words) == {WORKER: edits}
+
+
+@pytest.mark.parametrize(
+    ("word", "complaint"),
+    [
+        (
+            "VllmWorker.max-local-prefill-length=-1",
+            "a whole number ≥ 0 and ≤ 1,000,000,000, got -1",
+        ),
+        ("VllmWorker.max-local-prefill-length=1.5", "got 1.5"),
+        ("VllmWorker.max-local-prefill-length='5'", "got '5'"),
+        ("VllmWorker.max-local-prefill-length=true", "got True"),
+        ("VllmWorker.max-local-prefill-length=", "got None"),
+        ("VllmWorker.max-local-prefill-length=10000000001", "got 10000000001"),
+        ("VllmWorker.max-remote-prefills=0", "a whole number > 0"),
+        ("VllmWorker.remote-prefill-timeout-s=0", "a number > 0"),
+        ("VllmWorker.remote-prefill-timeout-s=.inf", "got inf"),
+        ("VllmWorker.remote-prefill-timeout-s=.nan", "got nan"),
+        ("VllmWorker.single-flight-min-length=x", "or null, got 'x'"),
+        (
+            "VllmWorker.max-local-prefil-length=1",
+            "did you mean VllmWorker.max-local-prefill-length",
+        ),
+        ("VllmWorker.queue=1", "unknown key"),
+        ("Frontend.port=1", "unknown key"),
+        ("max-local-prefill-length=1", "unknown key"),
+        ("VllmWorker.max-local-prefill-length=[1", "not valid YAML"),
+        ("VllmWorker.max-local-prefill-length", "expected KEY=VALUE"),
+    ],
+)
+def test_bad_edits_come_with_what_is_accepted(word: str, complaint: str):
+    with pytest.raises(ConfigError) as caught:
+        tuning.parse_edits([word])
+    assert complaint in caught.value.mistakes[0]
+
+
+def test_every_mistake_is_named():
+    with pytest.raises(ConfigError) as caught:
+        tuning.parse_edits(["a=1", "VllmWorker.max-remote-prefills=0", "b"])
+    assert len(caught.value.mistakes) == 3
+
+
+def test_a_component_stands_for_all_of_its_keys():
+    assert tuning.parse_unsets(["VllmWorker"]) == {
+        WORKER: dict.fromkeys(tuning.options_of(WORKER), UNSET)
+    }
+    with pytest.raises(ConfigError):
+        tuning.parse_unsets(["PrefillWorker"])
+
+
+def test_a_record_is_this_json_and_comes_back():
+    values = VllmWorkerTuning(max_local_prefill_length=256, single_flight_min_length=None)
+    record = TuningRecord(values=values, version=3, by="me@here", at=1.5)
+    data = encode_tuning(record)
+    assert data == (
+        b'{"values":{"max-local-prefill-length":256,"single-flight-min-length":null},'
+        b'"version":3,"by":"me@here","at":1.5}'
+    )
+    assert decode_tuning(data, VllmWorkerTuning) == record
+
+
+def role(**fields: Any) -> DecodeLink:
+    return DecodeLink(
+        max_local_prefill_length_tokens=50,
+        max_prefill_queue_size=8,
+        remote_prefill_timeout_s=30.0,
+        queue_view_max_age_s=3.0,
+        prefill_component="PrefillWorker",
+        queue=QueueConfig(),
+        **fields,
+    )
+
+
+def test_an_engine_takes_what_was_set_and_its_link_for_the_rest():
+    tuned = Tuning(role(), block_size=16)
+    assert tuned.now.single_flight.min_shared_tokens == 48
+    before = tuned.now
+    tuned.change(VllmWorkerTuning(max_local_prefill_length=20, queue_view_max_age_s=1.0), 4)
+    assert before.version == 0 and tuned.now.version == 4
+    assert tuned.now.disagg.max_local_prefill_length_tokens == 20
+    assert tuned.now.disagg.max_prefill_queue_size == 8
+    assert tuned.now.disagg.queue_view_max_age_s == 1.0
+    assert tuned.now.single_flight.min_shared_tokens == 16
+    assert (tuned.now.remote_prefill_timeout_s, tuned.now.max_remote_prefills) == (30.0, 2)
+    tuned.change(VllmWorkerTuning(), 5)
+    assert tuned.now.disagg == before.disagg
+
+
+def test_null_is_a_value_of_its_own():
+    tuned = Tuning(role(single_flight_min_length_tokens=5), block_size=16)
+    assert tuned.now.single_flight.min_shared_tokens == 5
+    tuned.change(VllmWorkerTuning(single_flight_min_length=None), 1)
+    assert tuned.now.single_flight.min_shared_tokens == 48
+    tuned.change(VllmWorkerTuning(single_flight_min_length=0), 2)
+    assert tuned.now.single_flight.min_shared_tokens == 0
+
+
+def worker(version: int | None, engine: int | None = None, refused: str = "") -> dict[str, Any]:
+    file = {option: 512 for option in tuning.options_of(WORKER)}
+    said = {"version": version, "engine_version": engine, "file": file, "refused": refused}
+    return {"lease": "a", "pid": 1, **(said if version is not None else {"version": None})}
+
+
+def test_who_follows_is_shown_and_who_does_not():
+    record = TuningRecord(
+        values=VllmWorkerTuning(max_local_prefill_length=7), version=2, by="me@here", at=0.0
+    )
+    workers = [worker(2, 2), worker(2), worker(2, 1), worker(1, 1, "bad"), worker(None)]
+    shown = tuning_view.as_text(WORKER, record, workers)
+    lines = shown.splitlines()
+    [line] = [line for line in lines if "max-local-prefill-length" in line]
+    assert line.split()[1:3] == ["7", "512"]
+    assert "version 2 by me@here" in shown and "followed by 2 of 5" in shown
+    assert [line.split(": ", 1)[1] for line in lines[-3:]] == [
+        "version 2, its engine 1",
+        "version 1; refuses what is in etcd: bad",
+        "does not answer",
+    ]
+    one = tuning_view.as_text(WORKER, None, [], "max-remote-prefills").splitlines()
+    assert one[1].split()[1:3] == ["-", "?"] and "version 0" in one[-1]
+    told = tuning_view.as_json(WORKER, record, workers)
+    assert told["values"] == {"max-local-prefill-length": 7}
+    assert [w["follows"] for w in told["processes"]] == [True, True, False, False, False]
+
+
+def test_a_change_is_one_line_for_each_value():
+    old = TuningRecord(values=VllmWorkerTuning(max_local_prefill_length=7), version=1)
+    new = TuningRecord(
+        values=VllmWorkerTuning(single_flight_min_length=None), version=2, by="me@here"
+    )
+    assert tuning_view.change_lines(tuning.Change(WORKER, old, new)) == [
+        "VllmWorker.max-local-prefill-length: 7 -> (file)  (version 2 by me@here)",
+        "VllmWorker.single-flight-min-length: (file) -> null  (version 2 by me@here)",
+    ]
+    [line] = tuning_view.change_lines(tuning.Change(WORKER, new, new))
+    assert "no value differs" in line
+    lines = tuning_view.change_lines(tuning.Change(WORKER, old, None))
+    assert lines == ["VllmWorker.max-local-prefill-length: 7 -> (file)  (record removed)"]
+
+
+async def test_a_component_applies_its_limits_and_says_what_holds():
+    store, registry, applied = MemoryStore(), CollectorRegistry(), []
+    drops: list[str] = []
+    host: Any = SimpleNamespace(
+        store=store,
+        registry=registry,
+        drops=drops.append,
+        spec=SimpleNamespace(namespace="t", component="Frontend"),
+    )
+    options = ComponentOptions(
+        host, FrontendConfig(max_queued_tokens=7), FrontendTuning(), applied.append
+    )
+    async with options.following, asyncio.timeout(5):
+        assert options.facts() == {
+            "version": 0,
+            "engine_version": None,
+            "file": {"max-in-flight-requests": 2048, "max-queued-tokens": 7},
+            "refused": "",
+        }
+        await tuning.write(store, "t", "Frontend", {"max-in-flight-requests": 3})
+        while not applied:
+            await asyncio.sleep(0)
+        assert applied == [Limits(in_flight=3, prompt_tokens=7)]
+        assert registry.get_sample_value("dynamo_lite_options_version") == 1
+        await store.put(names.tuning_key("t", "Frontend"), b"{}")
+        while not drops:
+            await asyncio.sleep(0)
+        assert options.facts()["version"] == 1 and "missing" in options.facts()["refused"]
+        await tuning.write(store, "t", "Frontend", tuning.parse_unsets(["Frontend"])["Frontend"])
+        while len(applied) < 2:
+            await asyncio.sleep(0)
+    assert applied[1] == Limits(in_flight=2048, prompt_tokens=7)
