@@ -27,7 +27,7 @@ class Flight:
 class Attempt:
     """target: the engine. local_ids: by position in the attempt, where blocks are equal.
 
-    slot: of the first write in the queue. vouched: see `WriteNotices.staged`. again: the
+    slot: of the first write in the queue. vouched: see `WriteNotices`. again: the
     next write brings blocks of earlier ones anew, and must follow them.
     """
 

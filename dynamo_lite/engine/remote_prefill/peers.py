@@ -1,10 +1,12 @@
 """The ranks of decode engines that one prefill rank writes into or reads from, and what of each."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
 
+from dynamo_lite.engine.remote_prefill.messages import PrefillStep
 from dynamo_lite.engine.remote_prefill.staging import Staging
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Part
@@ -15,6 +17,8 @@ from dynamo_lite.transfer.layer_maps import LayerMaps
 from dynamo_lite.transfer.parts import parts_of
 from dynamo_lite.transfer.sharding import Lane, join, writers
 from dynamo_lite.transfer.transpose import Layout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Peers:
 
     def __init__(self, mover: Mover, own: RankMetadata, rank: int, staging: Staging):
         self._mover, self._own, self._rank, self._staging = mover, own, rank, staging
+        self.left: set[str] = set()
         self._met: dict[str, list[PeerRank]] = {}
         self._layouts: dict[str, Layout] = {}
         self._known: dict[str, list[str]] = {}
@@ -100,6 +105,17 @@ class Peers:
         ]
         self._sources[engine_id] = found
         return found
+
+    def greet(self, engine_id: str, step: PrefillStep) -> str | None:
+        """Meets an engine of this step, unless it has been met. Returns why that cannot be."""
+        if engine_id in self._met:
+            return None
+        try:
+            self.meet(engine_id, step.targets[engine_id], step.own)
+        except (KeyError, msgspec.DecodeError, TransferError) as exc:
+            logger.warning("engine %s is not usable: %s", engine_id, exc)
+            return f"peer not usable: {exc}"
+        return None
 
     def meet(self, engine_id: str, target: bytes, engine: bytes) -> None:
         """First contact: finds out who gets what, and loads the agents.
@@ -159,6 +175,15 @@ class Peers:
         if name in self._known.get(engine_id, ()):
             self._known[engine_id].remove(name)
             self._mover.remove_peer(name)
+
+    def leave(self, engines: Iterable[str]) -> None:
+        """They have left, and are forgotten when nothing goes to or comes from them."""
+        self.left.update(engines)
+
+    def forget_left(self, in_use: Set[str]) -> None:
+        for engine_id in self.left - in_use:
+            self.forget(engine_id)
+        self.left &= in_use
 
     def forget(self, engine_id: str) -> None:
         """The engine has left, and nothing goes to or comes from it any more."""

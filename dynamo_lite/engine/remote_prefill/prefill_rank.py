@@ -9,10 +9,8 @@ first; layers before the end of their step go by `layer_stream.py`, and prefixes
 `prefix_reads.py`.
 """
 
-import logging
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 
 from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED, SECONDS, Counts
@@ -37,8 +35,6 @@ from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.digest import ReadMemory, read_dram
 from dynamo_lite.transfer.scratch import ScratchMemory
-
-logger = logging.getLogger(__name__)
 
 #: A write to a dead peer ends in an error within a few seconds.
 _PREEMPTION_DRAIN_S = 30.0
@@ -76,7 +72,6 @@ class PrefillRank:
         self._staging = Staging(mover, own, open_transposer)
         self._notices = WriteNotices(rank, checksum_rate, read, self._staging)
         self._peers = Peers(mover, own, rank, self._staging)
-        self._left: set[str] = set()
         self._attempts: dict[str, Attempt] = {}
         self._ended: dict[str, str] = {}
         self._failures: dict[str, str] = {}
@@ -90,11 +85,11 @@ class PrefillRank:
 
     def step(self, step: PrefillStep, ready: Ready) -> None:
         """Takes this step's reads, writes and endings, and starts what can start."""
-        self._left.update(step.forget)
+        self._peers.leave(step.forget)
         for order in step.preflights:
-            self._preflights.start(order, step, self._meet)
+            self._preflights.start(order, step)
         for read in step.reads:
-            self._meet(read.target_engine, step)
+            self._peers.greet(read.target_engine, step)
             self._start_read(read)
         for write in step.writes:
             attempt = self._open(write, step)
@@ -152,7 +147,9 @@ class PrefillRank:
             self._layers.forget(attempt_id)
             del self._ended[attempt_id]
             sent.add(request_id)
-        self._forget_left()
+        if self._peers.left:
+            users = {attempt.target for attempt in self._attempts.values()}
+            self._peers.forget_left(users | self._reads.engines | self._preflights.engines)
         read = self._reads.take()
         return RankResults(sent=sent, received=read.received, lost=read.lost)
 
@@ -176,32 +173,8 @@ class PrefillRank:
     def _open(self, write: BlockWrite, step: PrefillStep) -> Attempt:
         attempt = self._attempts.setdefault(write.attempt, Attempt(write.target_engine))
         if attempt.failure is None:
-            attempt.failure = self._meet(write.target_engine, step)
+            attempt.failure = self._peers.greet(write.target_engine, step)
         return attempt
-
-    def _meet(self, engine_id: str, step: PrefillStep) -> str | None:
-        """First contact with a decode engine: check that blocks map, load its agents.
-
-        Returns why that cannot be.
-        """
-        if engine_id in self._peers:
-            return None
-        try:
-            self._peers.meet(engine_id, step.targets[engine_id], step.own)
-        except (KeyError, msgspec.DecodeError, TransferError) as exc:
-            logger.warning("engine %s is not usable: %s", engine_id, exc)
-            return f"peer not usable: {exc}"
-        return None
-
-    def _forget_left(self) -> None:
-        """Peers that left, once nothing is written to or read from them any more."""
-        if not self._left:
-            return
-        done = self._left - {attempt.target for attempt in self._attempts.values()}
-        done -= self._reads.engines | self._preflights.engines
-        for engine_id in done:
-            self._peers.forget(engine_id)
-        self._left -= done
 
     def _pump(self) -> None:
         self._reads.poll()
@@ -254,10 +227,9 @@ class PrefillRank:
             last = write.last and peer is peers[-1]
             rest = self._layers.rest(write, peer)
             transfer = self._write(write, peer, rest, says=True)
-            flight = Flight(transfer, started, last, attempt.slot)
-            attempt.flying.append(flight)
-            if flight.slot is not None:
-                flight.slot.users += 1
+            attempt.flying.append(Flight(transfer, started, last, attempt.slot))
+            if attempt.slot is not None:
+                attempt.slot.users += 1
         if write.last:
             self._see_off(attempt)
 
@@ -290,25 +262,16 @@ class PrefillRank:
             self._fail(attempt, exc)
 
     def _write(self, write: BlockWrite, peer: PeerRank, where: BlockMap, *, says: bool) -> Transfer:
-        attempt, notice = self._attempts[write.attempt], b""
-        if attempt.slot is None:
-            local_side, remote_side = where.descriptors(write.local_ids, write.remote_ids)
-            if says:
-                notice = self._notices.direct(write, peer, attempt.local_ids)
-        else:
-            positions = range(len(write.remote_ids))
-            local_side, remote_side = where.descriptors(positions, write.remote_ids)
+        attempt = self._attempts[write.attempt]
+        local_ids = write.local_ids if attempt.slot is None else range(len(write.remote_ids))
+        local_side, remote_side = where.descriptors(local_ids, write.remote_ids)
+        notice = self._notices.of(write, peer, attempt) if says else b""
+        if attempt.slot is not None:
             local_side[:, 0] += np.uint64(attempt.slot.address)
-            notice = self._notices.staged(write, peer, attempt.slot, attempt.vouched)
         self.stats.add(BYTES, int(local_side[:, 1].sum()))
         self.stats.add(DESCRIPTORS, len(local_side))
-        return self._mover.write(
-            peer.name,
-            local_side,
-            remote_side,
-            memory=(self._own.memory, peer.memory),
-            notice=notice,
-        )
+        memory = (self._own.memory, peer.memory)
+        return self._mover.write(peer.name, local_side, remote_side, memory=memory, notice=notice)
 
     def _poll(self, attempt: Attempt) -> None:
         if not self._alive():

@@ -27,10 +27,6 @@ _TRIES = 3
 _ROUNDS = 2
 
 
-#: First contact with an engine that a step names; returns why it is not possible.
-Meet = Callable[[str, PrefillStep], str | None]
-
-
 @dataclass
 class _Exchange:
     """With one rank. slots: of the peer, one for each try. own: of this rank, to write from
@@ -89,10 +85,10 @@ class Preflights:
         """Whose ways are being tried."""
         return {opened.order.target_engine for opened in self._open}
 
-    def start(self, order: PreflightOrder, step: PrefillStep, meet: Meet) -> None:
+    def start(self, order: PreflightOrder, step: PrefillStep) -> None:
         opened = _Open(order, self._now())
         self._open.append(opened)
-        opened.failure = meet(order.target_engine, step)
+        opened.failure = self._peers.greet(order.target_engine, step)
         if opened.failure is not None:
             return
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo_lite.engine.remote_prefill.messages import BlockWrite
+from dynamo_lite.engine.remote_prefill.outgoing import Attempt
 from dynamo_lite.engine.remote_prefill.peers import PeerRank
 from dynamo_lite.engine.remote_prefill.staging import Slot, Staging
 from dynamo_lite.protocol.codec import encode_sealed
@@ -23,7 +24,13 @@ class WriteNotices:
     read: ReadMemory
     staging: Staging
 
-    def direct(self, write: BlockWrite, peer: PeerRank, local_ids: Mapping[int, int]) -> bytes:
+    def of(self, write: BlockWrite, peer: PeerRank, attempt: Attempt) -> bytes:
+        """Of a write that is about to start. Those into one peer come in their order."""
+        if attempt.slot is None:
+            return self._direct(write, peer, attempt.local_ids)
+        return self._staged(write, peer, attempt.slot, attempt.vouched)
+
+    def _direct(self, write: BlockWrite, peer: PeerRank, local_ids: Mapping[int, int]) -> bytes:
         """The last one speaks for the whole attempt, whose blocks are all still held here.
 
         local_ids: by position in the attempt.
@@ -33,7 +40,7 @@ class WriteNotices:
         value = checksum([lane.local for lane in peer.lanes], blocks, self.read)
         return self._spelled(write, peer, sampled, value)
 
-    def staged(
+    def _staged(
         self, write: BlockWrite, peer: PeerRank, slot: Slot, vouched: MutableMapping[str, int]
     ) -> bytes:
         """The same of bytes as they will lie there. Those of earlier writes are gone.
