@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from dynamo_lite.components.job_blocks import check_blocks
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
@@ -249,7 +250,7 @@ class PrefillJobs:
             return AttemptOutcome(request.attempt, "abandoned", "cancelled before it began")
         claimed = self._now()
         try:
-            _check_blocks(request, target)
+            check_blocks(request, target)
             ended = await self._engine.prefill(request, target)
         except DynamoLiteError as exc:
             return AttemptOutcome(request.attempt, "failed", str(exc))
@@ -275,26 +276,6 @@ class PrefillJobs:
 def _name(request: RemotePrefillRequest) -> str:
     """For the log."""
     return f"request {request.request_id}: attempt {request.attempt}"
-
-
-def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None:
-    """Raises ProtocolError unless the blocks cover the wanted tokens, inside the pool."""
-    size = target.block_size_tokens
-    first, rest = divmod(request.num_computed_tokens, size)
-    wanted = -(-len(request.prompt_token_ids) // size) - first
-    if rest or wanted <= 0 or len(request.block_ids) != wanted:
-        raise ProtocolError(
-            f"{len(request.block_ids)} blocks of {size} tokens for tokens"
-            f" {request.num_computed_tokens} to {len(request.prompt_token_ids)}"
-        )
-    if len(request.prefix_block_ids) not in (0, first):
-        raise ProtocolError(
-            f"{len(request.prefix_block_ids)} blocks of {size} tokens for the first"
-            f" {request.num_computed_tokens} tokens"
-        )
-    highest = max(request.block_ids + request.prefix_block_ids)
-    if highest >= target.num_blocks:
-        raise ProtocolError(f"block {highest} of {target.num_blocks}")
 
 
 async def _answer(answer: Awaitable[None]) -> None:

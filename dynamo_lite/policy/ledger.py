@@ -9,10 +9,9 @@ can write into them any more, nor read those that its prefix lies in:
       ▼                  ▼
     (gone)          QUARANTINED ──writer done, or certainly dead──► (gone)
 
-Withdrawn are: what the queue did not take or has lost; queued, all when no writer
-responds or this engine leaves; past its deadline or its request's end, whatever is
-not received; claimed, what its writer gave up, left, or holds when it falls silent.
-Silence is no proof of death: those blocks stay quarantined, as ever.
+Withdrawn is what the queue refused or lost, what no writer responds for, what is not
+received when its deadline or request ends, and what its writer gave up, left, or holds
+when it falls silent. Silence is no proof of death: blocks stay quarantined, as ever.
 
 A claimed or quarantined attempt's writer may leave, which is no state but two
 deadlines:
@@ -23,11 +22,9 @@ deadlines:
         │             └────── (each promise replaces the one before)
         └─keys are back, same lease: nothing happened
 
-The second is for a revoked worker, which can say that it still finishes what it
-has begun; a dead one cannot. A writer whose engine died says so, and counts as
-lost at once. New claims of a lease that is gone are refused until it is back. The
-cancel of a quarantined attempt is repeated every `writer_grace_s`, because either
-word can get lost.
+The second is for a revoked worker, which can say that it still finishes what it has
+begun. A writer whose engine died says so, and counts as lost at once. Leases that are
+gone claim nothing. Cancels of quarantined attempts are repeated: words get lost.
 
 Method calls are named after what happened; what must be done comes out as
 instructions. The caller owns I/O, clock and locking. Two rules carry all safety: a
@@ -87,8 +84,7 @@ class Ledger:
     """writer_grace_s: how long after a writer's lease is gone a write of its may land,
     and how long a cancelled writer may be silent before it is told again.
 
-    leaving_s: how long a writer whose keys vanished has to say that it stays for
-    what it has begun (a revoked worker does, a dead one cannot).
+    leaving_s: how long a writer whose keys vanished has to say that it stays.
     """
 
     writer_grace_s: float

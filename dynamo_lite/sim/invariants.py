@@ -1,8 +1,8 @@
 """What must always hold, and who looks when.
 
-A write lands only in blocks of its attempt, and only what is kept for it is read;
-every block comes back; every request ends once, in time, with the model's tokens or
-a stated error; every job ends; no task outlives its owner.
+A write lands only in blocks of its attempt, and only what is kept for it is read; every
+block comes back; every request ends once, in time, with the model's tokens or a stated
+error; every job ends; no task outlives its owner.
 """
 
 from collections import Counter
@@ -36,11 +36,8 @@ _MOST_TOLD = 20
 
 @dataclass
 class Judge:
-    """say: takes each violation, for the trace. now: virtual time. faultless: nothing
-    is broken in this run.
-
-    counts: what happened, by name; shows whether a run has reached the states that matter.
-    """
+    """say: takes each violation, for the trace. now: virtual time. faultless: nothing is
+    broken. counts: what happened, by name; shows whether a run reached what matters."""
 
     now: Callable[[], float]
     say: Callable[[str], None]
@@ -61,8 +58,6 @@ class Judge:
         if len(self.violations) < _MOST_TOLD:
             self.violations.append(f"{self.now() - START_S:.3f} s: {text}")
         self.say(f"VIOLATION {text}")
-
-    # Engines and their blocks
 
     def engine_started(self, engine: Engine) -> None:
         self._engines[engine.mover] = engine
@@ -120,7 +115,7 @@ class Judge:
     # Jobs
 
     def broker_started(self) -> None:
-        """Without the queue of the one before: its jobs are on none any more."""
+        """Its queue is empty: the jobs of the one before are on none."""
         self._deliveries.clear()
 
     def pulled(self, job: Job) -> None:
