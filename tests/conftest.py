@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +14,11 @@ import pytest
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from tests.external import Certificates
 from tests.servers import PrivateServer
+
+
+def pytest_configure() -> None:
+    # A package that vLLM's app imports raises the root's level to ERROR.
+    logging.getLogger("dynamo_lite").setLevel(logging.INFO)
 
 
 @contextlib.contextmanager

@@ -16,11 +16,31 @@ from dynamo_lite.protocol.tuning import Natural, Positive, Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
+class KvRouterOptions:
+    """How the KV-aware router weighs workers; amounts are tokens of prompt.
+
+    kv_weight: of a token that a worker holds. load_weight: of a token that is in the way
+    there. request_load_tokens: what a request in the engine counts for, beside its
+    prompt. temperature: 0 takes the best worker; higher ones draw, the more evenly.
+    max_kv_usage: from this share of its KV cache in use on, a worker gets nothing
+    while another one has room. max_index_blocks: different blocks that are remembered.
+    """
+
+    kv_weight: Annotated[float, at.Ge(0)] = 2.0
+    load_weight: Annotated[float, at.Ge(0)] = 1.0
+    request_load_tokens: Natural = 32
+    temperature: Annotated[float, at.Ge(0)] = 0.0
+    max_kv_usage: Annotated[float, at.Gt(0), at.Le(1)] = 0.95
+    max_index_blocks: Positive = 2_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrontendConfig:
     """The HTTP edge: vLLM's OpenAI app.
 
     host, port: where it listens; port 0 takes a free one.
-    router: how a decode worker is chosen.
+    router: how a decode worker is chosen; `component` asks the graph's Router.
+    kv_router: options of `kv`.
     request_timeout_s: how long a worker may take to accept a request.
     default_request_timeout_s: time of a request, from its headers to its last
     token, unless it says `x-request-timeout: SECONDS`; max_request_timeout_s: more
@@ -33,13 +53,21 @@ class FrontendConfig:
 
     host: str = "127.0.0.1"
     port: Annotated[int, at.Ge(0), at.Le(65535)] = 8000
-    router: Literal["round-robin", "random"] = "round-robin"
+    router: Literal["round-robin", "random", "kv", "component"] = "round-robin"
+    kv_router: KvRouterOptions = field(default_factory=KvRouterOptions)
     request_timeout_s: Seconds = 5.0
     default_request_timeout_s: Seconds = 600.0
     max_request_timeout_s: Seconds = 3600.0
     max_moves: Natural = 3
     max_in_flight_requests: Positive = 2048
     max_queued_tokens: Positive = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The KV-aware router as a process of its own, for Frontends with `router: component`."""
+
+    kv_router: KvRouterOptions = field(default_factory=KvRouterOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +111,7 @@ class VllmWorkerConfig:
     max_in_flight_requests,
     max_queued_tokens: beyond so many sequences, or prompt tokens of those without a
     first token, requests are refused for a while; the engine's own queue stays about
-    that short.
+    that short. kv_events: whether routers are told which prefixes it holds, and its load.
     """
 
     remote_prefill: bool = True
@@ -95,6 +123,7 @@ class VllmWorkerConfig:
     max_remote_prefills: Positive = 2
     max_in_flight_requests: Positive = 1024
     max_queued_tokens: Positive = 500_000
+    kv_events: bool = True
     queue: QueueOptions = field(default_factory=QueueOptions)
 
 

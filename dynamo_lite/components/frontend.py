@@ -13,8 +13,10 @@ import msgspec
 from dynamo_lite.components.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.components.frontend_metrics import RequestMetrics
 from dynamo_lite.components.http import HttpServer, bind, url_of
+from dynamo_lite.components.kv_picking import open_kv_picker
 from dynamo_lite.components.live_options import ComponentOptions
 from dynamo_lite.components.processor import ENDPOINTS, Processor
+from dynamo_lite.components.remote_router import RemoteRouter
 from dynamo_lite.components.rotation import Rotation
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
@@ -22,7 +24,13 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.tuning import FrontendTuning
 from dynamo_lite.runtime.address import advertised_address
-from dynamo_lite.runtime.generate import FailoverClient, OnDeltas, OnEnded, RemoteGenerateClient
+from dynamo_lite.runtime.generate import (
+    Chooser,
+    FailoverClient,
+    OnDeltas,
+    OnEnded,
+    RemoteGenerateClient,
+)
 from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
@@ -41,6 +49,7 @@ class Frontend:
         self._stack = AsyncExitStack()
         self._roster: Roster | None = None
         self._workers: HealthMonitor | None = None
+        self._picker: Picker | Chooser = RoundRobin()
         self._app: OpenAiApp | None = None
         self._server: HttpServer | None = None
         self._options: ComponentOptions | None = None
@@ -50,6 +59,7 @@ class Frontend:
         sock = bind(self._config.host, self._config.port)
         self._stack.callback(sock.close)
         await self._watch_workers(host)
+        self._picker = await self._open_picker(host)
         host.progress("loading the tokenizer and the OpenAI app")
         self._app = await self._open_app(host)
         port = sock.getsockname()[1]
@@ -110,7 +120,7 @@ class Frontend:
         failover = await self._stack.enter_async_context(
             FailoverClient(
                 members=self._candidates,
-                picker=self._picker(),
+                picker=self._picker,
                 on_deltas=on_deltas,
                 on_ended=on_ended,
                 messaging=host.messaging,
@@ -137,10 +147,36 @@ class Frontend:
         """The workers that a request may be given to: those that respond; if none does, all."""
         return self._workers.members_or_all if self._workers is not None else ()
 
-    def _picker(self) -> Picker:
-        if self._config.router == "random":
-            return Random(random.Random().randrange)
-        return RoundRobin()
+    async def _open_picker(self, host: Host) -> Picker | Chooser:
+        """Long before HTTP is served, so that it knows the workers by then."""
+        assert self._roster is not None
+        match self._config.router:
+            case "random":
+                return Random(random.Random().randrange)
+            case "kv":
+                options = self._config.kv_router
+                return await open_kv_picker(
+                    self._stack, host, self._roster, options, random.Random()
+                )
+            case "component":
+                return await self._open_remote_router(host)
+            case "round-robin":
+                return RoundRobin()
+
+    async def _open_remote_router(self, host: Host) -> RemoteRouter:
+        prefix = names.endpoint_prefix(self._spec.namespace, "Router", "pick")
+        routers = await self._stack.enter_async_context(Roster(host.store, prefix, host.drops))
+        return await self._stack.enter_async_context(
+            RemoteRouter(
+                host.messaging,
+                routers,
+                namespace=self._spec.namespace,
+                lease_id=host.lease.id,
+                fallback=RoundRobin(),
+                registry=host.registry,
+                on_drop=host.drops,
+            )
+        )
 
     async def _serve_http(self, app: "OpenAiApp", sock: socket.socket) -> str:
         server = HttpServer(

@@ -7,6 +7,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dynamo_lite.policy.admission import Admission
+from dynamo_lite.policy.kv_routing import REASONS, KvPicker
 from dynamo_lite.runtime.generate import FailoverStats
 
 _HOW = ("fresh", "continue", "replay")
@@ -55,4 +56,33 @@ class RequestMetrics(Collector):
             "dynamo_lite_prompt_tokens_waiting",
             "Prompt tokens of requests without a first token",
             value=self._admission.waiting_tokens,
+        )
+
+
+class RouterMetrics(Collector):
+    """What the KV-aware router has chosen, and why."""
+
+    def __init__(self, picker: KvPicker):
+        self._picker = picker
+
+    def collect(self) -> Iterable[Metric]:
+        choices = CounterMetricFamily(
+            "dynamo_lite_router_choices",
+            "Workers that were chosen: the only one; the session's last; for the prompt's"
+            " prefix; by load, where nobody holds any of it; for balance, since who holds"
+            " more is too busy; by lot",
+            labels=["reason"],
+        )
+        for reason in REASONS:
+            choices.add_metric([reason], self._picker.choices[reason])
+        yield choices
+        yield CounterMetricFamily(
+            "dynamo_lite_router_prompt_tokens",
+            "Tokens of the prompts that were given to workers",
+            value=self._picker.prompt_tokens,
+        )
+        yield CounterMetricFamily(
+            "dynamo_lite_router_matched_tokens",
+            "Those of them that the chosen worker held, or was about to hold",
+            value=self._picker.matched_tokens,
         )

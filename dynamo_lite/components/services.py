@@ -15,6 +15,7 @@ from dynamo_lite.components.config import (
     FrontendConfig,
     PrefillWorkerConfig,
     ProcessorConfig,
+    RouterConfig,
     VllmWorkerConfig,
 )
 
@@ -105,6 +106,13 @@ FRONTEND = Service(
 )
 
 PROCESSOR = Service(name="Processor", config=ProcessorConfig, inside="Frontend")
+
+ROUTER = Service(
+    name="Router",
+    config=RouterConfig,
+    component="dynamo_lite.components.router:Router",
+    calls="VllmWorker",
+)
 
 VLLM_WORKER = Service(
     name="VllmWorker",

@@ -46,7 +46,7 @@ class VllmParts:
         from dynamo_lite.engine.remote_prefill.link import DecodeLink
 
         if not config.remote_prefill:
-            return self._engine(host, None)
+            return self._engine(host, None, tells_kv=config.kv_events)
         role = DecodeLink(
             max_local_prefill_length_tokens=config.max_local_prefill_length,
             max_prefill_queue_size=config.max_prefill_queue_size,
@@ -58,7 +58,7 @@ class VllmParts:
             max_remote_prefills=config.max_remote_prefills,
             component=self._spec.component,
         )
-        return self._engine(host, self._link(host, role))
+        return self._engine(host, self._link(host, role), tells_kv=config.kv_events)
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
@@ -88,7 +88,9 @@ class VllmParts:
             role=role,
         )
 
-    def _engine(self, host: Host, link: "EngineLink | None") -> "VllmEngine":
+    def _engine(
+        self, host: Host, link: "EngineLink | None", *, tells_kv: bool = False
+    ) -> "VllmEngine":
         from dynamo_lite.engine.vllm.core import VllmEngine
 
         return VllmEngine(
@@ -98,6 +100,7 @@ class VllmParts:
             messaging=host.messaging,
             registry=host.registry,
             on_drop=host.drops,
+            tells_kv=tells_kv,
         )
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,10 +14,11 @@ from dynamo_lite.components.engine_probe import EngineProbe
 from dynamo_lite.components.live_options import ComponentOptions
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.vllm_parts import VllmParts
-from dynamo_lite.engine.base import DecodeEngine
+from dynamo_lite.engine.base import DecodeEngine, KvEvents
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
+from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_listen
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.protocol.tuning import VllmWorkerTuning
@@ -24,6 +26,7 @@ from dynamo_lite.runtime.beat import HealthBeat
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.host import Host, ProcessSpec
+from dynamo_lite.runtime.kv import KvPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class VllmWorker:
         self._probe: EngineProbe | None = None
         self._beat: HealthBeat | None = None
         self._options: ComponentOptions | None = None
+        self._publisher: KvPublisher | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
@@ -72,6 +76,8 @@ class VllmWorker:
         )
         await self._stack.enter_async_context(options.following)
         host.spawn(self._deliver(engine, server), "engine-steps")
+        if self._config.kv_events:
+            await self._tell_routers(host, engine, server)
         await self._register(host, engine, server)
         self._watch(host, engine, server, options)
         return {"model": engine.model}
@@ -135,6 +141,22 @@ class VllmWorker:
         host.spawn(self._probe_engine(probe, server), "engine-probe")
         host.spawn(beat.run(), "health-beat")
 
+    async def _tell_routers(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
+        """Before the worker is registered: who sees it may ask at once."""
+        self._publisher = publisher = KvPublisher(
+            host.messaging,
+            namespace=self._spec.namespace,
+            component=self._spec.component,
+            lease_id=host.lease.id,
+            load=partial(_load, engine, server),
+            holdings=engine.kv_events,
+            on_drop=host.drops,
+        )
+        await self._stack.enter_async_context(publisher.serve())
+        host.spawn(publisher.run(), "kv-notices")
+        if engine.kv_events is not None:
+            host.spawn(_pass_on(engine.kv_events, publisher), "kv-events")
+
     async def _tell_engine_to_leave(self, host: Host, engine: DecodeEngine) -> None:
         """So that it asks for no help any more. It cannot tell by the keys: the store may
         have lost them."""
@@ -175,9 +197,9 @@ class VllmWorker:
         return b""
 
     async def _load_metrics(self, _payload: bytes) -> bytes:
-        """The engine's load, as msgpack."""
-        assert self._engine is not None
-        return msgspec.msgpack.encode(self._engine.load)
+        """The fields of `Load`, as msgpack."""
+        assert self._engine is not None and self._server is not None
+        return msgspec.msgpack.encode(msgspec.structs.asdict(_load(self._engine, self._server)))
 
     async def _probe_engine(self, probe: EngineProbe, server: GenerateServer) -> None:
         try:
@@ -190,9 +212,26 @@ class VllmWorker:
         try:
             async for deltas in engine.steps():
                 server.deliver(deltas)
+                if self._publisher is not None:
+                    self._publisher.stirred()
         except EngineDied:
             server.hang_up("the worker's engine died")
             raise
+
+
+def _load(engine: DecodeEngine, server: GenerateServer) -> Load:
+    said = engine.load
+    return Load(
+        running=said.running,
+        waiting=said.waiting,
+        kv_usage=min(max(said.kv_usage, 0.0), 1.0),
+        prefill_tokens=server.waiting_tokens,
+    )
+
+
+async def _pass_on(events: KvEvents, publisher: KvPublisher) -> None:
+    async for changes in events.changes():
+        publisher.changed(changes)
 
 
 class PoolGauges:

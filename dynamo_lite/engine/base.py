@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.kv import KvChange
 from dynamo_lite.protocol.prefill import EngineStatus, Listen, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 
@@ -47,6 +48,25 @@ class LinkReport:
     round_trip_s: float = 0.0
 
 
+class KvEvents(Protocol):
+    """Which blocks an engine holds, by their chain hashes (`policy/kv_chain.py`)."""
+
+    @property
+    def block_size_tokens(self) -> int: ...
+
+    def changes(self) -> AsyncIterator[list[KvChange]]:
+        """One list per engine step that changed anything, without end. One reader."""
+        ...
+
+    def held(self) -> Sequence[int]:
+        """With all changes so far."""
+        ...
+
+    def cuts(self) -> Sequence[int]:
+        """Blocks that are not held, though some behind them are."""
+        ...
+
+
 class DecodeEngine(Protocol):
     """Generates; decides by itself which prompts to have prefilled elsewhere."""
 
@@ -59,6 +79,11 @@ class DecodeEngine(Protocol):
     @property
     def metadata(self) -> EngineMetadata | None:
         """The KV pool as others may write to it; None where it takes no remote KV."""
+        ...
+
+    @property
+    def kv_events(self) -> KvEvents | None:
+        """None where it does not tell what it holds."""
         ...
 
     async def describe(self) -> EngineStatus:

@@ -76,6 +76,10 @@ class NullEngine:
     def metadata(self) -> EngineMetadata | None:
         return None
 
+    @property
+    def kv_events(self) -> None:
+        return None
+
     async def describe(self) -> EngineStatus:
         raise Unavailable("a null engine has no process of its own")
 

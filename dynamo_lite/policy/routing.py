@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 
 
@@ -21,12 +22,32 @@ class Picked:
 
 
 class Picker(Protocol):
-    def pick(self, members: Sequence[EndpointRecord]) -> Picked:
-        """Raises NoWorkers when `members` is empty."""
+    """Is told what becomes of the requests that it has placed, by their own ids."""
+
+    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
+        """Places the request. Raises NoWorkers when `members` is empty."""
+        ...
+
+    def answered(self, request_id: str) -> None:
+        """Its first token is there."""
+        ...
+
+    def released(self, request_id: str) -> None:
+        """It has ended, or was not taken. Unknown ids are ignored."""
         ...
 
 
-class RoundRobin:
+class _Forgetful(Picker):
+    """Does not care what becomes of requests."""
+
+    def answered(self, request_id: str) -> None:
+        pass
+
+    def released(self, request_id: str) -> None:
+        pass
+
+
+class RoundRobin(_Forgetful):
     """Takes members in the order of their lease ids.
 
     It remembers the last lease id, not a position: members that join or leave
@@ -36,7 +57,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = -1
 
-    def pick(self, members: Sequence[EndpointRecord]) -> Picked:
+    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
         if not members:
             raise NoWorkers("no live worker")
         later = [member for member in members if member.lease_id > self._last]
@@ -45,7 +66,7 @@ class RoundRobin:
         return Picked(member, f"round-robin among {len(members)}")
 
 
-class Random:
+class Random(_Forgetful):
     """Takes any member with equal probability.
 
     below: `below(n)` is uniform in 0..n-1 (`random.Random.randrange`).
@@ -54,7 +75,7 @@ class Random:
     def __init__(self, below: Callable[[int], int]):
         self._below = below
 
-    def pick(self, members: Sequence[EndpointRecord]) -> Picked:
+    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
         if not members:
             raise NoWorkers("no live worker")
         return Picked(members[self._below(len(members))], f"random among {len(members)}")

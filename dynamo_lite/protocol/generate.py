@@ -38,6 +38,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     because the clocks of two hosts differ.
     moved: a worker had accepted it and is lost. Limits that hold back new requests
     do not apply.
+    session: requests with the same one like the same worker.
     """
 
     request_id: RequestId
@@ -53,6 +54,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[TokenId] = []
     timeout_s: Seconds | None = None
     moved: bool = False
+    session: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     wire_version: int = WIRE_VERSION
 
 

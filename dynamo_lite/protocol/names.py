@@ -50,6 +50,21 @@ def tuning_key(namespace: str, component: str) -> str:
     return f"{namespace}/config/{component}"
 
 
+def kv_subject(namespace: str, component: str) -> str:
+    """Notices of all instances of a component: what they hold, and how busy they are."""
+    return f"{namespace}_kv.{component}"
+
+
+def kv_snapshot_subject(namespace: str, component: str, lease_id: int) -> str:
+    """Requests to one instance: all that it holds."""
+    return f"{namespace}_kv.{component}.{lease_id:x}.snapshot"
+
+
+def fates_subject(namespace: str, router_lease_id: int) -> str:
+    """Notices of Frontends to one router: what became of requests."""
+    return f"{namespace}_router.{router_lease_id:x}.fates"
+
+
 def nixl_metadata_prefix(namespace: str) -> str:
     return f"{namespace}/nixl_metadata/"
 

@@ -45,6 +45,8 @@ def main() -> int:
         format=f"%(asctime)s %(levelname)s {plan.spec.component}-{plan.spec.instance} "
         "%(name)s: %(message)s",
     )
+    # A package that vLLM's app imports raises the root's level to ERROR.
+    logging.getLogger("dynamo_lite").setLevel(plan.log_level)
     try:
         component = _load(plan.component)(plan.spec.config, plan.spec)
     except Exception as exc:

@@ -238,6 +238,7 @@ class World:
             max_local_prefill_length=_LOCAL_TOKENS,
             remote_prefill_timeout_s=scenario.remote_prefill_timeout_s,
             queue=queue,
+            kv_events=False,
         )
         return VllmWorker(_plain(config), spec, parts)
 

@@ -50,6 +50,21 @@ def load(tmp_path: Path) -> Loader:
     return Loader(tmp_path)
 
 
+def test_the_kv_router_is_a_section_of_its_own(load: Loader):
+    frontend = load(GOOD, "--Frontend.router=kv", "--Frontend.kv-router.kv-weight=3").get(
+        "Frontend"
+    )
+    assert frontend is not None
+    assert frontend.options["router"] == "kv"
+    assert frontend.options["kv_router"]["kv_weight"] == 3
+    assert frontend.options["kv_router"]["load_weight"] == 1
+    mistakes = load.mistakes(
+        GOOD, "--Frontend.kv-router.max-kv-usage=2", "--Frontend.kv-router.weight=1"
+    )
+    assert ["Frontend.kv-router.max-kv-usage" in m for m in mistakes] == [False, True]
+    assert "kv-weight" in mistakes[0]
+
+
 def test_own_options_are_filled_and_the_rest_goes_to_vllm(load: Loader):
     worker = load(GOOD).get("VllmWorker")
     assert worker is not None
@@ -179,7 +194,7 @@ def test_a_graph_is_complete_and_without_doubles():
     ("name", "message"),
     [
         ("graphs.disagg", "expected MODULE:NAME"),
-        ("graphs.disag:Frontend", "modules in graphs: agg, disagg"),
+        ("graphs.disag:Frontend", "modules in graphs: agg, agg_router, disagg, disagg_router"),
         ("nowhere.at.all:Frontend", "no module"),
         ("graphs.disagg:Nothing", "graphs there: Frontend"),
         ("dynamo_lite.components.services:FRONTEND", "has no graph"),

@@ -37,6 +37,10 @@ def test_no_endpoint_s_prefix_covers_another_s():
 def test_every_other_name():
     assert names.nixl_metadata_key("dynamo", "e1") == "dynamo/nixl_metadata/e1"
     assert names.nixl_metadata_prefix("dynamo") == "dynamo/nixl_metadata/"
+    assert names.kv_subject("dynamo", "VllmWorker") == "dynamo_kv.VllmWorker"
+    snapshots = names.kv_snapshot_subject("dynamo", "VllmWorker", 0x1F)
+    assert snapshots == "dynamo_kv.VllmWorker.1f.snapshot"
+    assert names.fates_subject("dynamo", 0x1F) == "dynamo_router.1f.fates"
     assert names.prefill_stream("dynamo") == "dynamo_prefill_queue"
     assert names.prefill_jobs_subject("dynamo") == "dynamo_prefill_queue.jobs"
     assert names.claim_subject("dynamo", "e1") == "dynamo_engine.e1.claim"

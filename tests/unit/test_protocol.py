@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol import decisions, generate, health, prefill, records
+from dynamo_lite.protocol import decisions, generate, health, kv, prefill, records, routing
 from dynamo_lite.protocol.codec import (
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
@@ -144,6 +144,7 @@ FULL_REQUEST = GenerateRequest(
     output_token_ids=[3],
     timeout_s=0.5,
     moved=True,
+    session="t",
     wire_version=4,
 )
 DELTAS = Deltas(
@@ -222,6 +223,8 @@ DECISION = decisions.Decision(
     asked=decisions.Asked(attempt="a1", outcome="committed", stages_s={"fill": 0.5}),
 )
 
+LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3)
+
 # (message, its decoder, its bytes)
 GOLDEN = [
     (
@@ -245,6 +248,71 @@ GOLDEN = [
         b"stages_s\x81\xa4fill\xcb?\xe0\x00\x00\x00\x00\x00\x00",
     ),
     (
+        kv.KvNotice(
+            lease_id=10,
+            number=3,
+            load=LOAD,
+            changes=[
+                kv.KvStored(hashes=[(1 << 56) - 1]),
+                kv.KvRemoved(hashes=[1], cut=[2]),
+                kv.KvCleared(),
+            ],
+        ),
+        kv.decode_kv_notice,
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa4load\x94\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+        b"\x03\xa7changes\x93\x92\xa1s\x91\xcf\x00\xff\xff\xff\xff\xff\xff\xff"
+        b"\x93\xa1r\x91\x01\x91\x02\x91\xa1c\xacwire_version\x04",
+    ),
+    (
+        routing.PickRequest(
+            client=10,
+            request_id="r",
+            prompt_token_ids=[1],
+            candidates=[2],
+            cache_salt="s",
+            session="t",
+        ),
+        routing.decode_pick_request,
+        b"\x87\xa6client\x0a\xaarequest_id\xa1r\xb0prompt_token_ids\x91\x01\xaacandidates\x91\x02"
+        b"\xaacache_salt\xa1s\xa7session\xa1t\xacwire_version\x04",
+    ),
+    (
+        routing.Chosen(lease_id=2, reason="load"),
+        routing.decode_pick_reply,
+        b"\x83\xa4type\xa6Chosen\xa8lease_id\x02\xa6reason\xa4load",
+    ),
+    (
+        routing.NobodyKnown(),
+        routing.decode_pick_reply,
+        b"\x81\xa4type\xabNobodyKnown",
+    ),
+    (
+        routing.Fates(client=10, answered=["a"], released=["b"]),
+        routing.decode_fates,
+        b"\x84\xa6client\x0a\xa8answered\x91\xa1a\xa8released\x91\xa1b\xacwire_version\x04",
+    ),
+    (
+        kv.KvSnapshotRequest(part=1, parts=2),
+        kv.decode_kv_snapshot_request,
+        b"\x82\xa4part\x01\xa5parts\x02",
+    ),
+    (
+        kv.KvSnapshot(
+            lease_id=10,
+            number=3,
+            part=1,
+            parts=2,
+            block_size_tokens=32,
+            load=LOAD,
+            held=[1],
+            cut=[3],
+        ),
+        kv.decode_kv_snapshot,
+        b"\x89\xa8lease_id\x0a\xa6number\x03\xa4part\x01\xa5parts\x02\xb1block_size_tokens \xa4load"
+        b"\x94\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00\x03\xa4held\x91\x01\xa3cut\x91\x03"
+        b"\xacwire_version\x04",
+    ),
+    (
         health.Beat(lease_id=10, number=3, ok=False, detail="stuck"),
         health.decode_beat,
         b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x04",
@@ -252,22 +320,23 @@ GOLDEN = [
     (
         REQUEST,
         generate.decode_generate_request,
-        b"\x8e\xaarequest_id\xa2r1\xa9client_id\xa2c1"
+        b"\x8f\xaarequest_id\xa2r1\xa9client_id\xa2c1"
         b"\xb0prompt_token_ids\x93\x01\x02\xce\x00\x01\x11p\xa8sampling\xc4\x01\x81"
         b"\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa8priority\x00"
         b"\xaacache_salt\xc0\xadtrace_headers\xc0\xafreasoning_ended\xc0"
         b"\xb7reasoning_parser_kwargs\xc0\xb0output_token_ids\x90\xa9timeout_s\xc0"
-        b"\xa5moved\xc2\xacwire_version\x04",
+        b"\xa5moved\xc2\xa7session\xc0\xacwire_version\x04",
     ),
     (
         FULL_REQUEST,
         generate.decode_generate_request,
-        b"\x8e\xaarequest_id\xa2r1\xa9client_id\xa2c1\xb0prompt_token_ids\x90"
+        b"\x8f\xaarequest_id\xa2r1\xa9client_id\xa2c1\xb0prompt_token_ids\x90"
         b"\xa8sampling\xc4\x00\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00"
         b"\xa8priority\xff\xaacache_salt\xa1s\xadtrace_headers\x81"
         b"\xabtraceparent\xa200\xafreasoning_ended\xc3"
         b"\xb7reasoning_parser_kwargs\x81\xa1a\x91\x01\xb0output_token_ids\x91\x03"
-        b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xacwire_version\x04",
+        b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xa7session\xa1t"
+        b"\xacwire_version\x04",
     ),
     (
         Accepted(),
@@ -472,7 +541,7 @@ RECORDS = [
     ),
 ]
 
-MODULES = (decisions, generate, health, prefill)
+MODULES = (decisions, generate, health, kv, prefill, routing)
 DECODERS = sorted(
     {
         name

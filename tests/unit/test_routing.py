@@ -5,7 +5,12 @@ import pytest
 
 from dynamo_lite.policy.routing import Random, RoundRobin
 from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+
+REQUEST = GenerateRequest(
+    request_id="r", client_id="", prompt_token_ids=[1], sampling=b"", arrival_time=1.0
+)
 
 
 def member(lease_id: int) -> EndpointRecord:
@@ -19,7 +24,7 @@ def member(lease_id: int) -> EndpointRecord:
 
 
 def picks(picker, members, count):
-    return [picker.pick(members).member.lease_id for _ in range(count)]
+    return [picker.pick(members, REQUEST).member.lease_id for _ in range(count)]
 
 
 def test_round_robin_takes_each_member_in_turn():
@@ -42,6 +47,6 @@ def test_random_is_reproducible_and_reaches_everybody():
 
 @pytest.mark.parametrize("picker", [RoundRobin(), Random(random.Random(0).randrange)])
 def test_every_choice_has_a_reason_and_nobody_is_an_error(picker):
-    assert "2" in picker.pick([member(1), member(2)]).reason
+    assert "2" in picker.pick([member(1), member(2)], REQUEST).reason
     with pytest.raises(NoWorkers):
-        picker.pick([])
+        picker.pick([], REQUEST)

@@ -18,7 +18,11 @@ from tests.vllm.graph import DISAGG, MODEL, TOOL_FLAGS, Graph, PlainServer
 #: configs/disagg.yaml as it is, with tools.
 _DISAGG_OPTIONS = tuple(f"--Frontend.{key}={json.dumps(on)}" for key, on in TOOL_FLAGS.items())
 #: Two decode workers and one prefill worker, whose leases outlast what is done to them.
-_PAIR_OPTIONS = ("--VllmWorker.ServiceArgs.workers=2", "--Graph.lease-ttl-s=60")
+_PAIR_OPTIONS = (
+    "--VllmWorker.ServiceArgs.workers=2",
+    "--Graph.lease-ttl-s=60",
+    "--Frontend.router=kv",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -110,6 +110,11 @@ class SimEngine:
             await asyncio.wait_for(self._ended.wait(), _STOP_S)
         self._process.kill()
 
+    @property
+    def kv_events(self) -> None:
+        """Nobody routes by prefixes here."""
+        return None
+
     async def describe(self) -> EngineStatus:
         subject = names.describe_subject(self._setup.link.namespace, self._setup.link.engine_id)
         try:

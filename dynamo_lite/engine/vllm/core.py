@@ -31,6 +31,7 @@ from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.fingerprint import check_peer
+from dynamo_lite.engine.vllm.kv_events import VllmKvEvents, can_follow
 from dynamo_lite.engine.vllm.supported import check_config, hearing
 from dynamo_lite.engine.vllm.wire import delta_from_output
 from dynamo_lite.protocol import names
@@ -65,7 +66,7 @@ class VllmEngine:
 
     engine_args: flags as `vllm serve` takes them. link: None for an engine that
     neither asks for nor writes remote KV. link_path: where the link is left for
-    the engine's processes.
+    the engine's processes. tells_kv: whether it says which prefixes it holds.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class VllmEngine:
         messaging: Messaging,
         registry: CollectorRegistry,
         on_drop: OnDrop = uncounted,
+        tells_kv: bool = False,
     ):
         self._args, self._link, self._link_path = engine_args, link, link_path
         self._messaging, self._on_drop = messaging, on_drop
@@ -92,6 +94,7 @@ class VllmEngine:
         self._preflights = None if link is None else PreflightDesk(link, messaging, self._wake)
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
+        self.kv_events = VllmKvEvents(on_drop) if tells_kv else None
 
     async def __aenter__(self) -> Self:
         if self._link is not None:
@@ -276,15 +279,23 @@ class VllmEngine:
                 kv_connector_extra_config={LINK_FILE: str(self._link_path)},
                 kv_load_failure_policy="recompute",
             )
+        if self.kv_events is not None:
+            engine_args.kv_events_config = self.kv_events.config()
         self._config = engine_args.create_engine_config()
+        if self.kv_events is not None and not can_follow(self._config):
+            self._config.kv_events_config = self.kv_events = None
         if self._link is not None:
             check_config(self._config, self._link.role)
         with hearing(self._link_path):
-            return EngineCoreClient.make_async_mp_client(
+            client = EngineCoreClient.make_async_mp_client(
                 vllm_config=self._config,
                 executor_class=Executor.get_class(self._config),
                 log_stats=True,
             )
+        if self.kv_events is not None:
+            # The engine has had the last word on it.
+            self.kv_events.block_size_tokens = self._config.cache_config.block_size
+        return client
 
     async def _close(self) -> None:
         for waiting in self._attempts.values():

@@ -1,6 +1,6 @@
 """The HTTP edge around vLLM's app: a request's time, and when to come again.
 
-Owns the header `x-request-timeout`, the deadline that everything which is
+Owns the headers `x-request-timeout` and `x-session-id`, the deadline that everything which is
 generated for one HTTP request shares, `Retry-After`, and the status of a stream
 that fails before it has begun.
 """
@@ -26,6 +26,9 @@ from dynamo_lite.protocol.errors import (
 )
 
 TIMEOUT_HEADER = "x-request-timeout"
+SESSION_HEADER = "x-session-id"
+
+_MAX_SESSION = 256
 
 #: What a retry may heal.
 _RETRYABLE = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -39,12 +42,14 @@ _ERROR_EVENT = b'data: {"error":'
 class RequestContext:
     """One HTTP request. timeout_s: its time; deadline: its end, by the event loop's clock.
 
-    retry_after_s: what its client is told after a refusal.
+    retry_after_s: what its client is told after a refusal. session: what it says that it
+    belongs to.
     """
 
     timeout_s: float
     deadline: float
     retry_after_s: float = 1.0
+    session: str | None = None
 
 
 #: Tasks that the app starts for a request inherit it.
@@ -93,7 +98,7 @@ class Edge:
             timeout_s = self._timeout_s(scope)
         except ValueError as exc:
             return await _refuse(send, str(exc))
-        context = RequestContext(timeout_s, deadline=now + timeout_s)
+        context = RequestContext(timeout_s, deadline=now + timeout_s, session=_session(scope))
         token = _context.set(context)
         try:
             await self._app(scope, receive, _Answer(send, context).send)
@@ -102,8 +107,7 @@ class Edge:
 
     def _timeout_s(self, scope: Scope) -> float:
         """Raises ValueError with a message for the client."""
-        name = TIMEOUT_HEADER.encode()
-        text = next((value for key, value in scope["headers"] if key == name), None)
+        text = _header(scope, TIMEOUT_HEADER)
         if text is None:
             return self._default_timeout_s
         try:
@@ -116,6 +120,16 @@ class Edge:
                 f" got {text.decode('latin-1')!r}"
             )
         return min(timeout_s, self._max_timeout_s)
+
+
+def _header(scope: Scope, name: str) -> bytes | None:
+    wanted = name.encode()
+    return next((value for key, value in scope["headers"] if key == wanted), None)
+
+
+def _session(scope: Scope) -> str | None:
+    value = _header(scope, SESSION_HEADER)
+    return value.decode("latin-1")[:_MAX_SESSION] if value else None
 
 
 class _Answer:

@@ -107,7 +107,7 @@ class RemoteCore(EngineCoreClient):
         if request.abort_immediately:
             return  # releases blocks of vLLM's own KV transfer, which is not used here
         try:
-            message, plan = generate_request(request, _time_left_s())
+            message, plan = generate_request(request, _time_left_s(), _session())
         except DeadlineExceeded as exc:
             raise self._refusal(exc) from exc
         verdict = self.admission.enter(message.request_id, len(message.prompt_token_ids))
@@ -189,6 +189,11 @@ def _time_left_s() -> float | None:
     if left_s <= 0:
         raise DeadlineExceeded("the request", context.timeout_s)
     return left_s
+
+
+def _session() -> str | None:
+    context = current_context()
+    return None if context is None else context.session
 
 
 def _is_late() -> bool:

@@ -28,11 +28,12 @@ from dynamo_lite.runtime.generate import MAX_REQUEST_ID
 
 
 def generate_request(
-    request: EngineCoreRequest, timeout_s: float | None
+    request: EngineCoreRequest, timeout_s: float | None, session: str | None = None
 ) -> tuple[GenerateRequest, Plan]:
     """The message, and how it goes on when its worker is lost.
 
-    timeout_s: what is left of its time. Raises VLLMValidationError for what cannot travel.
+    timeout_s: what is left of its time. session: see `GenerateRequest`.
+    Raises VLLMValidationError for what cannot travel.
     """
     params = _sampling(request)
     try:
@@ -51,6 +52,7 @@ def generate_request(
         reasoning_ended=request.reasoning_ended,
         reasoning_parser_kwargs=request.reasoning_parser_kwargs,
         timeout_s=timeout_s,
+        session=session,
     )
     return message, movable(params)
 

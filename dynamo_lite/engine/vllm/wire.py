@@ -28,6 +28,8 @@ from dynamo_lite.protocol.generate import LogprobRows, PrefillCounts, TokenDelta
 
 #: The key of `extra_args` that reaches a KV connector: never a client's to set.
 KV_TRANSFER_PARAMS = "kv_transfer_params"
+#: Nor what makes KV events say more than what has changed.
+_NOT_A_CLIENTS = frozenset({KV_TRANSFER_PARAMS, "kv_cache_report_mode"})
 
 _FINISH_REASONS = {name: FinishReason(i) for i, name in enumerate(FINISH_REASON_STRINGS)}
 
@@ -50,7 +52,7 @@ def sampling_to_bytes(params: SamplingParams) -> bytes:
     `kv_transfer_params` are left out: a client must not steer block writes.
     """
     try:
-        return _sampling_encoder.encode(_without_kv_transfer_params(params))
+        return _sampling_encoder.encode(_without_steering(params))
     except (NotImplementedError, TypeError, OverflowError, RecursionError) as exc:
         raise ProtocolError(f"sampling parameters: {exc}") from exc
 
@@ -65,14 +67,14 @@ def sampling_from_bytes(data: bytes) -> SamplingParams:
         params = _sampling_decoder.decode(data)
     except (msgspec.DecodeError, VLLMError, TypeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"malformed sampling parameters: {exc}") from exc
-    return _without_kv_transfer_params(params)
+    return _without_steering(params)
 
 
-def _without_kv_transfer_params(params: SamplingParams) -> SamplingParams:
+def _without_steering(params: SamplingParams) -> SamplingParams:
     extra = params.extra_args
-    if not extra or KV_TRANSFER_PARAMS not in extra:
+    if not extra or _NOT_A_CLIENTS.isdisjoint(extra):
         return params
-    kept = {key: value for key, value in extra.items() if key != KV_TRANSFER_PARAMS}
+    kept = {key: value for key, value in extra.items() if key not in _NOT_A_CLIENTS}
     params = params.clone()
     params.extra_args = kept or None
     return params

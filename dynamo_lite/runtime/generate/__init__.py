@@ -11,6 +11,7 @@ from dynamo_lite.runtime.generate.base import (
     OnDeltas,
     OnLost,
 )
+from dynamo_lite.runtime.generate.choosing import Chooser
 from dynamo_lite.runtime.generate.client import RemoteGenerateClient
 from dynamo_lite.runtime.generate.failover import (
     MAX_REQUEST_ID,
@@ -23,6 +24,7 @@ from dynamo_lite.runtime.generate.stats import FailoverStats
 
 __all__ = [
     "MAX_REQUEST_ID",
+    "Chooser",
     "FailoverClient",
     "FailoverStats",
     "GenerateClient",

@@ -24,6 +24,7 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.generate.base import GenerateClient, OnDeltas
+from dynamo_lite.runtime.generate.choosing import Chooser, LocalChooser
 from dynamo_lite.runtime.generate.flight import Flight
 from dynamo_lite.runtime.generate.placing import Placer
 from dynamo_lite.runtime.generate.stats import FailoverStats
@@ -58,7 +59,7 @@ class FailoverClient:
         self,
         *,
         members: Callable[[], Sequence[EndpointRecord]],
-        picker: Picker,
+        picker: Picker | Chooser,
         on_deltas: OnDeltas,
         on_ended: OnEnded,
         messaging: Messaging | None = None,
@@ -70,7 +71,10 @@ class FailoverClient:
         self._on_deltas = on_deltas
         self._on_ended = on_ended
         self._max_moves = max_moves
-        self._placer = Placer(members, picker, messaging, hold_s=hold_s, move_wait_s=move_wait_s)
+        self._chooser = picker if isinstance(picker, Chooser) else LocalChooser(picker)
+        self._placer = Placer(
+            members, self._chooser, messaging, hold_s=hold_s, move_wait_s=move_wait_s
+        )
         self._attempts = self._placer.attempts
         self._flights: dict[str, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,6 +187,8 @@ class FailoverClient:
                 continue
             if mine is not None:
                 taken.append(mine)
+            if delta.prefill is not None:
+                self._chooser.answered(flight.request_id)
             if delta.finish_reason is not None:
                 self._forget(flight)
         if taken:
@@ -254,6 +260,7 @@ class FailoverClient:
         flight.over = True
         flight.wake.set()
         del self._flights[flight.request_id]
+        self._chooser.released(flight.request_id)
         self._attempts.pop(flight.wire_id, None)
         flight.wire_id = ""
         if flight.timer is not None:

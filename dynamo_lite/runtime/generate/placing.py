@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from dynamo_lite.policy.routing import Picker
+from dynamo_lite.policy.routing import Picked
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
@@ -16,6 +16,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.generate.base import GenerateClient
+from dynamo_lite.runtime.generate.choosing import Chooser
 from dynamo_lite.runtime.generate.flight import Flight
 from dynamo_lite.runtime.messaging import Messaging
 
@@ -39,7 +40,7 @@ class Placer:
     def __init__(
         self,
         members: Callable[[], Sequence[EndpointRecord]],
-        picker: Picker,
+        chooser: Chooser,
         messaging: Messaging | None,
         *,
         hold_s: float,
@@ -48,7 +49,7 @@ class Placer:
         self.attempts: dict[str, Flight] = {}
         self.transport: GenerateClient | None = None
         self._members = members
-        self._picker = picker
+        self._chooser = chooser
         self._messaging = messaging
         self._hold_s = hold_s
         self._move_wait_s = move_wait_s
@@ -105,15 +106,14 @@ class Placer:
         failure: DynamoLiteError | None = None
         busy: list[Refused] = []
         while flight.is_at(turn):
-            candidates = [m for m in self._members() if m.lease_id not in tried]
-            if not candidates:
+            picked = await self._choose(flight, turn, tried)
+            if picked is None:
                 break
-            others = [m for m in candidates if m.lease_id != flight.avoid]
-            picked = self._picker.pick(others or candidates)
             tried.add(picked.member.lease_id)
             try:
                 await self._send(flight, picked.member)
             except BrokerUnavailable as exc:
+                self._chooser.released(flight.request_id)
                 return exc  # the same for every worker
             except Refused as exc:
                 if not exc.elsewhere and flight.is_at(turn):
@@ -124,6 +124,7 @@ class Placer:
                 failure = exc
             else:
                 return None
+            self._chooser.released(flight.request_id)
             _log.info(
                 "worker %x (%s) did not take %s: %s",
                 picked.member.lease_id,
@@ -139,6 +140,24 @@ class Placer:
                 f"every worker is at its limit: {busy[-1].reason}", retry_after_s=retry_after_s
             )
         return failure or NoWorkers("no live worker")
+
+    async def _choose(self, flight: Flight, turn: int, tried: set[int]) -> Picked | None:
+        """The worker that lost it comes last. None when all were tried, or it needs none."""
+        candidates = [m for m in self._members() if m.lease_id not in tried]
+        if not candidates:
+            return None
+        others = [m for m in candidates if m.lease_id != flight.avoid]
+        picked = await self._chooser.choose(others or candidates, flight.request)
+        if not flight.is_at(turn):
+            self._chooser.released(flight.request_id)
+            return None
+        _log.debug(
+            "request %s goes to worker %x: %s",
+            flight.request_id,
+            picked.member.lease_id,
+            picked.reason,
+        )
+        return picked
 
     async def _send(self, flight: Flight, member: EndpointRecord) -> None:
         """One attempt at one worker, under an id that no other attempt has or had."""

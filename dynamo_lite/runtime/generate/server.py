@@ -88,6 +88,11 @@ class GenerateServer:
     def in_flight(self) -> int:
         return len(self._owners) + sum(i not in self._owners for i in self._submitting)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts without a first token."""
+        return self._owned.admission.waiting_tokens
+
     def has_client(self, client_id: str) -> bool:
         """Whether a session of this client is open."""
         return client_id in self._sessions

@@ -1,0 +1,163 @@
+"""vLLM's own KV events, as changes of chain hashes.
+
+EngineCore's scheduler publishes them, one batch per step, on a ZeroMQ socket of the
+machine. They name blocks by vLLM's hashes, which differ with vLLM's settings, and carry
+the tokens; here they become hashes that a router can make of a prompt itself, and
+tokens go no further.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+from dynamo_lite.policy.kv_chain import ChainBook, root_hash
+from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+
+logger = logging.getLogger(__name__)
+
+#: Batches that wait in our socket while this process is held up.
+_MAX_WAITING = 100_000
+
+
+def can_follow(config: VllmConfig) -> bool:
+    """Whether the engine has one prefix cache, and no more."""
+    return bool(
+        config.cache_config.enable_prefix_caching and config.parallel_config.data_parallel_size == 1
+    )
+
+
+class VllmKvEvents:
+    """Follows one engine. Implements `KvEvents`.
+
+    Blocks whose KV depends on more than tokens, cache salt and LoRA adapter (images,
+    prompt embeddings) have no name here, nor have those behind them. Of a model with
+    several groups of layers, the first one's blocks are followed.
+    """
+
+    def __init__(self, on_drop: OnDrop = uncounted):
+        self.block_size_tokens = 0
+        self._endpoint = get_open_zmq_ipc_path()
+        self._on_drop = on_drop
+        self._book = ChainBook()
+        self._next = 0
+        self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+
+    def config(self) -> KVEventsConfig:
+        """What the engine must be told."""
+        return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=self._endpoint)
+
+    def held(self) -> Sequence[int]:
+        return self._book.held()
+
+    def cuts(self) -> Sequence[int]:
+        return self._book.cuts()
+
+    async def changes(self) -> AsyncIterator[list[KvChange]]:
+        """One list per engine step that changed anything. The engine must be up."""
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.RCVHWM, _MAX_WAITING)
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(self._endpoint)
+            while True:
+                if changes := self.take(await socket.recv_multipart()):
+                    yield changes
+                    await asyncio.sleep(0)
+        finally:
+            context.destroy(linger=0)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(urlsplit(self._endpoint).path)
+
+    def take(self, frames: Sequence[bytes]) -> list[KvChange]:
+        """What one batch changes. A batch that is malformed, or comes after a gap, leaves
+        nothing that is known for certain."""
+        try:
+            _, number, payload = frames
+            batch = self._decode(payload)
+            position = int.from_bytes(number, "big")
+        except (ValueError, msgspec.DecodeError) as exc:
+            logger.warning("a batch of KV events was dropped: %s", exc)
+            return self._lose()
+        changes = self._lose() if position != self._next else []
+        self._next = position + 1
+        for event in batch.events:
+            if (change := self._change(event)) is not None:
+                changes.append(change)
+        return changes
+
+    def _lose(self) -> list[KvChange]:
+        self._on_drop("kv_event")
+        self._book.clear()
+        return [KvCleared()]
+
+    def _change(self, event: KVCacheEvent) -> KvChange | None:
+        match event:
+            case BlockStored() if event.block_size == self.block_size_tokens and _first(event):
+                chain = self._stored(event)
+                return KvStored(hashes=chain) if chain else None
+            case BlockRemoved() if _first(event):
+                gone, cut = self._book.removed(event.block_hashes)
+                return KvRemoved(hashes=gone, cut=cut) if gone or cut else None
+            case AllBlocksCleared():
+                self._book.clear()
+                return KvCleared()
+            case _:
+                return None
+
+    def _stored(self, event: BlockStored) -> list[int]:
+        root, count = _plain_blocks(event)
+        if not count:
+            return []
+        try:
+            chain = self._book.stored(
+                event.block_hashes[:count],
+                event.parent_block_hash,
+                event.token_ids[: count * event.block_size],
+                event.block_size,
+                root,
+            )
+        except ValueError as exc:
+            logger.warning("a KV event was dropped: %s", exc)
+            chain = []
+        if not chain:
+            self._on_drop("kv_event")
+        return chain
+
+
+def _first(event: BlockStored | BlockRemoved) -> bool:
+    """Whether it is about the group of layers that is followed."""
+    return not event.group_idx
+
+
+def _plain_blocks(event: BlockStored) -> tuple[int, int]:
+    """The parent of a prompt's first block, and how many of the event's blocks can be named."""
+    salt: str | None = None
+    keys = event.extra_keys or [None] * len(event.block_hashes)
+    for count, own in enumerate(keys):
+        rest: list[Any] = list(own or ())
+        if event.lora_name is not None and event.lora_name in rest:
+            rest.remove(event.lora_name)
+        if rest and count == 0 and event.parent_block_hash is None and isinstance(rest[0], str):
+            salt = rest.pop(0)
+        if rest:
+            return root_hash(salt, event.lora_name), count
+    return root_hash(salt, event.lora_name), len(event.block_hashes)

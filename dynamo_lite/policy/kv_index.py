@@ -1,0 +1,221 @@
+"""Which workers hold which KV blocks, and how much of a prompt each one has.
+
+A dictionary from a block's chain hash (`kv_chain.py`) to a bit set of workers. There is
+no tree: a hash stands for its whole prefix, and who holds a block holds all before it,
+except where it said otherwise (a cut). So the longest prefixes are found by bisection,
+in a few look-ups for a prompt of any length; each is a miss of the processor's cache.
+"""
+
+from collections.abc import Iterable, Sequence, Set
+from itertools import islice
+
+from dynamo_lite.policy.kv_chain import ChainHash
+
+#: Decoded bit sets that are kept; workloads have few.
+_MAX_DECODED = 4096
+#: The part of the blocks that goes at a time when there are too many.
+_EVICTED_PART = 256
+#: One match in so many is noted for the eviction: what is popular is matched often.
+_SAMPLE = 16
+#: The part of the blocks that are noted at most.
+_NOTED_PART = 8
+
+
+class _Sets:
+    """Hash to the workers that it belongs to. A worker is its bit.
+
+    There is nothing to look a worker's hashes up by: all are looked through when it
+    leaves, which is rare, and takes some tens of milliseconds where there are a million.
+    """
+
+    def __init__(self) -> None:
+        self.workers: dict[ChainHash, int] = {}
+
+    def of(self, bit: int) -> set[ChainHash]:
+        return {key for key, workers in self.workers.items() if workers & bit}
+
+    def add(self, bit: int, hashes: Iterable[ChainHash]) -> None:
+        workers = self.workers
+        if workers.keys().isdisjoint(hashes):
+            workers.update(dict.fromkeys(hashes, bit))
+            return
+        for key in hashes:
+            others = workers.get(key)
+            workers[key] = bit if others is None else others | bit
+
+    def discard(self, bit: int, hashes: Iterable[ChainHash]) -> None:
+        workers = self.workers
+        for key in hashes:
+            others = workers.get(key, 0)
+            if others == bit:
+                del workers[key]
+            elif others & bit:
+                workers[key] = others ^ bit
+
+
+class KvIndex:
+    """Workers are known by any integer. All events may be repeated.
+
+    max_blocks: different blocks that are kept; beyond, those go that were stored
+    longest ago and not matched lately, whoever holds them. evicted: how many went.
+    """
+
+    def __init__(self, max_blocks: int):
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
+        self.evicted = 0
+        self._max_blocks = max_blocks
+        self._held, self._cut = _Sets(), _Sets()
+        self._bits: dict[int, int] = {}
+        self._slots: list[int | None] = []
+        self._decoded: dict[int, tuple[int, ...]] = {}
+        self._matches = 0
+        self._matched: set[ChainHash] = set()
+
+    def __len__(self) -> int:
+        """Different blocks."""
+        return len(self._held.workers)
+
+    def __repr__(self) -> str:
+        return f"<KvIndex blocks={len(self)} workers={len(self._bits)}>"
+
+    def held(self, worker: int) -> Set[ChainHash]:
+        """The blocks of one worker; all are looked through for them."""
+        return self._held.of(self._bits.get(worker, 0))
+
+    def match(self, hashes: Sequence[ChainHash]) -> dict[int, int]:
+        """How many of the first blocks each worker holds, without a gap; who holds none is
+        not in it.
+
+        hashes: of a prompt's blocks, from the first on.
+        """
+        found: dict[int, int] = {}
+        if not hashes:
+            return found
+        get, end = self._held.workers.get, len(hashes)
+        # Those whose last block is not found yet; all of them hold the first one.
+        left = get(hashes[0], 0)
+        while left:
+            last, workers = 0, left
+            if end == len(hashes) and (there := get(hashes[-1], 0) & left):
+                last, workers = end - 1, there
+            while end - last > 1:
+                middle = (last + end) // 2
+                if there := get(hashes[middle], 0) & left:
+                    last, workers = middle, there
+                else:
+                    end = middle
+            names = self._decoded.get(workers) or self._decode(workers)
+            found.update(dict.fromkeys(names, last + 1))
+            left, end = left & ~workers, last
+        if found:
+            self._shorten(found, hashes)
+            self._matches += 1
+            if self._matches % _SAMPLE == 0:
+                self._note(hashes, max(found.values(), default=0))
+        return found
+
+    def stored(self, worker: int, hashes: Sequence[ChainHash]) -> None:
+        """The worker holds these, and those before them unless it has said that it cut them."""
+        bit = self._bits.get(worker) or self._join(worker)
+        self._held.add(bit, hashes)
+        if self._cut.workers:
+            self._cut.discard(bit, hashes)
+        if len(self) > self._max_blocks:
+            self._evict()
+
+    def removed(
+        self, worker: int, hashes: Iterable[ChainHash], cut: Sequence[ChainHash] = ()
+    ) -> None:
+        """The worker holds these no longer. cut: nor these, but some behind them."""
+        bit = self._bits.get(worker)
+        if bit is None:
+            return
+        self._held.discard(bit, hashes)
+        if self._cut.workers:
+            self._cut.discard(bit, hashes)
+        if cut:
+            self._held.discard(bit, cut)
+            self._cut.add(bit, cut)
+
+    def replace(self, worker: int, hashes: Set[ChainHash], cut: Sequence[ChainHash] = ()) -> None:
+        """The worker holds these and nothing else."""
+        held = self.held(worker)
+        self.removed(worker, held - hashes)
+        if bit := self._bits.get(worker):
+            self._cut.discard(bit, self._cut.of(bit))
+        self.stored(worker, list(hashes - held))
+        self.removed(worker, (), cut)
+
+    def leave(self, worker: int) -> None:
+        """The worker is gone, and so is all that it held."""
+        bit = self._bits.pop(worker, None)
+        if bit is None:
+            return
+        self._held.discard(bit, self._held.of(bit))
+        self._cut.discard(bit, self._cut.of(bit))
+        self._slots[bit.bit_length() - 1] = None
+        self._decoded.clear()
+
+    def _join(self, worker: int) -> int:
+        if None in self._slots:
+            slot = self._slots.index(None)
+            self._slots[slot] = worker
+        else:
+            slot = len(self._slots)
+            self._slots.append(worker)
+        self._decoded.clear()
+        bit = self._bits[worker] = 1 << slot
+        return bit
+
+    def _shorten(self, found: dict[int, int], hashes: Sequence[ChainHash]) -> None:
+        """To the blocks before a worker's first cut."""
+        cuts = self._cut.workers
+        if not cuts or cuts.keys().isdisjoint(hashes):
+            return
+        for count, key in enumerate(hashes):
+            for worker in self._decode(cuts.get(key, 0)):
+                if found.get(worker, 0) > count:
+                    found[worker] = count
+        for worker in [worker for worker, count in found.items() if not count]:
+            del found[worker]
+
+    def _note(self, hashes: Sequence[ChainHash], count: int) -> None:
+        """The first ones are in use."""
+        if 2 * len(self) > self._max_blocks:
+            if len(self._matched) > self._max_blocks // _NOTED_PART:
+                self._matched.clear()
+            self._matched.update(islice(hashes, count))
+
+    def _decode(self, bits: int) -> tuple[int, ...]:
+        """The workers of a bit set."""
+        workers = tuple(
+            worker
+            for slot, worker in enumerate(self._slots)
+            if worker is not None and bits >> slot & 1
+        )
+        if len(self._decoded) >= _MAX_DECODED:
+            self._decoded.clear()
+        self._decoded[bits] = workers
+        return workers
+
+    def _evict(self) -> None:
+        """A dictionary keeps its order, so the oldest come first; what was matched since the
+        last time is put behind the others once."""
+        held = self._held.workers
+        room = self._max_blocks // _EVICTED_PART
+        excess = len(held) - self._max_blocks + room
+        going: list[ChainHash] = []
+        staying: list[ChainHash] = []
+        for key in held:
+            if len(going) >= excess:
+                break
+            (staying if key in self._matched else going).append(key)
+        missing = excess - len(going)
+        going, staying = going + staying[:missing], staying[missing:]
+        for key in going:
+            del held[key]
+        for key in staying:
+            held[key] = held.pop(key)
+        self._matched.difference_update(staying)
+        self.evicted += len(going)

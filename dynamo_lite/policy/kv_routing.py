@@ -1,0 +1,264 @@
+"""Which decode worker takes a request: the one that holds its prefix and is not busy.
+
+Three parts: a filter leaves out workers whose KV cache is full, a score says what each
+of the others would save and what is in the way there, a pick takes the best one, or
+draws. All amounts are tokens of prompt, so a score is about the time to the first token.
+"""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo_lite.policy.bookings import Bookings
+from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
+from dynamo_lite.policy.kv_index import KvIndex
+from dynamo_lite.policy.routing import Picked
+from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord
+
+#: Why a worker was chosen: it was the only one; it had the session's last request; nobody
+#: holds more of the prompt; nobody holds any of it; who holds more is too busy; by lot.
+REASONS = ("only", "session", "prefix", "load", "balance", "lot")
+
+_MAX_SESSIONS = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvRoutingOptions:
+    """kv_weight: of a token of the prompt that a worker holds; above load_weight, since it
+    spares the work and not only the wait. load_weight: of a token that is in the way there.
+    request_load_tokens: what a request in the engine counts for beside
+    its prompt. temperature: 0 takes the best; the higher, the less scores matter, relative
+    to the prompt's length. max_kv_usage: from this share of its KV cache in use on, a
+    worker gets nothing while another one has room.
+    """
+
+    kv_weight: float = 2.0
+    load_weight: float = 1.0
+    request_load_tokens: int = 32
+    temperature: float = 0.0
+    max_kv_usage: float = 0.95
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a worker said of its load. prompt_tokens: of requests without a first token."""
+
+    requests: int
+    prompt_tokens: int
+    kv_usage: float
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a worker's blocks are known. block_size: in tokens."""
+
+    block_size: int
+    index: KvIndex
+
+
+class KvView(Protocol):
+    """What is known of the workers, by lease id."""
+
+    def load(self, lease_id: int) -> LoadReport | None:
+        """None where it has not said anything lately."""
+        ...
+
+    def shard(self, lease_id: int) -> Shard | None:
+        """None where it does not say what it holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """matched: tokens of the prompt that the member holds, or will. load: tokens that are in
+    the way. credit: what it is said to hold, at least, for the session's sake."""
+
+    member: EndpointRecord
+    matched: int
+    load: int
+    kv_usage: float = 0.0
+    credit: int = 0
+
+
+def with_room(candidates: Sequence[Candidate], max_kv_usage: float) -> Sequence[Candidate]:
+    """Those whose KV cache is not full; all, if there is no other."""
+    return [c for c in candidates if c.kv_usage < max_kv_usage] or candidates
+
+
+def score(candidate: Candidate, options: KvRoutingOptions) -> float:
+    """Higher is better."""
+    held = max(candidate.matched, candidate.credit)
+    return options.kv_weight * held - options.load_weight * candidate.load
+
+
+def draw(scores: Sequence[float], scale: float, chance: float) -> int:
+    """A position, with probability proportional to exp(score / scale). chance: in [0, 1)."""
+    highest = max(scores)
+    weights = [math.exp((value - highest) / scale) for value in scores]
+    left = chance * sum(weights)
+    for position, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return position
+    return len(scores) - 1
+
+
+class KvPicker:
+    """A Picker. uniform: in [0, 1). now: monotonic seconds.
+
+    choices: by reason. prompt_tokens, matched_tokens: of all requests that were given to
+    a worker, and what of them the chosen ones held or were about to hold.
+    """
+
+    def __init__(
+        self,
+        view: KvView,
+        options: KvRoutingOptions,
+        *,
+        now: Callable[[], float],
+        uniform: Callable[[], float],
+    ):
+        self.choices: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.matched_tokens = 0
+        self._view, self._options = view, options
+        self._now, self._uniform = now, uniform
+        self._bookings = Bookings()
+        self._others: dict[int, tuple[int, int]] = {}
+        self._turns: dict[int, int] = {}
+        self._turn = 0
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+
+    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
+        if not members:
+            raise NoWorkers("no live worker")
+        self._forget_others(members)
+        prompt = request.prompt_token_ids
+        if request.output_token_ids:
+            prompt = prompt + request.output_token_ids
+        hashes: dict[int, list[ChainHash]] = {}
+        matched = self._matched(members, prompt, request.cache_salt, hashes)
+        home = self._sessions.get(request.session) if request.session else None
+        candidates = [
+            self._candidate(m, matched.get(m.lease_id, 0), len(prompt) if m.lease_id == home else 0)
+            for m in members
+        ]
+        chosen, reason = self._choose(candidates, len(prompt), home)
+        self._note(chosen, reason, request, len(prompt))
+        shard = self._view.shard(chosen.member.lease_id)
+        self._bookings.book(
+            request.request_id,
+            chosen.member.lease_id,
+            hashes.get(shard.block_size, ()) if shard else (),
+            prompt_tokens=len(prompt),
+            prefill_tokens=len(prompt) - chosen.matched,
+            now=self._now(),
+        )
+        return Picked(
+            chosen.member,
+            f"{reason}: it holds {chosen.matched} of {len(prompt)} tokens, and"
+            f" {chosen.load} are before them; {len(members)} to choose from",
+        )
+
+    def reported(self, lease_id: int) -> None:
+        """The worker has said a new load: what is not ours of it is others'.
+
+        Theirs may hold as much of their prompts as ours do; we cannot tell.
+        """
+        if (report := self._view.load(lease_id)) is not None:
+            ours = self._bookings.of(lease_id)
+            self._others[lease_id] = (
+                max(0, report.requests - ours.requests),
+                max(0, report.prompt_tokens - ours.prompt_tokens),
+            )
+
+    def answered(self, request_id: str) -> None:
+        self._bookings.answered(request_id, self._now())
+
+    def released(self, request_id: str) -> None:
+        self._bookings.released(request_id)
+
+    def _matched(
+        self,
+        members: Sequence[EndpointRecord],
+        prompt: list[int],
+        cache_salt: str | None,
+        hashes: dict[int, list[ChainHash]],
+    ) -> dict[int, int]:
+        """Tokens by lease id. hashes: gets those of the prompt, by block size."""
+        matched: dict[int, int] = {}
+        indexes: dict[int, int] = {}  # the block size of each that was looked at
+        for member in members:
+            shard = self._view.shard(member.lease_id)
+            if shard is None or id(shard.index) in indexes:
+                continue
+            size = indexes[id(shard.index)] = shard.block_size
+            if size not in hashes:
+                # The last token is computed in any case.
+                hashes[size] = chain_hashes(prompt[:-1], size, cache_salt=cache_salt)
+                for worker, count in self._bookings.match(hashes[size]).items():
+                    matched[worker] = max(matched.get(worker, 0), count * size)
+            for worker, count in shard.index.match(hashes[size]).items():
+                matched[worker] = max(matched.get(worker, 0), count * size)
+        return matched
+
+    def _candidate(self, member: EndpointRecord, matched: int, credit: int) -> Candidate:
+        """Its load is what we gave it, and what others did."""
+        ours = self._bookings.of(member.lease_id)
+        requests, tokens, usage = ours.requests, ours.prefill_tokens, 0.0
+        if (report := self._view.load(member.lease_id)) is not None:
+            others = self._others.get(member.lease_id, (0, 0))
+            requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
+        load = tokens + requests * self._options.request_load_tokens
+        return Candidate(member, matched, load, usage, credit)
+
+    def _choose(
+        self, candidates: Sequence[Candidate], prompt_tokens: int, home: int | None
+    ) -> tuple[Candidate, str]:
+        if len(candidates) == 1:
+            return candidates[0], "only"
+        options = self._options
+        fit = with_room(candidates, options.max_kv_usage)
+        scores = [score(c, options) for c in fit]
+        best = min(
+            range(len(fit)),
+            key=lambda i: (-scores[i], self._turns.get(fit[i].member.lease_id, 0)),
+        )
+        if options.temperature > 0:
+            drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
+            if scores[drawn] < scores[best]:
+                return fit[drawn], "lot"
+            best = drawn
+        chosen = fit[best]
+        longest = max(c.matched for c in candidates)
+        if chosen.member.lease_id == home:
+            return chosen, "session"
+        if not longest:
+            return chosen, "load"
+        return chosen, "prefix" if chosen.matched == longest else "balance"
+
+    def _note(
+        self, chosen: Candidate, reason: str, request: GenerateRequest, prompt_tokens: int
+    ) -> None:
+        lease_id = chosen.member.lease_id
+        self.choices[reason] += 1
+        self.prompt_tokens += prompt_tokens
+        self.matched_tokens += chosen.matched
+        self._turn += 1
+        self._turns[lease_id] = self._turn
+        if request.session:
+            self._sessions[request.session] = lease_id
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > _MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+
+    def _forget_others(self, members: Sequence[EndpointRecord]) -> None:
+        """What is kept of workers that have left, once there are many."""
+        if len(self._turns) + len(self._others) > 4 * len(members) + 16:
+            live = {member.lease_id for member in members}
+            self._turns = {k: v for k, v in self._turns.items() if k in live}
+            self._others = {k: v for k, v in self._others.items() if k in live}

@@ -1,0 +1,52 @@
+"""Messages between Frontends and a router in a process of its own."""
+
+from typing import Annotated
+
+import msgspec
+
+from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
+from dynamo_lite.protocol.generate import RequestId, TokenId
+from dynamo_lite.protocol.records import LeaseId
+
+
+class PickRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Frontend to router: which of these workers shall have this request?
+
+    client: the Frontend's lease. candidates: leases of the workers that it may have.
+    """
+
+    client: LeaseId
+    request_id: RequestId
+    prompt_token_ids: list[TokenId]
+    candidates: list[LeaseId]
+    cache_salt: str | None = None
+    session: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    wire_version: int = WIRE_VERSION
+
+
+class Chosen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This one; the router counts the request as there until it hears of its fate."""
+
+    lease_id: LeaseId
+    reason: str
+
+
+class NobodyKnown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The router knows none of the candidates."""
+
+
+class Fates(msgspec.Struct, frozen=True, kw_only=True):
+    """Frontend to router: what became of requests that it was asked about.
+
+    answered: their first tokens are there. released: they have ended, or were not taken.
+    """
+
+    client: LeaseId
+    answered: list[RequestId] = []
+    released: list[RequestId] = []
+    wire_version: int = WIRE_VERSION
+
+
+decode_pick_request: Decoder[PickRequest] = Decoder(PickRequest)
+decode_pick_reply: Decoder[Chosen | NobodyKnown] = Decoder(Chosen | NobodyKnown)
+decode_fates: Decoder[Fates] = Decoder(Fates)

@@ -1,0 +1,37 @@
+"""Who chooses a request's worker: a picker in this process, or a router in another one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from dynamo_lite.policy.routing import Picked, Picker
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord
+
+
+class Chooser(ABC):
+    """As `Picker`, but it may take a while. A cancelled `choose` has placed nothing."""
+
+    @abstractmethod
+    async def choose(
+        self, members: Sequence[EndpointRecord], request: GenerateRequest
+    ) -> Picked: ...
+
+    @abstractmethod
+    def answered(self, request_id: str) -> None: ...
+
+    @abstractmethod
+    def released(self, request_id: str) -> None: ...
+
+
+class LocalChooser(Chooser):
+    def __init__(self, picker: Picker):
+        self._picker = picker
+
+    async def choose(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
+        return self._picker.pick(members, request)
+
+    def answered(self, request_id: str) -> None:
+        self._picker.answered(request_id)
+
+    def released(self, request_id: str) -> None:
+        self._picker.released(request_id)

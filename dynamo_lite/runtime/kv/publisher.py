@@ -1,0 +1,172 @@
+"""A worker's side: notices of what it holds and how busy it is, and snapshots on request."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.kv import (
+    HASHES_PER_MESSAGE,
+    MAX_PARTS,
+    KvChange,
+    KvCleared,
+    KvNotice,
+    KvRemoved,
+    KvSnapshot,
+    KvStored,
+    Load,
+    decode_kv_snapshot_request,
+)
+from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.messaging import Messaging
+
+logger = logging.getLogger(__name__)
+
+#: A load that changed is told so much later than the last one, at the earliest.
+LOAD_PERIOD_S = 0.1
+#: Longest silence: a router that missed the last notice learns of it by the next.
+IDLE_PERIOD_S = 1.0
+
+
+class Holdings(Protocol):
+    """What an engine holds, at this moment, with all changes that it has told of so far."""
+
+    @property
+    def block_size_tokens(self) -> int: ...
+
+    def held(self) -> Sequence[int]: ...
+
+    def cuts(self) -> Sequence[int]:
+        """Blocks that it does not hold, though some behind them."""
+        ...
+
+
+class KvPublisher:
+    """`serve` answers routers while its context lasts; `run` publishes, until cancelled.
+
+    load: asked whenever something is published. holdings: None for a worker that does
+    not know what it holds.
+    """
+
+    def __init__(
+        self,
+        messaging: Messaging,
+        *,
+        namespace: str,
+        component: str,
+        lease_id: int,
+        load: Callable[[], Load],
+        holdings: Holdings | None = None,
+        on_drop: OnDrop = uncounted,
+    ):
+        self._messaging, self._lease_id = messaging, lease_id
+        self._subject = names.kv_subject(namespace, component)
+        self._snapshots = names.kv_snapshot_subject(namespace, component, lease_id)
+        self._load, self._holdings, self._on_drop = load, holdings, on_drop
+        self._number = 0
+        self._pending: list[KvChange] = []
+        self._told = Load()
+        self._told_at = 0.0
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<KvPublisher {self._lease_id:x} number={self._number}>"
+
+    def changed(self, changes: Sequence[KvChange]) -> None:
+        """Tells of them at once; those of one engine step are one notice."""
+        self._pending += changes
+        self._wake.set()
+
+    def stirred(self) -> None:
+        """The load may be another one."""
+        if self._timer is None and not self._wake.is_set():
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(self._told_at + LOAD_PERIOD_S, self._load_is_due)
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[None]:
+        handler = counted(self._on_request, "kv_snapshot", self._on_drop)
+        async with self._messaging.serve(self._snapshots, handler):
+            yield
+
+    async def run(self) -> None:
+        try:
+            with self._messaging.watch_connection(lambda _: self._wake.set()):
+                while True:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(IDLE_PERIOD_S):
+                            await self._wake.wait()
+                    self._wake.clear()
+                    await self._publish()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _load_is_due(self) -> None:
+        self._timer = None
+        if self._load() != self._told:
+            self._wake.set()
+
+    async def _publish(self) -> None:
+        """One notice, or more where it would be too large."""
+        pending, self._pending = self._pending, []
+        while True:
+            count = _fitting(pending)
+            await self._send(pending[:count])
+            pending = pending[count:]
+            if not pending:
+                return
+
+    async def _send(self, changes: list[KvChange]) -> None:
+        """What cannot be sent has had its number: whoever missed it will know."""
+        self._number += 1
+        self._told, self._told_at = self._load(), asyncio.get_running_loop().time()
+        notice = KvNotice(
+            lease_id=self._lease_id, number=self._number, load=self._told, changes=changes
+        )
+        try:
+            await self._messaging.publish(self._subject, encode(notice))
+        except Unavailable:
+            logger.debug("notice %d of %x was not sent", self._number, self._lease_id)
+
+    async def _on_request(self, payload: bytes) -> bytes:
+        request = decode_kv_snapshot_request(payload)
+        held = self._holdings.held() if self._holdings else ()
+        cut = self._holdings.cuts() if self._holdings else ()
+        parts = request.parts or min(MAX_PARTS, 1 + (len(held) + len(cut)) // HASHES_PER_MESSAGE)
+        if request.part >= parts:
+            raise ProtocolError(f"part {request.part} of {parts}")
+        return encode(
+            KvSnapshot(
+                lease_id=self._lease_id,
+                number=self._number,
+                part=request.part,
+                parts=parts,
+                block_size_tokens=self._holdings.block_size_tokens if self._holdings else 0,
+                load=self._load(),
+                held=[key for key in held if key % parts == request.part],
+                cut=[key for key in cut if key % parts == request.part],
+                wire_version=WIRE_VERSION,
+            )
+        )
+
+
+def _fitting(changes: Sequence[KvChange]) -> int:
+    """How many of the first ones make one notice; at least one, if there is any."""
+    room = HASHES_PER_MESSAGE
+    for count, change in enumerate(changes):
+        match change:
+            case KvStored(hashes):
+                room -= len(hashes)
+            case KvRemoved(hashes, cut):
+                room -= len(hashes) + len(cut)
+            case KvCleared():
+                pass
+        if room < 0:
+            return max(count, 1)
+    return len(changes)

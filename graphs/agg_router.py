@@ -1,0 +1,10 @@
+"""Aggregated serving behind a KV-aware router of its own."""
+
+from dynamo_lite.components.services import FRONTEND, PROCESSOR, ROUTER, VLLM_WORKER
+
+Frontend = (
+    FRONTEND.with_defaults(router="component")
+    .link(PROCESSOR)
+    .link(ROUTER)
+    .link(VLLM_WORKER.with_defaults(remote_prefill=False))
+)

@@ -1,0 +1,17 @@
+"""Conditional disaggregation behind a KV-aware router of its own."""
+
+from dynamo_lite.components.services import (
+    FRONTEND,
+    PREFILL_WORKER,
+    PROCESSOR,
+    ROUTER,
+    VLLM_WORKER,
+)
+
+Frontend = (
+    FRONTEND.with_defaults(router="component")
+    .link(PROCESSOR)
+    .link(ROUTER)
+    .link(VLLM_WORKER)
+    .link(PREFILL_WORKER)
+)

@@ -1,0 +1,432 @@
+"""Workers tell what they hold, routers follow: on every messaging, with losses and restarts."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Self, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.policy.kv_chain import ChainBook, chain_hashes, root_hash
+from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.errors import BrokerUnavailable
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.kv import (
+    KvChange,
+    KvCleared,
+    KvNotice,
+    KvRemoved,
+    KvStored,
+    Load,
+    decode_kv_notice,
+)
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.runtime.kv import KvFollower, KvPublisher, publisher
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.roster import Roster
+from tests.servers import PrivateServer
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+BLOCK = 4
+COMPONENT = "Worker"
+#: Prompts of three blocks; many begin alike.
+PROMPTS = [[a] * 4 + [b] * 4 + [c] * 4 for a in range(3) for b in range(3) for c in range(3)]
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def messaging(request: pytest.FixtureRequest) -> AsyncIterator[Messaging]:
+    if request.param == "memory":
+        async with MemoryMessaging() as memory:
+            yield memory
+    else:
+        async with NatsMessaging(request.getfixturevalue("nats_url")) as real:
+            yield real
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    async with MemoryStore() as store:
+        yield store
+
+
+class Lossy:
+    """A messaging whose notices get lost while `losing` is set."""
+
+    def __init__(self, messaging: Messaging):
+        self._messaging = messaging
+        self.losing = False
+        self.lost = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._messaging, name)
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        if self.losing:
+            self.lost += 1
+        else:
+            await self._messaging.publish(subject, payload)
+
+
+class Worker:
+    """A publisher with an engine's book behind it."""
+
+    block_size_tokens = BLOCK
+
+    def __init__(self, messaging: Messaging, store: MemoryStore, namespace: str, lease_id: int):
+        self.messaging = Lossy(messaging)
+        carrier = cast("Messaging", self.messaging)
+        self.lease_id, self.load = lease_id, Load()
+        self._store, self._namespace = store, namespace
+        self.book = ChainBook()
+        self._held: list[bytes] = []
+        self._stack = AsyncExitStack()
+        self.publisher = KvPublisher(
+            carrier,
+            namespace=namespace,
+            component=COMPONENT,
+            lease_id=lease_id,
+            load=lambda: self.load,
+            holdings=self,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self.publisher.serve())
+        task = asyncio.create_task(self.publisher.run())
+        self._stack.push_async_callback(end, task)
+        name = (self._namespace, COMPONENT, "generate", self.lease_id)
+        record = EndpointRecord(
+            component=COMPONENT,
+            endpoint="generate",
+            namespace=self._namespace,
+            lease_id=self.lease_id,
+            transport=EndpointTransport(nats_tcp=names.endpoint_subject(*name)),
+            model="m",
+        )
+        self._key = names.endpoint_key(*name)
+        await self._store.put(self._key, encode_json(record))
+        self._stack.push_async_callback(self.leave)
+        return self
+
+    async def leave(self) -> None:
+        """Its key goes; it still answers."""
+        await self._store.delete(self._key)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def held(self) -> list[int]:
+        return self.book.held()
+
+    def cuts(self) -> list[int]:
+        return self.book.cuts()
+
+    def compute(self, prompt: list[int]) -> None:
+        """Stores what of the prompt it does not hold yet."""
+        prefixes = [bytes(prompt[: BLOCK * (i + 1)]) for i in range(len(prompt) // BLOCK)]
+        first = 0
+        while first < len(prefixes) and prefixes[first] in self._held:
+            first += 1
+        new = prefixes[first:]
+        self._held += new
+        chain = self.book.stored(
+            new, prefixes[first - 1] if first else None, prompt[BLOCK * first :], BLOCK, root_hash()
+        )
+        if chain:
+            self.publisher.changed([KvStored(hashes=chain)])
+
+    def evict(self, rng: random.Random) -> None:
+        if self._held:
+            name = self._held.pop(rng.randrange(len(self._held)))
+            gone, cut = self.book.removed([name])
+            self.publisher.changed([KvRemoved(hashes=gone, cut=cut)])
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.book.clear()
+        self.publisher.changed([KvCleared()])
+
+    def longest(self, prompt: list[int]) -> int:
+        count = 0
+        while count < 3 and bytes(prompt[: BLOCK * (count + 1)]) in self._held:
+            count += 1
+        return count
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class Router:
+    """A follower of a namespace's workers."""
+
+    def __init__(self, messaging: Messaging, store: MemoryStore, namespace: str):
+        self.registry = CollectorRegistry()
+        self.drops: list[str] = []
+        self.roster = Roster(store, names.endpoint_prefix(namespace, COMPONENT, "generate"))
+        self.follower = KvFollower(
+            messaging,
+            self.roster,
+            namespace=namespace,
+            component=COMPONENT,
+            max_blocks=10_000,
+            registry=self.registry,
+            on_drop=self.drops.append,
+        )
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self.roster)
+        await self._stack.enter_async_context(self.follower)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def count(self, result: str) -> float:
+        found = self.registry.get_sample_value("dynamo_lite_kv_notices_total", {"result": result})
+        return found or 0.0
+
+    @property
+    def snapshots(self) -> float:
+        return self.registry.get_sample_value("dynamo_lite_kv_snapshots_total") or 0.0
+
+    def sees(self, worker: Worker) -> bool:
+        """Whether it knows of the worker's blocks what is true, for every prompt."""
+        shard = self.follower.shard(worker.lease_id)
+        if shard is None:
+            return False
+        return all(
+            shard.index.match(chain_hashes(prompt, BLOCK)).get(worker.lease_id, 0)
+            == worker.longest(prompt)
+            for prompt in PROMPTS
+        )
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_what_workers_hold_is_known(
+    messaging: Messaging, store: MemoryStore, namespace: str
+) -> None:
+    rng = random.Random(1)
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(Router(messaging, store, namespace))
+        workers = [
+            await stack.enter_async_context(Worker(messaging, store, namespace, lease_id))
+            for lease_id in (1, 2)
+        ]
+        for worker in workers:
+            for prompt in rng.sample(PROMPTS, 12):
+                worker.compute(prompt)
+            for _ in range(8):
+                worker.evict(rng)
+        await until(lambda: all(router.sees(worker) for worker in workers))
+        workers[0].clear()
+        await until(lambda: all(router.sees(worker) for worker in workers))
+
+
+async def test_a_late_router_gets_all_of_it_at_once(
+    messaging: Messaging, store: MemoryStore, namespace: str
+) -> None:
+    async with Worker(messaging, store, namespace, 7) as worker:
+        for prompt in PROMPTS[:10]:
+            worker.compute(prompt)
+        worker.load = Load(running=3)
+        for _ in range(2):  # it is killed, and another one takes its place
+            async with Router(messaging, store, namespace) as router:
+                await router.follower.settled(5)
+                assert router.sees(worker)
+                report = router.follower.load(7)
+                assert report is not None and report.requests == 3
+
+
+async def test_a_gap_is_noticed_and_repaired(
+    messaging: Messaging, store: MemoryStore, namespace: str
+) -> None:
+    async with (
+        Router(messaging, store, namespace) as router,
+        Worker(messaging, store, namespace, 7) as worker,
+    ):
+        worker.compute(PROMPTS[0])
+        await until(lambda: router.sees(worker))
+        worker.messaging.losing = True
+        worker.compute(PROMPTS[5])
+        await until(lambda: worker.messaging.lost > 0)
+        assert not router.sees(worker)
+        worker.messaging.losing = False
+        # Nothing more changes: the worker's next sign of life shows it.
+        await until(lambda: router.sees(worker))
+        assert router.count("gap") >= 1
+        assert router.snapshots >= 2
+
+
+async def test_a_large_snapshot_comes_in_parts_while_it_changes(
+    messaging: Messaging, store: MemoryStore, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "HASHES_PER_MESSAGE", 3)
+    rng = random.Random(2)
+    async with Worker(messaging, store, namespace, 7) as worker:
+        for prompt in PROMPTS:
+            worker.compute(prompt)
+        async with Router(messaging, store, namespace) as router:
+            while router.follower.unsettled:
+                worker.evict(rng)
+                worker.compute(rng.choice(PROMPTS))
+                await asyncio.sleep(0.001)
+            await until(lambda: router.sees(worker))
+
+
+async def test_a_dead_workers_blocks_go_with_it(
+    messaging: Messaging, store: MemoryStore, namespace: str
+) -> None:
+    async with Router(messaging, store, namespace) as router:
+        async with Worker(messaging, store, namespace, 7) as worker:
+            worker.compute(PROMPTS[0])
+            await until(lambda: router.sees(worker))
+        await until(lambda: router.follower.shard(7) is None)
+        assert [len(index) for index in router.follower.indexes] == [0]
+        async with Worker(messaging, store, namespace, 8) as worker:
+            await until(lambda: router.sees(worker))
+
+
+async def test_bad_notices_are_dropped_and_counted(
+    messaging: Messaging, store: MemoryStore, namespace: str
+) -> None:
+    subject = names.kv_subject(namespace, COMPONENT)
+    chain = chain_hashes(PROMPTS[3], BLOCK)
+
+    def forged(lease_id: int, number: int) -> bytes:
+        changes: list[KvChange] = [KvStored(hashes=chain)]
+        return encode(KvNotice(lease_id=lease_id, number=number, load=Load(), changes=changes))
+
+    async with (
+        Router(messaging, store, namespace) as router,
+        Worker(messaging, store, namespace, 7) as worker,
+    ):
+        worker.compute(PROMPTS[0])
+        await until(lambda: router.sees(worker) and router.count("applied") >= 1)
+        await messaging.publish(subject, forged(99, 1))
+        await until(lambda: router.count("unknown") == 1)
+        await messaging.publish(subject, forged(7, 0))
+        await until(lambda: router.count("late") == 1)
+        for garbage in (b"", b"\xc1", encode(Load()), forged(7, 1)[:-3]):
+            await messaging.publish(subject, garbage)
+        await until(lambda: router.drops == ["kv_notice"] * 4)
+        assert router.sees(worker)
+        # From the future: it is not believed, and what is true is asked for.
+        await messaging.publish(subject, forged(7, 1 << 40))
+        await until(lambda: router.count("gap") == 1 and not router.follower.unsettled)
+        assert router.sees(worker)
+        worker.compute(PROMPTS[9])
+        await until(lambda: router.sees(worker))
+
+
+async def test_loads_are_told_when_they_change_and_not_more_often_than_that(
+    messaging: Messaging, store: MemoryStore, namespace: str
+) -> None:
+    told: list[tuple[float, Load]] = []
+    loop = asyncio.get_running_loop()
+
+    async def listen(payload: bytes) -> None:
+        told.append((loop.time(), decode_kv_notice(payload).load))
+
+    async with messaging.serve(names.kv_subject(namespace, COMPONENT), listen):
+        async with Worker(messaging, store, namespace, 7) as worker:
+            for running in range(1, 101):
+                worker.load = Load(running=running)
+                worker.publisher.stirred()
+                await asyncio.sleep(0.004)
+            await until(lambda: bool(told) and told[-1][1].running == 100)
+        times = [at for at, _ in told]
+        assert len(told) <= 2 + (times[-1] - times[0]) / publisher.LOAD_PERIOD_S
+
+
+async def test_random_losses_and_restarts(
+    messaging: Messaging, store: MemoryStore, namespace: str
+) -> None:
+    """Whatever was lost, in the end the router knows what is true."""
+    rng = random.Random(3)
+    async with AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(Worker(messaging, store, namespace, lease_id))
+            for lease_id in (1, 2, 3)
+        ]
+        for _ in range(3):  # routers, one after the other
+            async with Router(messaging, store, namespace) as router:
+                for _ in range(60):
+                    worker = rng.choice(workers)
+                    worker.messaging.losing = rng.random() < 0.2
+                    worker.compute(rng.choice(PROMPTS))
+                    for _ in range(rng.randrange(4)):
+                        worker.evict(rng)
+                    if rng.random() < 0.05:
+                        worker.clear()
+                    await asyncio.sleep(rng.choice([0, 0.001, 0.003]))
+                for worker in workers:
+                    worker.messaging.losing = False
+                await until(lambda r=router: all(r.sees(worker) for worker in workers))
+
+
+async def test_a_broker_that_comes_back(
+    nats_server: PrivateServer, store: MemoryStore, namespace: str
+) -> None:
+    async with (
+        NatsMessaging(nats_server.url) as ours,
+        NatsMessaging(nats_server.url) as theirs,
+        Worker(theirs, store, namespace, 7) as worker,
+        Router(ours, store, namespace) as router,
+    ):
+        worker.compute(PROMPTS[0])
+        await until(lambda: router.sees(worker))
+        await nats_server.kill()
+        await until(lambda: not theirs.connected and not ours.connected)
+        with contextlib.suppress(BrokerUnavailable):
+            worker.compute(PROMPTS[5])
+        await nats_server.restart()
+        await until(lambda: router.sees(worker), 20)
+
+
+async def test_a_restarted_router_routes_right_within_a_second(
+    nats_url: str, store: MemoryStore, namespace: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        workers: list[Worker] = []
+        for lease_id in range(1, 5):
+            messaging = await stack.enter_async_context(NatsMessaging(nats_url))
+            worker = Worker(messaging, store, namespace, lease_id)
+            workers.append(await stack.enter_async_context(worker))
+            worker.compute(PROMPTS[lease_id])
+            worker.compute(PROMPTS[-lease_id])
+        for _ in range(2):
+            async with (
+                NatsMessaging(nats_url) as own,
+                Router(own, store, namespace) as router,
+            ):
+                await router.follower.settled(1.0)
+                picker = KvPicker(
+                    router.follower, KvRoutingOptions(), now=lambda: 0.0, uniform=lambda: 0.0
+                )
+                router.follower.on_load(picker.reported)
+                for worker in workers:
+                    prompt = PROMPTS[worker.lease_id]
+                    request = GenerateRequest(
+                        request_id=f"r{worker.lease_id}",
+                        client_id="",
+                        prompt_token_ids=[*prompt, 1],
+                        sampling=b"",
+                        arrival_time=1.0,
+                    )
+                    picked = picker.pick(router.roster.members, request)
+                    assert picked.member.lease_id == worker.lease_id

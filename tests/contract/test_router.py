@@ -1,0 +1,221 @@
+"""The router as a process of its own, and the Frontend's side of it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any, Self
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components.remote_router import RemoteRouter
+from dynamo_lite.components.router import Router
+from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.routing import Fates, PickRequest
+from dynamo_lite.runtime.host import ProcessSpec, Surroundings, run_process
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.roster import Roster
+from tests.contract.test_kv import COMPONENT, PROMPTS, Worker, until
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+FRONTEND = 0xF
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def messaging(request: pytest.FixtureRequest) -> AsyncIterator[Messaging]:
+    if request.param == "memory":
+        async with MemoryMessaging() as memory:
+            yield memory
+    else:
+        async with NatsMessaging(request.getfixturevalue("nats_url")) as real:
+            yield real
+
+
+class Cluster:
+    """Two workers, a Frontend's key, and its side of routing; routers are started in it."""
+
+    def __init__(self, messaging: Messaging, namespace: str):
+        self.messaging, self.namespace = messaging, namespace
+        self.store = MemoryStore()
+        self.registry = CollectorRegistry()
+        self.routers = Roster(self.store, names.endpoint_prefix(namespace, "Router", "pick"))
+        self.roster = Roster(self.store, names.endpoint_prefix(namespace, COMPONENT, "generate"))
+        self.workers = [Worker(messaging, self.store, namespace, n) for n in (1, 2)]
+        self.remote = RemoteRouter(
+            messaging,
+            self.routers,
+            namespace=namespace,
+            lease_id=FRONTEND,
+            fallback=RoundRobin(),
+            registry=self.registry,
+        )
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        parts = (self.store, *self.workers, self.routers, self.roster, self.remote)
+        for part in parts:
+            await self._stack.enter_async_context(part)
+        name = (self.namespace, "Frontend", "http", FRONTEND)
+        self.frontend_key = names.endpoint_key(*name)
+        record = EndpointRecord(
+            component="Frontend",
+            endpoint="http",
+            namespace=self.namespace,
+            lease_id=FRONTEND,
+            transport=EndpointTransport(nats_tcp=names.endpoint_subject(*name)),
+        )
+        await self.store.put(self.frontend_key, encode_json(record))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @contextlib.asynccontextmanager
+    async def router(self) -> AsyncIterator[Router]:
+        """A process of it, and that it is known to be there, and to know the workers."""
+        spec = ProcessSpec(
+            namespace=self.namespace,
+            component="Router",
+            instance=0,
+            nats_url="nats://x",
+            etcd_url="http://x",
+            state_dir="/nowhere",
+            watch_component=COMPONENT,
+        )
+        router = Router({"kv_router": {"request_load_tokens": 0}}, spec)
+        around = Surroundings(
+            open_store=lambda _: contextlib.nullcontext(self.store),
+            open_messaging=lambda *_: contextlib.nullcontext(self.messaging),
+        )
+        reports: list[dict[str, Any]] = []
+        task = asyncio.create_task(run_process(spec, router, reports.append, around))
+        try:
+            await until(lambda: any(r["state"] == "ready" for r in reports), 15)
+            await self.routers.wait(lambda members: len(members) == 1, 5)
+            yield router
+        finally:
+            await self.store.revoke(self.routers.members[0].lease_id)
+            assert await task == 0
+            await self.routers.wait(lambda members: not members, 5)
+
+    async def choose(self, prompt: list[int], request_id: str, **fields: Any) -> int:
+        request = GenerateRequest(
+            request_id=request_id,
+            client_id="",
+            prompt_token_ids=[*prompt, 1],
+            sampling=b"",
+            arrival_time=1.0,
+            **fields,
+        )
+        picked = await self.remote.choose(self.roster.members, request)
+        return picked.member.lease_id
+
+    @property
+    def fallbacks(self) -> float:
+        return self.registry.get_sample_value("dynamo_lite_router_fallbacks_total") or 0.0
+
+
+@pytest.fixture
+async def cluster(messaging: Messaging, namespace: str) -> AsyncIterator[Cluster]:
+    async with Cluster(messaging, namespace) as cluster:
+        yield cluster
+
+
+async def test_it_chooses_by_prefix_and_by_what_it_has_placed(cluster: Cluster) -> None:
+    for worker, prompt in zip(cluster.workers, (PROMPTS[3], PROMPTS[20]), strict=True):
+        worker.compute(prompt)
+    async with cluster.router() as router:
+        for number in range(4):
+            await until_prefix(cluster, PROMPTS[20], 2)
+            assert await cluster.choose(PROMPTS[3], f"a{number}") == 1
+        together = [await cluster.choose([9] * 12, f"b{number}") for number in range(2)]
+        assert len(set(together)) == 1, "the second one follows the first one's prefix"
+        assert router.health()["requests"] == 6
+        cluster.remote.answered("a0")
+        for name in ("a0", "a1", "a2", "a3", "b0", "b1"):
+            cluster.remote.released(name)
+        await until(lambda: router.health()["requests"] == 0)
+    assert cluster.fallbacks == 0
+
+
+async def until_prefix(cluster: Cluster, prompt: list[int], lease_id: int) -> None:
+    """Until the router's index has what the workers hold."""
+    async with asyncio.timeout(5):
+        while await cluster.choose(prompt, "probe") != lease_id:
+            cluster.remote.released("probe")
+            await asyncio.sleep(0.01)
+        cluster.remote.released("probe")
+
+
+async def test_without_a_router_the_frontend_chooses(cluster: Cluster) -> None:
+    assert {await cluster.choose([5], "a"), await cluster.choose([5], "b")} == {1, 2}
+    assert cluster.fallbacks == 2
+    async with cluster.router() as router:
+        await cluster.choose([5], "c")
+        assert (cluster.fallbacks, router.health()["requests"]) == (2, 1)
+    await cluster.choose([5], "d")
+    assert cluster.fallbacks == 3
+
+
+async def test_nobody_to_choose_from_is_an_error(cluster: Cluster) -> None:
+    for worker in cluster.workers:
+        await worker.leave()
+    await cluster.roster.wait(lambda members: not members, 5)
+    with pytest.raises(NoWorkers):
+        await cluster.choose([5], "a")
+
+
+async def test_a_router_that_does_not_answer_is_left_alone_for_a_while(cluster: Cluster) -> None:
+    key = names.endpoint_key(cluster.namespace, "Router", "pick", 0xA)
+    subject = names.endpoint_subject(cluster.namespace, "Router", "pick", 0xA)
+    record = EndpointRecord(
+        component="Router",
+        endpoint="pick",
+        namespace=cluster.namespace,
+        lease_id=0xA,
+        transport=EndpointTransport(nats_tcp=subject),
+    )
+    asked: list[bytes] = []
+
+    async def garble(payload: bytes) -> bytes:
+        asked.append(payload)
+        return b"\xc1"
+
+    async with cluster.messaging.serve(subject, garble):
+        await cluster.store.put(key, encode_json(record))
+        await cluster.routers.wait(lambda members: len(members) == 1, 5)
+        for number in range(3):
+            assert await cluster.choose([5], f"r{number}") in (1, 2)
+    assert (len(asked), cluster.fallbacks) == (1, 3)
+
+
+async def test_a_gone_frontends_requests_are_forgotten(cluster: Cluster) -> None:
+    async with cluster.router() as router:
+        await cluster.choose([5], "a")
+        await cluster.store.delete(cluster.frontend_key)
+        await until(lambda: router.health()["requests"] == 0)
+
+
+async def test_a_release_that_overtakes_its_question_counts(cluster: Cluster) -> None:
+    async with cluster.router() as router:
+        lease_id = cluster.routers.members[0].lease_id
+        fates = names.fates_subject(cluster.namespace, lease_id)
+        early = Fates(client=FRONTEND, released=["x"])
+        await cluster.messaging.publish(fates, encode(early))
+        await cluster.messaging.publish(fates, b"\xc1")  # and nothing that is malformed
+        question = PickRequest(
+            client=FRONTEND, request_id="x", prompt_token_ids=[1], candidates=[1, 2]
+        )
+        await until(lambda: "x" in repr(router._early))
+        subject = cluster.routers.members[0].transport.nats_tcp
+        await cluster.messaging.request(subject, encode(question), timeout_s=5)
+        assert router.health()["requests"] == 0

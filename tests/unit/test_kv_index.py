@@ -1,0 +1,232 @@
+"""The index beside a brute-force one, under random events, losses and restarts."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from dynamo_lite.policy.kv_chain import ChainBook, chain_hashes, root_hash
+from dynamo_lite.policy.kv_index import KvIndex
+
+BLOCK = 2
+DEPTH = 5
+#: All prompts of DEPTH blocks, of two different blocks.
+PROMPTS = [
+    tuple(itertools.chain.from_iterable(blocks))
+    for blocks in itertools.product([(0, 1), (1, 1)], repeat=DEPTH)
+]
+CHAINS = {prompt: chain_hashes(prompt, BLOCK) for prompt in PROMPTS}
+
+
+class Engine:
+    """A worker's engine: a prefix cache with duplicates, and the events of it."""
+
+    def __init__(self, index: KvIndex, worker: int):
+        self.index, self.worker = index, worker
+        self.book = ChainBook()
+        self.held: Counter[tuple[int, ...]] = Counter()
+        self.deaf = False  # its events are lost
+
+    def store(self, prompt: tuple[int, ...], first: int, end: int) -> None:
+        """Blocks first to end - 1; the one before them is held, or there is none."""
+        prefixes = [prompt[: BLOCK * (i + 1)] for i in range(first, end)]
+        self.held.update(prefixes)
+        chain = self.book.stored(
+            [bytes(p) for p in prefixes],
+            bytes(prompt[: BLOCK * first]) if first else None,
+            prompt[BLOCK * first : BLOCK * end],
+            BLOCK,
+            root_hash(),
+        )
+        assert len(chain) == end - first
+        if not self.deaf:
+            self.index.stored(self.worker, chain)
+
+    def remove(self, prefix: tuple[int, ...]) -> None:
+        self.held[prefix] -= 1
+        gone, cut = self.book.removed([bytes(prefix)])
+        if not self.deaf:
+            self.index.removed(self.worker, gone, cut)
+
+    def clear(self) -> None:
+        self.held.clear()
+        self.book.clear()
+        if not self.deaf:
+            self.index.replace(self.worker, set())
+
+    def repair(self) -> None:
+        self.deaf = False
+        self.index.replace(self.worker, set(self.book.held()), self.book.cuts())
+
+    def longest(self, prompt: tuple[int, ...]) -> int:
+        """Block by block: what is true."""
+        count = 0
+        while count < DEPTH and self.held[prompt[: BLOCK * (count + 1)]] > 0:
+            count += 1
+        return count
+
+
+def play(engine: Engine, rng: random.Random) -> None:
+    """One random thing that an engine may do."""
+    held = [prefix for prefix, count in engine.held.items() if count > 0]
+    match rng.choice(["store"] * 5 + ["remove"] * 4 + ["lose", "repair", "clear"]):
+        case "store":
+            prompt = rng.choice(PROMPTS)
+            first = rng.randint(0, engine.longest(prompt))
+            if first < DEPTH:
+                engine.store(prompt, first, rng.randint(first + 1, DEPTH))
+        case "remove" if held:
+            engine.remove(rng.choice(held))
+        case "lose":
+            engine.deaf = True
+        case "repair":
+            engine.repair()
+        case "clear" if rng.random() < 0.2:
+            engine.clear()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_is_a_brute_force_oracle(seed: int):
+    rng, index = random.Random(seed), KvIndex(1000)
+    engines = [Engine(index, worker) for worker in range(4)]
+    incarnations = itertools.count(10)
+    for _ in range(100):
+        number = rng.randrange(len(engines))
+        engine = engines[number]
+        if rng.random() < 0.03:  # it dies and comes back empty
+            index.leave(engine.worker)
+            engines[number] = Engine(index, next(incarnations))
+        else:
+            play(engine, rng)
+        check(index, [engine for engine in engines if not engine.deaf])
+    for engine in engines:
+        index.leave(engine.worker)
+    assert len(index) == 0
+    assert not any(index.match(chain) for chain in CHAINS.values())
+
+
+def check(index: KvIndex, engines: list[Engine]) -> None:
+    for prompt, chain in CHAINS.items():
+        found = index.match(chain)
+        for engine in engines:
+            assert found.get(engine.worker, 0) == engine.longest(prompt), prompt
+
+
+class Logged(KvIndex):
+    """Remembers its events."""
+
+    def __init__(self) -> None:
+        super().__init__(1000)
+        self.log: list[Callable[[KvIndex], None]] = []
+
+    def stored(self, worker: int, hashes: Sequence[int]) -> None:
+        super().stored(worker, hashes)
+        self.log.append(lambda index: index.stored(worker, hashes))
+
+    def removed(self, worker: int, hashes: Iterable[int], cut: Sequence[int] = ()) -> None:
+        super().removed(worker, hashes, cut)
+        self.log.append(lambda index: index.removed(worker, hashes, cut))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_events_may_be_repeated(seed: int):
+    """In order, from any point on: what a repair does with what it had put aside."""
+    rng, index, again = random.Random(seed), Logged(), KvIndex(1000)
+    engine = Engine(index, 1)
+    for _ in range(80):
+        held = [prefix for prefix, count in engine.held.items() if count > 0]
+        if held and rng.random() < 0.4:
+            engine.remove(rng.choice(held))
+        else:
+            engine.store(rng.choice(PROMPTS), 0, rng.randint(1, DEPTH))
+    again.replace(1, set(engine.book.held()), engine.book.cuts())
+    for event in index.log[rng.randrange(len(index.log)) :]:
+        event(again)
+    check(again, [engine])
+    check(index, [engine])
+
+
+def test_a_workers_leaving_frees_its_place_for_another():
+    index = KvIndex(100)
+    for worker in range(1000, 1200):
+        index.stored(worker, [1, 2, 3])
+        index.stored(worker + 1, [1])
+        assert index.match([1, 2, 3]) == {worker: 3, worker + 1: 1}
+        index.leave(worker)
+        assert index.match([1, 2, 3]) == {worker + 1: 1}
+        index.leave(worker + 1)
+    assert len(index) == 0
+
+
+def test_unknown_workers_and_blocks_are_nothing():
+    index = KvIndex(10)
+    index.removed(1, [5], [6])
+    index.leave(1)
+    index.stored(1, [5])
+    index.removed(1, [7])
+    assert index.match([]) == {}
+    assert index.match([7, 5]) == {}
+    assert index.match([5, 7]) == {1: 1}
+
+
+def test_it_keeps_within_its_bound_and_claims_nothing_that_is_not_there():
+    rng, index = random.Random(1), KvIndex(500)
+    truth: dict[int, set[int]] = {worker: set() for worker in range(8)}
+    prompts = [[1_000_000 + 100 * p + i for i in range(20)] for p in range(200)]
+    for _ in range(600):
+        worker, prompt = rng.randrange(8), rng.choice(prompts)
+        index.stored(worker, prompt)
+        truth[worker].update(prompt)
+        assert len(index) <= 500
+        wanted = rng.choice(prompts)
+        for worker, count in index.match(wanted).items():
+            assert truth[worker].issuperset(wanted[:count])
+    assert index.evicted > 0
+    assert sum(len(index.held(worker)) > 0 for worker in range(8)) > 1
+
+
+def test_what_is_matched_outlives_what_is_not():
+    index, popular = KvIndex(1000), list(range(1, 51))
+    index.stored(1, popular)
+    for prompt in range(200):
+        for _ in range(16):
+            assert index.match(popular) == {1: 50}
+        index.stored(2, [10_000 + 50 * prompt + i for i in range(50)])
+    assert index.evicted > 5000
+
+
+def test_prompts_share_hashes_as_they_may_share_kv():
+    tokens = list(range(10))
+    plain = chain_hashes(tokens, 2)
+    assert len(plain) == 5 and len(set(plain)) == 5
+    assert chain_hashes(tokens[:7], 2) == plain[:3]
+    assert chain_hashes([9, *tokens[1:]], 2)[1] != plain[1]
+    salted, adapted = (
+        chain_hashes(tokens, 2, cache_salt="a"),
+        chain_hashes(tokens, 2, lora_name="a"),
+    )
+    both = chain_hashes(tokens, 2, cache_salt="a", lora_name="a")
+    assert len({*plain, *salted, *adapted, *both}) == 20
+
+
+def test_hashes_are_the_same_everywhere():
+    """Another version of a worker must name a block as this one does."""
+    assert chain_hashes([1, 2, 3, 4], 2) == GOLDEN
+    assert chain_hashes([1, 2, 3, 4], 2, cache_salt="s") == GOLDEN_SALTED
+
+
+GOLDEN = [28814324212392581, 50216399945030532]
+GOLDEN_SALTED = [492882088872172, 66445697828549307]
+
+
+def test_the_book_refuses_what_does_not_fit():
+    book, root = ChainBook(), root_hash()
+    with pytest.raises(ValueError, match="3 tokens"):
+        book.stored([b"a"], None, [1, 2, 3], 2, root)
+    with pytest.raises(ValueError, match="token ids"):
+        book.stored([b"a"], None, [1, -2], 2, root)
+    assert book.stored([b"c"], b"b", [1, 2], 2, root) == []
+    assert book.removed([b"c"]) == ([], [])
+    assert len(book) == 0

@@ -1,0 +1,291 @@
+"""The KV-aware picker: what it weighs, what it remembers, what it says."""
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from dynamo_lite.policy.bookings import LINGER_S, Bookings
+from dynamo_lite.policy.kv_chain import chain_hashes
+from dynamo_lite.policy.kv_index import KvIndex
+from dynamo_lite.policy.kv_routing import (
+    REASONS,
+    Candidate,
+    KvPicker,
+    KvRoutingOptions,
+    LoadReport,
+    Shard,
+    draw,
+    score,
+    with_room,
+)
+from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+
+BLOCK = 4
+PROMPT = list(range(100, 141))  # ten full blocks, and one token
+
+
+class View:
+    def __init__(self) -> None:
+        self.loads: dict[int, LoadReport] = {}
+        self.shards: dict[int, Shard] = {}
+
+    def load(self, lease_id: int) -> LoadReport | None:
+        return self.loads.get(lease_id)
+
+    def shard(self, lease_id: int) -> Shard | None:
+        return self.shards.get(lease_id)
+
+
+class Router:
+    """A picker of workers 1 to n, which all tell what they hold."""
+
+    def __init__(self, workers: int = 3, **options: Any):
+        self.view, self.index, self.time = View(), KvIndex(10_000), 0.0
+        self.members = [member(i + 1) for i in range(workers)]
+        for m in self.members:
+            self.view.shards[m.lease_id] = Shard(BLOCK, self.index)
+        rng = random.Random(1)
+        self.picker = KvPicker(
+            self.view,
+            KvRoutingOptions(**options),
+            now=lambda: self.time,
+            uniform=rng.random,
+        )
+        self._ids = itertools.count()
+
+    def hold(self, lease_id: int, prompt: list[int], **keys: str) -> None:
+        self.index.stored(lease_id, chain_hashes(prompt, BLOCK, **keys))
+
+    def load(self, lease_id: int, requests: int = 0, tokens: int = 0, usage: float = 0.0) -> None:
+        self.view.loads[lease_id] = LoadReport(requests, tokens, usage)
+        self.picker.reported(lease_id)
+
+    def pick(self, prompt: list[int] = PROMPT, **fields: Any) -> int:
+        """The lease id of the worker that is given a new request; `last` is its id."""
+        self.last = f"r{next(self._ids)}"
+        request = GenerateRequest(
+            request_id=self.last,
+            client_id="",
+            prompt_token_ids=prompt,
+            sampling=b"",
+            arrival_time=1.0,
+            **fields,
+        )
+        picked = self.picker.pick(self.members, request)
+        assert picked.reason.split(":")[0] in REASONS
+        return picked.member.lease_id
+
+    @property
+    def reason(self) -> str:
+        """Of the only choice so far."""
+        ((reason, count),) = self.picker.choices.items()
+        assert count == 1
+        return reason
+
+
+def member(lease_id: int) -> EndpointRecord:
+    return EndpointRecord(
+        component="VllmWorker",
+        endpoint="generate",
+        namespace="t",
+        lease_id=lease_id,
+        transport=EndpointTransport(nats_tcp=f"s{lease_id}"),
+    )
+
+
+def test_the_longest_prefix_is_followed():
+    router = Router()
+    router.hold(1, PROMPT[:8])
+    router.hold(3, PROMPT[:24])
+    assert router.pick() == 3
+    assert router.reason == "prefix"
+    assert router.picker.matched_tokens == 24
+    assert router.picker.prompt_tokens == len(PROMPT)
+
+
+def test_a_busy_worker_loses_its_prefix():
+    router = Router()
+    router.hold(1, PROMPT[:24])
+    router.load(1, tokens=49)
+    assert router.pick() in (2, 3)
+    assert router.reason == "balance"
+    patient = Router(load_weight=0.9)
+    patient.hold(1, PROMPT[:24])
+    patient.load(1, tokens=49)
+    assert patient.pick() == 1
+
+
+def test_running_requests_are_load():
+    router = Router(request_load_tokens=10)
+    for lease_id, requests in ((1, 3), (2, 1), (3, 2)):
+        router.load(lease_id, requests=requests)
+    assert router.pick() == 2
+    assert router.reason == "load"
+
+
+def test_what_was_just_routed_counts_before_anybody_says_so():
+    router = Router(request_load_tokens=1)
+    first = router.pick()
+    assert router.pick() == first, "the same prompt follows the first one"
+    others = [router.pick([n] * 41) for n in (1, 2)]
+    assert first not in others and others[0] != others[1]
+
+
+def test_equal_workers_take_turns():
+    router = Router(workers=4)
+    picks = []
+    for n in range(8):
+        picks.append(router.pick([n] * 9))
+        router.picker.answered(router.last)
+        router.picker.released(router.last)
+    assert sorted(picks[:4]) == [1, 2, 3, 4] == sorted(picks[4:])
+
+
+def test_a_refused_request_leaves_nothing_behind():
+    router = Router(workers=2, request_load_tokens=1)
+    first = router.pick()
+    router.picker.released(router.last)
+    assert router.pick([7] * 9) != first, "by turns: the other one"
+    router.picker.released(router.last)
+    assert router.pick() == first, "by turns again, not for the prefix"
+    assert router.picker.matched_tokens == 0
+
+
+def test_a_full_cache_is_left_out_while_another_has_room():
+    router = Router(workers=2)
+    router.hold(1, PROMPT)
+    router.load(1, usage=0.99)
+    router.load(2, usage=0.5)
+    assert router.pick() == 2
+    router.load(2, usage=0.96)
+    router.picker.released(router.last)
+    router.time += 10
+    assert router.pick() == 1
+
+
+def test_workers_that_tell_nothing_are_chosen_by_what_they_were_given():
+    router = Router(workers=2)
+    router.view.shards.clear()
+    assert {router.pick(), router.pick()} == {1, 2}
+    assert router.picker.choices == Counter(load=2)
+
+
+def test_the_only_one_is_taken_and_nobody_is_an_error():
+    router = Router(workers=1)
+    assert router.pick() == 1
+    assert router.reason == "only"
+    with pytest.raises(NoWorkers):
+        router.members = []
+        router.pick()
+
+
+def test_salts_keep_prefixes_apart():
+    router = Router(workers=2)
+    router.hold(2, PROMPT, cache_salt="a")
+    assert router.pick(cache_salt="b") == 1
+    assert router.pick(cache_salt="a") == 2
+    assert router.picker.choices == Counter(load=1, prefix=1)
+
+
+def test_a_session_stays_where_it_was_unless_that_is_much_busier():
+    router = Router(workers=2, request_load_tokens=0)
+    home = router.pick([1] * 9, session="s")
+    router.picker.answered(router.last)
+    router.picker.released(router.last)
+    router.load(home, tokens=17)
+    assert router.pick([2] * 9, session="s") == home
+    assert router.picker.choices["session"] == 1
+    router.load(home, tokens=60)
+    assert router.pick([3] * 9, session="s") != home
+
+
+def test_block_sizes_of_their_own():
+    """Workers of two shards: each one's blocks are looked up by its own size."""
+    router = Router(workers=2)
+    other = KvIndex(100)
+    router.view.shards[2] = Shard(8, other)
+    other.stored(2, chain_hashes(PROMPT[:32], 8))
+    router.hold(1, PROMPT[:28])
+    assert router.pick() == 2
+    assert router.picker.matched_tokens == 32
+
+
+def test_others_requests_count_once_and_ours_are_not_counted_twice():
+    router = Router(workers=2, request_load_tokens=1)
+    assert router.pick([1] * 50) == 1
+    router.load(1, requests=1, tokens=50)  # that one
+    router.load(2, requests=9, tokens=60)  # somebody else's
+    assert router.pick([2] * 9) == 1
+    assert router.pick([3] * 9) == 1, "51 + 10 tokens are fewer than 69"
+
+
+def test_temperature_draws_by_score():
+    router = Router(workers=2, kv_weight=1.0, temperature=1.0, request_load_tokens=0)
+    router.hold(1, PROMPT)
+    picks: Counter[int] = Counter()
+    for _ in range(400):
+        picks[router.pick()] += 1
+        router.picker.released(router.last)
+    assert 240 < picks[1] < 340  # e / (1 + e) of them, nearly
+    assert router.picker.choices["lot"] == picks[2]
+
+
+def test_parts():
+    options = KvRoutingOptions(kv_weight=2.0, load_weight=0.5)
+    low, full = (
+        Candidate(member(1), matched=10, load=4, kv_usage=0.1),
+        Candidate(member(2), matched=0, load=0, kv_usage=1.0),
+    )
+    assert score(low, options) == 18.0
+    assert with_room([low, full], 0.9) == [low]
+    assert with_room([full], 0.9) == [full]
+    assert [draw([0.0, 0.0], 1.0, chance) for chance in (0.0, 0.49, 0.51, 0.999)] == [0, 0, 1, 1]
+    assert draw([-1e9, 0.0], 1.0, 0.0) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bookings_come_to_nothing(seed: int):
+    """Whatever the order of answers and ends, nothing stays; meanwhile the sums are right."""
+    rng, bookings, now = random.Random(seed), Bookings(), 0.0
+    truth: dict[str, list[int]] = {}
+    for n in range(200):
+        now += rng.random() / 4
+        match rng.choice(["book", "answer", "release"]):
+            case "book":
+                request_id = f"r{rng.randrange(40)}"
+                truth[request_id] = [rng.randrange(3), rng.randrange(1, 50)]
+                worker, tokens = truth[request_id]
+                bookings.book(
+                    request_id,
+                    worker,
+                    [rng.randrange(4), 4 + n],
+                    prompt_tokens=2 * tokens,
+                    prefill_tokens=tokens,
+                    now=now,
+                )
+            case "answer" if truth:
+                request_id = rng.choice(sorted(truth))
+                truth[request_id][1] = 0
+                bookings.answered(request_id, now)
+            case "release" if truth:
+                request_id = rng.choice(sorted(truth))
+                del truth[request_id]
+                bookings.released(request_id)
+        for worker in range(3):
+            mine = [tokens for at, tokens in truth.values() if at == worker]
+            account = bookings.of(worker)
+            assert (account.requests, account.prefill_tokens) == (len(mine), sum(mine))
+            assert account.prompt_tokens == 2 * sum(mine)
+    for request_id in truth:
+        bookings.released(request_id)
+    now += LINGER_S
+    bookings.book("last", 9, [], prompt_tokens=1, prefill_tokens=1, now=now)
+    bookings.released("last")
+    assert repr(bookings) == "<Bookings requests=0 lingering=0>"
+    assert not any(bookings.match([key]) for key in range(300))
+    assert all(bookings.of(worker).empty for worker in range(10))
