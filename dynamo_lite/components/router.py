@@ -44,7 +44,7 @@ class Router:
         self._early: OrderedDict[str, None] = OrderedDict()
 
     async def start(self, host: Host) -> dict[str, Any]:
-        """Registered when it has heard of the workers that are there."""
+        """Registered last: who sees it may ask."""
         namespace, enter = self._spec.namespace, self._stack.enter_async_context
         prefix = names.endpoint_prefix(namespace, self._spec.watch_component, "generate")
         self._workers = await enter(Roster(host.store, prefix, host.drops))

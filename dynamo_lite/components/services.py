@@ -119,7 +119,9 @@ VLLM_WORKER = Service(
     config=VllmWorkerConfig,
     component="dynamo_lite.components.vllm_worker:VllmWorker",
     flags="engine",
-    reserved=_RESERVED,
+    reserved=MappingProxyType(
+        {**_RESERVED, "kv-events-config": "set by dynamo-lite itself, see kv-events; remove it"}
+    ),
 )
 
 PREFILL_WORKER = Service(

@@ -1,5 +1,6 @@
 """vLLM's batches of KV events, as its publisher encodes them, become chain hashes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,13 +16,22 @@ TOKENS = list(range(50, 62))
 CHAIN = chain_hashes(TOKENS, BLOCK)
 
 
+def config(*, caching: bool = True, replicas: int = 1) -> Any:
+    """What of vLLM's is looked at."""
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=BLOCK, enable_prefix_caching=caching),
+        parallel_config=SimpleNamespace(data_parallel_size=replicas),
+        kv_events_config="set",
+    )
+
+
 class Engine:
     """Batches with vLLM's sequence numbers."""
 
     def __init__(self) -> None:
         self.drops: list[str] = []
         self.events = VllmKvEvents(self.drops.append)
-        self.events.block_size_tokens = BLOCK
+        assert self.events.attach(config())
         self.number = 0
 
     def __call__(self, *events: Any) -> list[Any]:
@@ -134,3 +144,10 @@ def test_tokens_that_do_not_fit_are_dropped():
     engine = Engine()
     assert engine(stored(0, 2, token_ids=TOKENS[:3])) == []
     assert engine.drops == ["kv_event"]
+
+
+@pytest.mark.parametrize("other", [{"caching": False}, {"replicas": 2}])
+def test_engines_without_one_prefix_cache_are_not_followed(other: dict):
+    engine = config(**other)
+    assert not VllmKvEvents().attach(engine)
+    assert engine.kv_events_config is None

@@ -48,6 +48,14 @@ async def _lose_first(front: Front) -> None:
     workers.lose([request.request_id], "connection reset")
 
 
+async def test_a_session_is_what_its_header_says(front: Front):
+    for headers in ({"x-session-id": "s" * 300}, {}):
+        await front.post("/v1/chat/completions", CHAT, **headers)
+    sessions = [request.session for _, request in front.workers.asked]
+    assert sessions == ["s" * 256, None]
+    await front.idle()
+
+
 # Moves
 
 

@@ -31,7 +31,7 @@ from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.fingerprint import check_peer
-from dynamo_lite.engine.vllm.kv_events import VllmKvEvents, can_follow
+from dynamo_lite.engine.vllm.kv_events import VllmKvEvents
 from dynamo_lite.engine.vllm.supported import check_config, hearing
 from dynamo_lite.engine.vllm.wire import delta_from_output
 from dynamo_lite.protocol import names
@@ -282,20 +282,16 @@ class VllmEngine:
         if self.kv_events is not None:
             engine_args.kv_events_config = self.kv_events.config()
         self._config = engine_args.create_engine_config()
-        if self.kv_events is not None and not can_follow(self._config):
-            self._config.kv_events_config = self.kv_events = None
+        if self.kv_events is not None and not self.kv_events.attach(self._config):
+            self.kv_events = None
         if self._link is not None:
             check_config(self._config, self._link.role)
         with hearing(self._link_path):
-            client = EngineCoreClient.make_async_mp_client(
+            return EngineCoreClient.make_async_mp_client(
                 vllm_config=self._config,
                 executor_class=Executor.get_class(self._config),
                 log_stats=True,
             )
-        if self.kv_events is not None:
-            # The engine has had the last word on it.
-            self.kv_events.block_size_tokens = self._config.cache_config.block_size
-        return client
 
     async def _close(self) -> None:
         for waiting in self._attempts.values():

@@ -37,13 +37,6 @@ logger = logging.getLogger(__name__)
 _MAX_WAITING = 100_000
 
 
-def can_follow(config: VllmConfig) -> bool:
-    """Whether the engine has one prefix cache, and no more."""
-    return bool(
-        config.cache_config.enable_prefix_caching and config.parallel_config.data_parallel_size == 1
-    )
-
-
 class VllmKvEvents:
     """Follows one engine. Implements `KvEvents`.
 
@@ -53,7 +46,7 @@ class VllmKvEvents:
     """
 
     def __init__(self, on_drop: OnDrop = uncounted):
-        self.block_size_tokens = 0
+        self._engine: VllmConfig | None = None
         self._endpoint = get_open_zmq_ipc_path()
         self._on_drop = on_drop
         self._book = ChainBook()
@@ -63,6 +56,24 @@ class VllmKvEvents:
     def config(self) -> KVEventsConfig:
         """What the engine must be told."""
         return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=self._endpoint)
+
+    def attach(self, engine: VllmConfig) -> bool:
+        """Whether the engine can be followed: it has one prefix cache, and no more.
+
+        Otherwise it is told to publish nothing.
+        """
+        parallel, cache = engine.parallel_config, engine.cache_config
+        if not cache.enable_prefix_caching or parallel.data_parallel_size > 1:
+            engine.kv_events_config = None
+            return False
+        self._engine = engine
+        return True
+
+    @property
+    def block_size_tokens(self) -> int:
+        """The engine's process has the last word on it, once it is up."""
+        assert self._engine is not None, "attach() comes first"
+        return self._engine.cache_config.block_size
 
     def held(self) -> Sequence[int]:
         return self._book.held()
