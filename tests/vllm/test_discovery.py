@@ -74,14 +74,14 @@ def test_etcdctl_shows_the_nixl_metadata(disagg: Graph):
 
 def test_ps_shows_the_way_from_the_prefill_to_the_decode_worker(disagg: Graph):
     """No job is needed for that."""
-    (row,) = eventually(lambda: tested_links(disagg), timeout_s=30, what="tested links")
+    (row,) = eventually(lambda: links_tried(disagg), timeout_s=30, what="tested links")
     prefill, decode = (disagg.process(name).lease for name in ("PrefillWorker", "VllmWorker"))
     assert (row["prefill"], row["decode"], row["state"]) == (prefill, decode, "ok"), row
     assert row["lanes"] == 1 and row["first_contact_s"] > 0 and row["round_trip_s"] > 0
     assert f"dynamo/links/{prefill}:{row['engine']}" in listing(disagg)
 
 
-def tested_links(graph: Graph) -> list[dict]:
+def links_tried(graph: Graph) -> list[dict]:
     command = (sys.executable, "-m", "dynamo_lite.serve.cli", "ps", "--links", "--json")
     done = subprocess.run(
         [*command, "--etcd-url", graph.etcd_url],
