@@ -1,4 +1,4 @@
-"""The short version of scripts/chaos: less than a minute of mixed blows, and cheap scenarios.
+"""The short version of scripts/chaos: half a minute of mixed blows, and cheap scenarios.
 
 One graph of two decode workers and one prefill worker lives through all of it.
 """
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 SEED = 3
-MINUTES = 0.7
+MINUTES = 0.5
 CANCELS = 100
 REACHED_S = 1.0
 MEASURED = 4
@@ -71,5 +71,5 @@ async def test_clients_that_leave_cost_no_block_and_the_writer_knows_soon(arena:
 
 async def test_mixed_chaos(arena: Arena):
     report = passed(await storm(arena, MINUTES, SEED, 4, asyncio.Event()))
-    assert report.tally.right > 20
-    assert sum(report.blows.values()) > 8, report.blows
+    assert report.tally.right > 10
+    assert sum(report.blows.values()) > 5, report.blows

@@ -71,7 +71,7 @@ def _draining_with_work(health) -> bool:
 
 async def test_a_revoked_decode_worker_finishes_what_it_has(pair: Graph, reference: PlainServer):
     leaving = pair.process("VllmWorker", 1)
-    async with under_load(pair, reference, load(seed=500, count=48, tokens=400)):
+    async with under_load(pair, reference, load(seed=500, count=40, tokens=220)):
         await _until(lambda: _health(leaving)["in_flight"] >= 2)
         revoking = asyncio.create_task(revoke(pair, leaving.lease))
         await _until(lambda: _draining_with_work(_health(leaving)))

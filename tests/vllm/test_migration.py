@@ -184,7 +184,7 @@ async def test_a_drain_beyond_its_grace_moves_the_rest(
     pair: Graph, reference: PlainServer, tmp_path: Path
 ):
     requests = [
-        _text(30 + i, 720 + i, temperature=0, max_tokens=1500, ignore_eos=True) for i in range(6)
+        _text(30 + i, 720 + i, temperature=0, max_tokens=1000, ignore_eos=True) for i in range(6)
     ]
     right = await _answers(reference.url, _streams(requests))
     servers = ["--nats-url", pair.nats_url, "--etcd-url", pair.etcd_url]
