@@ -43,6 +43,7 @@ class EtcdLease:
         self._witness: tuple[bytes, int] | None = None
         self._loss: LeaseLoss | None = None
         self._lost = asyncio.Event()
+        self._refreshing = asyncio.Lock()
         self._place(granted.header)
 
     def __repr__(self) -> str:
@@ -104,9 +105,11 @@ class EtcdLease:
         """Whether the store settled it. Sets the deadline or the loss from its answer."""
         if self.loss is not None:
             return True
-        asked_at = time.monotonic()
         try:
-            async with asyncio.timeout(self.remaining_s()):
+            # One at a time: whoever hears of a wiped store while another call has just been
+            # given the lease again would find no mark of it, and take it for revoked.
+            async with asyncio.timeout(self.remaining_s()), self._refreshing:
+                asked_at = time.monotonic()
                 reply = await self._client.call(lambda: self._client.refresh_lease(self._id))
                 if reply is None:
                     return False
