@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -25,7 +25,7 @@ from vllm.v1.executor import Executor
 
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
 from dynamo_lite.engine.remote_prefill.counts import ENDED, PREFLIGHT
-from dynamo_lite.engine.remote_prefill.link import LINK_FILE, DecodeLink, EngineLink, write_link
+from dynamo_lite.engine.remote_prefill.link import EngineLink, write_link
 from dynamo_lite.engine.remote_prefill.metrics import RemotePrefillMetrics
 from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
 from dynamo_lite.engine.request_ids import RequestIds
@@ -33,6 +33,7 @@ from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.engine.vllm.kv_events import VllmKvEvents
 from dynamo_lite.engine.vllm.supported import check_config, hearing
+from dynamo_lite.engine.vllm.transfer_config import transfer_config
 from dynamo_lite.engine.vllm.wire import delta_from_output
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -57,8 +58,6 @@ from dynamo_lite.runtime.messaging import Messaging
 logger = logging.getLogger(__name__)
 
 _DESCRIBE_S = 5.0
-_CONNECTOR = "DynamoLiteConnector"
-_CONNECTOR_MODULE = "dynamo_lite.engine.vllm.connector"
 
 
 class VllmEngine:
@@ -269,16 +268,7 @@ class VllmEngine:
         assert flags is not None
         engine_args = AsyncEngineArgs.from_cli_args(flags)
         if self._link is not None:
-            decodes = isinstance(self._link.role, DecodeLink)
-            engine_args.kv_transfer_config = KVTransferConfig(
-                kv_connector=_CONNECTOR,
-                kv_connector_module_path=_CONNECTOR_MODULE,
-                # A prefill engine loads prefixes, and so must not reuse blocks too early.
-                kv_role="kv_consumer" if decodes else "kv_both",
-                engine_id=self._link.engine_id,
-                kv_connector_extra_config={LINK_FILE: str(self._link_path)},
-                kv_load_failure_policy="recompute",
-            )
+            engine_args.kv_transfer_config = transfer_config(self._link, self._link_path)
         if self.kv_events is not None:
             engine_args.kv_events_config = self.kv_events.config()
         self._config = engine_args.create_engine_config()
