@@ -54,8 +54,8 @@ LANES = (
         "decode",
         (0.5, 3.0),
         (
-            Kind("kill decode worker", killing(DECODE, spare=1), 33),
-            Kind("kill decode engine", killing(DECODE, engine=True, spare=1), 33),
+            Kind("kill decode worker", killing(DECODE, spare=1, again=0.75), 33),
+            Kind("kill decode engine", killing(DECODE, engine=True, spare=1, again=0.75), 33),
             Kind("stop decode briefly", holding(DECODE, 0.2, 2.0), 8),
             Kind("stop decode past health", holding(DECODE, 11, 14, spare=1), 3),
             Kind("stop decode past lease", holding(DECODE, 34, 36, spare=1), 1),
@@ -66,8 +66,8 @@ LANES = (
         "prefill",
         (0.5, 3.0),
         (
-            Kind("kill prefill worker", killing(PREFILL), 33),
-            Kind("kill prefill engine", killing(PREFILL, engine=True), 33),
+            Kind("kill prefill worker", killing(PREFILL, again=0.75), 33),
+            Kind("kill prefill engine", killing(PREFILL, engine=True, again=0.75), 33),
             Kind("stop prefill briefly", holding(PREFILL, 0.2, 2.0), 8),
             Kind("stop prefill past health", holding(PREFILL, 4, 8), 4),
             Kind("stop prefill past lease", holding(PREFILL, 34, 36), 1),

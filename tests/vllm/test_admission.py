@@ -11,8 +11,10 @@ import pytest
 
 from tests.vllm.asking import prompt_ids
 from tests.vllm.graph import Graph, eventually
+from tests.vllm.live import live_options
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+limits = pytest.mark.usefixtures("limited")
 
 REFUSED = "dynamo_lite_requests_refused_total"
 EXPIRED = "dynamo_lite_requests_expired_total"
@@ -22,16 +24,23 @@ ENDLESS = TEXT | {"max_tokens": 8000, "ignore_eos": True, "stream": True}
 TIMEOUT = {"x-request-timeout": "1.5"}
 
 
-@pytest.fixture(scope="module")
-def graph(stage) -> Iterator[Graph]:
-    """One worker of each kind, and little that they take."""
-    options = [
-        "--Frontend.max-in-flight-requests=8",
-        "--VllmWorker.max-in-flight-requests=4",
-        "--VllmWorker.max-queued-tokens=5000",
-    ]
-    with stage.alone(options=options) as graph:
-        yield graph
+@pytest.fixture
+def graph(disagg: Graph) -> Graph:
+    return disagg
+
+
+@pytest.fixture
+def limited(graph: Graph) -> Iterator[None]:
+    """The workers take little, and so does the Frontend."""
+    with live_options(
+        graph,
+        {
+            "Frontend.max-in-flight-requests": 8,
+            "VllmWorker.max-in-flight-requests": 4,
+            "VllmWorker.max-queued-tokens": 5000,
+        },
+    ):
+        yield
 
 
 @pytest.fixture
@@ -65,8 +74,10 @@ async def _at_rest(graph: Graph, free_blocks: int) -> None:
     assert graph.count("Frontend", "dynamo_lite_requests_in_flight") == 0
 
 
+@limits
 async def test_beyond_the_limits_is_a_429(graph: Graph, http: httpx.AsyncClient):
     (before,) = await graph.pools()
+    refusals = {why: graph.count("Frontend", REFUSED, reason=why) for why in ("busy", "limit")}
     async with _busy_with(http, 4):
         for stream in (False, True):
             refused = await http.post("/completions", json=TEXT | {"stream": stream})
@@ -78,10 +89,11 @@ async def test_beyond_the_limits_is_a_429(graph: Graph, http: httpx.AsyncClient)
         assert "4 of at most 8 requests are in flight" in many.json()["error"]["message"]
     await _at_rest(graph, before.free_blocks)
     assert (await http.post("/completions", json=TEXT)).status_code == 200
-    assert graph.count("Frontend", REFUSED, reason="busy") == 2
-    assert graph.count("Frontend", REFUSED, reason="limit") == 1
+    assert graph.count("Frontend", REFUSED, reason="busy") == refusals["busy"] + 2
+    assert graph.count("Frontend", REFUSED, reason="limit") == refusals["limit"] + 1
 
 
+@limits
 async def test_a_flood_is_answered_to_all_who_come_again(graph: Graph, http: httpx.AsyncClient):
     """More prompt tokens than the worker queues, from more clients than it takes."""
     seen: list[int] = []

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.process.command import run
 from tests.vllm.asking import ask, assert_same, client, prompt_ids
 from tests.vllm.graph import Graph, PlainServer, eventually
+from tests.vllm.live import command, explained, live_options, version_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -126,37 +126,6 @@ def test_siblings_are_prefilled_and_transferred_once(disagg: Graph, reference: P
     assert written == 63 * BLOCK_BYTES
 
 
-def command(graph: Graph, *arguments: str) -> str:
-    """What `dynamo-lite` prints about the graph."""
-    result = run(*arguments, "--state-dir", str(graph.state_dir.resolve()))
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def explained(graph: Graph, request_id: str) -> list[dict[str, Any]]:
-    return json.loads(command(graph, "explain", request_id, "--json"))
-
-
-@contextmanager
-def limit_of(graph: Graph, tokens: int) -> Iterator[int]:
-    """Sets the live option, and puts it back. Gives its version."""
-    key = "VllmWorker.max-local-prefill-length"
-
-    def followed() -> bool:
-        return graph.health("VllmWorker")["options"]["engine_version"] == version
-
-    command(graph, "config", "set", f"{key}={tokens}")
-    try:
-        version = json.loads(command(graph, "config", "get", "--json"))[0]["version"]
-        eventually(followed, timeout_s=10, what="the engine follows")
-        assert "followed by 1 of 1 live processes" in command(graph, "config", "get", key)
-        yield version
-    finally:
-        command(graph, "config", "unset", key)
-        version += 1
-        eventually(followed, timeout_s=10, what="the engine follows again")
-
-
 @contextmanager
 def load_of(graph: Graph, tokens: int) -> Iterator[None]:
     """Two clients, each with one new prompt after the other."""
@@ -190,10 +159,11 @@ def test_a_live_threshold_moves_the_next_decisions_under_load(disagg: Graph):
             if d["prompt_tokens"] == tokens and d["thresholds"]["version"] == version
         ]
 
-    before = json.loads(command(disagg, "config", "get", "--json"))[0]["version"]
+    before = version_of(disagg)
+    during = before + 1
     with load_of(disagg, tokens):
         eventually(lambda: of_version(before), timeout_s=30, what="a decision by the file")
-        with limit_of(disagg, high) as during:
+        with live_options(disagg, {"VllmWorker.max-local-prefill-length": high}):
             eventually(lambda: of_version(during), timeout_s=30, what="a decision by what is set")
         eventually(lambda: of_version(during + 1), timeout_s=30, what="one by the file again")
     for version, limit in ((before, LIMIT), (during, high), (during + 1, LIMIT)):
