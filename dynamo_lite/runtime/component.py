@@ -18,6 +18,7 @@ from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.patience import patiently
 from dynamo_lite.runtime.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
 
@@ -153,7 +154,7 @@ class Host:
     async def hold(self, key: str, value: bytes) -> None:
         """Puts `key` under the lease, and puts it back when it vanishes under a live one:
         the store may lose its data. Raises LeaseLost or StoreUnavailable."""
-        await self.store.put(key, value, lease=self.lease)
+        await patiently(lambda: self.store.put(key, value, lease=self.lease))
         self._held[key] = value
         if self._guard is None or self._guard.done():
             self._guard = self.spawn(self._watch_own(key), f"guard {key}")

@@ -15,6 +15,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.runtime.dispatch import Dispatcher
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
+from dynamo_lite.runtime.patience import START_WAIT_S
 
 
 class MemoryMessaging:
@@ -82,7 +83,7 @@ class MemoryMessaging:
 
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
-        self._check(subject, b"")
+        await self.wait_connected(START_WAIT_S)
         dispatcher = Dispatcher(subject, handler, limit=self._max_handlers)
         self._served.setdefault(subject, []).append(dispatcher)
         try:

@@ -51,6 +51,7 @@ class Messaging(Protocol):
     def serve(self, subject: str, handler: Handler) -> AbstractAsyncContextManager[None]:
         """Serves `subject` while the context lasts; each message in a task of its own.
 
+        Entering waits for the broker, START_WAIT_S at most; then it raises BrokerUnavailable.
         A handler that raises ProtocolError is logged and the message dropped;
         any other exception is logged with its traceback. On exit running
         handlers are awaited; when the exit is an exception they are cancelled first.

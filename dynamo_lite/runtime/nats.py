@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Self
 
 from nats import errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
@@ -25,6 +26,7 @@ from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
 from dynamo_lite.runtime.nats_client import PersistentClient
 from dynamo_lite.runtime.nats_tls import TlsClient, TlsMismatch
+from dynamo_lite.runtime.patience import patiently
 from dynamo_lite.runtime.tls import tls_refusal
 
 logger = logging.getLogger(__name__)
@@ -123,10 +125,7 @@ class NatsMessaging:
             reply = self._reply_to(message.reply) if message.reply else None
             await dispatcher.submit(message.data, reply)
 
-        with self._errors(subject, _CLOSE_TIMEOUT_S):
-            self._check_connected()
-            subscription = await self.client.subscribe(subject, cb=deliver)
-            await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
+        subscription = await patiently(lambda: self._subscribe(subject, deliver))
         try:
             yield
         except BaseException:
@@ -142,6 +141,23 @@ class NatsMessaging:
                 with contextlib.suppress(errors.Error, OSError):
                     await subscription.unsubscribe()
             await dispatcher.join()
+
+    async def _subscribe(
+        self, subject: str, deliver: Callable[[Msg], Awaitable[None]]
+    ) -> Subscription:
+        with self._errors(subject, _CLOSE_TIMEOUT_S):
+            self._check_connected()
+            subscription = await self.client.subscribe(subject, cb=deliver)
+            try:
+                await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
+            except BaseException as exc:
+                # It would be made again with the next connection.
+                with contextlib.suppress(errors.Error, OSError):
+                    await subscription.unsubscribe()
+                if isinstance(exc, errors.TimeoutError):
+                    raise BrokerUnavailable(f"NATS at {self._url}: no answer in time") from exc
+                raise
+        return subscription
 
     def _reply_to(self, inbox: str) -> Reply:
         async def reply(payload: bytes) -> None:

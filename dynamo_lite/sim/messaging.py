@@ -18,6 +18,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.runtime.dispatch import Dispatcher
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
+from dynamo_lite.runtime.patience import patiently
 from dynamo_lite.sim.link import LinkDown, ServerLink
 from dynamo_lite.sim.nats import PORT
 from dynamo_lite.sim.network import Network
@@ -109,19 +110,24 @@ class SimMessaging:
     async def publish(self, subject: str, payload: bytes) -> None:
         self._publish(subject, payload, None)
 
+    async def _subscribe(self, number: int, subscription: "_Subscription") -> None:
+        self._subscriptions[number] = subscription
+        try:
+            self._send(("subscribe", number, subscription.subject))
+            await self._flush(subscription.subject)
+        except BaseException as exc:
+            del self._subscriptions[number]
+            if isinstance(exc, DeadlineExceeded):
+                raise BrokerUnavailable(f"NATS: {exc}") from exc
+            raise
+
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
         dispatcher = Dispatcher(subject, handler, limit=self._max_handlers)
         self._numbers += 1
         number = self._numbers
         subscription = _Subscription(self, subject, dispatcher)
-        self._subscriptions[number] = subscription
-        try:
-            self._send(("subscribe", number, subject))
-            await self._flush(subject)
-        except BaseException:
-            del self._subscriptions[number]
-            raise
+        await patiently(lambda: self._subscribe(number, subscription))
         try:
             yield
         except BaseException:

@@ -254,6 +254,29 @@ async def test_handlers_run_in_the_context_of_who_serves(
 # NATS's own ways to fail
 
 
+async def test_serving_the_twin_waits_for_it_to_come_back() -> None:
+    messaging = MemoryMessaging()
+    messaging.set_connected(False)
+    async with contextlib.AsyncExitStack() as stack:
+        entering = asyncio.create_task(stack.enter_async_context(messaging.serve("s", echo)))
+        await asyncio.sleep(0)
+        messaging.set_connected(True)
+        await entering
+        assert await messaging.request("s", b"", timeout_s=1) == b"echo "
+
+
+async def test_serving_waits_for_a_server_that_comes_back(nats_server: PrivateServer) -> None:
+    async with NatsMessaging(nats_server.url) as messaging, contextlib.AsyncExitStack() as stack:
+        await nats_server.kill()
+        async with asyncio.timeout(5):
+            while messaging.connected:
+                await asyncio.sleep(0.01)
+        entering = asyncio.create_task(stack.enter_async_context(messaging.serve("s", echo)))
+        await nats_server.restart()
+        await entering
+        assert await messaging.request("s", b"1", timeout_s=5) == b"echo 1"
+
+
 async def test_an_outage_raises_at_once_and_ends_by_itself(
     nats_server, caplog: pytest.LogCaptureFixture
 ) -> None:
