@@ -16,7 +16,6 @@ from dynamo_lite.runtime.address import parse_etcd_url, redact
 from dynamo_lite.runtime.etcd_client import UNREACHABLE, EtcdClient, details, status
 from dynamo_lite.runtime.etcd_lease import EtcdLease, grant_lease
 from dynamo_lite.runtime.etcd_watch import EtcdWatch, open_watch
-from dynamo_lite.runtime.patience import patiently
 from dynamo_lite.runtime.store import Lease, LeaseLoss
 from dynamo_lite.runtime.tls import tls_refusal
 
@@ -126,7 +125,7 @@ class EtcdStore:
 
     @contextlib.asynccontextmanager
     async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
-        lease = await patiently(lambda: self._grant(ttl_s))
+        lease = await self._grant(ttl_s)
         task = asyncio.create_task(lease.keep_alive(), name=f"keep lease {lease.id:x}")
         try:
             yield lease

@@ -17,6 +17,7 @@ from dynamo_lite.runtime.drops import DropCounter, OnDrop
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.patience import patiently
 from dynamo_lite.runtime.status import StatusServer
 from dynamo_lite.runtime.stop import (
     EXIT_START_FAILED,
@@ -115,7 +116,8 @@ class _Process:
         around, drops = self._surroundings, DropCounter(registry)
         store = await stack.enter_async_context(around.open_store(self._spec))
         messaging = await stack.enter_async_context(around.open_messaging(self._spec, drops))
-        lease = await stack.enter_async_context(store.lease(self._spec.lease_ttl_s))
+        ttl_s = self._spec.lease_ttl_s
+        lease = await patiently(lambda: stack.enter_async_context(store.lease(ttl_s)))
         self.host = Host(
             self._spec,
             store=store,

@@ -241,6 +241,18 @@ async def test_all_keys_come_back_to_a_store_that_was_wiped() -> None:
     assert await run.store.get_prefix("n/") == {}
 
 
+async def test_a_start_survives_a_store_that_is_away_for_a_moment() -> None:
+    store = Refusing()
+    run = Run(store=store)
+    store.refusals = 2
+    exit_code = run.start()
+    await run.until("ready")
+    assert store.refusals == 0 and await store.get_prefix("n/")
+    assert run.worker.host
+    run.worker.host.stop("enough")
+    assert await exit_code == 0
+
+
 async def test_keys_come_back_though_the_store_dies_again_meanwhile() -> None:
     store = Refusing()
     run = Run(store=store, lease_ttl_s=60.0)
