@@ -1,0 +1,60 @@
+"""The reference tables name every option with the default that the code has."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_lite.components.config import (
+    FrontendConfig,
+    KvRouterOptions,
+    PrefillWorkerConfig,
+    ProcessorConfig,
+    QueueOptions,
+    VllmWorkerConfig,
+)
+
+REFERENCE = Path("README.md")
+#: What the text before a table begins with.
+TABLES = {
+    "### `Frontend`": FrontendConfig,
+    "`kv-router`, as in": KvRouterOptions,
+    "### `Processor`": ProcessorConfig,
+    "### `VllmWorker`": VllmWorkerConfig,
+    "### `PrefillWorker`": PrefillWorkerConfig,
+    "### `queue`": QueueOptions,
+}
+
+
+def documented(heading: str) -> dict[str, str]:
+    """Option to what its row says of the default, in the first table after `heading`."""
+    text = REFERENCE.read_text()
+    lines = text[text.index("\n" + heading) :].splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| key"))
+    rows: dict[str, str] = {}
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        _, keys, _type, default, *_ = (cell.strip() for cell in line.split("|"))
+        for key in re.findall(r"`([^`]+)`", keys):
+            rows[key] = default
+    return rows
+
+
+def said(default: Any) -> str:
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+@pytest.mark.parametrize("heading", TABLES)
+def test_the_table_has_every_option_with_its_default(heading: str):
+    rows = documented(heading)
+    fields = {f.name.replace("_", "-"): f for f in dataclasses.fields(TABLES[heading])}
+    assert rows.keys() == fields.keys()
+    for key, field in fields.items():
+        nested = field.default_factory is not dataclasses.MISSING
+        if not nested and field.default is not None:
+            assert rows[key].startswith(said(field.default)), (key, rows[key])
