@@ -32,6 +32,7 @@ HOMES = {
     "aetcd": ("runtime", "queue"),
     "pydantic": ("serve",),
     "yaml": ("serve",),
+    "rich": ("serve",),
     "typer": ("serve",),
 }
 

@@ -48,7 +48,8 @@ class FrontendConfig:
     because a request may be what its workers die of. max_in_flight_requests:
     sequences (`n` of a request) at a time; about what one Python process can
     stream. max_queued_tokens: prompt tokens of sequences without a first token; a
-    backlog of more would be a minute's work for several GPUs.
+    backlog of more would be a minute's work for several GPUs. dashboard: whether the page
+    /dashboard is served, to whoever reaches the port; None: only on a loopback address.
     """
 
     host: str = "127.0.0.1"
@@ -61,6 +62,7 @@ class FrontendConfig:
     max_moves: Natural = 3
     max_in_flight_requests: Positive = 2048
     max_queued_tokens: Positive = 1_000_000
+    dashboard: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

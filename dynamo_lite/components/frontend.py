@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo_lite.components.config import FrontendConfig, ProcessorConfig
+from dynamo_lite.components.dashboard import Dashboard, Viewers, is_loopback
 from dynamo_lite.components.frontend_metrics import RequestMetrics
 from dynamo_lite.components.http import HttpServer, bind, url_of
 from dynamo_lite.components.kv_picking import open_kv_picker
@@ -33,9 +34,12 @@ from dynamo_lite.runtime.generate import (
 )
 from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.host import Host, ProcessSpec
+from dynamo_lite.runtime.overview import Observer
 from dynamo_lite.runtime.roster import Roster
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from dynamo_lite.engine.vllm.openai_app import OpenAiApp
 
 
@@ -53,6 +57,7 @@ class Frontend:
         self._app: OpenAiApp | None = None
         self._server: HttpServer | None = None
         self._options: ComponentOptions | None = None
+        self._viewers: Viewers | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         """Serves at once; without a worker it answers 503 until one is live."""
@@ -66,7 +71,7 @@ class Frontend:
         await host.register("http", stream=advertised_address(self._config.host, port))
         await self._serve_processor(host, self._app)
         # Last: a start that fails after this would break requests that were taken.
-        url = await self._serve_http(self._app, sock)
+        url = await self._serve_http(host, self._app, sock)
         return {"url": url, "model": self._app.served_model}
 
     async def _watch_workers(self, host: Host) -> None:
@@ -178,15 +183,27 @@ class Frontend:
             )
         )
 
-    async def _serve_http(self, app: "OpenAiApp", sock: socket.socket) -> str:
-        server = HttpServer(
-            app.asgi, sock, access_log=app.access_log, keep_alive_s=app.keep_alive_s
-        )
+    async def _serve_http(self, host: Host, app: "OpenAiApp", sock: socket.socket) -> str:
+        asgi = self._with_dashboard(host, app.asgi)
+        server = HttpServer(asgi, sock, access_log=app.access_log, keep_alive_s=app.keep_alive_s)
+        if isinstance(asgi, Dashboard):
+            asgi.hang_up = server.hang_up
         app.state.server = server
         await server.start()
         self._server = server
         self._stack.push_async_callback(server.stop, 0.0)
         return url_of(sock)
+
+    def _with_dashboard(self, host: Host, app: "ASGIApp") -> "ASGIApp":
+        """Unless it is turned off: by default that is wherever other machines could see it."""
+        private = is_loopback(self._config.host)
+        if self._config.dashboard is False or (self._config.dashboard is None and not private):
+            return app
+        self._viewers = viewers = Viewers(
+            lambda: Observer(host.store, host.messaging, self._spec.namespace, host.drops)
+        )
+        self._stack.push_async_callback(viewers.close)
+        return Dashboard(app, viewers, any_name=self._config.dashboard is True)
 
     async def _serve_processor(self, host: Host, app: "OpenAiApp") -> None:
         processor = Processor(
@@ -202,7 +219,10 @@ class Frontend:
             await host.register(endpoint, component="Processor", model=app.served_model)
 
     async def drain(self, grace_s: float) -> None:
-        """No new connections; open responses may finish, then they are cancelled."""
+        """No new connections; open responses may finish, then they are cancelled. Those of
+        the dashboard would never finish."""
+        if self._viewers is not None:
+            await self._viewers.close()
         if self._server is not None:
             await self._server.stop(grace_s)
 

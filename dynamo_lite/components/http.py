@@ -71,6 +71,12 @@ class HttpServer(uvicorn.Server):
             raise StartupError(f"cannot listen: {exc.strerror}") from exc
         self._ticks = asyncio.create_task(self.main_loop(), name="http-ticks")
 
+    def hang_up(self, client: tuple[str, int]) -> None:
+        """Closes the connection of a client that does not read what it is sent."""
+        for connection in list(self.server_state.connections):
+            if connection.transport.get_extra_info("peername")[:2] == client:
+                connection.transport.abort()
+
     async def stop(self, grace_s: float) -> None:
         """Accepts no more, waits for open responses, then hangs up on the rest.
 

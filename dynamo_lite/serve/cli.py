@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
-from dynamo_lite.serve import explain_command, tuning_commands
+from dynamo_lite.serve import explain_command, top_command, tuning_commands
 from dynamo_lite.serve.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
 
 EXIT_FAILED = 1
@@ -49,6 +49,7 @@ app = typer.Typer(
 )
 app.add_typer(tuning_commands.app, name="config")
 app.command()(explain_command.explain)
+app.command()(top_command.top)
 
 
 def _show_version(wanted: bool) -> None:

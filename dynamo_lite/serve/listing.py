@@ -15,6 +15,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.overview import state_of
 from dynamo_lite.serve.run_state import read_run
 
 _COLUMNS = ("component", "endpoint", "lease", "pid", "host", "status_url", "state", "age")
@@ -81,11 +82,7 @@ def health(status_url: str) -> dict[str, Any]:
 
 
 def _ask(status_url: str) -> str:
-    facts = health(status_url)
-    state = facts.get("state")
-    if state == "ready":
-        return "ready" if facts.get("ok") is True else "unwell"
-    return state if state in ("starting", "draining") else "silent"
+    return state_of(health(status_url))
 
 
 def _health(status_url: str) -> bytes:

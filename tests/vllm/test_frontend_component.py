@@ -262,3 +262,32 @@ async def test_a_missing_model_is_one_clear_error(cluster: Cluster, tmp_path: Pa
     with pytest.raises(StartupError, match="nowhere"):
         async with cluster.frontend(tmp_path / "nowhere"):
             pass
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [({}, True), ({"host": "0.0.0.0"}, False), ({"host": "0.0.0.0", "dashboard": True}, True)],
+)
+async def test_the_dashboard_is_for_this_machine_unless_it_is_turned_on(
+    cluster: Cluster, model: Path, options: dict[str, object], shown: bool
+):
+    cluster.spec = replace(cluster.spec, config={**cluster.spec.config, **options})
+    async with (
+        cluster.frontend(model) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        status = (await http.get("/dashboard")).status_code
+        assert status == (200 if shown else 404)
+
+
+async def test_a_drain_does_not_wait_for_who_watches(cluster: Cluster, model: Path):
+    async with (
+        cluster.frontend(model) as (component, url),
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+        http.stream("GET", "/dashboard/events") as answer,
+    ):
+        lines = answer.aiter_lines()
+        assert json.loads((await anext(lines)).removeprefix("data: "))["namespace"]
+        async with asyncio.timeout(20):
+            await component.drain(grace_s=100.0)
+        assert not [line async for line in lines if line]

@@ -1,0 +1,202 @@
+// Shows each overview that the Frontend sends. Text goes into the page as text, never as HTML.
+"use strict";
+
+const SHOWN = 120; // bars of the charts: one for each second
+const STALE_MS = 5000;
+const AGAIN_MS = 5000;
+
+const bars = []; // oldest first: {remote, local, moved}, per second
+let last = null; // the overview before
+let heardAt = 0;
+
+const byId = (id) => document.getElementById(id);
+const known = (value, show = (v) => v.toLocaleString("en")) =>
+  value === null || value === undefined ? "–" : show(value);
+
+function asTime(seconds) {
+  if (seconds >= 1) return `${seconds.toFixed(2)} s`;
+  return `${(seconds * 1000).toFixed(seconds >= 0.1 ? 0 : 1)} ms`;
+}
+
+function asBytes(amount) {
+  for (const unit of ["B", "kB", "MB", "GB"]) {
+    if (amount < 1000) return `${amount.toFixed(unit === "B" ? 0 : 1)} ${unit}`;
+    amount /= 1000;
+  }
+  return `${amount.toFixed(1)} TB`;
+}
+
+function asAge(seconds) {
+  if (seconds < 120) return `${Math.round(seconds)} s`;
+  return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
+}
+
+function cell(content, kind = "", tag = "td") {
+  const made = document.createElement(tag);
+  made.className = kind;
+  made.append(content);
+  if (tag === "th") made.scope = "row";
+  return made;
+}
+
+function kindOf(state) {
+  if (state === "ready" || state === "ok") return "good";
+  return state === "starting" || state === "draining" ? "middling" : "bad";
+}
+
+function fill(id, rows, nothing) {
+  const body = byId(id);
+  if (rows.length === 0) {
+    const row = document.createElement("tr");
+    const only = cell(nothing);
+    only.colSpan = 8;
+    row.append(only);
+    rows = [row];
+  }
+  body.replaceChildren(...rows);
+}
+
+function row(cells, kind = "") {
+  const made = document.createElement("tr");
+  made.className = kind;
+  made.append(...cells);
+  return made;
+}
+
+function usage(share) {
+  if (share === null) return cell("–");
+  const meter = document.createElement("meter");
+  meter.value = share;
+  meter.setAttribute("aria-hidden", "true");
+  const shown = cell(meter);
+  shown.append(`${(share * 100).toFixed(0)} %`);
+  return shown;
+}
+
+function showTables(seen) {
+  fill("workers", seen.workers.map((w) => row([
+    cell(`${w.component}-${known(w.instance)}`), cell(w.lease, "code"),
+    cell(w.state, kindOf(w.state)), cell(w.model || "–"), cell(known(w.running), "number"),
+    cell(known(w.waiting), "number"), usage(w.kv_usage), cell(asAge(w.age_s), "number"),
+  ])), "no live workers");
+  fill("decisions", seen.decisions.map((d) => row([
+    cell(d.verdict), cell(d.reason), cell(d.per_s.toFixed(1), "number"),
+    cell(d.total.toLocaleString("en"), "number"),
+  ], d.verdict === "remote" && d.per_s > 0 ? "busy" : "")), "no prompt was decided yet");
+  fill("links", seen.links.map((l) => {
+    const state = cell(l.state, kindOf(l.state));
+    state.title = l.detail;
+    return row([cell(l.prefill, "code"), cell(l.decode, "code"), state,
+      cell(known(l.lanes || null), "number"), cell(known(l.round_trip_s, asTime), "number")]);
+  }), "no links");
+}
+
+function showLatency(id, latency) {
+  byId(id).textContent = known(latency.p50_s, asTime);
+  byId(`${id}-more`).textContent =
+    latency.p95_s === null ? "" : `p95 ${asTime(latency.p95_s)} of ${latency.count.toLocaleString("en")}`;
+}
+
+function sum(decisions, verdict, field) {
+  return decisions.filter((d) => d.verdict === verdict).reduce((all, d) => all + d[field], 0);
+}
+
+function showTiles(seen) {
+  const { queue, transfers } = seen;
+  byId("in-flight").textContent = known(seen.in_flight);
+  byId("queue").textContent = known(queue.jobs, (n) => `${n.toLocaleString("en")} ${n === 1 ? "job" : "jobs"}`);
+  byId("queue-more").textContent = known(queue.tokens, (n) => `${n.toLocaleString("en")} tokens`).replace("–", "");
+  const remote = sum(seen.decisions, "remote", "per_s");
+  const local = sum(seen.decisions, "local", "per_s");
+  byId("decided").textContent = `${(remote + local).toFixed(1)} /s`;
+  byId("decided-more").textContent = `${remote.toFixed(1)} remote, ${local.toFixed(1)} local`;
+  byId("moved").textContent = `${asBytes(transfers.bytes_per_s)}/s`;
+  byId("moved-more").textContent = `${transfers.jobs_per_s.toFixed(1)} jobs/s, ${transfers.total_jobs.toLocaleString("en")} so far`;
+  showLatency("ttft", seen.ttft);
+  showLatency("itl", seen.itl);
+}
+
+// The charts show each second by itself; what shrank belongs to a worker that has left.
+function addBar(seen) {
+  if (last !== null && seen.at > last.at) {
+    const per = (now, before) => Math.max(0, now - before) / (seen.at - last.at);
+    const decided = (verdict) =>
+      per(sum(seen.decisions, verdict, "total"), sum(last.decisions, verdict, "total"));
+    bars.push({
+      remote: decided("remote"), local: decided("local"),
+      moved: per(seen.transfers.total_bytes, last.transfers.total_bytes),
+    });
+    bars.splice(0, bars.length - SHOWN);
+  }
+  last = seen;
+}
+
+function draw(id, layers) {
+  const heights = bars.map((bar) => layers.reduce((all, name) => all + bar[name], 0));
+  const peak = Math.max(0, ...heights);
+  const feet = bars.map(() => 40);
+  const paths = layers.map((name) => {
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    const parts = bars.map((bar, i) => {
+      const height = peak > 0 ? (bar[name] / peak) * 38 : 0;
+      if (height === 0) return "";
+      feet[i] -= height;
+      return `M${SHOWN - bars.length + i + 0.1} ${feet[i]}h0.8v${height}h-0.8z`;
+    });
+    path.setAttribute("class", name);
+    path.setAttribute("d", parts.join(""));
+    return path;
+  });
+  byId(id).replaceChildren(...paths);
+  return peak;
+}
+
+function showCharts() {
+  byId("decided-peak").textContent = `peak ${draw("decided-chart", ["remote", "local"]).toFixed(1)} /s`;
+  byId("moved-peak").textContent = `peak ${asBytes(draw("moved-chart", ["moved"]))}/s`;
+}
+
+function showTrouble(sentences) {
+  byId("trouble").replaceChildren(...sentences.map((text) => cell(text, "", "li")));
+  byId("trouble").hidden = sentences.length === 0;
+}
+
+function show(seen) {
+  byId("namespace").textContent = seen.namespace;
+  showTrouble(seen.trouble);
+  addBar(seen);
+  showTiles(seen);
+  showCharts();
+  showTables(seen);
+  byId("windows").textContent =
+    `Rates over ${seen.rate_s} s, latencies over ${seen.latency_s} s, charts over two minutes; ` +
+    "totals since the live workers began.";
+}
+
+// Read aloud when it changes, so it is set only then.
+function say(state, text) {
+  const shown = byId("connection");
+  shown.dataset.state = state;
+  if (shown.textContent !== text) shown.textContent = text;
+}
+
+function listen() {
+  const events = new EventSource("/dashboard/events");
+  events.onmessage = (event) => {
+    heardAt = Date.now();
+    say("live", "live");
+    show(JSON.parse(event.data));
+  };
+  events.onerror = () => {
+    // Otherwise the browser is trying again by itself.
+    if (events.readyState === EventSource.CLOSED) {
+      say("lost", "refused: too many viewers? trying again");
+      setTimeout(listen, AGAIN_MS);
+    }
+  };
+}
+
+setInterval(() => {
+  if (heardAt && Date.now() - heardAt > STALE_MS) say("lost", "no news: these figures are old");
+}, 1000);
+listen();

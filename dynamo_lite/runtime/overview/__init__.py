@@ -1,0 +1,24 @@
+"""What a running graph looks like from outside, for `dynamo-lite top` and the Frontend's page."""
+
+from dynamo_lite.runtime.overview.model import (
+    Decisions,
+    Latency,
+    Link,
+    Overview,
+    Queue,
+    Transfers,
+    Worker,
+)
+from dynamo_lite.runtime.overview.observer import Observer, state_of
+
+__all__ = [
+    "Decisions",
+    "Latency",
+    "Link",
+    "Observer",
+    "Overview",
+    "Queue",
+    "Transfers",
+    "Worker",
+    "state_of",
+]

@@ -1,0 +1,184 @@
+"""The observer on every store and messaging, over real status servers."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.kv import KvNotice, Load
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.overview import Observer, Overview
+from dynamo_lite.runtime.status import StatusServer
+from dynamo_lite.runtime.store import Lease, Store
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+PATIENCE_S = 15.0
+
+
+class Cluster:
+    """Leases, records, notices; and what an observer makes of them."""
+
+    def __init__(self, store: Store, messaging: Messaging, namespace: str, stack: AsyncExitStack):
+        self.store, self.messaging, self.namespace = store, messaging, namespace
+        self.stack = stack
+
+    async def start(self, component: str, endpoint: str) -> tuple[Lease, CollectorRegistry]:
+        """A process whose status server answers."""
+        registry = CollectorRegistry()
+        facts = {"ok": True, "state": "ready", "instance": 0, "running": 1, "waiting": 2}
+        status = await self.stack.enter_async_context(StatusServer(lambda: facts, registry))
+        return await self.register(component, endpoint, status.url), registry
+
+    async def register(self, component: str, endpoint: str, status_url: str) -> Lease:
+        lease = await self.stack.enter_async_context(self.store.lease(30.0))
+        record = EndpointRecord(
+            component=component,
+            endpoint=endpoint,
+            namespace=self.namespace,
+            lease_id=lease.id,
+            transport=EndpointTransport(nats_tcp="s"),
+            status_url=status_url,
+        )
+        key = names.endpoint_key(self.namespace, component, endpoint, lease.id)
+        await self.store.put(key, encode_json(record), lease=lease)
+        return lease
+
+    async def tell(self, lease_id: int, load: Load) -> None:
+        notice = KvNotice(lease_id=lease_id, number=1, load=load)
+        await self.messaging.publish(names.kv_subject(self.namespace, "VllmWorker"), encode(notice))
+
+    def observer(self, drops: list[str] | None = None) -> Observer:
+        on_drop = (drops if drops is not None else []).append
+        return Observer(self.store, self.messaging, self.namespace, on_drop)
+
+
+@pytest.fixture(params=["memory", "real"])
+async def cluster(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        if request.param == "memory":
+            store: Store = await stack.enter_async_context(MemoryStore())
+            messaging: Messaging = await stack.enter_async_context(MemoryMessaging())
+        else:
+            etcd, nats = (request.getfixturevalue(f"{name}_url") for name in ("etcd", "nats"))
+            store = await stack.enter_async_context(EtcdStore(etcd))
+            messaging = await stack.enter_async_context(NatsMessaging(nats))
+        yield Cluster(store, messaging, namespace, stack)
+
+
+async def seen_by(observer: Observer, accept: Callable[[Overview], Any]) -> Overview:
+    """Looks until it sees that."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not accept(seen := await observer.look()):
+            await asyncio.sleep(0.01)
+    return seen
+
+
+async def test_members_come_and_go(cluster: Cluster):
+    async with cluster.observer() as observer:
+        assert (await observer.look()).workers == []
+        lease, _ = await cluster.start("VllmWorker", "generate")
+        seen = await seen_by(observer, lambda seen: seen.workers)
+        worker = seen.workers[0]
+        assert (worker.component, worker.state, worker.lease) == (
+            *("VllmWorker", "ready"),
+            f"{lease.id:x}",
+        )
+        assert (worker.running, worker.waiting) == (1, 2)
+        key = names.endpoint_key(cluster.namespace, "VllmWorker", "generate", lease.id)
+        await cluster.store.delete(key)
+        await seen_by(observer, lambda seen: not seen.workers)
+
+
+async def test_counters_become_rates(cluster: Cluster):
+    _, registry = await cluster.start("PrefillWorker", "prefill")
+    written = Counter("dynamo_lite_kv_transfer_bytes", "", registry=registry)
+    written.inc(1000)
+    async with cluster.observer() as observer:
+        seen = await observer.look()
+        assert (seen.rate_s, seen.transfers.total_bytes) == (0, 1000)
+        written.inc(500)
+        seen = await seen_by(observer, lambda seen: seen.rate_s > 0)
+        assert seen.transfers.bytes_per_s > 0 and seen.transfers.total_bytes == 1500
+
+
+async def test_what_a_worker_tells_routers_is_newer_than_what_it_answers(cluster: Cluster):
+    lease, _ = await cluster.start("VllmWorker", "generate")
+    drops: list[str] = []
+    async with cluster.observer(drops) as observer:
+        await seen_by(observer, lambda seen: seen.workers)
+        await cluster.tell(0xBAD, Load(running=99))
+        await cluster.tell(lease.id, Load(running=7, kv_usage=0.25))
+        seen = await seen_by(observer, lambda seen: seen.workers[0].running == 7)
+        assert (seen.workers[0].waiting, seen.workers[0].kv_usage) == (0, 0.25)
+        await cluster.messaging.publish(
+            names.kv_subject(cluster.namespace, "VllmWorker"), b"no notice"
+        )
+        await seen_by(observer, lambda _: drops == ["kv_notice"])
+
+
+async def test_links_are_followed(cluster: Cluster):
+    decode, _ = await cluster.start("VllmWorker", "generate")
+    prefill, _ = await cluster.start("PrefillWorker", "prefill")
+    key = names.link_key(cluster.namespace, prefill.id, "engine")
+    record = LinkRecord(
+        prefill_lease_id=prefill.id, engine_id="engine", decode_lease_id=decode.id, ok=True
+    )
+    drops: list[str] = []
+    await cluster.store.put(key, encode_json(record))
+    async with cluster.observer(drops) as observer:
+        seen = await seen_by(observer, lambda seen: seen.links)
+        assert (seen.links[0].prefill, seen.links[0].state) == (f"{prefill.id:x}", "ok")
+        await cluster.store.put(key, b"{}")
+        await seen_by(observer, lambda seen: not seen.links)
+        assert drops == ["record"]
+
+
+@contextlib.asynccontextmanager
+async def answering(answer: bytes | None) -> AsyncIterator[str]:
+    """A server that says this, or nothing, whatever it is asked."""
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        if answer is None:
+            await reader.read()
+        else:
+            writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(on_connection, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        b"HTTP/1.0 200 OK\r\n\r\n[1]",
+        b"HTTP/1.0 200 OK\r\n\r\n\xff{",
+        b"HTTP/1.0 500 No\r\n\r\n{}",
+        b"HTTP/1.0 302 Elsewhere\r\nLocation: http://127.0.0.1:1/\r\n\r\n",
+        b"nonsense",
+    ],
+)
+async def test_who_answers_nonsense_is_silent(answer: bytes | None, namespace: str):
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(MemoryStore())
+        messaging = await stack.enter_async_context(MemoryMessaging())
+        cluster = Cluster(store, messaging, namespace, stack)
+        url = await stack.enter_async_context(answering(answer))
+        await cluster.register("VllmWorker", "generate", url)
+        await cluster.register("PrefillWorker", "prefill", "file:///etc/passwd")
+        async with cluster.observer() as observer:
+            seen = await seen_by(observer, lambda seen: len(seen.workers) == 2)
+            assert {worker.state for worker in seen.workers} == {"silent"}

@@ -1,0 +1,67 @@
+"""`dynamo-lite top` as a command: on a terminal, on a pipe, and where nothing runs."""
+
+import os
+import pty
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.command import ROOT, run, serving
+
+pytestmark = pytest.mark.timeout(180)
+
+ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
+HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+
+
+def test_without_a_graph_it_says_so(tmp_path: Path):
+    result = run("top", "--once", "--state-dir", str(tmp_path))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "no graph runs on" in result.stderr
+
+
+def test_one_frame_of_a_graph(tmp_path: Path):
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        result = run("top", "--once", "--interval", "0.2", "--state-dir", str(tmp_path))
+        assert (result.returncode, result.stderr) == (0, "")
+        assert [line.split()[0] for line in result.stdout.splitlines() if "ready" in line]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_the_terminal_is_as_before(tmp_path: Path, kind: signal.Signals):
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.chdir(ROOT)
+            os.environ["TERM"] = "xterm"
+            arguments = ("-m", "dynamo_lite.serve.cli", "top", "--state-dir", str(tmp_path))
+            os.execv(sys.executable, (sys.executable, *arguments))
+        shown = b""
+        while b"WORKER" not in shown:
+            shown += os.read(terminal, 1 << 16)
+        if kind is signal.SIGINT:
+            os.write(terminal, b"\x03")
+        else:
+            os.kill(pid, kind)
+        shown += _rest_of(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        for begun, ended in ((ENTER_SCREEN, LEAVE_SCREEN), (HIDE_CURSOR, SHOW_CURSOR)):
+            assert 0 <= shown.rfind(begun) < shown.rfind(ended)
+        assert b"Traceback" not in shown
+
+
+def _rest_of(terminal: int) -> bytes:
+    rest = b""
+    while True:
+        try:
+            piece = os.read(terminal, 1 << 16)
+        except OSError:  # how a terminal without a program ends
+            piece = b""
+        if not piece:
+            os.close(terminal)
+            return rest
+        rest += piece

@@ -1,0 +1,186 @@
+"""What is made of scraped metrics: rates, quantiles, resets, processes that come and go."""
+
+import math
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from dynamo_lite.protocol.kv import Load
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord
+from dynamo_lite.runtime.overview import Overview
+from dynamo_lite.runtime.overview.compose import WANTED, Seen, compose
+from dynamo_lite.runtime.overview.history import History
+from dynamo_lite.runtime.overview.samples import Samples, increases, known, parse, quantile, total
+
+DECODE, PREFILL, FRONTEND = 0xD, 0xE, 0xF
+READY = {"ok": True, "state": "ready", "instance": 0}
+
+
+class Process:
+    """Real metrics of the names that are looked at, read back from their text."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own = {"registry": self.registry}
+        self.decisions = Counter("dynamo_lite_prefill_decisions", "", ["verdict", "reason"], **own)
+        self.jobs = Counter("dynamo_lite_prefill_jobs", "", ["outcome"], **own)
+        self.bytes = Counter("dynamo_lite_kv_transfer_bytes", "", **own)
+        self.depth = Gauge("dynamo_lite_prefill_queue_depth", "", **own)
+        self.ttft = Histogram(
+            "vllm:time_to_first_token_seconds", "", ["model"], buckets=(0.1, 0.2, 0.4), **own
+        )
+        Counter("dynamo_lite_dropped_messages", "", **own).inc()
+        self.depth.set(math.nan)
+
+    def samples(self) -> Samples:
+        return parse(generate_latest(self.registry).decode(), WANTED)
+
+    def decide(self, verdict: str, reason: str, times: int) -> None:
+        self.decisions.labels(verdict, reason).inc(times)
+
+
+def member(lease_id: int, component: str, endpoint: str, model: str = "") -> EndpointRecord:
+    return EndpointRecord(
+        component=component,
+        endpoint=endpoint,
+        namespace="t",
+        lease_id=lease_id,
+        transport=EndpointTransport(nats_tcp="s"),
+        model=model,
+        started_at=90.0,
+    )
+
+
+MEMBERS = (
+    member(FRONTEND, "Processor", "completions", "tiny"),
+    member(FRONTEND, "Frontend", "http"),
+    member(PREFILL, "PrefillWorker", "prefill", "some/where/tiny"),
+    member(DECODE, "VllmWorker", "load_metrics"),
+    member(DECODE, "VllmWorker", "generate", "some/where/tiny"),
+)
+
+
+def view(history: History, **what: object) -> Overview:
+    seen = {"at": 100.0, "namespace": "t", "members": MEMBERS, "facts": {}, **what}
+    return compose(Seen(**seen), history)  # pyright: ignore[reportArgumentType]
+
+
+def test_only_what_is_wanted_is_read():
+    process = Process()
+    process.bytes.inc(7)
+    samples = process.samples()
+    assert total(samples, "dynamo_lite_kv_transfer_bytes_total") == 7
+    assert {name for name, _ in samples}.isdisjoint({"dynamo_lite_dropped_messages_total"})
+    assert known(samples, "dynamo_lite_prefill_queue_depth") is None  # NaN
+
+
+@pytest.mark.parametrize("text", ["dynamo_lite_kv_transfer_bytes_total{", f"{WANTED[0]} x"])
+def test_what_is_no_metric_is_refused(text: str):
+    with pytest.raises(ValueError):
+        parse(text, WANTED)
+
+
+def test_a_counter_that_shrank_began_anew():
+    key = ("a_total", ())
+    assert increases({key: 5.0}, {key: 8.0}) == {key: 3.0}
+    assert increases({key: 5.0}, {key: 2.0}) == {key: 2.0}
+    assert increases({key: 5.0}, {key: 5.0}) == {}
+    assert increases({}, {key: 4.0, ("gauge", ()): 9.0}) == {key: 4.0}
+    assert increases({key: 5.0}, {key: math.inf}) == {}
+
+
+@pytest.mark.parametrize(
+    ("observed", "share", "expected"),
+    [
+        ([], 0.5, None),
+        ([0.15, 0.15], 0.5, 0.15),
+        ([0.05, 0.15, 0.3, 0.3], 0.5, 0.2),
+        ([0.3], 1.0, 0.4),
+        ([0.3], 0.5, 0.3),
+        ([9.0], 0.95, 0.4),  # beyond all buckets: at least as much as the last one
+    ],
+)
+def test_quantiles(observed: list[float], share: float, expected: float | None):
+    process = Process()
+    for seconds in observed:
+        process.ttft.labels("m").observe(seconds)
+    found = quantile(process.samples(), "vllm:time_to_first_token_seconds", share)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_quantiles_are_of_what_was_observed_between_two_looks():
+    process, history = Process(), History(60.0)
+    for _ in range(100):
+        process.ttft.labels("m").observe(0.05)
+    history.add(0.0, {"f": process.samples()})
+    assert view(history).ttft.p50_s is None
+    process.ttft.labels("m").observe(0.3)
+    history.add(1.0, {"f": process.samples()})
+    seen = view(history).ttft
+    assert (seen.count, seen.p50_s) == (1, pytest.approx(0.3))
+
+
+def test_rates_are_of_the_last_seconds_and_totals_of_all_time():
+    process, history = Process(), History(60.0)
+    process.decide("local", "short", 40)
+    history.add(0.0, {"d": process.samples()})
+    assert [d.per_s for d in view(history).decisions] == [0.0]
+    process.decide("remote", "long", 30)
+    history.add(1.0, {"d": process.samples()})
+    for now in range(2, 11):
+        history.add(float(now), {"d": process.samples()})
+    remote, local = view(history).decisions
+    assert (remote.verdict, remote.reason, remote.total) == ("remote", "long", 30)
+    assert remote.per_s == pytest.approx(3.0)
+    assert (local.reason, local.per_s, local.total) == ("short", 0.0, 40)
+    history.add(11.0, {"d": process.samples()})
+    assert view(history).decisions[0].per_s == 0.0
+
+
+def test_workers_that_do_not_answer_leave_or_come():
+    first, second, history = Process(), Process(), History(60.0)
+    first.bytes.inc(1000)
+    history.add(0.0, {"a": first.samples()})
+    first.bytes.inc(500)
+    second.bytes.inc(70)
+    history.add(1.0, {"a": None, "b": second.samples()})
+    seen = view(history).transfers
+    assert (seen.bytes_per_s, seen.total_bytes) == (0.0, 1070)  # b may be old: no growth yet
+    second.bytes.inc(20)
+    history.add(2.0, {"a": first.samples(), "b": second.samples()})
+    seen = view(history).transfers
+    assert (seen.bytes_per_s, seen.total_bytes) == (pytest.approx(260.0), 1590)
+    history.add(3.0, {"b": second.samples()})
+    seen = view(history).transfers
+    assert (round(seen.bytes_per_s * 3), seen.total_bytes) == (520, 90)
+
+
+def test_workers_are_named_once_and_say_how_they_are():
+    prefill, history = Process(), History(60.0)
+    prefill.depth.set(3)
+    free = Gauge("dynamo_lite_kv_blocks_free", "", registry=prefill.registry)
+    blocks = Gauge("dynamo_lite_kv_blocks_total", "", registry=prefill.registry)
+    free.set(75)
+    blocks.set(100)
+    history.add(0.0, {str(PREFILL): prefill.samples(), str(DECODE): None})
+    facts = {FRONTEND: {**READY, "requests": 9}, PREFILL: {**READY, "jobs": 2}, DECODE: {}}
+    loads = {DECODE: Load(running=4, waiting=1, kv_usage=0.5)}
+    seen = view(history, facts=facts, loads=loads)
+    said = [(w.component, w.state, w.model, w.running, w.waiting, w.kv_usage) for w in seen.workers]
+    assert said == [
+        ("Frontend", "ready", "", 9, None, None),
+        ("PrefillWorker", "ready", "tiny", 2, None, 0.25),
+        ("VllmWorker", "silent", "tiny", 4, 1, 0.5),
+    ]
+    assert [(w.instance, w.age_s) for w in seen.workers] == [(0, 10.0), (0, 10.0), (None, 10.0)]
+    assert (seen.queue.jobs, seen.queue.tokens, seen.in_flight) == (3, None, None)
+
+
+def test_links_of_those_who_left_are_not_shown():
+    def link(decode: int, ok: bool) -> LinkRecord:
+        return LinkRecord(
+            prefill_lease_id=PREFILL, engine_id=f"e{decode}", decode_lease_id=decode, ok=ok
+        )
+
+    seen = view(History(60.0), links=[link(DECODE, False), link(0xBEEF, True)])
+    assert [(found.decode, found.state) for found in seen.links] == [("d", "failed")]
