@@ -24,7 +24,6 @@ VOCABULARY = range(10, 500)
 
 #: Stage, histogram, service whose metrics have it.
 _STAGE = "dynamo_lite_remote_prefill_stage_seconds"
-_JOB = "dynamo_lite_prefill_job_stage_seconds"
 _SOURCES = {
     "decide": (_STAGE, "VllmWorker"),
     "publish": (_STAGE, "VllmWorker"),
@@ -34,7 +33,7 @@ _SOURCES = {
     "wait": (_STAGE, "PrefillWorker"),
     "compute": (_STAGE, "PrefillWorker"),
     "write": (_STAGE, "PrefillWorker"),
-    "claim": (_JOB, "PrefillWorker"),
+    "claim": (_STAGE, "VllmWorker"),
 }
 
 _ABOUT = f"""\
@@ -43,12 +42,13 @@ prompt of more than 128 tokens to its prefill worker, the other prefills all
 itself. Each round sends one fresh random prompt of each length to both, one at a
 time, in alternating order, and takes the time to the first streamed token.
 
-The split comes from the workers' own metrics ({_STAGE}
-and {_JOB}), read before and after each request:
+The split comes from the workers' own metrics ({_STAGE}),
+read before and after each request:
 
   decide    decode engine: from its look at the prompt to the job in hand
   publish   until the broker has the job (or it is claimed, if that is sooner)
-  pull      until the prefill worker's claim is granted
+  pull      until a prefill worker has pulled it
+  claim     until its claim is granted
   fill      until the decode engine has noticed that all KV is there; inside it:
     wait      prefill engine: from arrival to its first step
     compute   from there to the last write
@@ -58,8 +58,7 @@ and {_JOB}), read before and after each request:
   resume    decode engine: until the request is scheduled for its first token
 
 The sum without compute is to be at most {MAX_OVERHEAD_MS:g} ms at {JUDGED_TOKENS} tokens, on two
-cores that have nothing else to do. claim, shown beside it, is the prefill worker's
-part of pull: from the pulled job to the granted claim.
+cores that have nothing else to do.
 """
 
 
@@ -75,8 +74,8 @@ class Length:
     skipped: int = 0
 
 
-_ROWS = ("decide", "publish", "pull", "wait", "compute", "write", "notice", "resume", "claim")
-_OVERHEAD = ("decide", "publish", "pull", "wait", "write", "notice", "resume")
+_ROWS = ("decide", "publish", "pull", "claim", "wait", "compute", "write", "notice", "resume")
+_OVERHEAD = tuple(stage for stage in _ROWS if stage != "compute")
 
 
 def main() -> None:
@@ -199,10 +198,9 @@ def report(lengths: list[Length], rounds: int) -> None:
         print(f"{length.tokens:8}{columns}")
     print("\nsplit of the remote path in ms, median (quartiles)\n")
     print(f"{'':12}" + "".join(f"{length.tokens:>20}" for length in lengths))
-    for stage in _ROWS[:-1]:
+    for stage in _ROWS:
         print(f"{stage:12}" + "".join(f"{spread(length.stages[stage]):>20}" for length in lengths))
     print(f"{'not compute':12}" + "".join(f"{spread(overhead(x)):>20}" for x in lengths))
-    print(f"{'(claim)':12}" + "".join(f"{spread(x.stages['claim']):>20}" for x in lengths))
     for length in lengths:
         if length.tokens == JUDGED_TOKENS and length.remote:
             middle = statistics.median(overhead(length))

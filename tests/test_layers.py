@@ -30,6 +30,7 @@ HOMES = {
     "triton": ("engine/vllm",),
     "nats": ("runtime", "queue"),
     "aetcd": ("runtime", "queue"),
+    "opentelemetry": ("runtime/otlp.py",),
     "pydantic": ("serve",),
     "yaml": ("serve",),
     "rich": ("serve",),
@@ -74,7 +75,7 @@ def complaints(file: Path) -> Iterator[str]:
             yield f"{where}: {own} imports {target}"
         top = module.split(".")[0]
         homes = HOMES.get(top)
-        if homes and not any(relative.as_posix().startswith(f"{home}/") for home in homes):
+        if homes and not any(f"{relative.as_posix()}/".startswith(f"{home}/") for home in homes):
             yield f"{where}: {top} belongs to {', '.join(homes)}"
         if own == "policy" and top in IMPURE:
             yield f"{where}: policy imports {top}"

@@ -101,7 +101,7 @@ class Frontend:
         limits = Limits(
             in_flight=config.max_in_flight_requests, prompt_tokens=config.max_queued_tokens
         )
-        core = RemoteCore(members=self._candidates, limits=limits)
+        core = RemoteCore(members=self._candidates, limits=limits, tracer=host.tracer)
         failover = await self._open_failover(host, core.on_deltas, core.on_ended)
         core.connect(failover)
         self._options = options = ComponentOptions(
@@ -115,6 +115,7 @@ class Frontend:
                 core,
                 default_timeout_s=config.default_request_timeout_s,
                 max_timeout_s=config.max_request_timeout_s,
+                tracer=host.tracer,
             )
         )
 

@@ -8,12 +8,13 @@ unacknowledged, and the queue delivers it again.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dynamo_lite.components.job_blocks import check_blocks
+from dynamo_lite.components.job_seams import JobLinks, Prefiller
+from dynamo_lite.components.job_trace import JobTrace, trace_job
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
@@ -37,6 +38,7 @@ from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tracing import Tracer
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
@@ -50,29 +52,11 @@ _UNFIT_PAUSE_S = 0.2
 _CLOCK_SKEW_S = 5.0
 
 
-class Prefiller(Protocol):
-    """The part of a prefill engine that jobs need."""
-
-    async def prefill(
-        self, job: RemotePrefillRequest, target: EngineMetadata
-    ) -> AttemptOutcome: ...
-
-    async def abandon(self, attempt: str) -> None: ...
-
-
-class JobLinks(Protocol):
-    """The part of the links that jobs need; see `Links`."""
-
-    async def usable(self, target: EngineMetadata) -> str | None: ...
-
-    def doubt(self, engine_id: str) -> None: ...
-
-
 class PrefillJobs:
     """working: attempt -> job, of what was pulled and is not over. idle: nothing is.
 
     fit: whether the engine can take a job; meanwhile others shall. links: the ways to
-    decode engines, None where all are taken to be good.
+    decode engines, None where all are taken to be good. tracer: None where nothing is traced.
     """
 
     def __init__(
@@ -90,7 +74,9 @@ class PrefillJobs:
         links: JobLinks | None = None,
         clock: Clock = SYSTEM_CLOCK,
         on_drop: OnDrop = uncounted,
+        tracer: Tracer | None = None,
     ):
+        self._tracer = tracer
         self._time, self._now = clock.wall, clock.monotonic
         self._namespace, self._lease_id, self._ack_wait_s = namespace, lease_id, ack_wait_s
         self._queue, self._engine, self._fit, self._links = queue, engine, fit, links
@@ -168,11 +154,14 @@ class PrefillJobs:
             # Delivered again while it is being worked on: extending it failed for long.
             await _answer(job.nak(delay_s=self._ack_wait_s))
             return
+        trace = None if self._tracer is None else trace_job(self._tracer, request, self._now())
+        if trace is not None:
+            request = trace.request
         self.working[request.attempt] = request
         self.idle.clear()
         keeper = asyncio.create_task(self._extend(job), name=f"extend-{job.sequence}")
         try:
-            outcome = await self._prefill(request)
+            outcome = await self._prefill(request, trace)
         finally:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
@@ -181,6 +170,8 @@ class PrefillJobs:
             if not self.working:
                 self.idle.set()
         self._ended.labels(outcome).inc()
+        if trace is not None:
+            trace.ended(outcome, self._now())
         await _answer(job.nak(delay_s=_RETRY_DELAY_S) if outcome == "retry" else job.ack())
 
     async def _extend(self, job: Job) -> None:
@@ -188,7 +179,7 @@ class PrefillJobs:
             await asyncio.sleep(self._ack_wait_s / 3)
             await _answer(job.extend())
 
-    async def _prefill(self, request: RemotePrefillRequest) -> str:
+    async def _prefill(self, request: RemotePrefillRequest, trace: JobTrace | None) -> str:
         """Claims, computes, writes. Returns the outcome that the counter shows."""
         pulled = self._now()
         if self._time() >= request.deadline + _CLOCK_SKEW_S:
@@ -198,7 +189,8 @@ class PrefillJobs:
             if target is None:
                 return "engine_gone"
             why_not = None if self._links is None else await self._links.usable(target)
-            refusal = await self._claim(request)
+            asked = self._now()
+            refusal = await self._claim(request, asked - pulled)
         except Unavailable as exc:
             # Nobody there: reconnecting, or gone, which the directory will know soon.
             logger.warning("%s not claimed: %s", _name(request), exc)
@@ -219,7 +211,10 @@ class PrefillJobs:
         if refusal is not None:
             logger.info("%s refused: %s", _name(request), refusal.reason)
             return "retry" if refusal.elsewhere else "refused"
-        self._stages.labels("claim").observe(self._now() - pulled)
+        claimed = self._now()
+        self._stages.labels("claim").observe(claimed - pulled)
+        if trace is not None:
+            trace.claimed(claimed)
         if why_not is None:
             ended = await self._write(request, target)
         else:
@@ -227,14 +222,17 @@ class PrefillJobs:
             ended = AttemptOutcome(request.attempt, "failed", detail)
         if ended.outcome != "written":
             logger.warning("%s %s: %s", _name(request), ended.outcome, ended.detail)
-        await self._say_done(request.engine_id, ended)
+        # The engine granted it about half-way.
+        await self._say_done(request.engine_id, ended, granted=(asked + claimed) / 2)
         return ended.outcome
 
-    async def _claim(self, request: RemotePrefillRequest) -> ClaimRefused | None:
+    async def _claim(self, request: RemotePrefillRequest, held_s: float) -> ClaimRefused | None:
         """None when granted. Raises Unavailable, DeadlineExceeded, ProtocolError."""
         reply = await self._messaging.request(
             names.claim_subject(self._namespace, request.engine_id),
-            encode_sealed(Claim(attempt=request.attempt, writer_lease_id=self._lease_id)),
+            encode_sealed(
+                Claim(attempt=request.attempt, writer_lease_id=self._lease_id, held_s=held_s)
+            ),
             timeout_s=_CLAIM_S,
         )
         try:
@@ -260,10 +258,20 @@ class PrefillJobs:
         self._engine_died = self._engine_died or ended.outcome == "died"
         return ended
 
-    async def _say_done(self, engine_id: str, ended: AttemptOutcome) -> None:
-        """From here on no write of this attempt comes from this worker."""
+    async def _say_done(
+        self, engine_id: str, ended: AttemptOutcome, granted: float | None = None
+    ) -> None:
+        """From here on no write of this attempt comes from this worker.
+
+        granted: when its claim was.
+        """
+        took_s = None
+        if granted is not None and ended.written_at is not None:
+            took_s = max(0.0, ended.written_at - granted)
         done = msgspec.structs.replace(
-            msgspec.convert(ended, WriterDone, from_attributes=True), writer_lease_id=self._lease_id
+            msgspec.convert(ended, WriterDone, from_attributes=True),
+            writer_lease_id=self._lease_id,
+            took_s=took_s,
         )
         subject = names.writer_done_subject(self._namespace, engine_id)
         try:

@@ -83,6 +83,7 @@ class PrefillWorker:
             links=links,
             clock=host.clock,
             on_drop=host.drops,
+            tracer=host.tracer,
         )
         cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
         on_cancel = counted(jobs.on_cancel, "cancel", host.drops)

@@ -101,6 +101,7 @@ class VllmParts:
             registry=host.registry,
             on_drop=host.drops,
             tells_kv=tells_kv,
+            tracer=host.tracer,
         )
 
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.components.config import VllmWorkerConfig
 from dynamo_lite.components.engine_probe import EngineProbe
+from dynamo_lite.components.generation_trace import TracedGeneration
 from dynamo_lite.components.live_options import ComponentOptions
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.vllm_parts import VllmParts
@@ -61,10 +62,11 @@ class VllmWorker:
         self._engine = engine = await self._stack.enter_async_context(
             self._parts.open_decode_engine(host, self._config)
         )
+        traced = None if host.tracer is None else TracedGeneration(engine, host.tracer)
         self._server = server = await self._stack.enter_async_context(
             GenerateServer(
                 host.messaging,
-                engine,
+                traced or engine,
                 self._spec.bind_host,
                 max_in_flight=self._config.max_in_flight_requests,
                 max_prompt_tokens=self._config.max_queued_tokens,
@@ -75,7 +77,7 @@ class VllmWorker:
             host, self._config, VllmWorkerTuning(), server.limit
         )
         await self._stack.enter_async_context(options.following)
-        host.spawn(self._deliver(engine, server), "engine-steps")
+        host.spawn(self._deliver(engine, server, traced), "engine-steps")
         if self._config.kv_events:
             await self._tell_routers(host, engine, server)
         await self._register(host, engine, server)
@@ -208,9 +210,13 @@ class VllmWorker:
             server.hang_up("the worker's engine is stuck")
             raise
 
-    async def _deliver(self, engine: DecodeEngine, server: GenerateServer) -> None:
+    async def _deliver(
+        self, engine: DecodeEngine, server: GenerateServer, traced: TracedGeneration | None
+    ) -> None:
         try:
             async for deltas in engine.steps():
+                if traced is not None:
+                    traced.delivered(deltas)
                 server.deliver(deltas)
                 if self._publisher is not None:
                     self._publisher.stirred()

@@ -29,12 +29,14 @@ class AttemptOutcome:
     """How a prefill engine's work on one attempt ended: no write is under way any more.
 
     outcome: "written", "failed" or "abandoned"; or "died", of an engine whose process
-    ended: what it had started may still land.
+    ended: what it had started may still land. written_at: the end of its last write, by this
+    host's monotonic clock, where that is known.
     """
 
     attempt: str
     outcome: str
     detail: str = ""
+    written_at: float | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
-from dynamo_lite.protocol.generate import RequestId, Timestamp, TokenId
+from dynamo_lite.protocol.generate import RequestId, Seconds, Timestamp, TokenId
 from dynamo_lite.protocol.records import EngineMetadata, LeaseId, Natural, Positive
 
 Attempt = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
@@ -49,10 +49,14 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill worker to decode engine, before its first write."""
+    """Prefill worker to decode engine, before its first write.
+
+    held_s: since it pulled the job.
+    """
 
     attempt: Attempt
     writer_lease_id: LeaseId
+    held_s: Seconds = 0.0
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -75,13 +79,15 @@ class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     outcome: "written" (the data and its notification are delivered), "failed",
     "abandoned", or "died": the engine's process ended, and what it had started may
     still land. writer_lease_id: who says so; nobody else's word
-    frees blocks that a writer holds.
+    frees blocks that a writer holds. took_s: of what was written, from the granted claim to
+    the end of the last write; durations mean the same on all hosts.
     """
 
     attempt: Attempt
     outcome: Literal["written", "failed", "abandoned", "died"]
     detail: str = ""
     writer_lease_id: LeaseId = 0
+    took_s: Seconds | None = None
 
 
 class WriterStays(msgspec.Struct, frozen=True, kw_only=True):

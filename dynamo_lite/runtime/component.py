@@ -21,6 +21,7 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.patience import patiently
 from dynamo_lite.runtime.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.tracing import Tracer, TracingOptions
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class ProcessSpec:
     grace_s: longest drain.
     config: this service's own options; engine_args: flags for vLLM.
     inner: options of the services that run inside this process, by name.
-    watch_component: whose `generate` endpoint a frontend calls.
+    watch_component: whose `generate` endpoint a frontend calls. tracing: None where nothing
+    is traced.
     """
 
     namespace: str
@@ -55,6 +57,7 @@ class ProcessSpec:
     engine_args: list[str] = field(default_factory=list[str])
     inner: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     watch_component: str = ""
+    tracing: TracingOptions | None = None
 
 
 class Component(Protocol):
@@ -98,6 +101,7 @@ class Host:
         stop: StopRequest,
         clock: Clock = SYSTEM_CLOCK,
         drops: OnDrop = uncounted,
+        tracer: Tracer | None = None,
     ):
         self.spec = spec
         self.store = store
@@ -106,6 +110,7 @@ class Host:
         self.registry = registry
         self.clock = clock
         self.drops = drops
+        self.tracer = tracer
         self.status_url = ""
         self._report = report
         self._stop = stop

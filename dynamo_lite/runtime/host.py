@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
 
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -27,6 +27,7 @@ from dynamo_lite.runtime.stop import (
     stop_on_signals,
 )
 from dynamo_lite.runtime.store import Lease, Store
+from dynamo_lite.runtime.tracing import Tracer, open_tracer
 
 __all__ = ["Component", "Host", "ProcessSpec", "Report", "Surroundings", "run_process"]
 
@@ -114,6 +115,8 @@ class _Process:
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         around, drops = self._surroundings, DropCounter(registry)
+        # Closed last: sending what is left may take a while, and nothing may wait for it.
+        tracer = await self._open_tracer(stack)
         store = await stack.enter_async_context(around.open_store(self._spec))
         messaging = await stack.enter_async_context(around.open_messaging(self._spec, drops))
         ttl_s = self._spec.lease_ttl_s
@@ -128,14 +131,28 @@ class _Process:
             stop=self._stop,
             clock=around.clock,
             drops=drops,
+            tracer=tracer,
         )
-        _add_gauges(registry, lease, messaging)
+        add_gauges(registry, self._spec, lease, messaging)
         status = await stack.enter_async_context(
             around.open_status(self._spec, self._health, registry, drops)
         )
         self.host.status_url = status.url
         # Outlives the owned tasks' failures: it decides between their code and its own.
         stack.push_async_callback(_cancel, asyncio.create_task(self._await_loss()))
+
+    async def _open_tracer(self, stack: AsyncExitStack) -> Tracer | None:
+        spec = self._spec
+        if spec.tracing is None:
+            return None
+        return await stack.enter_async_context(
+            open_tracer(
+                spec.tracing,
+                namespace=spec.namespace,
+                component=spec.component,
+                instance=f"{spec.component}-{spec.instance}",
+            )
+        )
 
     async def run(self) -> int:
         """Start, wait, drain, close."""
@@ -224,7 +241,13 @@ class _Process:
         }
 
 
-def _add_gauges(registry: CollectorRegistry, lease: Lease, messaging: Messaging) -> None:
+def add_gauges(
+    registry: CollectorRegistry, spec: ProcessSpec, lease: Lease, messaging: Messaging
+) -> None:
+    """What every process shows."""
+    # Prometheus gives labels of its own to all metrics of a target; these join with them.
+    whose = Info("dynamo_lite_process", "Which process this is.", registry=registry)
+    whose.info({"dynamo_namespace": spec.namespace, "dynamo_component": spec.component})
     remaining = Gauge(
         "dynamo_lite_lease_remaining_seconds",
         "Time that this process's lease certainly still lives.",

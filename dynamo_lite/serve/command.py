@@ -172,6 +172,7 @@ def _launches(
             engine_args=engine_flags(config.flags),
             inner={name: c.options for name, c in inner.items() if c is not None},
             watch_component=service.calls,
+            tracing=shared.tracing,
         )
         plan = ChildPlan(component=service.component, spec=spec, log_level=request.log_level)
         name = f"{service.name}-{instance}"

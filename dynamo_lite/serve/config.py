@@ -15,6 +15,7 @@ from typing import Any
 
 from dynamo_lite.components.services import Graph, Service
 from dynamo_lite.protocol import names
+from dynamo_lite.runtime.tracing import check_endpoint
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.options import GraphOptions, ServiceArgs
@@ -123,6 +124,9 @@ def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
     if not names.is_namespace(options.namespace):
         message = "a namespace has lower-case letters, digits and dashes, at most 63"
         document.complain(("Graph", "namespace"), f"{message}; got {options.namespace!r}")
+    endpoint = options.otlp_endpoint
+    if endpoint is not None and (wrong := check_endpoint(endpoint)) is not None:
+        document.complain(("Graph", "otlp-endpoint"), wrong)
     return options
 
 

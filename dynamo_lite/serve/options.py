@@ -5,6 +5,8 @@ from typing import Annotated
 
 import annotated_types as at
 
+from dynamo_lite.runtime.tracing import TracingOptions
+
 Positive = Annotated[float, at.Gt(0)]
 
 Scalar = str | int | float
@@ -19,7 +21,9 @@ class GraphOptions:
     services run on several. lease_ttl_s: a dead process disappears from etcd
     after this long, and outages of etcd of up to nine tenths of it cost no lease.
     grace_s: longest drain of one process. restart_max_s: longest pause before a
-    process that crashed is started again.
+    process that crashed is started again. otlp_endpoint: where spans are sent to; None:
+    nothing is traced. trace_ratio: share of the requests that are, unless the client has
+    decided.
     """
 
     namespace: str = "dynamo"
@@ -27,6 +31,14 @@ class GraphOptions:
     lease_ttl_s: Annotated[float, at.Ge(2)] = 30.0
     grace_s: Positive = 30.0
     restart_max_s: Positive = 30.0
+    otlp_endpoint: str | None = None
+    trace_ratio: Annotated[float, at.Ge(0), at.Le(1)] = 1.0
+
+    @property
+    def tracing(self) -> TracingOptions | None:
+        if self.otlp_endpoint is None:
+            return None
+        return TracingOptions(endpoint=self.otlp_endpoint, ratio=self.trace_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)

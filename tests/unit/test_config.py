@@ -8,6 +8,7 @@ import yaml
 
 from dynamo_lite.components.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.tracing import TracingOptions
 from dynamo_lite.serve.config import GraphConfig, child_environment, describe, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
@@ -63,6 +64,20 @@ def test_the_kv_router_is_a_section_of_its_own(load: Loader):
     )
     assert ["Frontend.kv-router.max-kv-usage" in m for m in mistakes] == [False, True]
     assert "kv-weight" in mistakes[0]
+
+
+def test_traces_are_off_unless_a_collector_is_named(load: Loader):
+    assert load(GOOD).shared.tracing is None
+    traced = load(GOOD, "--Graph.otlp-endpoint=http://127.0.0.1:4318", "--Graph.trace-ratio=0.1")
+    expected = TracingOptions(endpoint="http://127.0.0.1:4318", ratio=0.1)
+    assert traced.shared.tracing == expected
+    mistakes = load.mistakes(GOOD, "--Graph.otlp-endpoint=collector:4317")
+    assert mistakes == [
+        "--Graph.otlp-endpoint: expected http://HOST:PORT or https://HOST:PORT,"
+        " got 'collector:4317'"
+    ]
+    [mistake] = load.mistakes(GOOD, "--Graph.trace-ratio=1.5")
+    assert "Graph.trace-ratio" in mistake and "1" in mistake
 
 
 def test_own_options_are_filled_and_the_rest_goes_to_vllm(load: Loader):

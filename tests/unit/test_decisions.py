@@ -118,6 +118,7 @@ async def test_a_remote_prefill_is_told_with_its_stages(decode: Decode, clock: C
         "decide": 0,
         "publish": 0.25,
         "pull": 0.5,
+        "claim": 0,
         "fill": 2,
         "resume": 0.25,
     }
@@ -140,7 +141,13 @@ async def test_one_that_came_to_nothing_is_told_as_far_as_it_came(decode: Decode
     decode.half.build_step()
     [said] = told(decode)
     assert said.asked is not None and said.asked.outcome == "deadline"
-    assert said.asked.stages_s == {"decide": 0, "publish": 1, "pull": 2, "lost": TIMEOUT_S}
+    assert said.asked.stages_s == {
+        "decide": 0,
+        "publish": 1,
+        "pull": 2,
+        "claim": 0,
+        "lost": TIMEOUT_S,
+    }
     await decode.done(attempt, "abandoned")
 
 

@@ -121,6 +121,7 @@ def prompt(request_id: str, tokens: int, **fields: Any) -> Any:
         "block_hashes": [f"{request_id}/{i}" for i in range(tokens // BLOCK)],
         "priority": 0,
         "cache_salt": None,
+        "trace_headers": None,
     }
     return SimpleNamespace(**{**defaults, **fields})
 
@@ -440,7 +441,9 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
     assert decode.counted("remote/committed") == 1
     decode.half.state_after_alloc(prompt("r1", 10), [], 0)
     stages = {name for name in decode.half.stats.data if name.startswith("stage/")}
-    assert stages == {f"stage/{s}" for s in ("decide", "publish", "pull", "fill", "resume")}
+    assert stages == {
+        f"stage/{s}" for s in ("decide", "publish", "pull", "claim", "fill", "resume")
+    }
     assert decode.half.build_step() == DecodeStep()
     assert not decode.half.busy
     decode.finish("r1")

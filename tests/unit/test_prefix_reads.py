@@ -214,6 +214,7 @@ class Half:
             num_prompt_tokens=tokens,
             num_computed_tokens=0,
             kv_transfer_params=params,
+            trace_headers=None,
         )
 
     def admit(self, job: Any, cached: int = 0) -> int:

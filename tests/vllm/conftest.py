@@ -13,10 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.collector import Collector, collecting
 from tests.vllm.graph import DISAGG, MODEL, TOOL_FLAGS, Graph, PlainServer
 
-#: configs/disagg.yaml as it is, with tools.
-_DISAGG_OPTIONS = tuple(f"--Frontend.{key}={json.dumps(on)}" for key, on in TOOL_FLAGS.items())
+#: configs/disagg.yaml as it is, with tools; traced is what a client traces.
+_DISAGG_OPTIONS = (
+    *(f"--Frontend.{key}={json.dumps(on)}" for key, on in TOOL_FLAGS.items()),
+    *(
+        f"--{service}.ServiceArgs.env.OTEL_BSP_SCHEDULE_DELAY=100"
+        for service in ("Frontend", "VllmWorker", "PrefillWorker")
+    ),
+    "--Graph.trace-ratio=0",
+)
 #: Two decode workers and one prefill worker, whose leases outlast what is done to them.
 _PAIR_OPTIONS = (
     "--VllmWorker.ServiceArgs.workers=2",
@@ -69,7 +77,8 @@ class Stage:
         if shared is not None:
             shared.stop()
             # In the log of a graph whose processes were killed there are errors.
-            assert self._options != _DISAGG_OPTIONS or not shared.errors(), shared.errors()
+            whole = self._options[: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
+            assert not (whole and shared.errors()), shared.errors()
 
     def _new(self, graph: tuple[str, str], options: Sequence[str]) -> Graph:
         self._started += 1
@@ -91,16 +100,25 @@ def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(scope="session")
-def stage(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def collector() -> Iterator[Collector]:
+    """Takes the spans of the shared graph, and outlives it."""
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def stage(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Stage]:
     stage = Stage(tmp_path_factory.mktemp("stage"))
     yield stage
     stage.clear()
 
 
 @pytest.fixture
-def disagg(stage: Stage) -> Iterator[Graph]:
+def disagg(stage: Stage, collector: Collector) -> Iterator[Graph]:
     """The shared graph. Whoever uses it leaves it whole."""
-    graph = stage.shared(_DISAGG_OPTIONS)
+    graph = stage.shared((*_DISAGG_OPTIONS, f"--Graph.otlp-endpoint={collector.url}"))
     pids = {p.service: p.pid for p in graph.processes()}
     yield graph
     assert {p.service: p.pid for p in graph.processes()} == pids, graph.tails()

@@ -185,7 +185,8 @@ def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
     assert (remote["verdict"], remote["reason"]) == ("remote", "long")
     assert remote["thresholds"]["max_local_prefill_length"] == LIMIT
     assert remote["asked"]["outcome"] == "committed"
-    assert remote["asked"]["stages_s"].keys() == {"decide", "publish", "pull", "fill", "resume"}
+    stages = {"decide", "publish", "pull", "claim", "fill", "resume"}
+    assert remote["asked"]["stages_s"].keys() == stages
     assert remote["remote_s"] > 0
     siblings = decided(108, n=2, temperature=1)
     assert sorted(d["reason"] for d in siblings) == ["long", "single_flight"]

@@ -24,6 +24,8 @@ PREFIX_BYTES = "prefix_bytes"
 COMPUTED = "computed_tokens"  # by a prefill engine, of its jobs
 RESUME = "resume"  # + "/reason": of the verdict when a writer was lost
 PREFLIGHT = "preflight"  # a list of [order, failure, lanes, contact_s, round_trip_s]
+SPAN = "span"  # a list of spans: see `span_notes.py`
+WRITTEN = "written"  # a list of [attempt, when its last write ended, monotonic]
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 
 

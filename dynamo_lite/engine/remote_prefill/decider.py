@@ -5,11 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from dynamo_lite.engine.remote_prefill.counts import Counts
 from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession
 from dynamo_lite.engine.remote_prefill.seams import Prompt
 from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight
+from dynamo_lite.engine.remote_prefill.span_notes import note_child
 from dynamo_lite.engine.remote_prefill.tuning import Tuned, Tuning
-from dynamo_lite.policy.disagg import Local, QueueView, Reason, Verdict, decide
+from dynamo_lite.policy.disagg import Local, QueueView, Reason, Remote, Verdict, decide
+from dynamo_lite.protocol.trace import TraceContext
 
 
 class Decided(NamedTuple):
@@ -69,3 +72,19 @@ class Decider:
         while self._asked_at and self._asked_at[0] <= view.read_at:
             self._asked_at.popleft()
         return replace(view, jobs=view.jobs + len(self._asked_at))
+
+
+def note_decision(
+    stats: Counts, above: TraceContext, request: Prompt, decided: Decided, now: float
+) -> None:
+    """What was decided about a prompt, from what; it holds since `now`."""
+    verdict = decided.verdict
+    attributes: dict[str, str | int] = {
+        "dynamo_lite.verdict": "remote" if isinstance(verdict, Remote) else "local",
+        "dynamo_lite.reason": verdict.reason.value,
+        "dynamo_lite.prompt_tokens": request.num_prompt_tokens,
+        "dynamo_lite.cached_tokens": decided.cached_tokens,
+    }
+    if decided.queue is not None:
+        attributes["dynamo_lite.queue_jobs"] = decided.queue.jobs
+    note_child(stats, "decision", above, decided.at, now, attributes)

@@ -188,7 +188,7 @@ class DecodeLinkSession:
             if not refusal.elsewhere:
                 self._on_drop("claim")
             return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
-        self._clock.granted(claim.attempt)
+        self._clock.granted(claim.attempt, claim.held_s)
         return encode(Granted())
 
     async def _on_done(self, payload: bytes) -> None:
@@ -198,6 +198,8 @@ class DecodeLinkSession:
             logger.info("attempt %s: writer says %s: %s", done.attempt, done.outcome, done.detail)
         writer = done.writer_lease_id
         self._check_writer(done.attempt, writer)
+        if written and done.took_s is not None:
+            self._clock.written(done.attempt, done.took_s)
         if done.outcome == "died":
             now = self._now()
             await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dynamo_lite.engine.remote_prefill.book import LockedLedger
 from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
 from dynamo_lite.engine.remote_prefill.counts import DECISION, REMOTE, Counts
-from dynamo_lite.engine.remote_prefill.decider import Decided, Decider
+from dynamo_lite.engine.remote_prefill.decider import Decided, Decider, note_decision
 from dynamo_lite.engine.remote_prefill.decisions import DecisionLog
 from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession
 from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
@@ -38,6 +38,7 @@ from dynamo_lite.policy.instructions import (
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ class DecodeScheduler:
         self._log.decided(request, decided)
         if external:
             self._ask(request, block_ids, external, decided)
+        if (above := traced(request.trace_headers)) is not None:
+            note_decision(self.stats, above, request, decided, self._now())
 
     def build_step(
         self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
@@ -204,10 +207,12 @@ class DecodeScheduler:
         until = self._resumes.asked(
             request, first, now, tuned.remote_prefill_timeout_s, tuned.max_remote_prefills
         )
+        attempt = self._new_attempt()
+        trace = self._clock.asked(attempt, decided.at, traced(request.trace_headers))
         job = RemotePrefillRequest(
             engine_id=self._link.engine_id,
             request_id=request.request_id,
-            attempt=(attempt := self._new_attempt()),
+            attempt=attempt,
             prompt_token_ids=(request.prompt_token_ids or [])[:wanted],
             num_computed_tokens=first * size,
             block_ids=list(targets),
@@ -215,6 +220,7 @@ class DecodeScheduler:
             deadline=self._time() + until - now,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            trace_headers=None if trace is None else trace.headers(),
         )
         # The prefix may be read as long as the rest may be written: it is kept as well.
         blocks = tuple(block_ids[:end])
@@ -222,7 +228,6 @@ class DecodeScheduler:
             self._book.ledger.allocated(request.request_id, attempt, blocks, until)
         self._step.expect[attempt] = request.request_id
         self._step.blocks[attempt] = targets
-        self._clock.asked(attempt, decided.at)
         self._log.asked(request.request_id, attempt)
         self._decider.asked(now)
         self._flights.began(request, external)
@@ -255,7 +260,9 @@ class DecodeScheduler:
         committed = outcome is Outcome.COMMITTED
         if not committed:
             logger.info("request %s: attempt %s ended: %s", request_id, attempt, outcome.value)
-        stages_s = self._clock.ended(attempt, request_id, committed=committed)
+        stages_s = self._clock.ended(
+            attempt, request_id, committed=committed, outcome=outcome.value
+        )
         self._log.ended(request_id, attempt, outcome, stages_s)
 
     def _status(self) -> EngineStatus | None:

@@ -5,6 +5,8 @@ The engine carries these between its own processes.
 
 from dataclasses import dataclass, field
 
+from dynamo_lite.protocol.trace import TraceContext
+
 
 @dataclass
 class DecodeStep:
@@ -29,7 +31,8 @@ class BlockWrite:
     have the same size. Else the tokens of local_ids, without the first `skip_tokens`, fill
     remote_ids one after the other. remote_ids[0] is the attempt's block number `first`.
     last: nothing follows; the write carries the commit. num_blocks: of the whole attempt.
-    scheduled: when the attempt's first step was, on this host's monotonic clock.
+    scheduled, began: when the attempt's first step was, and this one, on this host's
+    monotonic clock. trace: of the job, if that is traced.
     """
 
     attempt: str
@@ -42,6 +45,8 @@ class BlockWrite:
     scheduled: float
     first: int = 0
     skip_tokens: int = 0
+    began: float = 0.0
+    trace: TraceContext | None = None
 
 
 @dataclass

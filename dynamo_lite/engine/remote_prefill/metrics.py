@@ -23,6 +23,7 @@ from dynamo_lite.engine.remote_prefill.counts import (
     SECONDS,
     STAGE,
 )
+from dynamo_lite.protocol.generate import PrefillCounts
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 
@@ -62,8 +63,9 @@ class RemotePrefillMetrics:
         )
         self._stages = Histogram(
             "dynamo_lite_remote_prefill_stage_seconds",
-            "Stages of a remote prefill: decide, publish, pull, fill, resume in the decode"
-            " engine; wait, compute, write (the last one, which commits) in the prefill engine",
+            "Stages of a remote prefill: decide, publish, pull (its wait in the queue), claim,"
+            " fill, notice (the end of fill), resume, first_token in the decode engine; wait,"
+            " compute, write (the last one, which commits) in the prefill engine",
             ["stage"],
             buckets=(0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
             registry=registry,
@@ -146,6 +148,11 @@ class RemotePrefillMetrics:
             kind, _, labels = name.partition("/")
             if (take := self._takers.get(kind)) is not None:
                 take(labels, value)
+
+    def first_token(self, counts: PrefillCounts) -> None:
+        """A prompt has its first token."""
+        if counts.external_cached_tokens:
+            self._stages.labels("first_token").observe(counts.prefill_s)
 
     def _drop(self, where: str, count: float) -> None:
         for _ in range(int(count)):

@@ -15,12 +15,13 @@ Ready = Callable[[], bool]
 @dataclass
 class Flight:
     """A write under way. last: no write of the attempt was started after it. slot: that
-    it reads from; None where it reads blocks."""
+    it reads from; None where it reads blocks. of: None for one layer of a step."""
 
     write: Transfer
     started: float
     last: bool
     slot: Slot | None
+    of: BlockWrite | None = None
 
 
 @dataclass
@@ -28,7 +29,8 @@ class Attempt:
     """target: the engine. local_ids: by position in the attempt, where blocks are equal.
 
     slot: of the first write in the queue. vouched: see `WriteNotices`. again: the
-    next write brings blocks of earlier ones anew, and must follow them.
+    next write brings blocks of earlier ones anew, and must follow them. written: when
+    one was last seen to have ended. began: of the step that was noted last.
     """
 
     target: str
@@ -38,4 +40,6 @@ class Attempt:
     slot: Slot | None = None
     vouched: dict[str, int] = field(default_factory=dict)
     again: bool = False
+    written: float | None = None
+    began: float = -1.0
     failure: str | None = None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED, SECONDS, Counts
+from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED, Counts
 from dynamo_lite.engine.remote_prefill.layer_stream import LayerStream
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
@@ -28,6 +28,7 @@ from dynamo_lite.engine.remote_prefill.prefix_reads import PrefixReads
 from dynamo_lite.engine.remote_prefill.preflights import Preflights
 from dynamo_lite.engine.remote_prefill.staging import OpenTransposer, Staging, split
 from dynamo_lite.engine.remote_prefill.write_notices import WriteNotices
+from dynamo_lite.engine.remote_prefill.write_times import WriteTimes
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -68,6 +69,7 @@ class PrefillRank:
         self._now = clock.monotonic
         self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
         self.stats = Counts()
+        self._times = WriteTimes(self.stats, rank)
         self.on_gpu = own.memory == "VRAM"
         self._staging = Staging(mover, own, open_transposer)
         self._notices = WriteNotices(rank, checksum_rate, read, self._staging)
@@ -143,6 +145,8 @@ class PrefillRank:
                 continue
             if attempt is not None and attempt.failure is not None:
                 self._failures[attempt_id] = attempt.failure
+            elif attempt is not None:
+                self._times.complete(attempt_id, attempt)
             self._attempts.pop(attempt_id, None)
             self._layers.forget(attempt_id)
             del self._ended[attempt_id]
@@ -215,9 +219,7 @@ class PrefillRank:
 
     def _start(self, attempt: Attempt, write: BlockWrite) -> None:
         started = self._now()
-        # One rank speaks for all, and the first one shares its host with the scheduler.
-        if write.last and self._rank == 0:
-            self.stats.add_stage("compute", started - write.scheduled)
+        self._times.started(attempt, write, started)
         peers = self._peers.of(write.target_engine)
         for peer in peers:
             if not self._alive():
@@ -227,7 +229,7 @@ class PrefillRank:
             last = write.last and peer is peers[-1]
             rest = self._layers.rest(write, peer)
             transfer = self._write(write, peer, rest, says=True)
-            attempt.flying.append(Flight(transfer, started, last, attempt.slot))
+            attempt.flying.append(Flight(transfer, started, last, attempt.slot, write))
             if attempt.slot is not None:
                 attempt.slot.users += 1
         if write.last:
@@ -283,10 +285,7 @@ class PrefillRank:
                 if not flight.write.done():
                     still.append(flight)
                     continue
-                seconds = self._now() - flight.started
-                self.stats.append(SECONDS, seconds)
-                if flight.last and self._rank == 0:
-                    self.stats.add_stage("write", seconds)
+                self._times.ended(attempt, flight, self._now())
             except TransferError as exc:
                 self._fail(attempt, exc)
             self._staging.let_go(flight.slot)

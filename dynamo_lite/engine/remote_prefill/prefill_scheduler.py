@@ -24,11 +24,13 @@ from dynamo_lite.engine.remote_prefill.messages import (
 from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.engine.remote_prefill.preflight_book import PreflightBook
 from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
+from dynamo_lite.engine.remote_prefill.span_notes import note_child
 from dynamo_lite.policy.prefix import Compute, read_or_compute
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import EngineStatus, decode_preflight
 from dynamo_lite.protocol.records import EngineMetadata, check_engine
+from dynamo_lite.protocol.trace import TraceContext, traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import counted
 
@@ -43,7 +45,7 @@ class _Job:
     block_size: the target engine's, in tokens; blocks are counted in these. first: number
     of the one that remote_ids[0] is; written: of the first that is not written. scheduled:
     monotonic time.
-    reading: whether its prefix is being read.
+    reading: whether its prefix is being read. trace: of the job, if that is traced.
     """
 
     attempt: str
@@ -55,6 +57,7 @@ class _Job:
     first: int
     written: int
     scheduled: float
+    trace: TraceContext | None = None
     announced: bool = False
     reading: bool = False
     complete: bool = False
@@ -122,9 +125,11 @@ class PrefillScheduler:
         params = request.kv_transfer_params
         if not params or request.request_id in self._jobs:
             return
-        now = self._now()
+        now, trace = self._now(), traced(request.trace_headers)
         if queued_at is not None:
             self.stats.add_stage("wait", now - queued_at)
+            if trace is not None:
+                note_child(self.stats, "wait", trace, queued_at, now)
         self._step.forget += params["forget"]
         first = params["num_computed_tokens"] // params["block_size"]
         job = self._jobs[request.request_id] = _Job(
@@ -137,6 +142,7 @@ class PrefillScheduler:
             first=first,
             written=first,
             scheduled=now,
+            trace=trace,
         )
         if external:
             self._read(job, block_ids, params["prefix_block_ids"], external)
@@ -185,6 +191,8 @@ class PrefillScheduler:
             if (stopped := self._stopped.pop(request_id, None)) is not None:
                 self._tell(stopped, "abandoned")
             elif (job := self._jobs.get(request_id)) is not None:
+                if job.reading and job.trace is not None:
+                    note_child(self.stats, "prefix read", job.trace, job.scheduled, self._now())
                 job.reading = False
         for request_id in sorted(results.sent):
             job = self._ending.pop(request_id)
@@ -244,6 +252,8 @@ class PrefillScheduler:
                 scheduled=job.scheduled,
                 first=job.written - job.first,
                 skip_tokens=skip,
+                began=self._stepped_at,
+                trace=job.trace,
             )
         )
         job.written, job.complete = end, last

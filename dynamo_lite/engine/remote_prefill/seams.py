@@ -43,7 +43,7 @@ class Prompt(Protocol):
 
     block_hashes: one per full block, of all tokens up to its end and of all else that
     their KV depends on. kv_transfer_params: of a prefill engine's job; see
-    `PrefillScheduler`.
+    `PrefillScheduler`. trace_headers: None where it is not traced.
     """
 
     @property
@@ -69,3 +69,6 @@ class Prompt(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
+    @property
+    def trace_headers(self) -> Mapping[str, str] | None: ...

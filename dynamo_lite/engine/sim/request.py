@@ -34,6 +34,7 @@ class SimRequest:
     priority: int = 0
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    trace_headers: Mapping[str, str] | None = None
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])
     blocks: list[Block] = field(default_factory=list[Block])

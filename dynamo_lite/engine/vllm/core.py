@@ -24,12 +24,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
-from dynamo_lite.engine.remote_prefill.counts import ENDED, PREFLIGHT
+from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, SPAN
 from dynamo_lite.engine.remote_prefill.link import EngineLink, write_link
 from dynamo_lite.engine.remote_prefill.metrics import RemotePrefillMetrics
 from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.vllm import requests
+from dynamo_lite.engine.vllm.attempts import Attempts
 from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.engine.vllm.kv_events import VllmKvEvents
 from dynamo_lite.engine.vllm.supported import check_config, hearing
@@ -54,6 +55,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tracing import Tracer, record_notes
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,8 @@ class VllmEngine:
 
     engine_args: flags as `vllm serve` takes them. link: None for an engine that
     neither asks for nor writes remote KV. link_path: where the link is left for
-    the engine's processes. tells_kv: whether it says which prefixes it holds.
+    the engine's processes. tells_kv: whether it says which prefixes it holds. tracer: takes
+    the spans that its processes note.
     """
 
     def __init__(
@@ -78,14 +81,15 @@ class VllmEngine:
         registry: CollectorRegistry,
         on_drop: OnDrop = uncounted,
         tells_kv: bool = False,
+        tracer: Tracer | None = None,
     ):
         self._args, self._link, self._link_path = engine_args, link, link_path
         self._messaging, self._on_drop = messaging, on_drop
-        self._metrics = RemotePrefillMetrics(registry, on_drop)
+        self._metrics, self._tracer = RemotePrefillMetrics(registry, on_drop), tracer
         self._client: Any = None
         self._config: VllmConfig | None = None
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
-        self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
+        self._attempts = Attempts()
         self._left: list[str] = []
         # Decode engines that fit, and whether their blocks are as ours.
         self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
@@ -160,8 +164,7 @@ class VllmEngine:
             while await self._next() is not None:
                 pass
         except EngineDied as exc:
-            # A dead process starts no write: say so, rather than let anybody wait.
-            self._settle([(attempt, "died", str(exc)) for attempt in self._attempts])
+            self._attempts.died(str(exc))
             raise
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
@@ -179,13 +182,9 @@ class VllmEngine:
             job = msgspec.structs.replace(job, prefix_block_ids=[])
         left, self._left = self._left, []
         request = requests.prefill(job, target, left, self.config.model_config)
-        ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
-        self._attempts[job.attempt] = ended
-        try:
+        with self._attempts.ending(job.attempt) as ended:
             await self._add(request)
             return await ended
-        finally:
-            self._attempts.pop(job.attempt, None)
 
     async def preflight(self, target: EngineMetadata) -> LinkReport:
         assert self.metadata is not None and self._preflights is not None
@@ -224,7 +223,10 @@ class VllmEngine:
             caller = self._ids.caller(output.request_id, ended=output.finish_reason is not None)
             if caller is not None:
                 output.request_id = caller
-                deltas.append(delta_from_output(output, outputs.timestamp))
+                delta = delta_from_output(output, outputs.timestamp)
+                if delta.prefill is not None:
+                    self._metrics.first_token(delta.prefill)
+                deltas.append(delta)
         return deltas
 
     async def _add(self, request: EngineCoreRequest) -> None:
@@ -250,17 +252,17 @@ class VllmEngine:
                 kv_usage=stats.kv_cache_usage,
             )
             if stats.kv_connector_stats:
-                self._metrics.apply(stats.kv_connector_stats)
-                self._settle(stats.kv_connector_stats.get(ENDED, ()))
-                if self._preflights is not None:
-                    self._preflights.settle(stats.kv_connector_stats.get(PREFLIGHT, ()))
+                self._hear(stats.kv_connector_stats)
         return outputs
 
-    def _settle(self, ended: Sequence[Sequence[str]]) -> None:
-        for attempt, outcome, detail in ended:
-            waiting = self._attempts.get(attempt)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(AttemptOutcome(attempt, outcome, detail))
+    def _hear(self, counts: dict[str, Any]) -> None:
+        """What the connector's halves have counted in one step."""
+        self._metrics.apply(counts)
+        if self._tracer is not None:
+            record_notes(self._tracer, counts.get(SPAN, ()))
+        self._attempts.hear(counts)
+        if self._preflights is not None:
+            self._preflights.settle(counts.get(PREFLIGHT, ()))
 
     def _load(self) -> Any:
         parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -284,8 +286,7 @@ class VllmEngine:
             )
 
     async def _close(self) -> None:
-        for waiting in self._attempts.values():
-            waiting.cancel()
+        self._attempts.cancel()
         if self._preflights is not None:
             self._preflights.close()
         if self._client is not None:

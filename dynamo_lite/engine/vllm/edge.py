@@ -17,6 +17,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 
+from dynamo_lite.engine.vllm.http_trace import trace_http
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -24,6 +25,8 @@ from dynamo_lite.protocol.errors import (
     Refused,
     Unavailable,
 )
+from dynamo_lite.protocol.trace import TraceContext
+from dynamo_lite.runtime.tracing import Tracer
 
 TIMEOUT_HEADER = "x-request-timeout"
 SESSION_HEADER = "x-session-id"
@@ -43,13 +46,14 @@ class RequestContext:
     """One HTTP request. timeout_s: its time; deadline: its end, by the event loop's clock.
 
     retry_after_s: what its client is told after a refusal. session: what it says that it
-    belongs to.
+    belongs to. trace: where it is in a trace; None where it is not traced.
     """
 
     timeout_s: float
     deadline: float
     retry_after_s: float = 1.0
     session: str | None = None
+    trace: TraceContext | None = None
 
 
 #: Tasks that the app starts for a request inherit it.
@@ -82,23 +86,43 @@ class Edge:
     """ASGI middleware.
 
     default_timeout_s: time of a request that does not say how much it has.
-    max_timeout_s: more is not granted.
+    max_timeout_s: more is not granted. tracer: None where nothing is traced.
     """
 
-    def __init__(self, app: ASGIApp, *, default_timeout_s: float, max_timeout_s: float):
-        self._app = app
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        default_timeout_s: float,
+        max_timeout_s: float,
+        tracer: Tracer | None = None,
+    ):
+        self._app, self._tracer = app, tracer
         self._default_timeout_s = min(default_timeout_s, max_timeout_s)
         self._max_timeout_s = max_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        trace = None if self._tracer is None else trace_http(self._tracer, scope, send)
+        if trace is None:
+            return await self._answer(scope, receive, send, None)
+        try:
+            await self._answer(scope, receive, trace.send, trace.context)
+        finally:
+            trace.ended()
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, trace: TraceContext | None
+    ) -> None:
         now = asyncio.get_running_loop().time()
         try:
             timeout_s = self._timeout_s(scope)
         except ValueError as exc:
             return await _refuse(send, str(exc))
-        context = RequestContext(timeout_s, deadline=now + timeout_s, session=_session(scope))
+        context = RequestContext(
+            timeout_s, deadline=now + timeout_s, session=_session(scope), trace=trace
+        )
         token = _context.set(context)
         try:
             await self._app(scope, receive, _Answer(send, context).send)

@@ -32,6 +32,7 @@ from dynamo_lite.engine.vllm.edge import Edge
 from dynamo_lite.engine.vllm.remote_client import RemoteEngineClient
 from dynamo_lite.engine.vllm.remote_core import RemoteCore
 from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.runtime.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +123,11 @@ async def open_app(
     *,
     default_timeout_s: float = 600.0,
     max_timeout_s: float = 3600.0,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[OpenAiApp]:
     """The app while the context lasts. Raises ConfigError or StartupError.
 
-    default_timeout_s, max_timeout_s: of one request; see `Edge`.
+    default_timeout_s, max_timeout_s, tracer: of one request; see `Edge`.
     """
     args = parse_args(flags)
     # A model from the hub may have to be fetched first; the loop must go on meanwhile.
@@ -138,7 +140,12 @@ async def open_app(
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         yield OpenAiApp(
             # Around it, not among its middleware: vLLM has put that together already.
-            asgi=Edge(app, default_timeout_s=default_timeout_s, max_timeout_s=max_timeout_s),
+            asgi=Edge(
+                app,
+                default_timeout_s=default_timeout_s,
+                max_timeout_s=max_timeout_s,
+                tracer=tracer,
+            ),
             state=app.state,
             client=client,
             served_model=(args.served_model_name or [args.model])[0],

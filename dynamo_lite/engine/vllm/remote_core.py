@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from dynamo_lite.engine.vllm.edge import current_context, http_error
+from dynamo_lite.engine.vllm.request_trace import RequestTraces
 from dynamo_lite.engine.vllm.requests import generate_request
 from dynamo_lite.engine.vllm.wire import output_from_delta
 from dynamo_lite.policy.admission import Admission, Busy, Limits
@@ -34,7 +35,9 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.protocol.trace import TraceContext
 from dynamo_lite.runtime.generate import FailoverClient
+from dynamo_lite.runtime.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,8 @@ class RemoteCore(EngineCoreClient):
     one request with an error and returns the other sequences that die with it.
     refused: how many requests were not taken, by "limit" (ours), "busy" (every
     worker's), "no_worker" (nobody is there, or answers), "late" (its time was up
-    before a worker had it) and "rejected" (not acceptable to the engine).
+    before a worker had it) and "rejected" (not acceptable to the engine). tracer: None
+    where nothing is traced.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class RemoteCore(EngineCoreClient):
         *,
         members: Callable[[], Sequence[EndpointRecord]],
         limits: Limits | None = None,
+        tracer: Tracer | None = None,
     ):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
@@ -71,6 +76,7 @@ class RemoteCore(EngineCoreClient):
         self.refused: Counter[str] = Counter()
         self.admission = Admission(limits or Limits())
         self._members = members
+        self._traces = None if tracer is None else RequestTraces(tracer)
         self._failover: FailoverClient | None = None
         self._received: asyncio.Queue[list[TokenDelta] | _Ended] = asyncio.Queue()
 
@@ -113,14 +119,24 @@ class RemoteCore(EngineCoreClient):
         verdict = self.admission.enter(message.request_id, len(message.prompt_token_ids))
         if isinstance(verdict, Busy):
             raise self._refusal(_overloaded(verdict), "limit")
+        if self._traces is not None:
+            message = self._traces.begin(message, request.sampling_params, _trace())
         try:
             await self.failover.submit(message, movable=plan)
         except DynamoLiteError as exc:
-            self.admission.leave(message.request_id)
+            self._leave(message.request_id, "refused", str(exc))
             raise self._refusal(exc) from exc
         except BaseException:
-            self.admission.leave(message.request_id)
+            self._leave(message.request_id, "abort")
             raise
+        if self._traces is not None:
+            self._traces.placed(message.request_id)
+
+    def _leave(self, request_id: str, reason: str, error: str = "") -> None:
+        """It is over, however it ended."""
+        self.admission.leave(request_id)
+        if self._traces is not None:
+            self._traces.ended(request_id, reason, error)
 
     def _refusal(self, error: DynamoLiteError, reason: str = "") -> VLLMError:
         """Counts it, and puts it in the words of the app."""
@@ -140,7 +156,7 @@ class RemoteCore(EngineCoreClient):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self.admission.leave(request_id)
+            self._leave(request_id, "abort")
         if request_ids:
             await self.failover.abort(request_ids)
 
@@ -159,6 +175,8 @@ class RemoteCore(EngineCoreClient):
 
     def _output(self, delta: TokenDelta, now: float) -> EngineCoreOutput:
         """An error where the delta makes no sense."""
+        if self._traces is not None:
+            self._traces.delivered(delta)
         if delta.finish_reason is not None:
             self.admission.leave(delta.request_id)
         else:
@@ -173,7 +191,7 @@ class RemoteCore(EngineCoreClient):
 
     async def _end(self, ended: _Ended) -> None:
         """The other sequences of the same request end with it."""
-        self.admission.leave(ended.request_id)
+        self._leave(ended.request_id, "error", str(ended.error))
         orphans = self.fail(ended.request_id, http_error(ended.error))
         await self.abort_requests_async(orphans)
 
@@ -194,6 +212,11 @@ def _time_left_s() -> float | None:
 def _session() -> str | None:
     context = current_context()
     return None if context is None else context.session
+
+
+def _trace() -> TraceContext | None:
+    context = current_context()
+    return None if context is None else context.trace
 
 
 def _is_late() -> bool:

@@ -1,0 +1,149 @@
+"""The Grafana dashboard asks for metrics and labels that processes really have."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components.frontend_metrics import RequestMetrics, RouterMetrics
+from dynamo_lite.components.vllm_worker import PoolGauges
+from dynamo_lite.engine.remote_prefill.metrics import RemotePrefillMetrics
+from dynamo_lite.policy.admission import Admission, Limits
+from dynamo_lite.runtime.component import ProcessSpec
+from dynamo_lite.runtime.generate import FailoverStats
+from dynamo_lite.runtime.host import add_gauges
+from tests.unit.test_prefill_jobs import Rig
+
+DASHBOARD = json.loads(
+    (Path(__file__).parents[2] / "dashboards/dynamo_lite.json").read_text(encoding="utf-8")
+)
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [(p["title"], t["expr"], t["legendFormat"]) for p in PANELS for t in p["targets"]]
+
+FUNCTIONS = {"count", "histogram_quantile", "max", "min", "rate", "sum"}
+#: What Prometheus itself adds.
+TARGET_LABELS = {"instance", "job"}
+SUFFIXES = {
+    "counter": ("_total",),
+    "histogram": ("_bucket", "_sum", "_count"),
+    "gauge": ("",),
+    "info": ("_info",),
+}
+
+_STRING = re.compile(r'"[^"]*"')
+_GROUPING = re.compile(r"\b(?:by|on|group_left)\s*\(([^)]*)\)")
+_SELECTOR = re.compile(r"(\w+)\{([^}]*)\}")
+_WORD = re.compile(r"[a-zA-Z_]\w*")
+
+
+def registries() -> Iterator[CollectorRegistry]:
+    """As the components fill theirs."""
+    process: Any = SimpleNamespace(remaining_s=lambda: 0.0, connected=True)
+    spec = ProcessSpec(
+        namespace="t", component="C", instance=0, nats_url="", etcd_url="", state_dir=""
+    )
+    frontend, decode = CollectorRegistry(), CollectorRegistry()
+    picker: Any = SimpleNamespace(choices=Counter(), prompt_tokens=0, matched_tokens=0)
+    frontend.register(RequestMetrics(FailoverStats(), Counter(), Admission(Limits())))
+    frontend.register(RouterMetrics(picker))
+    add_gauges(frontend, spec, process, process)
+    RemotePrefillMetrics(decode)
+    PoolGauges(decode)
+    return iter((frontend, decode, Rig(ack_wait_s=1, redeliver_s=1).registry))
+
+
+def known() -> dict[str, set[str]]:
+    """Every sample's name, with its labels."""
+    found: dict[str, set[str]] = {}
+    for registry in registries():
+        for collector in registry._collector_to_names:
+            own = set(getattr(collector, "_labelnames", ()))
+            for family in collector.collect():
+                labels = own.union(*(sample.labels for sample in family.samples))
+                for suffix in SUFFIXES[family.type]:
+                    more = {"le"} if suffix == "_bucket" else set()
+                    found[family.name + suffix] = labels - {"le"} | more
+    return found
+
+
+@pytest.fixture(scope="module")
+def metrics() -> dict[str, set[str]]:
+    return known()
+
+
+def names_in(expression: str) -> set[str]:
+    """The metrics of a query: its words that are nothing else."""
+    bare = _GROUPING.sub(" ", _STRING.sub("", expression))
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", bare)
+    return set(_WORD.findall(bare)) - FUNCTIONS
+
+
+def complaints(expression: str, legend: str, metrics: dict[str, set[str]]) -> Iterator[str]:
+    names = names_in(expression)
+    if not names:
+        yield "asks for nothing"
+    yield from (f"no metric {name}" for name in sorted(names - metrics.keys()))
+    has = TARGET_LABELS.union(*(metrics.get(name, set()) for name in names))
+    grouped = {label for group in _GROUPING.findall(expression) for label in _WORD.findall(group)}
+    yield from (f"no label {label}" for label in sorted(grouped - has))
+    for name, matchers in _SELECTOR.findall(expression):
+        asked = set(_WORD.findall(_STRING.sub("", matchers)))
+        yield from (f"no label {x} of {name}" for x in asked - metrics.get(name, set()))
+    shown = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", legend))
+    yield from (f"the legend's {label} is not in the result" for label in sorted(shown - grouped))
+
+
+@pytest.mark.parametrize(("title", "expression", "legend"), QUERIES)
+def test_a_query_asks_for_what_there_is(
+    title: str, expression: str, legend: str, metrics: dict[str, set[str]]
+):
+    assert list(complaints(expression, legend, metrics)) == []
+    assert 'dynamo_namespace="$namespace"' in expression, "it shows all graphs together"
+
+
+def test_every_panel_has_queries_and_the_chosen_data_source():
+    assert len(PANELS) > 10
+    for panel in PANELS:
+        assert panel["targets"] and all(target["expr"].strip() for target in panel["targets"])
+        for of in (panel, *panel["targets"]):
+            assert of["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_its_variables_choose_data_source_and_namespace(metrics: dict[str, set[str]]):
+    source, namespace = DASHBOARD["templating"]["list"]
+    assert (source["name"], source["type"]) == ("datasource", "datasource")
+    asked = re.fullmatch(r"label_values\((\w+), (\w+)\)", namespace["definition"])
+    assert namespace["name"] == "namespace" and asked is not None
+    assert asked[2] in metrics[asked[1]]
+
+
+def test_every_stage_of_a_remote_prefill_is_a_series(metrics: dict[str, set[str]]):
+    by_stage = {"dynamo_lite_remote_prefill_stage_seconds", "dynamo_lite_prefill_job_stage_seconds"}
+    for name in by_stage:
+        assert "stage" in metrics[f"{name}_bucket"]
+        assert any(f"{name}_bucket" in e and "by (le, stage)" in e for _, e, _ in QUERIES)
+
+
+@pytest.mark.parametrize(
+    ("expression", "legend", "complaint"),
+    [
+        ("sum(rate(dynamo_lite_nothing_total[1m]))", "", "no metric dynamo_lite_nothing_total"),
+        ("dynamo_lite_prefill_decisions", "", "no metric dynamo_lite_prefill_decisions"),
+        ("sum by (why) (dynamo_lite_kv_blocks_free)", "", "no label why"),
+        ('dynamo_lite_kv_blocks_free{stage="x"}', "", "no label stage of"),
+        ("dynamo_lite_kv_blocks_free", "{{instance}}", "the legend's instance"),
+        ("sum by (instance) (1)", "", "asks for nothing"),
+    ],
+)
+def test_a_wrong_query_is_found(
+    expression: str, legend: str, complaint: str, metrics: dict[str, set[str]]
+):
+    assert any(re.match(complaint, said) for said in complaints(expression, legend, metrics))

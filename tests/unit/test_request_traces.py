@@ -1,0 +1,315 @@
+"""Which spans workers tell of a traced request, and that nothing is told of others."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from dynamo_lite.components.generation_trace import TracedGeneration
+from dynamo_lite.engine.remote_prefill.counts import SPAN, STAGE, WRITTEN
+from dynamo_lite.engine.remote_prefill.messages import RankResults
+from dynamo_lite.protocol.errors import Refused
+from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
+from dynamo_lite.protocol.prefill import WriterDone
+from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
+from dynamo_lite.runtime.tracing import record_notes
+from tests.unit import test_prefill_jobs as jobs
+from tests.unit.recorder import Recorder, Told
+from tests.unit.test_decode_link import TIMEOUT_S, WRITER, Clock, Decode, encode_sealed, prompt
+from tests.unit.test_prefix_reads import Half as Reader
+from tests.unit.test_ranks import Decode as DecodeMemory
+from tests.unit.test_ranks import MemoryFabric as Fabric
+from tests.unit.test_ranks import Prefill, blocks, targets
+
+HOSTILE = {"traceparent": "00-" + "0" * 32 + "-00f067aa0ba902b7-01"}
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def decode(clock: Clock) -> AsyncIterator[Decode]:
+    decode = Decode(clock)
+    async with decode.queue:
+        yield decode
+        await decode.network()
+
+
+def noted(half: Any) -> Recorder:
+    """The half's notes as its component passes them on."""
+    recorder = Recorder()
+    record_notes(recorder, half.stats.data.get(SPAN, []))
+    return recorder
+
+
+async def say_written(decode: Decode, attempt: str, took_s: float | None) -> None:
+    done = WriterDone(attempt=attempt, outcome="written", writer_lease_id=WRITER, took_s=took_s)
+    await decode.net._on_done(encode_sealed(done))
+
+
+async def remote(decode: Decode, clock: Clock, headers: Any) -> str:
+    """One that is claimed. Its stages take 1, 2, 4, ... seconds. Returns the attempt."""
+    request = prompt("r1", 101, trace_headers=headers)
+    assert decode.admit(request) > 0
+    [attempt] = decode.half.build_step().expect
+    clock.now += 1
+    await decode.network()
+    clock.now += 2 + 4
+    decode.half._clock.granted(attempt, held_s=4)
+    with decode.half._book.lock:
+        assert decode.half._book.ledger.claim(attempt, WRITER, clock.now) is None
+    return attempt
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+async def test_a_traced_remote_prefill_is_told_stage_by_stage(
+    decode: Decode, clock: Clock, told_first: bool
+):
+    above, began = new_trace(), clock.now
+    attempt = await remote(decode, clock, above.headers())
+    job = await decode.job()
+    clock.now += 8
+    if told_first:
+        await say_written(decode, attempt, 7.0)
+    decode.output("r1")
+    if not told_first:
+        await say_written(decode, attempt, 7.0)
+    clock.now += 16
+    decode.half.state_after_alloc(prompt("r1", 101, trace_headers=above.headers()), [], 0)
+    spans = noted(decode.half)
+    whole = spans.named("remote prefill")
+    assert traced(job.trace_headers) == whole.context
+    assert whole.attributes == {
+        "dynamo_lite.attempt": attempt,
+        "dynamo_lite.outcome": "committed",
+    }
+    seen = {span.name: (span.parent, span.start - began, span.end - began) for span in spans.spans}
+    top, mine = above.span_id, whole.context.span_id
+    assert seen == {
+        "decision": (top, 0, 0),
+        "remote prefill": (top, 0, 15),
+        "publish": (mine, 0, 1),
+        "queue wait": (mine, 1, 3),
+        "notice": (mine, 14, 15),
+        "resume": (top, 15, 31),
+    }
+    assert {span.context.trace_id for span in spans.spans} == {above.trace_id}
+    assert spans.named("decision").attributes["dynamo_lite.reason"] == "long"
+    assert decode.half.stats.data[f"{STAGE}/notice"] == [1.0]
+    assert decode.half.stats.data[f"{STAGE}/claim"] == [4]
+
+
+@pytest.mark.parametrize("headers", [None, {}, HOSTILE, {"traceparent": "x" * 10_000}])
+async def test_what_is_not_traced_is_measured_and_not_told(
+    decode: Decode, clock: Clock, headers: Any
+):
+    attempt = await remote(decode, clock, headers)
+    assert (await decode.job()).trace_headers is None
+    clock.now += 8
+    await say_written(decode, attempt, 7.0)
+    decode.output("r1")
+    decode.half.state_after_alloc(prompt("r1", 101, trace_headers=headers), [], 0)
+    assert SPAN not in decode.half.stats.data
+    assert decode.half.stats.data[f"{STAGE}/notice"] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("took_s", "notice_s"), [(None, None), (0.0, [8.0]), (8.0, [0.0]), (1000.0, [0.0])]
+)
+async def test_a_notice_takes_no_longer_than_the_rest(
+    decode: Decode, clock: Clock, took_s: float | None, notice_s: list[float] | None
+):
+    attempt = await remote(decode, clock, None)
+    clock.now += 8
+    decode.output("r1")
+    await say_written(decode, attempt, took_s)
+    await say_written(decode, attempt, took_s)
+    assert decode.half.stats.data.get(f"{STAGE}/notice") == notice_s
+
+
+async def test_one_that_is_given_up_says_so(decode: Decode, clock: Clock):
+    above = new_trace()
+    attempt = await remote(decode, clock, above.headers())
+    clock.now += TIMEOUT_S
+    decode.half.build_step()
+    spans = noted(decode.half)
+    assert spans.named("remote prefill").attributes["dynamo_lite.outcome"] == "deadline"
+    await say_written(decode, attempt, 1.0)
+    assert {s.name for s in noted(decode.half).spans} == {
+        *("decision", "remote prefill", "publish", "queue wait"),
+    }
+
+
+async def test_a_local_decision_is_told(decode: Decode):
+    above = new_trace()
+    decode.admit(prompt("r1", 3, trace_headers=above.headers()))
+    [decision] = noted(decode.half).spans
+    assert (decision.name, decision.parent) == ("decision", above.span_id)
+    assert decision.attributes["dynamo_lite.verdict"] == "local"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_chunk_and_each_write_of_a_job_is_told_by_one_rank(rank: int):
+    fabric, above = Fabric(), new_trace()
+    decode, prefill = DecodeMemory(fabric, "e1"), Prefill(fabric, rank)
+    chunks = [blocks([3, 4], [10, 11]), blocks([5], [12], last=True, first=2)]
+    for number, write in enumerate(chunks):
+        write.trace, write.began = above, float(number)
+        prefill.step(write, targets=targets(decode))
+    prefill.step(ended=[("a1", "p-a1", True)])
+    assert prefill.ended() == ({"p-a1"}, {})
+    spans = noted(prefill.rank).spans
+    if rank:
+        assert not spans and WRITTEN not in prefill.rank.stats.data
+        return
+    assert {span.parent for span in spans} == {above.span_id}
+    assert [(s.name, s.attributes["dynamo_lite.blocks"]) for s in spans] == [
+        *(("prefill chunk", 2), ("transfer", 2), ("prefill chunk", 1), ("transfer", 1)),
+    ]
+    assert [s.start for s in spans if s.name == "prefill chunk"] == [0, 1]
+    assert prefill.rank.stats.data[WRITTEN] == [["a1", spans[-1].end]]
+
+
+def test_writes_of_jobs_that_are_not_traced_are_not_told():
+    fabric = Fabric()
+    decode, prefill = DecodeMemory(fabric, "e1"), Prefill(fabric)
+    prefill.step(blocks([3], [10], last=True), targets=targets(decode))
+    assert SPAN not in prefill.rank.stats.data
+
+
+async def one_job(headers: Any, tracer: Recorder | None) -> tuple[Any, WriterDone]:
+    """The job as the engine got it, and what the decode engine was told."""
+    given: list[Any] = []
+    async with jobs.working() as rig:
+        rig.jobs._tracer = tracer
+        prefill = rig.engine.prefill
+
+        async def noting(job: Any, target: Any) -> Any:
+            given.append(job)
+            ended = await prefill(job, target)
+            return type(ended)(ended.attempt, ended.outcome, written_at=rig.jobs._now() + 5)
+
+        rig.engine.prefill = noting  # type: ignore[method-assign]
+        await rig.push(jobs.job(trace_headers=headers))
+        await rig.answered("ack")
+        await jobs.eventually(lambda: len(rig.done) == 1)
+        return given[0], rig.done[0]
+
+
+async def test_a_traced_job_is_told_from_its_pull_on():
+    asked, recorder = new_trace(), Recorder()
+    given, done = await one_job(asked.headers(), recorder)
+    whole, claim = recorder.named("prefill job"), recorder.named("claim")
+    assert (whole.parent, whole.kind, whole.error) == (asked.span_id, "consumer", "")
+    assert whole.attributes["dynamo_lite.outcome"] == "written"
+    assert claim.parent == whole.context.span_id
+    assert whole.start == claim.start <= claim.end <= whole.end
+    assert traced(given.trace_headers) == whole.context
+    assert done.took_s == pytest.approx(5, abs=4)
+
+
+@pytest.mark.parametrize("headers", [None, HOSTILE])
+async def test_a_job_that_is_not_traced_is_not_told(headers: Any):
+    recorder = Recorder()
+    _, done = await one_job(headers, recorder)
+    assert not recorder.spans
+    assert done.took_s is not None
+
+
+async def test_a_worker_that_does_not_trace_passes_the_job_on():
+    asked = new_trace()
+    given, _ = await one_job(asked.headers(), None)
+    assert given.trace_headers == asked.headers()
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.taken: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.full = False
+
+    async def submit(self, request: GenerateRequest) -> None:
+        if self.full:
+            raise Refused("full", elsewhere=True)
+        self.taken.append(request)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+
+
+def generation(headers: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r1",
+        client_id="c",
+        prompt_token_ids=[1, 2, 3],
+        sampling=b"",
+        arrival_time=0.0,
+        trace_headers=headers,
+    )
+
+
+FIRST = PrefillCounts(3, 0, 0, 0.0, 0.0)
+
+
+async def test_a_generation_is_told_from_its_arrival_to_its_end():
+    engine, recorder, above = Engine(), Recorder(), new_trace()
+    handler = TracedGeneration(engine, recorder)
+    await handler.submit(generation(above.headers()))
+    handler.delivered([TokenDelta("r1", [7], prefill=FIRST), TokenDelta("other", [1])])
+    assert [span.name for span in recorder.spans] == ["first token"]
+    handler.delivered([TokenDelta("r1", [8, 9], finish_reason="stop")])
+    handler.delivered([TokenDelta("r1", [8, 9], finish_reason="stop")])
+    await handler.abort(["r1"])
+    whole, first = recorder.named("decode worker"), recorder.named("first token")
+    assert whole.parent == above.span_id and whole.kind == "server"
+    assert traced(engine.taken[0].trace_headers) == whole.context
+    assert first.parent == whole.context.span_id
+    assert whole.start <= first.start <= first.end <= whole.end
+    assert whole.attributes["gen_ai.usage.completion_tokens"] == 3
+    assert whole.attributes["dynamo_lite.finish_reason"] == "stop"
+    assert engine.aborted == ["r1"]
+
+
+async def test_a_generation_that_is_refused_or_aborted_is_told_as_such():
+    engine, recorder = Engine(), Recorder()
+    handler = TracedGeneration(engine, recorder)
+    await handler.submit(generation(new_trace().headers()))
+    await handler.abort(["r1", "unknown"])
+    engine.full = True
+    with pytest.raises(Refused):
+        await handler.submit(generation(new_trace().headers()))
+    ends: list[Told] = recorder.spans
+    assert [(s.attributes["dynamo_lite.finish_reason"], s.error) for s in ends] == [
+        ("abort", ""),
+        ("", "full"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "headers", [None, {}, HOSTILE, TraceContext("1" * 32, "2" * 16, sampled=False).headers()]
+)
+async def test_a_generation_that_is_not_traced_reaches_the_engine_without_a_context(headers: Any):
+    engine, recorder = Engine(), Recorder()
+    handler = TracedGeneration(engine, recorder)
+    await handler.submit(generation(headers))
+    handler.delivered([TokenDelta("r1", [7], finish_reason="stop", prefill=FIRST)])
+    assert not recorder.spans
+    assert not engine.taken[0].trace_headers
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_reading_of_a_prefix_is_told(lost: bool):
+    reader, above = Reader(), new_trace()
+    job = reader.job()
+    job.trace_headers = above.headers()
+    assert reader.admit(job, cached=4) == 12
+    reader.step()
+    assert SPAN not in reader.half.stats.data
+    read = {"lost" if lost else "received": {"a1"}}
+    reader.half.worker_output(RankResults(**read), None)
+    [span] = noted(reader.half).spans
+    assert (span.name, span.parent) == ("prefix read", above.span_id)
+    [write] = reader.step(a1=10).writes
+    assert write.trace == above

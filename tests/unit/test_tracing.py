@@ -1,0 +1,202 @@
+"""Spans on their way to a collector, and a process that traces nothing."""
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+
+from dynamo_lite.protocol.trace import TraceContext, new_trace
+from dynamo_lite.runtime import otlp, tracing
+from dynamo_lite.runtime.tracing import (
+    TracingOptions,
+    check_endpoint,
+    open_tracer,
+    record_child,
+    record_notes,
+)
+from dynamo_lite.serve.processes import free_port
+from tests.collector import Collector, collecting
+
+NAMES = {"namespace": "t", "component": "Frontend", "instance": "Frontend-0"}
+
+
+async def test_spans_arrive_as_they_were_told_when_the_tracer_is_closed():
+    now, wall = time.monotonic(), time.time()
+    root = new_trace()
+    work = root.child()
+    with collecting() as collector:
+        async with open_tracer(TracingOptions(endpoint=collector.url), **NAMES) as tracer:
+            tracer.record("work", work, root.span_id, now - 2, now - 1, attributes={"a": 1})
+            record_child(tracer, "part", work, now - 1.5, now - 1.25)
+            note = ["noted", root.trace_id, "00000000000000cc", root.span_id, now, now]
+            record_notes(tracer, [[*note, "consumer", {"b": True}]])
+            tracer.record("root", root, "", now - 3, now, kind="server", error="broken")
+        assert collector.paths == {"/v1/traces"}
+        spans = {span.name: span for span in collector.spans(root.trace_id)}
+    assert {name: span.parent for name, span in spans.items()} == {
+        "root": "",
+        "work": root.span_id,
+        "part": work.span_id,
+        "noted": root.span_id,
+    }
+    assert (spans["root"].span_id, spans["work"].span_id) == (root.span_id, work.span_id)
+    assert spans["noted"].span_id == "00000000000000cc"
+    assert spans["work"].attributes == {"a": 1} and spans["noted"].attributes == {"b": True}
+    assert {span.service for span in spans.values()} == {"Frontend"}
+    assert [name for name, span in spans.items() if span.failed] == ["root"]
+    # OTLP's numbers: internal 1, server 2, consumer 5.
+    kinds = {name: span.kind for name, span in spans.items()}
+    assert kinds == {"root": 2, "work": 1, "part": 1, "noted": 5}
+    assert spans["work"].end - spans["work"].start == pytest.approx(1e9, abs=1e6)
+    assert spans["root"].end / 1e9 == pytest.approx(wall, abs=60)
+
+
+class Servicer(TraceServiceServicer):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def Export(self, request: ExportTraceServiceRequest, context: object) -> Any:
+        sent = [scope for each in request.resource_spans for scope in each.scope_spans]
+        self.names += [span.name for scope in sent for span in scope.spans]
+        return ExportTraceServiceResponse()
+
+
+async def test_spans_arrive_over_grpc(monkeypatch: pytest.MonkeyPatch):
+    servicer = Servicer()
+    server = grpc.server(ThreadPoolExecutor(1))
+    add_TraceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    monkeypatch.setattr(tracing, "_GRPC_PORT", port)
+    server.start()
+    try:
+        options = TracingOptions(endpoint=f"http://127.0.0.1:{port}")
+        async with open_tracer(options, **NAMES) as tracer:
+            tracer.record("root", new_trace(), "", 0.0, 1.0)
+    finally:
+        server.stop(None).wait()
+    assert servicer.names == ["root"]
+
+
+async def test_a_span_does_not_end_before_it_begins():
+    root = new_trace()
+    with collecting() as collector:
+        async with open_tracer(TracingOptions(endpoint=collector.url), **NAMES) as tracer:
+            tracer.record("root", root, "", 10.0, 9.0)
+        [span] = collector.spans(root.trace_id)
+    assert span.start == span.end
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collector that is away is waited for, made short."""
+    monkeypatch.setattr(otlp, "_FLUSH_S", 0.2)
+
+
+async def test_a_dead_collector_harms_nothing(quiet: None, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.DEBUG, "opentelemetry")
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    async with open_tracer(TracingOptions(endpoint=endpoint), **NAMES) as tracer:
+        for _ in range(5000):  # more than the queue takes
+            tracer.record("lost", new_trace(), "", 0.0, 1.0)
+    tracer.record("late", new_trace(), "", 0.0, 1.0)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+async def test_telling_a_span_does_not_wait_for_the_collector(quiet: None):
+    """It is up, and never answers."""
+    done = asyncio.Event()
+
+    async def never_answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await done.wait()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(never_answer, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        options = TracingOptions(endpoint=f"http://127.0.0.1:{port}")
+        async with asyncio.timeout(30), open_tracer(options, **NAMES) as tracer:
+            for _ in range(5000):
+                tracer.record("lost", new_trace(), "", 0.0, 1.0)
+        done.set()
+
+
+@pytest.mark.parametrize(("ratio", "share"), [(0.0, 0.0), (1.0, 1.0), (0.5, 0.5)])
+async def test_a_share_of_the_traces_begins_here(ratio: float, share: float):
+    options = TracingOptions(endpoint="http://127.0.0.1:1", ratio=ratio)
+    tracer = otlp.OtlpTracer(options, **NAMES)
+    begun = [tracer.begin(None) for _ in range(2000)]
+    assert sum(context is not None for context in begun) / 2000 == pytest.approx(share, abs=0.1)
+    client = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7")
+    mine = tracer.begin(client)
+    assert mine is not None and mine.trace_id == client.trace_id
+    assert mine.span_id != client.span_id
+    assert tracer.begin(TraceContext(client.trace_id, client.span_id, sampled=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "exporter"),
+    [
+        ("http://127.0.0.1:4317", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"),
+        ("https://collector:4317", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"),
+        ("http://127.0.0.1:4318", "opentelemetry.exporter.otlp.proto.http.trace_exporter"),
+        ("http://collector/otlp", "opentelemetry.exporter.otlp.proto.http.trace_exporter"),
+    ],
+)
+def test_the_port_says_which_protocol(url: str, exporter: str):
+    assert check_endpoint(url) is None
+    made = otlp._exporter(TracingOptions(endpoint=url))
+    assert type(made).__module__ == exporter
+    made.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:4318", "expected http://HOST:PORT"),
+        ("localhost", "expected http://HOST:PORT"),
+        ("", "expected http://HOST:PORT"),
+        ("grpc://127.0.0.1:4317", "expected http://HOST:PORT"),
+        ("http://:4318", "expected http://HOST:PORT"),
+        ("http://host:port", "Port could not be cast"),
+        ("http://host:99999", "Port out of range"),
+        ("http://[::1", "Invalid IPv6"),
+        ("http://me:secret@host:4318", "OTEL_EXPORTER_OTLP_HEADERS"),
+        ("http://host:4318?key=1", "OTEL_EXPORTER_OTLP_HEADERS"),
+    ],
+)
+def test_a_bad_endpoint_is_named(url: str, said: str):
+    assert said in (check_endpoint(url) or "")
+
+
+def test_who_does_not_trace_loads_no_tracing_library():
+    code = (
+        "import sys\n"
+        "import dynamo_lite.components.vllm_worker, dynamo_lite.components.prefill_worker\n"
+        "import dynamo_lite.components.frontend, dynamo_lite.runtime.host\n"
+        "import dynamo_lite.engine.remote_prefill.decode_scheduler\n"
+        "import dynamo_lite.engine.remote_prefill.prefill_scheduler\n"
+        "print([m for m in sys.modules if m.startswith('opentelemetry')])"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_collector_of_these_tests_refuses_what_is_no_export():
+    with pytest.raises(Exception, match="parsing"):
+        Collector().take("/v1/traces", b"\xff\xff")

@@ -1,0 +1,129 @@
+"""Traces of requests through a real graph, as an OTLP collector gets them."""
+
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+from dynamo_lite.protocol.trace import TraceContext, new_trace
+from tests.collector import Collector, Seen
+from tests.vllm.asking import prompt_ids
+from tests.vllm.graph import Graph, eventually
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+#: Name, of which component, below which: all of a remote prefill.
+REMOTE = {
+    ("POST /v1/completions", "Frontend", "client"),
+    ("generate", "Frontend", "POST /v1/completions"),
+    ("route", "Frontend", "generate"),
+    ("decode worker", "VllmWorker", "generate"),
+    ("decision", "VllmWorker", "decode worker"),
+    ("remote prefill", "VllmWorker", "decode worker"),
+    ("publish", "VllmWorker", "remote prefill"),
+    ("queue wait", "VllmWorker", "remote prefill"),
+    ("prefill job", "PrefillWorker", "remote prefill"),
+    ("claim", "PrefillWorker", "prefill job"),
+    ("wait", "PrefillWorker", "prefill job"),
+    ("prefill chunk", "PrefillWorker", "prefill job"),
+    ("transfer", "PrefillWorker", "prefill job"),
+    ("notice", "VllmWorker", "remote prefill"),
+    ("resume", "VllmWorker", "decode worker"),
+    ("first token", "VllmWorker", "decode worker"),
+}
+LOCAL = {
+    stage
+    for stage in REMOTE
+    if stage[1] != "PrefillWorker" and "remote prefill" not in stage and stage[0] != "resume"
+}
+#: One after the other. A job may be pulled before the broker has confirmed its push.
+ORDER = (
+    *("POST /v1/completions", "generate", "decode worker", "decision", "remote prefill"),
+    *("prefill job", "wait", "prefill chunk", "transfer", "notice", "resume", "first token"),
+)
+#: Ends that may not be later than the begin of the next one.
+CHAIN = ("decision", "claim", "wait", "prefill chunk", "notice", "resume")
+#: Each process relates its monotonic clock to the wall clock by itself; and a claim is
+#: taken to have been granted half-way through the request for it.
+SLACK_NS = 5_000_000
+
+
+def asked(graph: Graph, tokens: int, seed: int, traceparent: str) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": prompt_ids(tokens, seed), "max_tokens": 4}
+    headers = {"traceparent": traceparent, "tracestate": "vendor=1"}
+    answer = httpx.post(f"{graph.url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def tree(spans: list[Seen], client: TraceContext) -> set[tuple[str, str, str]]:
+    names = {span.span_id: span.name for span in spans} | {client.span_id: "client"}
+    return {(span.name, span.service, names.get(span.parent, "nobody")) for span in spans}
+
+
+def trace_of(
+    collector: Collector, client: TraceContext, expected: set[tuple[str, str, str]]
+) -> list[Seen]:
+    def complete() -> list[Seen]:
+        found = collector.spans(client.trace_id)
+        return found if expected <= tree(found, client) else []
+
+    eventually(complete, timeout_s=20, what="all stages are exported")
+    spans = collector.spans(client.trace_id)
+    assert tree(spans, client) == expected
+    return spans
+
+
+def test_one_trace_of_a_remote_prefill_has_every_stage(disagg: Graph, collector: Collector):
+    client = new_trace()
+    answer = asked(disagg, 4500, 300, client.headers()["traceparent"])
+    spans = trace_of(collector, client, REMOTE)
+    by_id = {span.span_id: span for span in spans}
+    assert len(by_id) == len(spans)
+    for span in spans:
+        assert span.start <= span.end and not span.failed
+        if span.parent != client.span_id:
+            assert by_id[span.parent].start <= span.start + SLACK_NS, span
+    first = {name: next(s for s in spans if s.name == name) for name, _, _ in REMOTE}
+    last = {name: [s for s in spans if s.name == name][-1] for name, _, _ in REMOTE}
+    for earlier, later in pairwise(ORDER):
+        assert first[earlier].start <= first[later].start + SLACK_NS, (earlier, later)
+    for earlier, later in pairwise(CHAIN):
+        assert last[earlier].end <= last[later].end + SLACK_NS, (earlier, later)
+    assert last["transfer"].end <= first["notice"].start + SLACK_NS
+    assert abs(first["notice"].end - first["remote prefill"].end) <= SLACK_NS
+    assert first["first token"].end <= first["generate"].end + SLACK_NS
+    assert first["generate"].end <= first["POST /v1/completions"].end
+    # Several chunks, each written while the next one is computed.
+    chunks, writes = ([s for s in spans if s.name == n] for n in ("prefill chunk", "transfer"))
+    assert len(chunks) == len(writes) > 1
+    assert sum(s.attributes["dynamo_lite.blocks"] for s in writes) == -(-4499 // 32)
+    assert first["decision"].attributes["dynamo_lite.reason"] == "long"
+    assert first["remote prefill"].attributes["dynamo_lite.outcome"] == "committed"
+    told = first["generate"].attributes
+    assert told["gen_ai.request.id"].startswith(answer["id"])
+    assert told["gen_ai.usage.prompt_tokens"] == 4500
+    assert told["gen_ai.usage.completion_tokens"] == 4
+
+
+def test_a_local_prefill_is_traced_up_to_its_decision(disagg: Graph, collector: Collector):
+    client = new_trace()
+    asked(disagg, 40, 301, client.headers()["traceparent"])
+    spans = trace_of(collector, client, LOCAL)
+    [decision] = [span for span in spans if span.name == "decision"]
+    assert decision.attributes["dynamo_lite.verdict"] == "local"
+
+
+def test_what_nobody_asked_to_trace_is_not_traced(disagg: Graph, collector: Collector):
+    """No context, one that is none, and one that is not sampled."""
+    before = collector.trace_ids
+    asked(disagg, 700, 302, "")
+    asked(disagg, 700, 303, "00-" + "g" * 32 + "-00f067aa0ba902b7-01")
+    quiet = new_trace()
+    asked(disagg, 700, 304, f"00-{quiet.trace_id}-{quiet.span_id}-00")
+    client = new_trace()
+    asked(disagg, 700, 305, client.headers()["traceparent"])
+    trace_of(collector, client, REMOTE)
+    assert collector.trace_ids - before <= {client.trace_id}
+    assert not collector.spans(quiet.trace_id)
