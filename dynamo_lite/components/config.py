@@ -88,11 +88,15 @@ class QueueOptions:
     """The prefill queue; every service of a graph must agree (use Common).
 
     max_jobs: hard cap that the broker holds, waiting and in flight together.
+    order: fifo, or short-first: short jobs and urgent requests before others.
+    short_length: tokens to compute up to which a job is short.
     """
 
     max_jobs: Positive = 64
     ack_wait_s: Seconds = 10.0
     max_deliver: Positive = 3
+    order: Literal["fifo", "short-first"] = "short-first"
+    short_length: Natural = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,8 @@ class VllmWorkerConfig:
     remote_prefill: whether it may ask prefill workers for help at all.
     max_local_prefill_length: prompts with at most this many uncached tokens are
     prefilled here. max_prefill_queue_size: with this many jobs in the queue or
-    more, everything is. remote_prefill_timeout_s: how long a remote prefill may
+    more, everything is. max_prefill_queue_tokens: likewise with this many outstanding
+    tokens; 0: no matter how many. remote_prefill_timeout_s: how long a remote prefill may
     take from the decision to the last block; then the prompt is prefilled here.
     queue_view_max_age_s: an older view of the queue counts as unknown, and
     unknown means local. single_flight_min_length: a prompt waits for another one's
@@ -119,6 +124,7 @@ class VllmWorkerConfig:
     remote_prefill: bool = True
     max_local_prefill_length: Natural = 512
     max_prefill_queue_size: Natural = 8
+    max_prefill_queue_tokens: Natural = 0
     remote_prefill_timeout_s: Seconds = 30.0
     queue_view_max_age_s: Seconds = 3.0
     single_flight_min_length: Natural | None = None
@@ -131,7 +137,8 @@ class VllmWorkerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillWorkerConfig:
-    """The prefill worker. concurrency: jobs it holds at a time.
+    """The prefill worker. concurrency: jobs it holds at a time. short_slots: beside these,
+    short and urgent ones (`queue.order: short-first`).
 
     kv_checksum_rate: share of the blocks of each job whose contents are checked at
     the decode worker before they are used, 0 to 1. min_prefix_read_length: from how
@@ -142,6 +149,7 @@ class PrefillWorkerConfig:
     """
 
     concurrency: Positive = 2
+    short_slots: Natural = 1
     kv_checksum_rate: Annotated[float, at.Ge(0), at.Le(1)] = 0.0
     min_prefix_read_length: Positive = 128
     stream_layers: bool = False

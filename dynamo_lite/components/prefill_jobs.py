@@ -7,7 +7,7 @@ unacknowledged, and the queue delivers it again.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -18,6 +18,7 @@ from dynamo_lite.components.job_trace import JobTrace, trace_job
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
+from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -102,14 +103,15 @@ class PrefillJobs:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    async def run(self) -> None:
-        """One job after the other, until `stop`. Run several for several at a time."""
+    async def run(self, lanes: Sequence[Lane] = tuple(Lane)) -> None:
+        """One job of these lanes after the other, until `stop`. Run several for several at a
+        time."""
         while self._pulling:
             if not self._fit():
                 await asyncio.sleep(_UNFIT_PAUSE_S)
                 continue
             try:
-                job = await self._queue.pull(timeout_s=_PULL_S)
+                job = await self._queue.pull(timeout_s=_PULL_S, lanes=lanes)
             except Unavailable as exc:
                 logger.debug("no job pulled: %s", exc)
                 await asyncio.sleep(_BROKER_PAUSE_S)

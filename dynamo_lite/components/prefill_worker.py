@@ -14,13 +14,16 @@ from dynamo_lite.components.links import Links
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.prefill_fence import FenceKeeper
 from dynamo_lite.components.prefill_jobs import PrefillJobs
+from dynamo_lite.components.queue_tokens import show_queue_tokens
 from dynamo_lite.components.vllm_parts import VllmParts
 from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.policy.lanes import BEFORE_LONG
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.beat import HealthBeat
+from dynamo_lite.runtime.demand import DemandFollower
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
@@ -101,7 +104,13 @@ class PrefillWorker:
         host.spawn(self._beat.run(), "health-beat")
         for index in range(self._config.concurrency):
             host.spawn(jobs.run(), f"prefill-jobs-{index}")
+        if self._config.queue.order == "short-first":
+            for index in range(self._config.short_slots):
+                host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
         host.spawn(_watch_depth(host, queue), "queue-depth")
+        demand = DemandFollower(self._spec.namespace, host.clock.monotonic, on_drop=host.drops)
+        show_queue_tokens(host, demand)
+        await enter(demand.follow(host.messaging))
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:

@@ -50,6 +50,7 @@ class VllmParts:
         role = DecodeLink(
             max_local_prefill_length_tokens=config.max_local_prefill_length,
             max_prefill_queue_size=config.max_prefill_queue_size,
+            max_prefill_queue_tokens=config.max_prefill_queue_tokens,
             remote_prefill_timeout_s=config.remote_prefill_timeout_s,
             queue_view_max_age_s=config.queue_view_max_age_s,
             prefill_component=PREFILL_COMPONENT,
@@ -71,6 +72,9 @@ class VllmParts:
             kv_checksum_rate=config.kv_checksum_rate,
             min_prefix_read_length_tokens=config.min_prefix_read_length,
             stream_layers=config.stream_layers,
+            short_length_tokens=(
+                config.queue.short_length if config.queue.order == "short-first" else None
+            ),
         )
         return self._engine(host, self._link(host, role))
 
@@ -110,6 +114,8 @@ def queue_config(options: QueueOptions) -> QueueConfig:
         max_depth=options.max_jobs,
         ack_wait_s=options.ack_wait_s,
         max_deliver=options.max_deliver,
+        order=options.order,
+        short_length_tokens=options.short_length,
     )
 
 

@@ -14,8 +14,10 @@ from dynamo_lite.components.engine_probe import EngineProbe
 from dynamo_lite.components.generation_trace import TracedGeneration
 from dynamo_lite.components.live_options import ComponentOptions
 from dynamo_lite.components.parts import WorkerParts
+from dynamo_lite.components.queue_tokens import show_queue_tokens
 from dynamo_lite.components.vllm_parts import VllmParts
 from dynamo_lite.engine.base import DecodeEngine, KvEvents
+from dynamo_lite.policy.demand import Totals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
@@ -24,6 +26,7 @@ from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_listen
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.protocol.tuning import VllmWorkerTuning
 from dynamo_lite.runtime.beat import HealthBeat
+from dynamo_lite.runtime.demand import DemandFollower
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.host import Host, ProcessSpec
@@ -54,6 +57,7 @@ class VllmWorker:
         self._beat: HealthBeat | None = None
         self._options: ComponentOptions | None = None
         self._publisher: KvPublisher | None = None
+        self._demand: DemandFollower | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
@@ -78,6 +82,8 @@ class VllmWorker:
         )
         await self._stack.enter_async_context(options.following)
         host.spawn(self._deliver(engine, server, traced), "engine-steps")
+        if self._config.remote_prefill:
+            await self._follow_demand(host)
         if self._config.kv_events:
             await self._tell_routers(host, engine, server)
         await self._register(host, engine, server)
@@ -143,6 +149,16 @@ class VllmWorker:
         host.spawn(self._probe_engine(probe, server), "engine-probe")
         host.spawn(beat.run(), "health-beat")
 
+    async def _follow_demand(self, host: Host) -> None:
+        self._demand = DemandFollower(
+            self._spec.namespace,
+            host.clock.monotonic,
+            on_demand=lambda *_: self._publisher and self._publisher.stirred(),
+            on_drop=host.drops,
+        )
+        show_queue_tokens(host, self._demand)
+        await self._stack.enter_async_context(self._demand.follow(host.messaging))
+
     async def _tell_routers(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
         """Before the worker is registered: who sees it may ask at once."""
         self._publisher = publisher = KvPublisher(
@@ -150,7 +166,7 @@ class VllmWorker:
             namespace=self._spec.namespace,
             component=self._spec.component,
             lease_id=host.lease.id,
-            load=partial(_load, engine, server),
+            load=partial(self._load, engine, server),
             holdings=engine.kv_events,
             on_drop=host.drops,
         )
@@ -201,7 +217,21 @@ class VllmWorker:
     async def _load_metrics(self, _payload: bytes) -> bytes:
         """The fields of `Load`, as msgpack."""
         assert self._engine is not None and self._server is not None
-        return msgspec.msgpack.encode(msgspec.structs.asdict(_load(self._engine, self._server)))
+        return msgspec.msgpack.encode(
+            msgspec.structs.asdict(self._load(self._engine, self._server))
+        )
+
+    def _load(self, engine: DecodeEngine, server: GenerateServer) -> Load:
+        said = engine.load
+        wanted = Totals() if self._demand is None else self._demand.totals()
+        return Load(
+            running=said.running,
+            waiting=said.waiting,
+            kv_usage=min(max(said.kv_usage, 0.0), 1.0),
+            prefill_tokens=server.waiting_tokens,
+            queue_jobs=wanted.jobs,
+            queue_tokens=wanted.tokens,
+        )
 
     async def _probe_engine(self, probe: EngineProbe, server: GenerateServer) -> None:
         try:
@@ -223,16 +253,6 @@ class VllmWorker:
         except EngineDied:
             server.hang_up("the worker's engine died")
             raise
-
-
-def _load(engine: DecodeEngine, server: GenerateServer) -> Load:
-    said = engine.load
-    return Load(
-        running=said.running,
-        waiting=said.waiting,
-        kv_usage=min(max(said.kv_usage, 0.0), 1.0),
-        prefill_tokens=server.waiting_tokens,
-    )
 
 
 async def _pass_on(events: KvEvents, publisher: KvPublisher) -> None:

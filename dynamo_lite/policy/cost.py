@@ -1,6 +1,26 @@
 """What a prefill costs here and elsewhere, by what was measured."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+#: What a new measurement leaves of the weight of all before it.
+_FADE = 0.9
+
+
+@dataclass
+class FadingMean:
+    """Of a fading sum: the last ten or so count, heavy ones more than light ones."""
+
+    amount: float = 0.0
+    weight: float = 0.0
+
+    def add(self, amount: float, weight: float) -> None:
+        self.amount = self.amount * _FADE + amount
+        self.weight = self.weight * _FADE + weight
+
+    @property
+    def value(self) -> float | None:
+        return self.amount / self.weight if self.weight > 0 else None
 
 
 class Rates(NamedTuple):

@@ -6,6 +6,7 @@ prompt that is long where it counts (uncached), and a queue with room.
 """
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -17,6 +18,8 @@ class Reason(enum.Enum):
     CACHED = "cached"
     SINGLE_FLIGHT = "single_flight"  # cached, by a remote prefill that it has waited for
     QUEUE_FULL = "queue_full"
+    QUEUE_TOKENS = "queue_tokens"
+    TOO_LATE = "too_late"
     QUEUE_UNKNOWN = "queue_unknown"
     NO_PREFILL_WORKER = "no_prefill_worker"
     LEAVING = "leaving"
@@ -45,12 +48,14 @@ class Thresholds:
     """max_local_prefill_length: uncached tokens up to which a prompt stays local.
 
     max_prefill_queue_size: jobs in the queue from which on all prompts do.
-    queue_view_max_age_s: an older view is no view.
+    queue_view_max_age_s: an older view is no view. max_prefill_queue_tokens:
+    outstanding tokens from which on all prompts do; 0: no matter how many.
     """
 
     max_local_prefill_length_tokens: int
     max_prefill_queue_size: int
     queue_view_max_age_s: float
+    max_prefill_queue_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,23 @@ class QueueView:
 
     jobs: waiting and in flight when it was read, plus what this worker has asked
     for since. prefill_workers: how many are alive. read_at: monotonic seconds.
+    tokens: outstanding, of all engines. wait_s: until a job like the one that is being
+    decided is begun; takes_s: until its KV is there; None without measured rates.
     """
 
     jobs: int
     prefill_workers: int
     read_at: float
+    tokens: int = 0
+    wait_s: float | None = None
+    takes_s: float | None = None
+
+
+def fresh(queue: QueueView | None, thresholds: Thresholds, now: float) -> QueueView | None:
+    """The view, unless it is too old."""
+    if queue is None or now - queue.read_at > thresholds.queue_view_max_age_s:
+        return None
+    return queue
 
 
 def decide(
@@ -73,21 +90,28 @@ def decide(
     queue: QueueView | None,
     thresholds: Thresholds,
     now: float,
+    time_left_s: float = math.inf,
 ) -> Verdict:
     """The verdict for one prompt.
 
     cached_tokens is the engine's own prefix hit, so the difference is the exact
-    number of tokens to compute. now is monotonic seconds.
+    number of tokens to compute. now is monotonic seconds. time_left_s: in which a
+    remote prefill must be over.
     """
     uncached = prompt_tokens - cached_tokens
     # The last token is always computed here: it is the one that is sampled from.
     limit = max(thresholds.max_local_prefill_length_tokens, 1)
     if uncached <= limit:
         return Local(Reason.CACHED if prompt_tokens > limit else Reason.SHORT)
-    if queue is None or now - queue.read_at > thresholds.queue_view_max_age_s:
+    queue = fresh(queue, thresholds, now)
+    if queue is None:
         return Local(Reason.QUEUE_UNKNOWN)
     if queue.prefill_workers == 0:
         return Local(Reason.NO_PREFILL_WORKER)
     if queue.jobs >= thresholds.max_prefill_queue_size:
         return Local(Reason.QUEUE_FULL)
+    if 0 < thresholds.max_prefill_queue_tokens <= queue.tokens:
+        return Local(Reason.QUEUE_TOKENS)
+    if queue.takes_s is not None and queue.takes_s > time_left_s:
+        return Local(Reason.TOO_LATE)
     return Remote(Reason.LONG)

@@ -1,5 +1,7 @@
 """What other thresholds would have made of a decision that was taken."""
 
+import math
+
 from dynamo_lite.policy.disagg import Local, QueueView, Reason, Thresholds, Verdict, decide
 
 #: No threshold has a say in these.
@@ -14,6 +16,7 @@ def replay(
     queue: QueueView | None,
     thresholds: Thresholds,
     now: float,
+    time_left_s: float = math.inf,
 ) -> Verdict:
     """The arguments are those of `decide` at that time, but for the thresholds.
 
@@ -28,6 +31,7 @@ def replay(
         queue=queue,
         thresholds=thresholds,
         now=now,
+        time_left_s=time_left_s,
     )
     waited = taken.reason is Reason.SINGLE_FLIGHT and verdict.reason is Reason.CACHED
     return Local(Reason.SINGLE_FLIGHT) if waited else verdict

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from dynamo_lite.policy.disagg import Reason as Decision
 from dynamo_lite.policy.disagg import Verdict
 
+#: Whoever gets one of these would ask for a remote prefill if it could.
+_LONG = (Decision.LONG, Decision.QUEUE_FULL, Decision.QUEUE_TOKENS, Decision.TOO_LATE)
+
 
 class Reason(enum.Enum):
     SHARED = "shared"
@@ -65,7 +68,7 @@ def follow(
     leader_tokens: all that the leader waits for. waits: how often it has waited.
     """
     # In all other cases the prompt is short, or the leader may wait in vain as well.
-    if verdict.reason not in (Decision.LONG, Decision.QUEUE_FULL):
+    if verdict.reason not in _LONG:
         return GoOn(Reason.NOT_LONG)
     if shared_tokens <= 0:
         return GoOn(Reason.NOTHING_SHARED)

@@ -28,11 +28,18 @@ class Explain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """The prefill queue as the decision saw it. age_s: since it was read."""
+    """The prefill queue as the decision saw it. age_s: since it was read.
+
+    tokens: outstanding. wait_s, takes_s: until a job of this prompt was to be begun, and
+    to be done, by the rates that had been measured.
+    """
 
     jobs: int
     prefill_workers: int
     age_s: float
+    tokens: int = 0
+    wait_s: float | None = None
+    takes_s: float | None = None
 
 
 class Followed(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +50,7 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
     max_prefill_queue_size: int
     queue_view_max_age_s: float
     remote_prefill_timeout_s: float
+    max_prefill_queue_tokens: int = 0
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

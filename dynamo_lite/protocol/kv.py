@@ -45,13 +45,17 @@ class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How busy an engine is.
 
     running, waiting: requests. kv_usage: share of the blocks that cannot be given to a
-    new request. prefill_tokens: of prompts without a first token.
+    new request. prefill_tokens: of prompts without a first token. queue_jobs, queue_tokens:
+    what all decode workers have on the prefill queue and with prefill workers, as this one
+    knows it; the same for all.
     """
 
     running: Count = 0
     waiting: Count = 0
     kv_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     prefill_tokens: Natural = 0
+    queue_jobs: Natural = 0
+    queue_tokens: Natural = 0
 
 
 class KvNotice(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,6 +91,11 @@ def prefill_jobs_subject(namespace: str) -> str:
     return f"{namespace}_prefill_queue.jobs"
 
 
+def demand_subject(namespace: str) -> str:
+    """Notices of all decode engines: what they have on the prefill queue."""
+    return f"{namespace}_prefill_demand"
+
+
 def claim_subject(namespace: str, engine_id: str) -> str:
     """Requests from prefill workers to a decode engine: may I write this attempt?"""
     return f"{namespace}_engine.{engine_id}.claim"

@@ -36,6 +36,7 @@ class VllmWorkerTuning(
 
     max_local_prefill_length: Natural | UnsetType = UNSET
     max_prefill_queue_size: Natural | UnsetType = UNSET
+    max_prefill_queue_tokens: Natural | UnsetType = UNSET
     remote_prefill_timeout_s: Seconds | UnsetType = UNSET
     queue_view_max_age_s: Seconds | UnsetType = UNSET
     single_flight_min_length: Natural | UnsetType | None = UNSET

@@ -4,10 +4,13 @@
 `tests/contract/test_queue.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
+
+from dynamo_lite.policy.lanes import lane_of
+from dynamo_lite.protocol.demand import Lane
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class QueueConfig:
     push_timeout_s: how long a push waits for the broker's answer.
     max_age_s: the broker drops older jobs, pulled or not: those of engines that
     died, and those whose push was ambiguous, must not eat the cap for ever.
+    order, short_length_tokens: which jobs go first; see `policy/lanes.py`.
 
     All but push_timeout_s belong to the queue: its users must agree on them.
     """
@@ -28,6 +32,19 @@ class QueueConfig:
     max_deliver: int = 3
     push_timeout_s: float = 1.0
     max_age_s: float = 600.0
+    order: Literal["fifo", "short-first"] = "short-first"
+    short_length_tokens: int = 2048
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those that exist; one alone keeps the order of arrival."""
+        return (Lane.LONG,) if self.order == "fifo" else tuple(Lane)
+
+    def lane_of(self, tokens: int, priority: int) -> Lane:
+        """Where a job of so many tokens to compute waits."""
+        if self.order == "fifo":
+            return Lane.LONG
+        return lane_of(tokens, priority, self.short_length_tokens)
 
 
 @dataclass(frozen=True)
@@ -100,8 +117,10 @@ class PrefillQueue(Protocol):
 
     async def __aexit__(self, *exc_info: object) -> None: ...
 
-    async def push(self, payload: bytes, *, message_id: str) -> int:
+    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
         """Returns the job's sequence. A repeated `message_id` queues nothing new.
+
+        lane: one of those that the configuration has.
 
         Raises QueueFull or BrokerUnavailable: certainly not queued;
         PushAmbiguous: unknown.
@@ -119,9 +138,11 @@ class PrefillQueue(Protocol):
         """One cheap question to the broker. Raises BrokerUnavailable."""
         ...
 
-    async def pull(self, *, timeout_s: float) -> Job | None:
+    async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:
         """The next job, or None after `timeout_s`.
 
+        lanes: those that it may be from; earlier ones first, by `policy/lanes.py`. With
+        none of them in the configuration it waits for nothing, all the same.
         May be cancelled: a job that was on its way is kept for the next pull.
         """
         ...

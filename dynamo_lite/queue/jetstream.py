@@ -1,16 +1,18 @@
-"""The prefill queue on JetStream: one stream, one consumer, a connection of its own."""
+"""The prefill queue on JetStream: one stream, a consumer per lane, a connection of its own."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
 from nats import errors
 from nats.js import JetStreamContext
+from nats.js.api import ConsumerInfo
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
+from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     PushAmbiguous,
@@ -21,7 +23,7 @@ from dynamo_lite.queue.base import QueueConfig, QueueDepth
 from dynamo_lite.queue.incarnation import Incarnations
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.puller import Puller
-from dynamo_lite.queue.topology import CONSUMER, Topology
+from dynamo_lite.queue.topology import Topology, consumer_name
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.runtime.patience import patiently
@@ -72,7 +74,7 @@ class JetStreamQueue:
         self._topology = Topology(stream, subject, self._config)
         self._connection = _Connection(url, self._on_down, self._on_missing)
         self._incarnations = Incarnations()
-        self._consumer: Hashable = None
+        self._consumers: Mapping[Lane, Hashable] = {}
         self._missing = asyncio.Event()
         self._ensuring = asyncio.Lock()
         self._resources = contextlib.AsyncExitStack()
@@ -105,23 +107,24 @@ class JetStreamQueue:
     async def __aexit__(self, *_: object) -> None:
         await self._resources.aclose()
 
-    async def push(self, payload: bytes, *, message_id: str) -> int:
+    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
+        subject = self._topology.subject_of(lane)
         try:
-            return await self._publish(payload, message_id)
+            return await self._publish(subject, payload, message_id)
         except NoStreamResponseError:
             await self._ensure()
         try:
-            return await self._publish(payload, message_id)
+            return await self._publish(subject, payload, message_id)
         except NoStreamResponseError as exc:
-            raise BrokerUnavailable(f"no stream takes {self._topology.subject}") from exc
+            raise BrokerUnavailable(f"no stream takes {subject}") from exc
 
-    async def _publish(self, payload: bytes, message_id: str) -> int:
+    async def _publish(self, subject: str, payload: bytes, message_id: str) -> int:
         """As `push`, but raises NoStreamResponseError when nothing takes the subject."""
         js = self._connected_js()
         timeout_s = self._config.push_timeout_s
         try:
             answer = await js.publish(
-                self._topology.subject,
+                subject,
                 payload,
                 timeout=timeout_s,
                 headers={"Nats-Msg-Id": message_id},
@@ -153,20 +156,38 @@ class JetStreamQueue:
                 raise
 
     async def depth(self) -> QueueDepth:
-        with self._errors("depth"):
-            try:
-                info = await self._connected_js().consumer_info(self._topology.stream, CONSUMER)
-            except NotFoundError:
+        lanes = self._config.lanes
+        asked = await asyncio.gather(*map(self._look, lanes), return_exceptions=True)
+        infos: list[ConsumerInfo] = []
+        for info in asked:
+            if isinstance(info, BaseException):
+                raise info
+            if info is None:
                 self._missing.set()
                 return QueueDepth(waiting=0, in_flight=0)
-        if info.created != self._consumer:
-            self._missing.set()  # somebody has made it again
-        return QueueDepth(waiting=info.num_pending or 0, in_flight=info.num_ack_pending or 0)
+            infos.append(info)
+        if {lane: info.created for lane, info in zip(lanes, infos, strict=True)} != self._consumers:
+            self._missing.set()  # somebody has made one again
+        return QueueDepth(
+            waiting=sum(info.num_pending or 0 for info in infos),
+            in_flight=sum(info.num_ack_pending or 0 for info in infos),
+        )
 
-    async def pull(self, *, timeout_s: float) -> JetStreamJob | None:
+    async def _look(self, lane: Lane) -> ConsumerInfo | None:
+        """None where there is no such consumer. Raises BrokerUnavailable."""
+        with self._errors("depth"):
+            try:
+                name = consumer_name(lane)
+                return await self._connected_js().consumer_info(self._topology.stream, name)
+            except NotFoundError:
+                return None
+
+    async def pull(
+        self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
+    ) -> JetStreamJob | None:
         if self._puller is None:
             raise BrokerUnavailable("the queue is closed")
-        return await self._puller.pull(timeout_s)
+        return await self._puller.pull(timeout_s, lanes)
 
     async def stop_pulling(self) -> None:
         if self._puller is not None:
@@ -203,7 +224,7 @@ class JetStreamQueue:
         async with self._ensuring:
             with self._errors("creating the queue"):
                 found = await self._topology.ensure(self._connected_js())
-        self._consumer = found.consumer
+        self._consumers = found.consumers
         self._incarnations.seen(found.stream)
 
     def _connected_js(self) -> JetStreamContext:

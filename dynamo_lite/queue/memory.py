@@ -2,99 +2,17 @@
 
 import asyncio
 import contextvars
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Self
 
+from dynamo_lite.policy.lanes import Turns
+from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
 from dynamo_lite.queue.incarnation import Incarnations
-
-
-@dataclass
-class _Entry:
-    """timer: gives the job to somebody else when its holder is silent."""
-
-    sequence: int
-    payload: bytes
-    expires_at: float
-    deliveries: int = 0
-    waiting: bool = True
-    timer: asyncio.TimerHandle | None = None
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-
-class _Stream:
-    """All state of one queue, shared by its users. number: how often it was made.
-
-    context: in which its timers run, whoever's call has set them.
-    """
-
-    def __init__(self, config: QueueConfig, context: contextvars.Context):
-        self.config = config
-        self.number = 1
-        self._context = context
-        self.entries: dict[int, _Entry] = {}
-        self.order: deque[int] = deque()
-        self.message_ids: dict[str, int] = {}
-        self.last_sequence = 0
-        self.changed = asyncio.Event()
-
-    def expire(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for entry in list(self.entries.values()):
-            if entry.expires_at > now:
-                break
-            self.remove(entry.sequence)
-
-    def remove(self, sequence: int) -> bool:
-        entry = self.entries.pop(sequence, None)
-        if entry is not None:
-            entry.stop_timer()
-        return entry is not None
-
-    def lose(self) -> None:
-        """All jobs are gone, and what is known of earlier ones; sequences go on."""
-        for sequence in list(self.entries):
-            self.remove(sequence)
-        self.order.clear()
-        self.message_ids.clear()
-        self.number += 1
-
-    def wait_again(self, entry: _Entry) -> None:
-        """Redeliveries come before jobs that nobody had yet."""
-        entry.stop_timer()
-        if self.entries.get(entry.sequence) is entry and not entry.waiting:
-            entry.waiting = True
-            self.order.appendleft(entry.sequence)
-            self.changed.set()
-
-    def hold(self, entry: _Entry, seconds: float) -> None:
-        entry.stop_timer()
-        entry.timer = asyncio.get_running_loop().call_later(
-            seconds, self.wait_again, entry, context=self._context
-        )
-
-    def take(self) -> _Entry | None:
-        self.expire()
-        while self.order:
-            entry = self.entries.get(self.order.popleft())
-            if entry is None:
-                continue
-            entry.waiting = False
-            entry.deliveries += 1
-            if entry.deliveries > self.config.max_deliver:
-                self.remove(entry.sequence)
-                continue
-            self.hold(entry, self.config.ack_wait_s)
-            return entry
-        return None
+from dynamo_lite.queue.memory_stream import Entry, Stream
 
 
 class MemoryBroker:
@@ -103,7 +21,7 @@ class MemoryBroker:
     def __init__(self) -> None:
         self.connected = True
         self._context = contextvars.copy_context()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self.users: list[MemoryQueue] = []
 
     def set_connected(self, connected: bool) -> None:
@@ -128,9 +46,9 @@ class MemoryBroker:
         if not self.connected:
             raise BrokerUnavailable("the memory broker is disconnected")
 
-    def stream(self, name: str, config: QueueConfig) -> _Stream:
+    def stream(self, name: str, config: QueueConfig) -> Stream:
         """Raises StartupError when the stream has another configuration."""
-        stream = self._streams.setdefault(name, _Stream(config, self._context))
+        stream = self._streams.setdefault(name, Stream(config, self._context))
         if _shared(stream.config) != _shared(config):
             raise StartupError(
                 f"the queue {name} exists with another configuration: "
@@ -139,20 +57,21 @@ class MemoryBroker:
         return stream
 
 
-def _shared(config: QueueConfig) -> tuple[float, ...]:
-    return (config.max_depth, config.ack_wait_s, config.max_deliver, config.max_age_s)
+def _shared(config: QueueConfig) -> QueueConfig:
+    return replace(config, push_timeout_s=0.0)
 
 
 class MemoryJob:
     """Implements Job. answered: its holder is done with it, even if the broker has not heard."""
 
-    def __init__(self, broker: MemoryBroker, stream: _Stream, entry: _Entry):
+    def __init__(self, broker: MemoryBroker, stream: Stream, entry: Entry):
         self._broker = broker
         self._stream = stream
         self._entry = entry
         self.payload = entry.payload
         self.sequence = entry.sequence
         self.deliveries = entry.deliveries
+        self.lane = entry.lane
         self.ended = self.answered = False
 
     async def ack(self) -> None:
@@ -208,8 +127,9 @@ class MemoryQueue:
         self._name = stream
         self._subject = subject
         self._config = config or QueueConfig()
-        self._stream = _Stream(self._config, contextvars.copy_context())
+        self._stream = Stream(self._config, contextvars.copy_context())
         self._incarnations = Incarnations()
+        self._turns = Turns()
         self._held: list[MemoryJob] = []
         self._stopped = False
 
@@ -239,7 +159,7 @@ class MemoryQueue:
         """The broker is connected: is the queue still the one that was known?"""
         self._incarnations.seen(self._stream.number)
 
-    async def push(self, payload: bytes, *, message_id: str) -> int:
+    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
         self._broker.check_connected()
         stream = self._stream
         stream.expire()
@@ -250,8 +170,8 @@ class MemoryQueue:
         stream.last_sequence += 1
         sequence = stream.message_ids[message_id] = stream.last_sequence
         expires_at = asyncio.get_running_loop().time() + self._config.max_age_s
-        stream.entries[sequence] = _Entry(sequence, payload, expires_at)
-        stream.order.append(sequence)
+        stream.entries[sequence] = Entry(sequence, payload, lane, expires_at)
+        stream.order[lane].append(sequence)
         stream.changed.set()
         return sequence
 
@@ -270,11 +190,21 @@ class MemoryQueue:
         """Of all jobs that the broker holds, waiting or pulled; for whoever checks it."""
         return [entry.payload for entry in self._stream.entries.values()]
 
-    async def pull(self, *, timeout_s: float) -> MemoryJob | None:
+    async def pull(
+        self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
+    ) -> MemoryJob | None:
+        order = self._turns.order(lanes)
+        job = await self.pull_in_order(order, timeout_s)
+        if job is not None:
+            self._turns.took(job.lane, order)
+        return job
+
+    async def pull_in_order(self, lanes: Sequence[Lane], timeout_s: float) -> MemoryJob | None:
+        """As `pull`, for whoever knows whose turn it is."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._stopped:
-                    if self._broker.connected and (entry := self._stream.take()) is not None:
+                    if self._broker.connected and (entry := self._stream.take(lanes)) is not None:
                         return self._hold(entry)
                     self._stream.changed.clear()
                     await self._stream.changed.wait()
@@ -286,7 +216,7 @@ class MemoryQueue:
         self._stopped = True
         self._stream.changed.set()
 
-    def _hold(self, entry: _Entry) -> MemoryJob:
+    def _hold(self, entry: Entry) -> MemoryJob:
         self._held = [job for job in self._held if not job.answered]
         job = MemoryJob(self._broker, self._stream, entry)
         self._held.append(job)

@@ -1,7 +1,7 @@
-"""The stream and the consumer of one queue: created when absent, checked when present."""
+"""The stream of one queue and its consumers, one per lane: created when absent, else checked."""
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from nats.js import JetStreamContext
@@ -17,10 +17,9 @@ from nats.js.api import (
 )
 from nats.js.errors import BadRequestError, NotFoundError
 
+from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.queue.base import QueueConfig
-
-CONSUMER = "prefill_workers"
 
 _NAME_IN_USE = 10058
 _DUPLICATE_WINDOW_S = 120.0
@@ -28,10 +27,11 @@ _DUPLICATE_WINDOW_S = 120.0
 
 @dataclass(frozen=True)
 class Found:
-    """What the broker has: which stream, and which consumer; others after each loss."""
+    """What the broker has: which stream, and which consumers, by the time they were made;
+    others after each loss."""
 
     stream: Hashable
-    consumer: Hashable
+    consumers: Mapping[Lane, Hashable]
 
 
 class Topology:
@@ -60,8 +60,14 @@ class Topology:
                     raise
                 stream = await js.stream_info(self.stream)
         self._check(stream.config.metadata or {})
-        consumer = await js.add_consumer(self.stream, self._consumer_config())
-        return Found((stream.created, stream.config.first_seq), consumer.created)
+        consumers = {
+            lane: (await js.add_consumer(self.stream, self._consumer_config(lane))).created
+            for lane in self.config.lanes
+        }
+        return Found((stream.created, stream.config.first_seq), consumers)
+
+    def subject_of(self, lane: Lane) -> str:
+        return self.subject if lane is Lane.LONG else f"{self.subject}.{lane.value}"
 
     async def _stream(self, js: JetStreamContext) -> StreamInfo | None:
         try:
@@ -82,7 +88,7 @@ class Topology:
         config = self.config
         return StreamConfig(
             name=self.stream,
-            subjects=[self.subject],
+            subjects=[self.subject_of(lane) for lane in config.lanes],
             retention=RetentionPolicy.WORK_QUEUE,
             storage=StorageType.MEMORY,
             discard=DiscardPolicy.NEW,
@@ -95,9 +101,10 @@ class Topology:
             metadata=shared_settings(config),
         )
 
-    def _consumer_config(self) -> ConsumerConfig:
+    def _consumer_config(self, lane: Lane) -> ConsumerConfig:
         return ConsumerConfig(
-            durable_name=CONSUMER,
+            durable_name=consumer_name(lane),
+            filter_subject=self.subject_of(lane),
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=self.config.ack_wait_s,
@@ -108,6 +115,10 @@ class Topology:
         )
 
 
+def consumer_name(lane: Lane) -> str:
+    return "prefill_workers" if lane is Lane.LONG else f"prefill_workers_{lane.value}"
+
+
 def shared_settings(config: QueueConfig) -> dict[str, str]:
     """What every user of a queue must agree on, as text."""
     return {
@@ -115,6 +126,8 @@ def shared_settings(config: QueueConfig) -> dict[str, str]:
         "ack_wait_s": f"{config.ack_wait_s:g}",
         "max_deliver": str(config.max_deliver),
         "max_age_s": f"{config.max_age_s:g}",
+        "order": config.order,
+        "short_length_tokens": str(config.short_length_tokens),
     }
 
 

@@ -13,7 +13,12 @@ from dynamo_lite.protocol.decisions import Decision
 from dynamo_lite.serve.decisions import Taken
 
 #: Options that `replay` knows; others change what comes of a decision, not the decision.
-DECIDING = ("max-local-prefill-length", "max-prefill-queue-size", "queue-view-max-age-s")
+DECIDING = (
+    "max-local-prefill-length",
+    "max-prefill-queue-size",
+    "queue-view-max-age-s",
+    "max-prefill-queue-tokens",
+)
 TIMEOUT = "remote-prefill-timeout-s"
 
 _WORDS = {
@@ -22,6 +27,8 @@ _WORDS = {
     "cached": "few tokens are left beside the prefix that is cached here",
     "single_flight": "it waited for another request's remote prefill of the same prefix",
     "queue_full": "too many jobs in the queue",
+    "queue_tokens": "too many outstanding tokens in the queue",
+    "too_late": "it would not have come back by its deadline",
     "queue_unknown": "the queue was not seen lately",
     "no_prefill_worker": "no prefill worker is alive",
     "leaving": "this worker is leaving",
@@ -45,7 +52,7 @@ def as_text(taken: Taken) -> str:
         f"  prompt      {d.prompt_tokens} tokens: {d.cached_tokens} cached here,"
         f" {uncached} to compute",
         f"  thresholds  local up to {followed.max_local_prefill_length} tokens to compute, or from"
-        f" {followed.max_prefill_queue_size} jobs in the queue on (options version"
+        f" {followed.max_prefill_queue_size} jobs{_or_tokens(d)} in the queue on (options version"
         f" {followed.version})",
         f"  queue       {_queue(d)}",
         f"  here        {_here(d)}",
@@ -86,7 +93,8 @@ def dry_run(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
     edit: the values that would hold (kebab-case); options that it does not name stay.
     """
     lines: list[str] = []
-    if any(option in DECIDING for option in edit):
+    judged = TIMEOUT in edit and any(t.decision.queue and t.decision.queue.takes_s for t in taken)
+    if judged or any(option in DECIDING for option in edit):
         lines += _moved(taken, edit)
     if TIMEOUT in edit:
         ended = [t for t in taken if t.decision.asked and t.decision.asked.outcome]
@@ -104,19 +112,31 @@ def verdict_with(decision: Decision, edit: Mapping[str, Any]) -> Verdict:
     """What it would have been with these options."""
     make = Remote if decision.verdict == "remote" else Local
     followed, queue = decision.thresholds, decision.queue
+    # Of a prompt that had asked before, less time was left than it says here.
+    left_s = 0.0 if decision.reason == "too_late" else followed.remote_prefill_timeout_s
     return replay(
         make(Reason(decision.reason)),
         prompt_tokens=decision.prompt_tokens,
         cached_tokens=decision.cached_tokens,
-        queue=queue and QueueView(queue.jobs, queue.prefill_workers, read_at=-queue.age_s),
+        queue=queue
+        and QueueView(
+            queue.jobs,
+            queue.prefill_workers,
+            read_at=-queue.age_s,
+            tokens=queue.tokens,
+            wait_s=queue.wait_s,
+            takes_s=queue.takes_s,
+        ),
         thresholds=Thresholds(
             max_local_prefill_length_tokens=edit.get(
                 DECIDING[0], followed.max_local_prefill_length
             ),
             max_prefill_queue_size=edit.get(DECIDING[1], followed.max_prefill_queue_size),
             queue_view_max_age_s=edit.get(DECIDING[2], followed.queue_view_max_age_s),
+            max_prefill_queue_tokens=edit.get(DECIDING[3], followed.max_prefill_queue_tokens),
         ),
         now=0.0,
+        time_left_s=edit.get(TIMEOUT, left_s),
     )
 
 
@@ -137,7 +157,14 @@ def _queue(d: Decision) -> str:
     if d.queue is None:
         return "not known"
     jobs, workers = _count(d.queue.jobs, "job"), _count(d.queue.prefill_workers, "prefill worker")
-    return f"{jobs}, {workers}; seen {d.queue.age_s:.2f} s before"
+    wait = "" if d.queue.wait_s is None else f", a wait of about {_seconds(d.queue.wait_s)}"
+    ahead = f" with {_count(d.queue.tokens, 'token')} to compute{wait}"
+    return f"{jobs}{ahead}; {workers}; seen {d.queue.age_s:.2f} s before"
+
+
+def _or_tokens(d: Decision) -> str:
+    tokens = d.thresholds.max_prefill_queue_tokens
+    return f" or {tokens} tokens" if tokens else ""
 
 
 def _count(number: int, noun: str) -> str:

@@ -3,18 +3,22 @@
 from collections.abc import Callable
 from typing import Any
 
+from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.sim.link import LinkDown, ServerLink
 
 
 class SimJob:
-    """Implements Job. arrived_at: loop time. on_end: called when its holder is done with it."""
+    """Implements Job. lane: where it waited. arrived_at: loop time.
+
+    on_end: called when its holder is done with it.
+    """
 
     def __init__(
         self,
         link: ServerLink,
         stream: str,
-        told: tuple[bytes, int, int],
+        told: tuple[bytes, int, int, Lane],
         *,
         arrived_at: float,
         timeout_s: float,
@@ -25,7 +29,7 @@ class SimJob:
         self._timeout_s = timeout_s
         self._on_end = on_end
         self._ended = False
-        self.payload, self.sequence, self.deliveries = told
+        self.payload, self.sequence, self.deliveries, self.lane = told
         self.arrived_at = arrived_at
 
     def __repr__(self) -> str:

@@ -40,8 +40,8 @@ class AckOnDequeue(Shipped):
         async with opened as queue:
             pull = queue.pull
 
-            async def hasty(*, timeout_s: float) -> Job | None:
-                job = await pull(timeout_s=timeout_s)
+            async def hasty(**wanted: Any) -> Job | None:
+                job = await pull(**wanted)
                 if job is not None:
                     await job.ack()
                 return job

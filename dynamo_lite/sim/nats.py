@@ -1,8 +1,10 @@
 """A simulated NATS server: subjects to subscribers, and the queues that it keeps in memory."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
+from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.sim.network import Network
 from dynamo_lite.sim.process import SimProcess
@@ -78,8 +80,15 @@ class NatsServer(Server):
         if receiver is not None:
             receiver.send(("reply", reply[1], payload), loosely=True)
 
-    def on_pull(self, connection: Connection, number: int, stream: str, expires_s: float) -> None:
-        self.streams.pull(connection, number, stream, expires_s)
+    def on_pull(
+        self,
+        connection: Connection,
+        number: int,
+        stream: str,
+        expires_s: float,
+        lanes: Sequence[Lane],
+    ) -> None:
+        self.streams.pull(connection, number, stream, expires_s, lanes)
 
     def on_stop_pulls(self, connection: Connection) -> None:
         self.streams.left(connection)

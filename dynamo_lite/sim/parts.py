@@ -68,8 +68,8 @@ class Pulls:
         queue = await self._opened.__aenter__()
         pull = queue.pull
 
-        async def watched(*, timeout_s: float) -> Job | None:
-            job = await pull(timeout_s=timeout_s)
+        async def watched(**wanted: Any) -> Job | None:
+            job = await pull(**wanted)
             if job is not None:
                 self._judge.pulled(job)
             return job
@@ -110,6 +110,7 @@ class SimParts:
         role = DecodeLink(
             max_local_prefill_length_tokens=config.max_local_prefill_length,
             max_prefill_queue_size=config.max_prefill_queue_size,
+            max_prefill_queue_tokens=config.max_prefill_queue_tokens,
             remote_prefill_timeout_s=config.remote_prefill_timeout_s,
             queue_view_max_age_s=config.queue_view_max_age_s,
             prefill_component=PREFILL_COMPONENT,

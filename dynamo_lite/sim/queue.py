@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
+from dynamo_lite.policy.lanes import Turns
+from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, StartupError
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
 from dynamo_lite.queue.incarnation import Incarnations
@@ -64,6 +66,7 @@ class SimQueue:
         self._request_number = 0
         self._arrived: deque[SimJob] = deque()
         self._held: dict[SimJob, None] = {}  # pulled, not answered
+        self._turns = Turns()
         self._pulling = 0
         self._ready = self._stopped = False
         self._change: asyncio.Future[None] = self._loop.create_future()
@@ -101,13 +104,13 @@ class SimQueue:
             await _nak(job)
         self._link.close()
 
-    async def push(self, payload: bytes, *, message_id: str) -> int:
+    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
         try:
-            return await self._push(payload, message_id)
+            return await self._push(payload, message_id, lane)
         except LookupError:
             await self._ensure()
         try:
-            return await self._push(payload, message_id)
+            return await self._push(payload, message_id, lane)
         except LookupError as exc:
             raise BrokerUnavailable(f"no stream takes {self._subject}") from exc
 
@@ -124,14 +127,15 @@ class SimQueue:
             self._missing.set()
             return QueueDepth(waiting=0, in_flight=0)
 
-    async def pull(self, *, timeout_s: float) -> SimJob | None:
+    async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> SimJob | None:
         deadline = self._loop.time() + timeout_s
+        order = self._turns.order(lanes)
         self._pulling += 1
         asked = False
         try:
             while not self._stopped:
                 change = self._change
-                if (job := self._take()) is not None:
+                if (job := self._take(order)) is not None:
                     return job
                 now = self._loop.time()
                 self._requests = {n: end for n, end in self._requests.items() if end > now}
@@ -141,7 +145,7 @@ class SimQueue:
                     return None
                 if self._ready and len(self._requests) < self._pulling:
                     if not asked or now < deadline:
-                        asked = self._request(deadline - now) or asked
+                        asked = self._request(deadline - now, order) or asked
                 await self._wait(change, deadline)
             return None
         finally:
@@ -157,23 +161,25 @@ class SimQueue:
 
     # Pulling
 
-    def _take(self) -> SimJob | None:
-        """The oldest arrived job that is still ours."""
-        while self._arrived:
-            job = self._arrived.popleft()
+    def _take(self, order: Sequence[Lane]) -> SimJob | None:
+        """The oldest arrived job of these lanes that is still ours."""
+        for job in [job for job in self._arrived if job.lane in order]:
+            self._arrived.remove(job)
             if self._loop.time() - job.arrived_at < self._config.ack_wait_s:
                 self._held[job] = None
+                self._turns.took(job.lane, order)
                 return job
         return None
 
-    def _request(self, timeout_s: float) -> bool:
-        """Asks the server for one job. Returns False when it is out of reach."""
+    def _request(self, timeout_s: float, order: Sequence[Lane]) -> bool:
+        """Asks the server for one job, of the first of these lanes that has any. Returns False
+        when it is out of reach."""
         life_s = max(0.0, min(timeout_s, _REQUEST_S))
         self._request_number += 1
         number = self._request_number
         self._requests[number] = self._loop.time() + life_s + _GRACE_S
         try:
-            self._link.send(("pull", number, self._stream, life_s))
+            self._link.send(("pull", number, self._stream, life_s, order))
         except LinkDown:
             self._pause()
             self._missing.set()
@@ -253,13 +259,14 @@ class SimQueue:
         stream = await self._call("open", self._stream, self._subject, self._config)
         self._incarnations.seen(stream)
 
-    async def _push(self, payload: bytes, message_id: str) -> int:
+    async def _push(self, payload: bytes, message_id: str, lane: Lane) -> int:
         try:
             return await self._link.call(
                 "push",
                 self._stream,
                 payload,
                 message_id,
+                lane,
                 timeout_s=self._config.push_timeout_s,
                 loosely=True,
                 outlives_link=True,

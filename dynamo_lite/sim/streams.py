@@ -1,9 +1,10 @@
 """The queues of the simulated NATS server: the in-memory twin behind calls."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
 from dynamo_lite.queue.memory import MemoryBroker, MemoryJob, MemoryQueue
@@ -54,14 +55,24 @@ class Streams:
         stream = self._streams.get(name)
         return [] if stream is None else stream.queue.payloads()
 
-    def pull(self, connection: Connection, number: int, name: str, expires_s: float) -> None:
-        """Sends ("job", number, ...) or ("no job", number) when there is one, or time is over."""
+    def pull(
+        self,
+        connection: Connection,
+        number: int,
+        name: str,
+        expires_s: float,
+        lanes: Sequence[Lane],
+    ) -> None:
+        """Sends ("job", number, ...) or ("no job", number) when there is one, or time is over.
+
+        lanes: in the order in which they are looked at.
+        """
         stream = self._streams.get(name)
         if stream is None:
             connection.send(("no stream", number))
             return
         task = self._process.spawn(
-            self._await_job(connection, number, stream, expires_s), f"pull {name}"
+            self._await_job(connection, number, stream, expires_s, lanes), f"pull {name}"
         )
         mine = self._pulls.setdefault(connection, {})
         mine[task] = None
@@ -73,14 +84,19 @@ class Streams:
             task.cancel()
 
     async def _await_job(
-        self, connection: Connection, number: int, stream: Stream, expires_s: float
+        self,
+        connection: Connection,
+        number: int,
+        stream: Stream,
+        expires_s: float,
+        lanes: Sequence[Lane],
     ) -> None:
-        job = await stream.queue.pull(timeout_s=expires_s)
+        job = await stream.queue.pull_in_order(lanes, expires_s)
         if job is None:
             connection.send(("no job", number))
             return
         stream.jobs[job.sequence, job.deliveries] = job
-        told = (job.payload, job.sequence + stream.first, job.deliveries)
+        told = (job.payload, job.sequence + stream.first, job.deliveries, job.lane)
         connection.send(("job", number, *told), loosely=True)
 
     def _open(self, name: str, subject: str, config: QueueConfig) -> int:
@@ -91,9 +107,10 @@ class Streams:
             self._streams[name] = Stream(queue, int(self._process.wall() * 1e6))
         return self._streams[name].first
 
-    def _push(self, name: str, payload: bytes, message_id: str) -> int:
+    def _push(self, name: str, payload: bytes, message_id: str, lane: Lane) -> int:
         stream = self._streams[name]
-        return at_once(stream.queue.push(payload, message_id=message_id)) + stream.first
+        pushing = stream.queue.push(payload, message_id=message_id, lane=lane)
+        return at_once(pushing) + stream.first
 
     def _delete(self, name: str, sequence: int) -> bool:
         stream = self._streams[name]

@@ -30,7 +30,7 @@ from dynamo_lite.sim.supervisor import Slot
 
 NAMESPACE = "sim"
 _GRACE_S = 20.0
-_LOCAL_TOKENS = 12
+_LOCAL_TOKENS, _SHORT_TOKENS = 12, 30
 #: One block: whatever can be read is.
 _READ_TOKENS = 4
 
@@ -223,7 +223,12 @@ class World:
             process=process,
             rng=self.loop.stream(f"{process}"),
         )
-        queue = QueueOptions(max_jobs=scenario.max_jobs, ack_wait_s=scenario.ack_wait_s)
+        queue = QueueOptions(
+            max_jobs=scenario.max_jobs,
+            ack_wait_s=scenario.ack_wait_s,
+            order="fifo" if scenario.seed % 4 == 0 else "short-first",
+            short_length=_SHORT_TOKENS,
+        )
         if kind == "prefill":
             made = _plain(
                 PrefillWorkerConfig(

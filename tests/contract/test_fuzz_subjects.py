@@ -21,6 +21,7 @@ from dynamo_lite.engine.sim.mover import Wire
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import Decoder, encode_sealed
 from dynamo_lite.protocol.decisions import decode_explain
+from dynamo_lite.protocol.demand import decode_demand
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.protocol.health import decode_beat
 from dynamo_lite.protocol.prefill import (
@@ -89,9 +90,14 @@ DECODERS: dict[str, Decoder[Any]] = {
     "explain": decode_explain,
     "cancel": decode_cancel_attempt,
     "beat": decode_beat,
+    "demand": decode_demand,
     "job": decode_job,
     "notice": decode_notice,
 }
+
+
+#: Messages without a seal.
+UNSEALED = ("beat", "demand")
 
 
 class Attack:
@@ -117,6 +123,7 @@ class Attack:
             "explain": names.explain_subject(*engine),
             "cancel": names.cancel_subject("t", 2),
             "beat": names.health_subject("t", "PrefillWorker"),
+            "demand": names.demand_subject("t"),
         }
         self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)
         for where, message in FOREIGN:
@@ -153,9 +160,9 @@ class Attack:
 
         mover.notices = notices
 
-        async def remember_and_push(queue: MemoryQueue, payload: bytes, *, message_id: str) -> int:
+        async def remember_and_push(queue: MemoryQueue, payload: bytes, **more: Any) -> int:
             self._remember("job", payload)
-            return await self.push(queue, payload, message_id=message_id)
+            return await self.push(queue, payload, **more)
 
         pair = self.pair
         pair.stack.enter_context(patch.object(MemoryQueue, "push", remember_and_push))
@@ -189,7 +196,7 @@ class Attack:
         """A true message with another attempt in it, or with other blocks."""
         where, payload = self.rng.choice(self.seen)
         seal, data = payload[:SEAL_BYTES], payload[SEAL_BYTES:]
-        fields: dict[str, Any] = msgspec.msgpack.decode(data) if where != "beat" else {}
+        fields: dict[str, Any] = msgspec.msgpack.decode(data) if where not in UNSEALED else {}
         fields["attempt"] = self._attempt()
         if "outcome" in fields:
             fields["outcome"] = self.rng.choice(("written", "failed", "abandoned"))
@@ -291,6 +298,9 @@ def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
         # Anybody may make a decode engine listen, for a few seconds.
         await pair.until(lambda: judge.unsettled() is None)
         assert judge.violations == []
+        # Nor does anybody believe for long what engines want that there are none of.
+        halves: Any = pair.engines["decode"].halves
+        await pair.until(lambda: halves.scheduler._net.demand._totals().jobs == 0)
         await pair.submit("after", tokens(99, 50), GREEDY)
         await pair.until(lambda: "after" in pair.ended)
         assert first_wrong(tokens(99, 50), GREEDY, pair.got["after"]) is None

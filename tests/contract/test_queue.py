@@ -13,7 +13,9 @@ from typing import Protocol
 
 import pytest
 
+from dynamo_lite.policy.lanes import PATIENCE
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     PushAmbiguous,
@@ -57,8 +59,8 @@ async def open_queue(
         yield open_one
 
 
-async def push(queue: PrefillQueue, payload: bytes) -> int:
-    return await queue.push(payload, message_id=f"m{next(_ids)}")
+async def push(queue: PrefillQueue, payload: bytes, lane: Lane = Lane.LONG) -> int:
+    return await queue.push(payload, message_id=f"m{next(_ids)}", lane=lane)
 
 
 async def pull(queue: PrefillQueue, timeout_s: float = 5.0) -> Job:
@@ -119,6 +121,78 @@ async def test_a_pull_of_an_empty_queue_gives_up(open_queue: Opener, timeout_s: 
         assert await queue.pull(timeout_s=timeout_s) is None
     await push(queue, b"a")
     assert (await pull(queue, timeout_s)).payload == b"a"
+
+
+async def test_earlier_lanes_go_first_and_each_keeps_its_order(open_queue: Opener):
+    queue = await open_queue()
+    sequences = [
+        await push(queue, lane.value.encode() + number, lane)
+        for number in (b"1", b"2")
+        for lane in reversed(Lane)
+    ]
+    assert sequences == sorted(sequences)
+    jobs = [await pull(queue) for _ in sequences]
+    assert [job.payload.decode() for job in jobs[:4]] == ["urgent1", "urgent2", "short1", "short2"]
+    assert (await queue.depth()).in_flight == 6
+
+
+async def test_a_long_job_is_not_passed_over_for_ever(open_queue: Opener):
+    queue = await open_queue()
+    await push(queue, b"long")
+    for _ in range(2 * PATIENCE):
+        await push(queue, b"short", Lane.SHORT)
+    taken = [(await pull(queue)).payload for _ in range(PATIENCE + 1)]
+    assert taken == [b"short"] * PATIENCE + [b"long"]
+
+
+async def test_a_pull_may_leave_lanes_out(open_queue: Opener):
+    queue = await open_queue()
+    await push(queue, b"long")
+    assert await queue.pull(timeout_s=0.05, lanes=(Lane.URGENT, Lane.SHORT)) is None
+    pulling = asyncio.create_task(queue.pull(timeout_s=5, lanes=(Lane.SHORT,)))
+    await push(queue, b"short", Lane.SHORT)
+    job = await pulling
+    assert job is not None and job.payload == b"short"
+    assert (await pull(queue)).payload == b"long"
+
+
+async def test_a_waiting_pull_takes_from_any_lane(open_queue: Opener):
+    queue = await open_queue()
+    for lane in Lane:
+        pulling = asyncio.create_task(pull(queue))
+        await asyncio.sleep(0)
+        await push(queue, lane.value.encode(), lane)
+        job = await pulling
+        assert job.payload.decode() == lane.value
+        await job.ack()
+    await until_total(queue, 0)
+
+
+async def test_lanes_share_the_cap_the_ids_and_the_end(open_queue: Opener):
+    queue = await open_queue(QueueConfig(max_depth=3))
+    sequence = await queue.push(b"a", message_id="once", lane=Lane.SHORT)
+    assert await queue.push(b"a", message_id="once", lane=Lane.LONG) == sequence
+    await push(queue, b"b", Lane.LONG)
+    await push(queue, b"c", Lane.URGENT)
+    with pytest.raises(QueueFull):
+        await push(queue, b"d", Lane.SHORT)
+    assert (await queue.depth()).total == 3
+    assert await queue.delete(sequence)
+    held = await pull(queue)
+    assert held.payload == b"c"
+    await held.nak()
+    again = await queue.pull(timeout_s=5, lanes=(Lane.URGENT,))
+    assert again is not None and (again.payload, again.deliveries) == (b"c", 2)
+    await again.ack()
+    await until_total(queue, 1)
+
+
+async def test_in_order_of_arrival_there_is_one_lane(open_queue: Opener):
+    queue = await open_queue(QueueConfig(order="fifo"))
+    for payload in (b"a", b"b"):
+        await push(queue, payload)
+    assert await queue.pull(timeout_s=0.05, lanes=(Lane.SHORT,)) is None
+    assert [(await pull(queue)).payload for _ in range(2)] == [b"a", b"b"]
 
 
 async def test_concurrent_pulls_share_the_jobs(open_queue: Opener):
@@ -318,6 +392,8 @@ async def test_leaving_naks_what_was_not_ended(open_queue: Opener):
         QueueConfig(ack_wait_s=1.5),
         QueueConfig(max_deliver=9),
         QueueConfig(max_age_s=60.0),
+        QueueConfig(order="fifo"),
+        QueueConfig(short_length_tokens=7),
     ],
 )
 async def test_two_services_must_agree_on_the_queue(open_queue: Opener, other: QueueConfig):

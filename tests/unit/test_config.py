@@ -84,7 +84,13 @@ def test_own_options_are_filled_and_the_rest_goes_to_vllm(load: Loader):
     worker = load(GOOD).get("VllmWorker")
     assert worker is not None
     assert worker.flags == {"model": "m", "max-num-seqs": 4}
-    assert worker.options["queue"] == {"max_jobs": 9, "ack_wait_s": 10.0, "max_deliver": 3}
+    assert worker.options["queue"] == {
+        "max_jobs": 9,
+        "ack_wait_s": 10.0,
+        "max_deliver": 3,
+        "order": "short-first",
+        "short_length": 2048,
+    }
     assert worker.options["max_local_prefill_length"] == 512
     assert worker.options["single_flight_min_length"] is None
 

@@ -8,8 +8,16 @@ import pytest
 from dynamo_lite.engine.remote_prefill import decisions
 from dynamo_lite.engine.remote_prefill.pace import Pace
 from dynamo_lite.policy.cost import Rates
+from dynamo_lite.policy.disagg import Local, Reason, Remote
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.decisions import Decision, Explain, decode_explain, decode_explained
+from dynamo_lite.protocol.decisions import (
+    Decision,
+    Explain,
+    Followed,
+    QueueSeen,
+    decode_explain,
+    decode_explained,
+)
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import Granted
 from dynamo_lite.protocol.tuning import VllmWorkerTuning
@@ -282,3 +290,36 @@ async def test_a_dry_run_takes_past_decisions_with_new_values(decode: Decode, cl
     decode.output("r1", "r2")
     [line] = decision_view.dry_run(taken(decode), {"remote-prefill-timeout-s": 1.5})
     assert line == "2 of 2 remote prefills that ended took longer than 1.5 s"
+
+
+def test_a_verdict_by_tokens_or_time_is_shown_and_judged_again():
+    queue = QueueSeen(jobs=1, prefill_workers=1, age_s=0.1, tokens=900, wait_s=1.5, takes_s=2.0)
+    limits = Followed(
+        version=1,
+        max_local_prefill_length=10,
+        max_prefill_queue_size=8,
+        queue_view_max_age_s=3.0,
+        remote_prefill_timeout_s=1.8,
+        max_prefill_queue_tokens=1000,
+    )
+    late = Decision(
+        request_id="r1",
+        age_s=1.0,
+        prompt_tokens=100,
+        cached_tokens=0,
+        verdict="local",
+        reason="too_late",
+        queue=queue,
+        thresholds=limits,
+    )
+    shown = decision_view.as_text(Taken(0.0, 1, late))
+    assert "1 job with 900 tokens to compute, a wait of about 1.50 s; 1 prefill worker" in shown
+    assert "from 8 jobs or 1000 tokens in the queue on" in shown
+    assert decision_view.verdict_with(late, {}) == Local(Reason.TOO_LATE)
+    longer = {"remote-prefill-timeout-s": 2.1}
+    assert decision_view.verdict_with(late, longer) == Remote(Reason.LONG)
+    fewer = {"max-prefill-queue-tokens": 900, "remote-prefill-timeout-s": 2.1}
+    assert decision_view.verdict_with(late, fewer) == Local(Reason.QUEUE_TOKENS)
+    assert decision_view.dry_run([Taken(0.0, 1, late)], {"remote-prefill-timeout-s": 2.1})[0] == (
+        "1 of 1 decisions would have been another:"
+    )

@@ -402,6 +402,7 @@ async def test_a_burst_counts_its_own_jobs(decode: Decode):
     await decode.network()
     assert (await decode.queue.depth()).total == QUEUE_SIZE
     decode.clock.now += 0.1
+    decode.output("r0", "r1")
     decode.sees(jobs=QUEUE_SIZE - 2)
     decode.clock.now += 0.1
     externals = [decode.admit(prompt(f"s{i}", 10)) for i in range(4)]
@@ -598,7 +599,7 @@ async def test_a_thousand_prompts_leave_nothing_behind(decode: Decode):
         decode.clock.now += 0.01
     decode.assert_clean()
     decode.sees()
-    decode.half._decider._queue_view()
+    decode.half._decider._queue_view(10, 0)
     assert len(decode.half._decider._asked_at) == 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json, encode_sealed
 from dynamo_lite.protocol.decisions import Explain, decode_explained
+from dynamo_lite.protocol.demand import Demand, Lane, decode_demand
 from dynamo_lite.protocol.prefill import Granted, Leave
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.protocol.tuning import TuningRecord, VllmWorkerTuning, encode_tuning
@@ -238,3 +239,99 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
             ("local", 3),
             ("remote", 0),
         ]
+
+
+class OtherEngine:
+    """Another decode engine, as this one hears it."""
+
+    def __init__(self, scene: Scene):
+        self._messaging, self._number = scene.decode.messaging, 0
+        self.heard: list[tuple[float, Demand]] = []
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator["OtherEngine"]:
+        async def hear(payload: bytes) -> None:
+            self.heard.append((now(), decode_demand(payload)))
+
+        async with self._messaging.serve(names.demand_subject(NAMESPACE), hear):
+            yield self
+
+    async def say(self, **fields: Any) -> None:
+        self._number += 1
+        demand = Demand(engine_id="other", number=self._number, **fields)
+        await self._messaging.publish(names.demand_subject(NAMESPACE), encode(demand))
+
+
+@virtual
+async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
+    scene = Scene()
+    async with OtherEngine(scene).listening() as other, scene.open(WRITER):
+
+        async def told_within(seconds: float, **wanted: Any) -> None:
+            since = now()
+            while True:
+                for at, demand in other.heard:
+                    told = {name: getattr(demand, name) for name in wanted}
+                    if at >= since and told == wanted:
+                        return
+                await asyncio.sleep(0.005)
+                assert now() - since <= seconds, other.heard
+
+        assert scene.decode.admit(prompt("r1", 10)) > 0
+        [attempt] = scene.decode.half._step.expect
+        await told_within(0.1, queued_jobs=1, queued_tokens={Lane.SHORT: 9}, claimed_tokens=0)
+        await scene.decode.claim(attempt, WRITER)
+        await told_within(0.1, queued_jobs=0, claimed_jobs=1, claimed_tokens=9, done_tokens=0)
+        scene.decode.output("r1")
+        await told_within(0.1, queued_jobs=0, claimed_jobs=0, done_tokens=9)
+        scene.decode.admit(prompt("r2", 10))
+        await told_within(0.1, queued_jobs=1)
+        scene.decode.broker.lose()
+        await told_within(0.1, queued_jobs=0, queued_tokens={}, done_tokens=9)
+        silent_since = now()
+        await asyncio.sleep(1.5)
+        assert any(at > silent_since + 0.5 for at, _ in other.heard)
+        await other.say(hello=True)
+        await told_within(0.1, done_tokens=9)
+    assert other.heard[-1][1].leaving
+
+
+@virtual
+async def test_what_others_have_on_the_queue_counts_and_is_forgotten_with_them():
+    async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
+        scene.decode.half._tuning.change(VllmWorkerTuning(max_prefill_queue_tokens=100), 1)
+        await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: 60}, claimed_tokens=40)
+        await asyncio.sleep(0.01)
+        assert scene.decode.admit(prompt("r1", 10)) == 0
+        assert scene.decode.counted("decision/local/queue_tokens") == 1
+        await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: 60}, claimed_tokens=39)
+        await asyncio.sleep(0.01)
+        await scene.ask("r2")
+        assert scene.decode.admit(prompt("r3", 10)) == 0
+        await asyncio.sleep(5.0)
+        await scene.ask("r4")
+        await other.say(leaving=True)
+
+
+@virtual
+async def test_a_job_that_cannot_make_its_deadline_stays_local_until_there_is_a_try():
+    async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
+        await other.say(claimed_jobs=1, claimed_tokens=100)
+        await asyncio.sleep(1.0)
+        await other.say(done_tokens=100)
+        # 100 tokens a second are known by now.
+        left_s = scene.decode.half._tuning.now.remote_prefill_timeout_s
+        await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: int(100 * left_s)})
+        await asyncio.sleep(0.01)
+        assert scene.decode.admit(prompt("r1", 10)) == 0
+        assert scene.decode.counted("decision/local/too_late") == 1
+        reply = await scene.decode.net._on_explain(encode(Explain()))
+        queue = decode_explained(reply).decisions[0].queue
+        assert queue is not None and queue.tokens == int(100 * left_s)
+        assert queue.wait_s is not None and abs(queue.wait_s - left_s) < 0.1
+        # An urgent one goes before all that.
+        assert scene.decode.admit(prompt("r2", 10, priority=-1)) > 0
+        for _ in range(61):
+            await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: int(100 * left_s)})
+            await asyncio.sleep(1.0)
+        await scene.ask("r3")

@@ -1,5 +1,7 @@
 """The local-or-remote decision: every reason, and where exactly it changes."""
 
+from dataclasses import replace
+
 import pytest
 
 from dynamo_lite.policy.disagg import Local, QueueView, Reason, Remote, Thresholds, decide
@@ -64,3 +66,31 @@ def test_a_local_length_of_zero_keeps_only_the_last_token_here():
     assert verdict(1, limits=limits) == Local(Reason.SHORT)
     assert verdict(65, 64, limits=limits) == Local(Reason.CACHED)
     assert verdict(64, 64, limits=limits) == Local(Reason.CACHED)
+
+
+def loaded(tokens: int = 0, takes_s: float | None = None, *, most: int = 1000, left_s: float = 5.0):
+    """A long prompt, and a queue of which this is known."""
+    return decide(
+        prompt_tokens=200,
+        cached_tokens=0,
+        queue=QueueView(1, 1, read_at=NOW, tokens=tokens, takes_s=takes_s),
+        thresholds=replace(LIMITS, max_prefill_queue_tokens=most),
+        now=NOW,
+        time_left_s=left_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (loaded(999), Remote(Reason.LONG)),
+        (loaded(1000), Local(Reason.QUEUE_TOKENS)),
+        (loaded(10**9, most=0), Remote(Reason.LONG)),
+        (loaded(takes_s=5.0), Remote(Reason.LONG)),
+        (loaded(takes_s=5.1), Local(Reason.TOO_LATE)),
+        (loaded(takes_s=5.1, left_s=6.0), Remote(Reason.LONG)),
+        (loaded(1000, 5.1), Local(Reason.QUEUE_TOKENS)),
+    ],
+)
+def test_too_many_tokens_and_too_little_time_keep_a_prompt_here(asked, expected):
+    assert asked == expected

@@ -95,8 +95,8 @@ class NotedJob:
 class NotedQueue(MemoryQueue):
     answers: list[str]
 
-    async def pull(self, *, timeout_s: float) -> Any:
-        job = await super().pull(timeout_s=timeout_s)
+    async def pull(self, **wanted: Any) -> Any:
+        job = await super().pull(**wanted)
         return None if job is None else NotedJob(job, self.answers)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol import decisions, generate, health, kv, prefill, records, routing
+from dynamo_lite.protocol import decisions, demand, generate, health, kv, prefill, records, routing
 from dynamo_lite.protocol.codec import (
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
@@ -211,7 +211,9 @@ DECISION = decisions.Decision(
     cached_tokens=32,
     verdict="remote",
     reason="long",
-    queue=decisions.QueueSeen(jobs=1, prefill_workers=2, age_s=0.25),
+    queue=decisions.QueueSeen(
+        jobs=1, prefill_workers=2, age_s=0.25, tokens=900, wait_s=0.5, takes_s=1.5
+    ),
     thresholds=decisions.Followed(
         version=3,
         max_local_prefill_length=512,
@@ -223,10 +225,26 @@ DECISION = decisions.Decision(
     asked=decisions.Asked(attempt="a1", outcome="committed", stages_s={"fill": 0.5}),
 )
 
-LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3)
+LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3, queue_jobs=4, queue_tokens=5)
 
 # (message, its decoder, its bytes)
 GOLDEN = [
+    (
+        demand.Demand(
+            engine_id="e1",
+            number=7,
+            queued_jobs=2,
+            queued_tokens={demand.Lane.SHORT: 600, demand.Lane.LONG: 4000},
+            claimed_jobs=1,
+            claimed_tokens=900,
+            done_tokens=70000,
+        ),
+        demand.decode_demand,
+        b"\x8a\xa9engine_id\xa2e1\xa6number\x07\xabqueued_jobs\x02\xadqueu"
+        b"ed_tokens\x82\xa5short\xcd\x02X\xa4long\xcd\x0f\xa0\xacclaimed_jobs"
+        b"\x01\xaeclaimed_tokens\xcd\x03\x84\xabdone_tokens\xce\x00\x01\x11p\xa5hel"
+        b"lo\xc2\xa7leaving\xc2\xacwire_version\x04",
+    ),
     (
         decisions.Explain(request_id="cmpl-1", last=20),
         decisions.decode_explain,
@@ -235,17 +253,20 @@ GOLDEN = [
     (
         decisions.Explained(engine_id="e1", lease_id=31, decisions=[DECISION]),
         decisions.decode_explained,
-        b"\x83\xa9engine_id\xa2e1\xa8lease_id\x1f\xa9decisions\x91\x8e\xaarequest"
-        b"_id\xb3cmpl-1-0-0a1b2c3d#1\xa5age_s\xcb?\xf8\x00\x00\x00\x00\x00\x00\xadpromp"
-        b"t_tokens\xcd\x03\x84\xadcached_tokens \xa7verdict\xa6remote\xa6re"
-        b"ason\xa4long\xa5queue\x83\xa4jobs\x01\xafprefill_workers\x02\xa5age_"
-        b"s\xcb?\xd0\x00\x00\x00\x00\x00\x00\xaathresholds\x85\xa7version\x03\xb8max_local_pr"
-        b"efill_length\xcd\x02\x00\xb6max_prefill_queue_size\x08\xb4queu"
-        b"e_view_max_age_s\xcb@\x08\x00\x00\x00\x00\x00\x00\xb8remote_prefill_tim"
-        b"eout_s\xcb@>\x00\x00\x00\x00\x00\x00\xa7local_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa8remote_s\xc0\xb2l"
-        b"ocal_tokens_per_s\xc0\xb3remote_tokens_per_s\xc0\xaacomp"
-        b"uted_s\xc0\xa5asked\x83\xa7attempt\xa2a1\xa7outcome\xa9committed\xa8"
-        b"stages_s\x81\xa4fill\xcb?\xe0\x00\x00\x00\x00\x00\x00",
+        b"\x83\xa9engine_id\xa2e1\xa8lease_id\x1f\xa9decisions\x91\x8e\xaareq"
+        b"uest_id\xb3cmpl-1-0-0a1b2c3d#1\xa5age_s\xcb?\xf8\x00\x00\x00\x00"
+        b"\x00\x00\xadprompt_tokens\xcd\x03\x84\xadcached_tokens \xa7verdi"
+        b"ct\xa6remote\xa6reason\xa4long\xa5queue\x86\xa4jobs\x01\xafprefi"
+        b"ll_workers\x02\xa5age_s\xcb?\xd0\x00\x00\x00\x00\x00\x00\xa6tokens\xcd\x03\x84\xa6wai"
+        b"t_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa7takes_s\xcb?\xf8\x00\x00\x00\x00\x00\x00\xaathresholds"
+        b"\x86\xa7version\x03\xb8max_local_prefill_length\xcd\x02\x00\xb6m"
+        b"ax_prefill_queue_size\x08\xb4queue_view_max_ag"
+        b"e_s\xcb@\x08\x00\x00\x00\x00\x00\x00\xb8remote_prefill_timeout_s\xcb@>"
+        b"\x00\x00\x00\x00\x00\x00\xb8max_prefill_queue_tokens\x00\xa7local_s"
+        b"\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa8remote_s\xc0\xb2local_tokens_per_s\xc0\xb3"
+        b"remote_tokens_per_s\xc0\xaacomputed_s\xc0\xa5asked\x83\xa7"
+        b"attempt\xa2a1\xa7outcome\xa9committed\xa8stages_s\x81\xa4f"
+        b"ill\xcb?\xe0\x00\x00\x00\x00\x00\x00",
     ),
     (
         kv.KvNotice(
@@ -259,8 +280,8 @@ GOLDEN = [
             ],
         ),
         kv.decode_kv_notice,
-        b"\x85\xa8lease_id\x0a\xa6number\x03\xa4load\x94\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00"
-        b"\x03\xa7changes\x93\x92\xa1s\x91\xcf\x00\xff\xff\xff\xff\xff\xff\xff"
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa4load\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+        b"\x03\x04\x05\xa7changes\x93\x92\xa1s\x91\xcf\x00\xff\xff\xff\xff\xff\xff\xff"
         b"\x93\xa1r\x91\x01\x91\x02\x91\xa1c\xacwire_version\x04",
     ),
     (
@@ -309,7 +330,7 @@ GOLDEN = [
         ),
         kv.decode_kv_snapshot,
         b"\x89\xa8lease_id\x0a\xa6number\x03\xa4part\x01\xa5parts\x02\xb1block_size_tokens \xa4load"
-        b"\x94\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00\x03\xa4held\x91\x01\xa3cut\x91\x03"
+        b"\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00\x03\x04\x05\xa4held\x91\x01\xa3cut\x91\x03"
         b"\xacwire_version\x04",
     ),
     (
@@ -543,7 +564,7 @@ RECORDS = [
     ),
 ]
 
-MODULES = (decisions, generate, health, kv, prefill, routing)
+MODULES = (decisions, demand, generate, health, kv, prefill, routing)
 DECODERS = sorted(
     {
         name

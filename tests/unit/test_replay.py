@@ -12,12 +12,15 @@ THRESHOLDS = st.builds(
     max_local_prefill_length_tokens=st.integers(0, 50),
     max_prefill_queue_size=st.integers(0, 5),
     queue_view_max_age_s=st.floats(0.1, 3),
+    max_prefill_queue_tokens=st.integers(0, 40),
 )
 QUEUES = st.none() | st.builds(
     QueueView,
     jobs=st.integers(0, 6),
     prefill_workers=st.integers(0, 2),
     read_at=st.floats(-4, 0),
+    tokens=st.integers(0, 50),
+    takes_s=st.none() | st.floats(0, 3),
 )
 
 
@@ -27,11 +30,18 @@ QUEUES = st.none() | st.builds(
     queue=QUEUES,
     then=THRESHOLDS,
     now=THRESHOLDS,
+    left_s=st.floats(0, 3),
 )
 def test_it_is_what_would_have_been_decided(
-    prompt: int, cached: int, queue: QueueView | None, then: Thresholds, now: Thresholds
+    prompt: int,
+    cached: int,
+    queue: QueueView | None,
+    then: Thresholds,
+    now: Thresholds,
+    left_s: float,
 ):
     inputs = {"prompt_tokens": prompt, "cached_tokens": min(cached, prompt - 1), "queue": queue}
+    inputs["time_left_s"] = left_s
     taken = decide(**inputs, thresholds=then, now=0.0)
     assert replay(taken, **inputs, thresholds=then, now=0.0) == taken
     assert replay(taken, **inputs, thresholds=now, now=0.0) == decide(

@@ -41,9 +41,13 @@ class Decider:
         self._net, self._tuning, self._flights, self._now = net, tuning, flights, now
         self._asked_at: deque[float] = deque()
 
-    def decide(self, request: Prompt, cached: int, transferable: bool) -> Decided:
-        """See `DecodeScheduler.num_new_matched_tokens`."""
-        at, queue, tuned = self._now(), self._queue_view(), self._tuning.now
+    def decide(
+        self, request: Prompt, cached: int, transferable: bool, left_s: float | None = None
+    ) -> Decided:
+        """See `DecodeScheduler.num_new_matched_tokens`. left_s: until when its remote prefills
+        must be over, where that is not for its thresholds to say."""
+        at, tuned = self._now(), self._tuning.now
+        queue = self._queue_view(request.num_prompt_tokens - cached, request.priority)
         if not transferable or request.prompt_token_ids is None:
             verdict = Local(Reason.NOT_TRANSFERABLE)
         elif self._net.leaving:
@@ -55,6 +59,7 @@ class Decider:
                 queue=queue,
                 thresholds=tuned.disagg,
                 now=at,
+                time_left_s=tuned.remote_prefill_timeout_s if left_s is None else left_s,
             )
         if verdict.reason is Reason.CACHED and self._flights.served(request.request_id):
             verdict = Local(Reason.SINGLE_FLIGHT)
@@ -64,14 +69,16 @@ class Decider:
         """This engine has asked for a remote prefill."""
         self._asked_at.append(now)
 
-    def _queue_view(self) -> QueueView | None:
-        """The last reading, plus what this engine has asked for since."""
+    def _queue_view(self, tokens: int, priority: int) -> QueueView | None:
+        """The last reading, plus what this engine has asked for since; or what all have asked
+        for, where that is more."""
         view = self._net.view
         if view is None:
             return None
         while self._asked_at and self._asked_at[0] <= view.read_at:
             self._asked_at.popleft()
-        return replace(view, jobs=view.jobs + len(self._asked_at))
+        view = replace(view, jobs=view.jobs + len(self._asked_at))
+        return self._net.demand.view(view, tokens, priority)
 
 
 def note_decision(

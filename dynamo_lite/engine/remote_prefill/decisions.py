@@ -141,12 +141,18 @@ def _in_words(entry: _Entry, now: float) -> Decision:
         reason=verdict.reason.value,
         queue=queue
         and QueueSeen(
-            jobs=queue.jobs, prefill_workers=queue.prefill_workers, age_s=at - queue.read_at
+            jobs=queue.jobs,
+            prefill_workers=queue.prefill_workers,
+            age_s=at - queue.read_at,
+            tokens=queue.tokens,
+            wait_s=queue.wait_s,
+            takes_s=queue.takes_s,
         ),
         thresholds=Followed(
             version=tuned.version,
             max_local_prefill_length=tuned.disagg.max_local_prefill_length_tokens,
             max_prefill_queue_size=tuned.disagg.max_prefill_queue_size,
+            max_prefill_queue_tokens=tuned.disagg.max_prefill_queue_tokens,
             queue_view_max_age_s=tuned.disagg.queue_view_max_age_s,
             remote_prefill_timeout_s=tuned.remote_prefill_timeout_s,
         ),

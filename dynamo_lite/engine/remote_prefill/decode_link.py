@@ -11,12 +11,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from dynamo_lite.engine.remote_prefill.book import LockedLedger
+from dynamo_lite.engine.remote_prefill.demand import DemandExchange
 from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.listening import Listening
 from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.engine.remote_prefill.tuning import Tuning
-from dynamo_lite.policy.disagg import QueueView
+from dynamo_lite.policy.disagg import QueueView, fresh
 from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol import names
@@ -84,6 +85,7 @@ class DecodeLinkSession:
         self._health: HealthMonitor | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self.view: QueueView | None = None
+        self.demand = DemandExchange(link, lambda: self.responsive_writers, now, on_drop)
         self.leaving = False
         self.listening = Listening(now)
 
@@ -93,13 +95,12 @@ class DecodeLinkSession:
         subject = link.namespace, link.engine_id
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            messaging = await enter(self._outside.messaging())
+            self._messaging = messaging = await enter(self._outside.messaging())
             self._queue = await enter(self._outside.queue(self._role.queue))
             store = await enter(self._outside.store())
             prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
             self._writers = writers = await enter(Roster(store, prefix, self._on_drop))
             await enter(self._tuning.follow(store, link.namespace, self._on_drop))
-            self._messaging = messaging
             self._health = health = await enter(
                 HealthMonitor(
                     messaging,
@@ -120,6 +121,7 @@ class DecodeLinkSession:
             ):
                 handler = counted(handler, where, self._on_drop)
                 await enter(messaging.serve(name(*subject), handler))
+            await enter(self.demand.running(messaging))
             async with asyncio.TaskGroup() as self._tasks:
                 watcher = self._tasks.create_task(self._watch_queue(), name="queue-view")
                 writers.on_change(self._on_writers)
@@ -132,11 +134,13 @@ class DecodeLinkSession:
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job; anything but a clear yes makes the prompt local."""
         assert self._queue is not None and self._health is not None
+        self.demand.stirred()
         if not self._health.responsive:
             await self._settle(lambda ledger: ledger.not_published(job.attempt))
             return
         try:
-            sequence = await self._queue.push(encode_sealed(job), message_id=job.attempt)
+            lane = self.demand.lane_of(job)
+            sequence = await self._queue.push(encode_sealed(job), message_id=job.attempt, lane=lane)
         except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
             logger.info("request %s: prefilled here, %s", job.request_id, exc)
             await self._settle(lambda ledger: ledger.not_published(job.attempt))
@@ -189,6 +193,7 @@ class DecodeLinkSession:
                 self._on_drop("claim")
             return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
         self._clock.granted(claim.attempt, claim.held_s)
+        self.demand.claimed(claim.attempt)
         return encode(Granted())
 
     async def _on_done(self, payload: bytes) -> None:
@@ -272,11 +277,8 @@ class DecodeLinkSession:
     @property
     def queue_jobs(self) -> int | None:
         """As the queue was last seen; None when that was long ago."""
-        view = self.view
-        oldest = self._now() - self._tuning.now.disagg.queue_view_max_age_s
-        if view is None or view.read_at < oldest:
-            return None
-        return view.jobs
+        view = fresh(self.view, self._tuning.now.disagg, self._now())
+        return None if view is None else view.jobs
 
     @property
     def responsive_writers(self) -> int:

@@ -112,7 +112,8 @@ class DecodeScheduler:
             return 0, False
         if self._flights.waits(request.request_id, cached):
             return None, False
-        decided = self._decider.decide(request, cached, transferable)
+        left_s = self._resumes.left_s(request.request_id, self._now())
+        decided = self._decider.decide(request, cached, transferable, left_s)
         if self._flights.joins(request, cached, decided.verdict, decided.tuned.single_flight):
             return None, False
         self._verdicts[request.request_id] = decided
@@ -228,6 +229,7 @@ class DecodeScheduler:
             self._book.ledger.allocated(request.request_id, attempt, blocks, until)
         self._step.expect[attempt] = request.request_id
         self._step.blocks[attempt] = targets
+        self._net.demand.asked(job)
         self._log.asked(request.request_id, attempt)
         self._decider.asked(now)
         self._flights.began(request, external)
@@ -258,6 +260,8 @@ class DecodeScheduler:
         self.stats.add(f"{REMOTE}/{outcome.value}")
         self._resumes.ended(request_id, outcome)
         committed = outcome is Outcome.COMMITTED
+        self._net.demand.ended(attempt, brought=committed)
+        self.bridge.submit(self._net.demand.tell())
         if not committed:
             logger.info("request %s: attempt %s ended: %s", request_id, attempt, outcome.value)
         stages_s = self._clock.ended(

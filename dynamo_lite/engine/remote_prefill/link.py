@@ -32,6 +32,7 @@ class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     queue: QueueConfig
     single_flight_min_length_tokens: int | None = None
     max_remote_prefills: int = 2
+    max_prefill_queue_tokens: int = 0
     component: str = "VllmWorker"
 
 
@@ -40,12 +41,14 @@ class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     kv_checksum_rate: share of the blocks whose contents a commit vouches for.
     min_prefix_read_length_tokens, stream_layers: see `PrefillWorkerConfig`.
+    short_length_tokens: jobs of up to so many tokens pass longer ones; None: none do.
     """
 
     fence_path: str
     min_prefix_read_length_tokens: int
     kv_checksum_rate: float = 0.0
     stream_layers: bool = False
+    short_length_tokens: int | None = None
 
 
 class EngineLink(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,28 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dynamo_lite.policy.cost import Rates
+from dynamo_lite.policy.cost import FadingMean, Rates
 
-#: What a new measurement leaves of the weight of all before it.
-_FADE = 0.9
 #: Shorter ones measure the price of a step.
 _FEWEST_TOKENS = 32
-
-
-@dataclass
-class _Mean:
-    """Of a fading sum: the last ten or so count, long prompts more than short ones."""
-
-    amount: float = 0.0
-    weight: float = 0.0
-
-    def add(self, amount: float, weight: float) -> None:
-        self.amount = self.amount * _FADE + amount
-        self.weight = self.weight * _FADE + weight
-
-    @property
-    def value(self) -> float | None:
-        return self.amount / self.weight if self.weight > 0 else None
 
 
 @dataclass
@@ -46,7 +28,7 @@ class Pace:
     def __init__(self, overlapping_steps: int):
         self._overlapping = overlapping_steps
         self._computing: dict[str, _Computing] = {}
-        self._local, self._remote, self._fixed = _Mean(), _Mean(), _Mean()
+        self._local, self._remote, self._fixed = FadingMean(), FadingMean(), FadingMean()
         self.rates = Rates()
 
     @property

@@ -68,6 +68,11 @@ class Resumes:
         asked.tries += 1
         return asked.until
 
+    def left_s(self, request_id: str, now: float) -> float | None:
+        """For a prompt that asks again; None for one that has not asked."""
+        asked = self._asked.get(request_id)
+        return None if asked is None else asked.until - now
+
     def landed(self, request_id: str, blocks: int) -> None:
         """A rank has so many of them; the prompt has what all ranks have."""
         asked = self._asked.get(request_id)

@@ -62,6 +62,9 @@ class Tuning:
                 max_prefill_queue_size=_or(
                     options.max_prefill_queue_size, role.max_prefill_queue_size
                 ),
+                max_prefill_queue_tokens=_or(
+                    options.max_prefill_queue_tokens, role.max_prefill_queue_tokens
+                ),
                 queue_view_max_age_s=_or(options.queue_view_max_age_s, role.queue_view_max_age_s),
             ),
             single_flight=single_flight.Thresholds(shared),

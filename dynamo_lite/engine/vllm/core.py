@@ -33,6 +33,7 @@ from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.attempts import Attempts
 from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.engine.vllm.kv_events import VllmKvEvents
+from dynamo_lite.engine.vllm.short_first import let_short_pass
 from dynamo_lite.engine.vllm.supported import check_config, hearing
 from dynamo_lite.engine.vllm.transfer_config import transfer_config
 from dynamo_lite.engine.vllm.wire import delta_from_output
@@ -274,6 +275,7 @@ class VllmEngine:
         if self.kv_events is not None:
             engine_args.kv_events_config = self.kv_events.config()
         self._config = engine_args.create_engine_config()
+        let_short_pass(self._config, self._link)
         if self.kv_events is not None and not self.kv_events.attach(self._config):
             self.kv_events = None
         if self._link is not None:

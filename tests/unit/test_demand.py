@@ -1,0 +1,77 @@
+"""What all decode engines want of prefill workers, and how fast it is done."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_lite.policy.demand import SILENCE_S, Demands, DrainRate, Totals, wait_s
+from dynamo_lite.protocol.demand import Demand, Lane
+
+
+def said(engine_id: str, number: int, **fields: object) -> Demand:
+    return Demand(engine_id=engine_id, number=number, **fields)  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20), st.integers(0, 9)), max_size=40)
+)
+def test_the_newest_notice_of_each_engine_counts_whatever_the_order(
+    notices: list[tuple[str, int, int]],
+):
+    demands, newest = Demands(), dict[str, tuple[int, int]]()
+    for engine_id, number, tokens in notices:
+        demand = said(engine_id, number, claimed_tokens=tokens)
+        news = demands.hear(demand, now=0.0) is not None
+        assert news == (number > newest.get(engine_id, (0, 0))[0])
+        if news:
+            newest[engine_id] = number, tokens
+    assert demands.totals(0.0).tokens == sum(tokens for _, tokens in newest.values())
+
+
+def test_who_leaves_or_falls_silent_is_forgotten():
+    demands = Demands()
+    for engine_id, now in (("a", 0.0), ("b", 1.0), ("c", 1.0)):
+        demands.hear(said(engine_id, 1, queued_jobs=1, queued_tokens={Lane.SHORT: 5}), now)
+    assert demands.totals(1.0) == Totals(3, {Lane.SHORT: 15})
+    demands.hear(said("c", 2, leaving=True), 1.0)
+    assert demands.totals(SILENCE_S).jobs == 2
+    assert demands.totals(SILENCE_S + 0.5).jobs == 1
+    assert demands.totals(SILENCE_S + 1.5) == Totals()
+
+
+def test_what_has_come_is_told_by_a_counter_that_grows():
+    demands = Demands()
+    assert demands.hear(said("a", 1, done_tokens=500), 0.0) == 0
+    assert demands.hear(said("a", 4, done_tokens=800), 0.1) == 300
+    assert demands.hear(said("a", 3, done_tokens=700), 0.2) is None
+
+
+def test_who_waits_for_whom():
+    totals = Totals(
+        3, {Lane.URGENT: 1, Lane.SHORT: 10, Lane.LONG: 100}, claimed_jobs=1, claimed_tokens=1000
+    )
+    assert totals.tokens == 1111
+    assert [totals.ahead_of(lane) for lane in Lane] == [1, 11, 1111]
+    assert wait_s(totals, Lane.LONG, rate=100.0, workers=2) == pytest.approx(5.555)
+    assert wait_s(totals, Lane.LONG, rate=None, workers=2) is None
+    assert wait_s(totals, Lane.LONG, rate=100.0, workers=0) is None
+
+
+def test_a_worker_is_as_fast_as_while_it_had_work():
+    rate = DrainRate()
+    assert rate.tokens_per_s(0.0) is None
+    rate.moved(0.0, done_tokens=0, claimed_jobs=2, workers=1)
+    rate.moved(1.0, done_tokens=500, claimed_jobs=1, workers=1)
+    rate.moved(2.0, done_tokens=500, claimed_jobs=0, workers=1)
+    assert rate.tokens_per_s(2.0) == pytest.approx(500)
+    rate.moved(30.0, done_tokens=0, claimed_jobs=4, workers=4)
+    rate.moved(31.0, done_tokens=2000, claimed_jobs=0, workers=4)
+    assert rate.tokens_per_s(31.0) == pytest.approx(500)
+
+
+def test_a_rate_that_nothing_confirms_is_forgotten():
+    rate = DrainRate()
+    rate.moved(0.0, done_tokens=0, claimed_jobs=1, workers=1)
+    rate.moved(1.0, done_tokens=10, claimed_jobs=0, workers=1)
+    assert rate.tokens_per_s(60.0) == pytest.approx(10)
+    assert rate.tokens_per_s(61.5) is None

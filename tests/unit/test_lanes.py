@@ -1,0 +1,55 @@
+"""Which jobs go first, and that nobody is passed over for ever."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_lite.policy.lanes import PATIENCE, Turns, lane_of
+from dynamo_lite.protocol.demand import Lane
+from dynamo_lite.queue.base import QueueConfig
+
+
+@pytest.mark.parametrize(
+    ("tokens", "priority", "lane"),
+    [
+        (100, 0, Lane.SHORT),
+        (101, 0, Lane.LONG),
+        (101, -1, Lane.URGENT),
+        (1, 1, Lane.LONG),
+    ],
+)
+def test_a_job_waits_by_its_length_unless_its_priority_says_otherwise(
+    tokens: int, priority: int, lane: Lane
+):
+    config = QueueConfig(short_length_tokens=100)
+    assert lane_of(tokens, priority, 100) is config.lane_of(tokens, priority) is lane
+
+
+def test_a_queue_in_order_of_arrival_has_one_lane():
+    config = QueueConfig(order="fifo")
+    assert config.lanes == (Lane.LONG,)
+    assert config.lane_of(1, -5) is Lane.LONG
+
+
+@given(st.lists(st.sets(st.sampled_from(Lane), min_size=1), min_size=1, max_size=60))
+def test_a_lane_with_jobs_is_passed_over_a_few_times_only(rounds: list[set[Lane]]):
+    """rounds: which lanes have jobs when somebody pulls."""
+    turns, passed = Turns(), dict.fromkeys(Lane, 0)
+    for waiting in rounds:
+        order = turns.order(tuple(Lane))
+        assert sorted(order, key=list(Lane).index) == list(Lane)
+        taken = next(lane for lane in order if lane in waiting)
+        turns.took(taken, order)
+        for lane in Lane:
+            passed[lane] = passed[lane] + 1 if lane in waiting and lane is not taken else 0
+            # While one that waits as long is served another may wait one turn more.
+            assert passed[lane] <= PATIENCE + 1
+
+
+def test_earlier_lanes_go_first_and_others_now_and_then():
+    turns, taken = Turns(), []
+    for _ in range(2 * (PATIENCE + 1)):
+        order = turns.order((Lane.SHORT, Lane.LONG))
+        taken.append(order[0])
+        turns.took(order[0], order)
+    assert taken == 2 * ([Lane.SHORT] * PATIENCE + [Lane.LONG])

@@ -1,0 +1,91 @@
+"""Who sits out a step of a prefill engine."""
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from dynamo_lite.engine.vllm import short_first
+from dynamo_lite.engine.vllm.short_first import ShortFirst
+
+
+def request(name: str, tokens: int, *, held_there: int = 0, priority: int = 0) -> Any:
+    return SimpleNamespace(
+        request_id=name,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=0,
+        priority=priority,
+        status=RequestStatus.WAITING,
+        kv_transfer_params={"num_computed_tokens": held_there},
+    )
+
+
+class Engine(ShortFirst):
+    """Its steps take whoever runs first, by 10 tokens, and admit one who waits, unless it is
+    full."""
+
+    def __init__(self, running: list[Any], waiting: list[Any]):
+        self.running, self.waiting = running, deque(waiting)  # type: ignore[assignment]
+        self._short_length, self._sat_out = 100, 0
+        self.full = False
+
+    def steps(self, count: int) -> list[str]:
+        return [self.schedule().name for _ in range(count)]  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def vllm_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def schedule(self: Any, throttle_prefills: bool = False) -> Any:
+        computing = [r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens]
+        if not computing and self.full:
+            return SimpleNamespace(name="nobody", total_num_scheduled_tokens=0)
+        if not computing:
+            computing = [self.waiting.popleft()]
+            self.running += computing
+        first = computing[0]
+        first.num_computed_tokens += 10
+        return SimpleNamespace(name=first.request_id, total_num_scheduled_tokens=10)
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+
+
+def test_a_short_prompt_passes_a_long_one_that_keeps_its_place():
+    engine = Engine([request("long", 1000)], [request("short", 30)])
+    assert engine.steps(4) == ["short", "short", "short", "long"]
+    assert [r.request_id for r in engine.running] == ["long", "short"]
+
+
+def test_long_prompts_among_themselves_go_on_as_ever():
+    engine = Engine([request("first", 1000), request("second", 1000)], [])
+    assert engine.steps(3) == ["first"] * 3
+    waiting = request("short", 30)
+    waiting.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.waiting.append(waiting)
+    assert engine.steps(1) == ["first"]
+
+
+def test_what_is_short_is_what_there_is_to_compute_and_priority_counts():
+    engine = Engine([request("long", 1000)], [request("cached there", 1000, held_there=990)])
+    assert engine.steps(1) == ["cached there"]
+    engine = Engine([request("long", 1000)], [request("urgent", 1000, priority=-1)])
+    assert engine.steps(1) == ["urgent"]
+    engine = Engine([request("urgent", 1000, priority=-1)], [request("later", 10, priority=1)])
+    assert engine.steps(1) == ["urgent"]
+
+
+def test_a_long_prompt_does_not_sit_out_for_ever():
+    patience = short_first._PATIENCE_STEPS
+    engine = Engine([request("long", 1000)], [request(f"s{i}", 100) for i in range(20)])
+    taken = engine.steps(2 * (patience + 1))
+    assert [i for i, name in enumerate(taken) if name == "long"] == [patience, 2 * patience + 1]
+
+
+def test_nobody_sits_out_for_those_that_find_no_room():
+    engine = Engine([request("long", 1000)], [request("short", 10)])
+    engine.full = True
+    assert engine.steps(4) == ["nobody", "long", "nobody", "long"]
+    engine.full = False
+    assert engine.steps(2) == ["short", "long"]
