@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import annotated_types as at
 
-from dynamo_lite.protocol.tuning import Natural, Positive, Seconds
+from dynamo_lite.protocol.tuning import Natural, Positive, Seconds, Share, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,27 @@ class KvRouterOptions:
     while another one has room. max_index_blocks: different blocks that are remembered.
     """
 
-    kv_weight: Annotated[float, at.Ge(0)] = 2.0
-    load_weight: Annotated[float, at.Ge(0)] = 1.0
+    kv_weight: Weight = 2.0
+    load_weight: Weight = 1.0
     request_load_tokens: Natural = 32
-    temperature: Annotated[float, at.Ge(0)] = 0.0
-    max_kv_usage: Annotated[float, at.Gt(0), at.Le(1)] = 0.95
+    temperature: Weight = 0.0
+    max_kv_usage: Share = 0.95
     max_index_blocks: Positive = 2_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryOptions:
+    """Requests of the Frontend's own, to workers that nobody uses.
+
+    interval_s: a worker that has answered nobody for so long is sent one; 0: never.
+    timeout_s: for its answer; then it is aborted, and the worker out of rotation.
+    max_tokens: of its answer. max_per_minute: of all workers together.
+    """
+
+    interval_s: Annotated[float, at.Ge(0)] = 0.0
+    timeout_s: Seconds = 10.0
+    max_tokens: Annotated[int, at.Gt(0), at.Le(64)] = 1
+    max_per_minute: Annotated[int, at.Gt(0), at.Le(600)] = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +55,7 @@ class FrontendConfig:
 
     host, port: where it listens; port 0 takes a free one.
     router: how a decode worker is chosen; `component` asks the graph's Router.
-    kv_router: options of `kv`.
+    kv_router: options of `kv`. canary: requests that try idle workers.
     request_timeout_s: how long a worker may take to accept a request.
     default_request_timeout_s: time of a request, from its headers to its last
     token, unless it says `x-request-timeout: SECONDS`; max_request_timeout_s: more
@@ -56,6 +71,7 @@ class FrontendConfig:
     port: Annotated[int, at.Ge(0), at.Le(65535)] = 8000
     router: Literal["round-robin", "random", "kv", "component"] = "round-robin"
     kv_router: KvRouterOptions = field(default_factory=KvRouterOptions)
+    canary: CanaryOptions = field(default_factory=CanaryOptions)
     request_timeout_s: Seconds = 5.0
     default_request_timeout_s: Seconds = 600.0
     max_request_timeout_s: Seconds = 3600.0

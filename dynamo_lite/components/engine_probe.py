@@ -7,8 +7,9 @@ a step for long is given up: the worker ends, and is started anew.
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
@@ -30,6 +31,11 @@ _ROUND_S = _ANSWER_S + _PERIOD_S + 0.5
 _SILENT_S, _DEAD_S = 2.5, 30.0
 #: The same for having work, but making no step. The longest step takes less.
 _STALLED_S, _STUCK_S = 30.0, 120.0
+
+#: What a worker says of its health before its engine is there.
+NOT_LOADED: Mapping[str, Any] = MappingProxyType(
+    {"ok": False, "checks": {"model": "not loaded yet: wait"}}
+)
 
 
 class Described(Protocol):
@@ -76,8 +82,8 @@ class EngineProbe:
                 answered = self._engine.metadata is None or await self._ask()
                 await asyncio.sleep(_PERIOD_S if answered else _RETRY_S)
                 self._forgive(self._now() - began - _ROUND_S)
-                if not self.closing:
-                    self._give_up()
+                if not self.closing and (trouble := self.dead()):
+                    raise EngineDied(trouble)
 
     def verdict(self) -> Verdict:
         """For the beats, about once a second: it also notes when there is nothing to do."""
@@ -88,6 +94,26 @@ class EngineProbe:
         if stalled > _STALLED_S:
             return False, f"the engine has work, but made no step for {stalled:.0f} s"
         return True, ""
+
+    def dead(self) -> str:
+        """Why the engine is given up; empty while it may come back."""
+        self._note_steps()
+        if self._silent_s() > _DEAD_S:
+            return f"the engine's process has not answered for {_DEAD_S:g} s"
+        if self._stalled_s() > _STUCK_S:
+            return f"the engine has work, but made no step for {_STUCK_S:g} s"
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """For /health, /live and /ready."""
+        works, trouble = self.verdict()
+        todo = f"{trouble}; it gets no work until it does" if trouble else ""
+        return {
+            "ok": works,
+            "trouble": trouble,
+            "dead": self.dead(),
+            "checks": {"model": "", "engine": todo},
+        }
 
     async def _ask(self) -> bool:
         asked = self._now()
@@ -111,13 +137,6 @@ class EngineProbe:
             self._stepped_at += held_up_s
             if self._unanswered_since is not None:
                 self._unanswered_since += held_up_s
-
-    def _give_up(self) -> None:
-        self._note_steps()
-        if self._silent_s() > _DEAD_S:
-            raise EngineDied(f"the engine's process has not answered for {_DEAD_S:g} s")
-        if self._stalled_s() > _STUCK_S:
-            raise EngineDied(f"the engine has work, but made no step for {_STUCK_S:g} s")
 
     def _on_connection(self, connected: bool) -> None:
         """Nobody hears an answer while we are disconnected."""

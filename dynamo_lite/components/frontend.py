@@ -3,23 +3,24 @@
 import asyncio
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dynamo_lite.components.canaries import open_canaries
 from dynamo_lite.components.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.components.dashboard import Dashboard, Viewers, is_loopback
 from dynamo_lite.components.frontend_metrics import RequestMetrics
-from dynamo_lite.components.http import HttpServer, bind, url_of
-from dynamo_lite.components.kv_picking import open_kv_picker
-from dynamo_lite.components.live_options import ComponentOptions
+from dynamo_lite.components.http import HttpServer, Probed, bind, url_of
+from dynamo_lite.components.kv_picking import open_kv_picker, weights
+from dynamo_lite.components.live_options import ComponentOptions, limits
 from dynamo_lite.components.processor import ENDPOINTS, Processor
 from dynamo_lite.components.remote_router import RemoteRouter
 from dynamo_lite.components.rotation import Rotation
-from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.kv_routing import KvPicker
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.records import EndpointRecord
@@ -56,7 +57,7 @@ class Frontend:
         self._picker: Picker | Chooser = RoundRobin()
         self._app: OpenAiApp | None = None
         self._server: HttpServer | None = None
-        self._options: ComponentOptions | None = None
+        self._options: ComponentOptions[FrontendTuning] | None = None
         self._viewers: Viewers | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -98,15 +99,20 @@ class Frontend:
         from dynamo_lite.engine.vllm.remote_core import RemoteCore
 
         config = self._config
-        limits = Limits(
-            in_flight=config.max_in_flight_requests, prompt_tokens=config.max_queued_tokens
+        core = RemoteCore(
+            members=self._candidates,
+            limits=limits(config, FrontendTuning()),
+            tracer=host.tracer,
         )
-        core = RemoteCore(members=self._candidates, limits=limits, tracer=host.tracer)
         failover = await self._open_failover(host, core.on_deltas, core.on_ended)
         core.connect(failover)
-        self._options = options = ComponentOptions(
-            host, config, FrontendTuning(), core.admission.limit
-        )
+
+        def apply(values: FrontendTuning) -> None:
+            core.admission.limit(limits(config, values))
+            if isinstance(self._picker, KvPicker):
+                self._picker.options = weights(config.kv_router, values)
+
+        self._options = options = ComponentOptions(host, config, FrontendTuning(), apply)
         await self._stack.enter_async_context(options.following)
         host.registry.register(RequestMetrics(failover.stats, core.refused, core.admission))
         return await self._stack.enter_async_context(
@@ -147,7 +153,21 @@ class Frontend:
         self._stack.enter_context(
             Rotation(self._roster, self._workers, transport, failover.members_changed)
         )
+        if self._config.canary.interval_s:
+            failover.on_answer = await self._open_canaries(host)
         return failover
+
+    async def _open_canaries(self, host: Host) -> Callable[[int], None]:
+        """Returns who is to be told of workers that answer."""
+        from dynamo_lite.engine.vllm.requests import canary
+
+        assert self._roster is not None and self._workers is not None
+        options = self._config.canary
+        make = partial(canary, max_tokens=options.max_tokens)
+        canaries = await open_canaries(
+            self._stack, host, options, self._roster, self._workers, make
+        )
+        return canaries.answered
 
     def _candidates(self) -> Sequence[EndpointRecord]:
         """The workers that a request may be given to: those that respond; if none does, all."""
@@ -186,7 +206,8 @@ class Frontend:
 
     async def _serve_http(self, host: Host, app: "OpenAiApp", sock: socket.socket) -> str:
         asgi = self._with_dashboard(host, app.asgi)
-        server = HttpServer(asgi, sock, access_log=app.access_log, keep_alive_s=app.keep_alive_s)
+        served = asgi if host.probes is None else Probed(asgi, host.probes)
+        server = HttpServer(served, sock, access_log=app.access_log, keep_alive_s=app.keep_alive_s)
         if isinstance(asgi, Dashboard):
             asgi.hang_up = server.hang_up
         app.state.server = server
@@ -232,10 +253,27 @@ class Frontend:
 
     def health(self) -> dict[str, Any]:
         client = self._app.client if self._app is not None else None
+        broken = client is not None and client.errored
+        workers = len(self._roster.members) if self._roster is not None else 0
+        responsive = len(self._workers.responsive) if self._workers is not None else 0
         return {
-            "ok": client is not None and not client.errored,
-            "workers": len(self._roster.members) if self._roster is not None else 0,
-            "responsive": len(self._workers.responsive) if self._workers is not None else 0,
+            "ok": client is not None and not broken,
+            "dead": "the task that hands out tokens has ended" if broken else "",
+            "checks": {
+                "model": "" if client is not None else "its tokenizer is not loaded yet: wait",
+                "workers": _workers_trouble(workers, responsive),
+            },
+            "workers": workers,
+            "responsive": responsive,
             "requests": client.get_num_unfinished_requests() if client is not None else 0,
             "options": self._options.facts() if self._options is not None else {},
         }
+
+
+def _workers_trouble(workers: int, responsive: int) -> str:
+    """What keeps requests from being answered; empty when nothing does."""
+    if responsive:
+        return ""
+    if workers:
+        return f"none of {workers} decode workers responds: see `dynamo-lite ps` and their logs"
+    return "no decode worker is registered: start one, or wait until it has loaded its model"

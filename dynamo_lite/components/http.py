@@ -1,4 +1,4 @@
-"""The HTTP listener of the Frontend: uvicorn on a socket that is bound early.
+"""The HTTP listener of the Frontend: uvicorn on a socket that is bound early, and probes.
 
 Binding comes before the model is read, so that a taken port is found at once.
 Signals are the process host's, not uvicorn's.
@@ -9,9 +9,12 @@ import socket
 from typing import Any
 
 import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
+from dynamo_lite.runtime.readiness import Probes
 
 _BACKLOG = 2048
 
@@ -38,6 +41,23 @@ def url_of(sock: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
     return f"http://{host_port(host, port)}"
+
+
+class Probed:
+    """ASGI middleware: `/live` and `/ready` of the process, for whoever asks at this port.
+
+    Outside of the app, so that they cost little and ask for no key.
+    """
+
+    def __init__(self, app: ASGIApp, probes: Probes):
+        self._app, self._probes = app, probes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
+            if (facts := self._probes.at(scope["path"])) is not None:
+                status = 200 if facts["ok"] else 503
+                return await JSONResponse(facts, status_code=status)(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 class HttpServer(uvicorn.Server):

@@ -2,13 +2,27 @@
 
 import random
 from contextlib import AsyncExitStack
+from dataclasses import fields
+from typing import Any
+
+from msgspec import UNSET
 
 from dynamo_lite.components.config import KvRouterOptions
 from dynamo_lite.components.frontend_metrics import RouterMetrics
 from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
+from dynamo_lite.protocol.tuning import RouterTuning
 from dynamo_lite.runtime.host import Host
 from dynamo_lite.runtime.kv import KvFollower
 from dynamo_lite.runtime.roster import Roster
+
+
+def weights(options: KvRouterOptions, values: RouterTuning) -> KvRoutingOptions:
+    """options: what the file says. values: what was set since."""
+    changed: dict[str, Any] = {}
+    for field in fields(KvRoutingOptions):
+        value = getattr(values, field.name)
+        changed[field.name] = getattr(options, field.name) if value is UNSET else value
+    return KvRoutingOptions(**changed)
 
 
 async def open_kv_picker(
@@ -32,13 +46,7 @@ async def open_kv_picker(
     )
     picker = KvPicker(
         follower,
-        KvRoutingOptions(
-            kv_weight=options.kv_weight,
-            load_weight=options.load_weight,
-            request_load_tokens=options.request_load_tokens,
-            temperature=options.temperature,
-            max_kv_usage=options.max_kv_usage,
-        ),
+        weights(options, RouterTuning()),
         now=host.clock.monotonic,
         uniform=rng.random,
     )

@@ -1,37 +1,39 @@
 """A component's options as they are changed while it runs (`protocol/tuning.py`).
 
-What is applied here is its limits. A decode engine's process follows the store by
-itself: what it decides by is its own; here is only told which version holds there.
+A decode engine's process follows the store by itself: what it decides by is its own;
+here is only told which version holds there.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET
 from prometheus_client import Gauge
 
-from dynamo_lite.components.config import FrontendConfig, VllmWorkerConfig
+from dynamo_lite.components.config import FrontendConfig, RouterConfig, VllmWorkerConfig
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.protocol.tuning import FrontendTuning, VllmWorkerTuning
 from dynamo_lite.runtime.host import Host
 from dynamo_lite.runtime.live_options import LiveOptions
 
+T = TypeVar("T", bound=msgspec.Struct)
 
-class ComponentOptions:
+
+class ComponentOptions(Generic[T]):
     """`following` is the context in which the options of this process are followed.
 
     config: what the file says. nothing: the component's options, all unset. apply: takes
-    the limits whenever they may have changed. engine_version: as the engine said last;
+    the values whenever they have changed. engine_version: as the engine said last;
     None where none decides anything.
     """
 
     def __init__(
         self,
         host: Host,
-        config: FrontendConfig | VllmWorkerConfig,
-        nothing: FrontendTuning | VllmWorkerTuning,
-        apply: Callable[[Limits], None],
+        config: FrontendConfig | VllmWorkerConfig | RouterConfig,
+        nothing: T,
+        apply: Callable[[T], None],
     ):
         self._config, self._apply = config, apply
         self._fields = msgspec.structs.fields(nothing)
@@ -56,17 +58,27 @@ class ComponentOptions:
         return {
             "version": self.following.version,
             "engine_version": self.engine_version,
-            "file": {f.encode_name: getattr(self._config, f.name) for f in self._fields},
+            "file": {f.encode_name: self._in_file(f.encode_name, f.name) for f in self._fields},
             "refused": self.following.refused,
         }
 
-    def _change(self, values: FrontendTuning | VllmWorkerTuning, version: int) -> None:
-        config = self._config
-        in_flight, tokens = values.max_in_flight_requests, values.max_queued_tokens
-        self._apply(
-            Limits(
-                in_flight=config.max_in_flight_requests if in_flight is UNSET else in_flight,
-                prompt_tokens=config.max_queued_tokens if tokens is UNSET else tokens,
-            )
-        )
+    def _in_file(self, option: str, field: str) -> Any:
+        """option: as in the file, with the section that it is in."""
+        section, dot, _ = option.rpartition(".")
+        holder = getattr(self._config, section.replace("-", "_")) if dot else self._config
+        return getattr(holder, field)
+
+    def _change(self, values: T, version: int) -> None:
+        self._apply(values)
         self._gauge.set(version)
+
+
+def limits(
+    config: FrontendConfig | VllmWorkerConfig, values: FrontendTuning | VllmWorkerTuning
+) -> Limits:
+    """config: what the file says. values: what was set since."""
+    in_flight, tokens = values.max_in_flight_requests, values.max_queued_tokens
+    return Limits(
+        in_flight=config.max_in_flight_requests if in_flight is UNSET else in_flight,
+        prompt_tokens=config.max_queued_tokens if tokens is UNSET else tokens,
+    )

@@ -195,7 +195,7 @@ class PrefillJobs:
             refusal = await self._claim(request, asked - pulled)
         except Unavailable as exc:
             # Nobody there: reconnecting, or gone, which the directory will know soon.
-            logger.warning("%s not claimed: %s", _name(request), exc)
+            logger.warning("request %s: attempt %s: not claimed: %s", *_ids(request), exc)
             return "retry"
         except DeadlineExceeded as exc:
             # It may have been granted: take it back.
@@ -205,13 +205,15 @@ class PrefillJobs:
             return "abandoned"
         except ProtocolError as exc:
             # Either its record or its answer cannot be read; that one may have been a yes.
-            logger.warning("%s: engine %s: %s", _name(request), request.engine_id, exc)
+            logger.warning(
+                "request %s: attempt %s: engine %s: %s", *_ids(request), request.engine_id, exc
+            )
             await self._say_done(
                 request.engine_id, AttemptOutcome(request.attempt, "failed", str(exc))
             )
             return "malformed"
         if refusal is not None:
-            logger.info("%s refused: %s", _name(request), refusal.reason)
+            logger.info("request %s: attempt %s: refused: %s", *_ids(request), refusal.reason)
             return "retry" if refusal.elsewhere else "refused"
         claimed = self._now()
         self._stages.labels("claim").observe(claimed - pulled)
@@ -223,7 +225,9 @@ class PrefillJobs:
             detail = f"it cannot be written into: {why_not}"
             ended = AttemptOutcome(request.attempt, "failed", detail)
         if ended.outcome != "written":
-            logger.warning("%s %s: %s", _name(request), ended.outcome, ended.detail)
+            logger.warning(
+                "request %s: attempt %s: %s: %s", *_ids(request), ended.outcome, ended.detail
+            )
         # The engine granted it about half-way.
         await self._say_done(request.engine_id, ended, granted=(asked + claimed) / 2)
         return ended.outcome
@@ -283,9 +287,9 @@ class PrefillJobs:
             logger.warning("end of attempt %s not told: %s", ended.attempt, exc)
 
 
-def _name(request: RemotePrefillRequest) -> str:
+def _ids(request: RemotePrefillRequest) -> tuple[str, str]:
     """For the log."""
-    return f"request {request.request_id}: attempt {request.attempt}"
+    return request.request_id, request.attempt
 
 
 async def _answer(answer: Awaitable[None]) -> None:

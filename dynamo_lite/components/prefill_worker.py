@@ -9,7 +9,7 @@ import msgspec
 from prometheus_client import Gauge
 
 from dynamo_lite.components.config import PrefillWorkerConfig
-from dynamo_lite.components.engine_probe import EngineProbe
+from dynamo_lite.components.engine_probe import NOT_LOADED, EngineProbe
 from dynamo_lite.components.links import Links
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.prefill_fence import FenceKeeper
@@ -129,11 +129,10 @@ class PrefillWorker:
             self._probe.closing = True
         await self._stack.aclose()
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> Mapping[str, Any]:
         if self._jobs is None or self._probe is None:
-            return {"ok": False}
-        works, trouble = self._probe.verdict()
-        return {"ok": works, "trouble": trouble, "jobs": len(self._jobs.working)}
+            return NOT_LOADED
+        return {**self._probe.facts(), "jobs": len(self._jobs.working)}
 
     async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
         directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)

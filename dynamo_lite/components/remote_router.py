@@ -32,10 +32,10 @@ REST_S = 1.0
 
 
 class RemoteRouter(Chooser):
-    """Asks the first live router of a roster. Async context manager, over an open roster.
+    """Asks the first router of a roster that answers. Async context manager, over an open roster.
 
-    All Frontends ask the same one, so that it knows of all requests. fallback: chooses
-    while no router answers.
+    So all Frontends ask the same one, and it knows of all requests. fallback: chooses
+    while none answers.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class RemoteRouter(Chooser):
         self._placed: dict[str, tuple[int, str]] = {}
         self._fates: dict[int, tuple[list[str], list[str]]] = {}
         self._told = asyncio.Event()
-        self._rests_until = 0.0
+        self._rests_until: dict[int, float] = {}
+        self._silent: set[int] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -76,16 +77,34 @@ class RemoteRouter(Chooser):
     async def choose(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
         if not members:
             raise NoWorkers("no live worker")
-        router = next(iter(self._routers.members), None)
-        now = asyncio.get_running_loop().time()
-        if router is not None and now >= self._rests_until:
+        for router in self._awake():
             try:
-                return await self._ask(router, members, request)
+                picked = await self._ask(router, members, request)
             except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
-                self._rests_until = asyncio.get_running_loop().time() + REST_S
-                logger.warning("router %x: %s; choosing here for a while", router.lease_id, exc)
+                self._rests_until[router.lease_id] = _now() + REST_S
+                known = router.lease_id in self._silent
+                self._silent.add(router.lease_id)
+                logger.log(
+                    logging.DEBUG if known else logging.WARNING,
+                    "request %s: router %x: %s; not asked for a while",
+                    request.request_id,
+                    router.lease_id,
+                    exc,
+                )
+            else:
+                self._silent.discard(router.lease_id)
+                return picked
         self._fallbacks.inc()
         return self._fallback.pick(members, request)
+
+    def _awake(self) -> list[EndpointRecord]:
+        """Those to be asked, first to last. One that was killed stays registered for the
+        rest of its lease, before the one that was started in its place."""
+        routers, now = self._routers.members, _now()
+        live = {router.lease_id for router in routers}
+        self._rests_until = {k: v for k, v in self._rests_until.items() if k in live and v > now}
+        self._silent &= live
+        return [router for router in routers if router.lease_id not in self._rests_until]
 
     def answered(self, request_id: str) -> None:
         if (placed := self._placed.get(request_id)) is not None:
@@ -157,3 +176,7 @@ class RemoteRouter(Chooser):
                     await self._messaging.publish(subject, encode(notice))
                 except Unavailable as exc:
                     logger.debug("router %x does not hear of requests: %s", router, exc)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

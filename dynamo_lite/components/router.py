@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.components.config import RouterConfig
-from dynamo_lite.components.kv_picking import open_kv_picker
+from dynamo_lite.components.kv_picking import open_kv_picker, weights
+from dynamo_lite.components.live_options import ComponentOptions
 from dynamo_lite.policy.kv_routing import KvPicker
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
@@ -23,6 +24,7 @@ from dynamo_lite.protocol.routing import (
     decode_fates,
     decode_pick_request,
 )
+from dynamo_lite.protocol.tuning import RouterTuning
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
@@ -40,6 +42,7 @@ class Router:
         self._stack = AsyncExitStack()
         self._workers: Roster | None = None
         self._picker: KvPicker | None = None
+        self._options: ComponentOptions[RouterTuning] | None = None
         self._placed: dict[int, set[str]] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
 
@@ -48,9 +51,16 @@ class Router:
         namespace, enter = self._spec.namespace, self._stack.enter_async_context
         prefix = names.endpoint_prefix(namespace, self._spec.watch_component, "generate")
         self._workers = await enter(Roster(host.store, prefix, host.drops))
-        self._picker = await open_kv_picker(
-            self._stack, host, self._workers, self._config.kv_router, random.Random()
+        config = self._config
+        self._picker = picker = await open_kv_picker(
+            self._stack, host, self._workers, config.kv_router, random.Random()
         )
+
+        def apply(values: RouterTuning) -> None:
+            picker.options = weights(config.kv_router, values)
+
+        self._options = options = ComponentOptions(host, config, RouterTuning(), apply)
+        await enter(options.following)
         frontends = await enter(
             Roster(host.store, names.endpoint_prefix(namespace, "Frontend", "http"), host.drops)
         )
@@ -71,8 +81,10 @@ class Router:
     def health(self) -> dict[str, Any]:
         return {
             "ok": self._picker is not None,
+            "checks": {"index": "" if self._picker else "not open yet: wait"},
             "workers": len(self._workers.members) if self._workers is not None else 0,
             "requests": sum(len(placed) for placed in self._placed.values()),
+            "options": self._options.facts() if self._options is not None else {},
         }
 
     async def _on_pick(self, payload: bytes) -> bytes:

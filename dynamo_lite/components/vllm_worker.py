@@ -10,9 +10,9 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.components.config import VllmWorkerConfig
-from dynamo_lite.components.engine_probe import EngineProbe
+from dynamo_lite.components.engine_probe import NOT_LOADED, EngineProbe
 from dynamo_lite.components.generation_trace import TracedGeneration
-from dynamo_lite.components.live_options import ComponentOptions
+from dynamo_lite.components.live_options import ComponentOptions, limits
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.queue_tokens import show_queue_tokens
 from dynamo_lite.components.vllm_parts import VllmParts
@@ -55,7 +55,7 @@ class VllmWorker:
         self._host: Host | None = None
         self._probe: EngineProbe | None = None
         self._beat: HealthBeat | None = None
-        self._options: ComponentOptions | None = None
+        self._options: ComponentOptions[VllmWorkerTuning] | None = None
         self._publisher: KvPublisher | None = None
         self._demand: DemandFollower | None = None
 
@@ -78,7 +78,10 @@ class VllmWorker:
             )
         )
         self._options = options = ComponentOptions(
-            host, self._config, VllmWorkerTuning(), server.limit
+            host,
+            self._config,
+            VllmWorkerTuning(),
+            lambda values: server.limit(limits(self._config, values)),
         )
         await self._stack.enter_async_context(options.following)
         host.spawn(self._deliver(engine, server, traced), "engine-steps")
@@ -106,15 +109,13 @@ class VllmWorker:
             self._probe.closing = True
         await self._stack.aclose()
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> Mapping[str, Any]:
         if self._engine is None or self._server is None or self._probe is None:
-            return {"ok": False}
+            return NOT_LOADED
         assert self._options is not None
         load = self._engine.load
-        works, trouble = self._probe.verdict()
         return {
-            "ok": works,
-            "trouble": trouble,
+            **self._probe.facts(),
             "in_flight": self._server.in_flight,
             "running": load.running,
             "waiting": load.waiting,
@@ -123,7 +124,11 @@ class VllmWorker:
         }
 
     def _watch(
-        self, host: Host, engine: DecodeEngine, server: GenerateServer, options: ComponentOptions
+        self,
+        host: Host,
+        engine: DecodeEngine,
+        server: GenerateServer,
+        options: ComponentOptions[VllmWorkerTuning],
     ) -> None:
         gauges = PoolGauges(host.registry) if engine.metadata is not None else None
 

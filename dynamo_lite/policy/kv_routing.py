@@ -110,8 +110,9 @@ def draw(scores: Sequence[float], scale: float, chance: float) -> int:
 class KvPicker:
     """A Picker. uniform: in [0, 1). now: monotonic seconds.
 
-    choices: by reason. prompt_tokens, matched_tokens: of all requests that were given to
-    a worker, and what of them the chosen ones held or were about to hold.
+    options: may be replaced at any time. choices: by reason. prompt_tokens,
+    matched_tokens: of all requests that were given to a worker, and what of them the
+    chosen ones held or were about to hold.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class KvPicker:
         self.choices: Counter[str] = Counter()
         self.prompt_tokens = 0
         self.matched_tokens = 0
-        self._view, self._options = view, options
+        self._view, self.options = view, options
         self._now, self._uniform = now, uniform
         self._bookings = Bookings()
         self._others: dict[int, tuple[int, int]] = {}
@@ -213,7 +214,7 @@ class KvPicker:
         if (report := self._view.load(member.lease_id)) is not None:
             others = self._others.get(member.lease_id, (0, 0))
             requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
-        load = tokens + requests * self._options.request_load_tokens
+        load = tokens + requests * self.options.request_load_tokens
         return Candidate(member, matched, load, usage, credit)
 
     def _choose(
@@ -221,7 +222,7 @@ class KvPicker:
     ) -> tuple[Candidate, str]:
         if len(candidates) == 1:
             return candidates[0], "only"
-        options = self._options
+        options = self.options
         fit = with_room(candidates, options.max_kv_usage)
         scores = [score(c, options) for c in fit]
         best = min(

@@ -7,7 +7,7 @@ follow it.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import annotated_types as at
 import msgspec
@@ -17,11 +17,13 @@ from dynamo_lite.protocol import records
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
 
-_MOST, _LONGEST_S = 10**9, 1e9
+_MOST, _LONGEST_S, _HEAVIEST = 10**9, 1e9, 1e6
 # Said twice: the reader of the YAML file knows one language, that of records the other.
 Natural = Annotated[int, at.Ge(0), at.Le(_MOST), msgspec.Meta(ge=0, le=_MOST)]
 Positive = Annotated[int, at.Gt(0), at.Le(_MOST), msgspec.Meta(gt=0, le=_MOST)]
 Seconds = Annotated[float, at.Gt(0), at.Le(_LONGEST_S), msgspec.Meta(gt=0, le=_LONGEST_S)]
+Weight = Annotated[float, at.Ge(0), at.Le(_HEAVIEST), msgspec.Meta(ge=0, le=_HEAVIEST)]
+Share = Annotated[float, at.Gt(0), at.Le(1), msgspec.Meta(gt=0, le=1)]
 
 
 class VllmWorkerTuning(
@@ -45,7 +47,12 @@ class VllmWorkerTuning(
     max_queued_tokens: Positive | UnsetType = UNSET
 
 
-class FrontendTuning(
+def _weight(option: str) -> Any:
+    """A field of the section `kv-router`."""
+    return msgspec.field(default=UNSET, name=f"kv-router.{option}")
+
+
+class RouterTuning(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -53,7 +60,20 @@ class FrontendTuning(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """See `FrontendConfig`, whose fields these are. UNSET: as in the file."""
+    """See `KvRouterOptions`, whose fields these are. UNSET: as in the file."""
+
+    kv_weight: Weight | UnsetType = _weight("kv-weight")
+    load_weight: Weight | UnsetType = _weight("load-weight")
+    request_load_tokens: Natural | UnsetType = _weight("request-load-tokens")
+    temperature: Weight | UnsetType = _weight("temperature")
+    max_kv_usage: Share | UnsetType = _weight("max-kv-usage")
+
+
+class FrontendTuning(RouterTuning, frozen=True, kw_only=True):
+    """See `FrontendConfig`, whose fields these are. UNSET: as in the file.
+
+    What is `RouterTuning`'s holds with `router: kv`.
+    """
 
     max_in_flight_requests: Positive | UnsetType = UNSET
     max_queued_tokens: Positive | UnsetType = UNSET
@@ -61,7 +81,7 @@ class FrontendTuning(
 
 #: Component to what of its options can be changed.
 TUNABLE: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
-    {"VllmWorker": VllmWorkerTuning, "Frontend": FrontendTuning}
+    {"VllmWorker": VllmWorkerTuning, "Frontend": FrontendTuning, "Router": RouterTuning}
 )
 
 T = TypeVar("T", bound=msgspec.Struct)

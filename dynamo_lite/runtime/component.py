@@ -19,6 +19,7 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.patience import patiently
+from dynamo_lite.runtime.readiness import Probes
 from dynamo_lite.runtime.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
 from dynamo_lite.runtime.tracing import Tracer, TracingOptions
@@ -82,7 +83,11 @@ class Component(Protocol):
         ...
 
     def health(self) -> Mapping[str, Any]:
-        """Facts for /health; `ok` says whether the component can work."""
+        """Facts for /health; `ok` says whether the component can work.
+
+        Two of them are for `/live` and `/ready` (`readiness.py`): `dead`, why the process
+        must be started again, and `checks`, what work needs of this component.
+        """
         ...
 
 
@@ -112,6 +117,7 @@ class Host:
         self.drops = drops
         self.tracer = tracer
         self.status_url = ""
+        self.probes: Probes | None = None
         self._report = report
         self._stop = stop
         self._held: dict[str, bytes] = {}

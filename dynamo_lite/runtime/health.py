@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -19,6 +18,7 @@ from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Beat, decode_beat
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.member_health import MemberHealth
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.roster import Members, Roster
 
@@ -30,43 +30,8 @@ SILENT_S = 3.0
 #: has just broken: what waits in our own buffers, or that news, comes first.
 SECOND_LOOK_S = 1.0
 
-#: So many beats in a row are a worker's own, though somebody has sent a higher number.
-_IN_ROW = 4
-
 #: Takes the lease ids that respond again, and those that do no longer.
 OnHealth = Callable[[frozenset[int], frozenset[int]], None]
-
-
-@dataclass
-class _Member:
-    """well_at: when it was last known to be well, or began to be waited for.
-
-    number: of the newest beat. late, late_in_row: the last number below it, and how
-    many have led to that one without a gap.
-    """
-
-    well_at: float
-    number: int = -1
-    late: int = -1
-    late_in_row: int = 0
-    ok: bool = True
-    silent: bool = False
-    detail: str = ""
-
-    @property
-    def responsive(self) -> bool:
-        return self.ok and not self.silent
-
-    def is_news(self, number: int) -> bool:
-        """Whether the beat comes after the newest one, or shows that it was not the worker's:
-        late beats that keep coming one by one are no repetition."""
-        if number <= self.number:
-            self.late_in_row = self.late_in_row + 1 if number == self.late + 1 else 1
-            self.late = number
-            if self.late_in_row < _IN_ROW:
-                return False
-        self.late, self.late_in_row = -1, 0
-        return True
 
 
 class HealthMonitor:
@@ -88,7 +53,7 @@ class HealthMonitor:
     ):
         self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
         self._subject = names.health_subject(namespace, component)
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, MemberHealth] = {}
         self._callbacks: list[OnHealth] = []
         self._timer: asyncio.TimerHandle | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -130,9 +95,7 @@ class HealthMonitor:
         member = self._members.get(lease_id)
         if member is None or member.responsive:
             return ""
-        if not member.ok:
-            return member.detail or "it cannot work"
-        return f"silent for {self.silent_for(lease_id):.1f} s"
+        return member.trouble or f"silent for {self.silent_for(lease_id):.1f} s"
 
     def silent_for(self, lease_id: int) -> float:
         """Seconds since the member was last known to be well; 0 for who is no member."""
@@ -142,6 +105,24 @@ class HealthMonitor:
     def shows_life(self, lease_id: int) -> None:
         """The member was heard otherwise: it is not silent, though perhaps not well."""
         self._heard(lease_id, None)
+
+    def beats(self, lease_id: int) -> bool:
+        """Whether the member's own beats are good, whatever canaries say."""
+        member = self._members.get(lease_id)
+        return member is not None and member.ok and not member.silent
+
+    def condemn(self, lease_id: int, why: str) -> None:
+        """A canary failed there: it is unresponsive until `acquit`, whatever its beats say."""
+        if (member := self._members.get(lease_id)) is not None:
+            before, member.failed = member.responsive, why
+            self._weigh(lease_id, member, before)
+
+    def acquit(self, lease_id: int) -> None:
+        """It has answered a request."""
+        member = self._members.get(lease_id)
+        if member is not None and member.failed:
+            member.failed = ""
+            self._weigh(lease_id, member, False)
 
     def on_change(self, callback: OnHealth) -> None:
         """Calls `callback` from the event loop after members turned; joins and leaves are
@@ -205,7 +186,11 @@ class HealthMonitor:
         member.silent = False
         if beat is not None:
             member.number, member.ok, member.detail = beat.number, beat.ok, beat.detail
-        if member.ok:
+        self._weigh(lease_id, member, before)
+
+    def _weigh(self, lease_id: int, member: MemberHealth, before: bool) -> None:
+        """before: whether it responded, until now."""
+        if member.well:
             member.well_at = self._now()
         if member.responsive and not before:
             logger.info("worker %x works again", lease_id)
@@ -221,7 +206,7 @@ class HealthMonitor:
         for lease_id in left:
             self._members.pop(lease_id, None)
         for lease_id in joined:
-            self._members[lease_id] = _Member(self._now())
+            self._members[lease_id] = MemberHealth(self._now())
         self._arm()
 
     def _on_connection(self, connected: bool) -> None:

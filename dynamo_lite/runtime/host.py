@@ -15,9 +15,11 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.drops import DropCounter, OnDrop
 from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.logs import hold_lease
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.runtime.patience import patiently
+from dynamo_lite.runtime.readiness import Answer, Probes, liveness, readiness
 from dynamo_lite.runtime.status import StatusServer
 from dynamo_lite.runtime.stop import (
     EXIT_START_FAILED,
@@ -58,9 +60,10 @@ class Surroundings:
         lambda spec, on_drop: NatsMessaging(spec.nats_url, on_drop=on_drop)
     )
     open_status: Callable[
-        [ProcessSpec, Health, CollectorRegistry, OnDrop], AbstractAsyncContextManager[Status]
-    ] = lambda spec, health, registry, on_drop: StatusServer(
-        health, registry, spec.bind_host, on_drop=on_drop
+        [ProcessSpec, Health, Probes, CollectorRegistry, OnDrop],
+        AbstractAsyncContextManager[Status],
+    ] = lambda spec, health, probes, registry, on_drop: StatusServer(
+        health, registry, spec.bind_host, on_drop=on_drop, probes=probes
     )
     clock: Clock = SYSTEM_CLOCK
 
@@ -121,6 +124,8 @@ class _Process:
         messaging = await stack.enter_async_context(around.open_messaging(self._spec, drops))
         ttl_s = self._spec.lease_ttl_s
         lease = await patiently(lambda: stack.enter_async_context(store.lease(ttl_s)))
+        lease = await stack.enter_async_context(store.lease(self._spec.lease_ttl_s))
+        hold_lease(lease.id)
         self.host = Host(
             self._spec,
             store=store,
@@ -133,9 +138,10 @@ class _Process:
             drops=drops,
             tracer=tracer,
         )
+        self.host.probes = probes = Probes(self._live, self._ready_for_work)
         add_gauges(registry, self._spec, lease, messaging)
         status = await stack.enter_async_context(
-            around.open_status(self._spec, self._health, registry, drops)
+            around.open_status(self._spec, self._health, probes, registry, drops)
         )
         self.host.status_url = status.url
         # Outlives the owned tasks' failures: it decides between their code and its own.
@@ -220,12 +226,24 @@ class _Process:
         loss = await self.host.lease.lost()
         self._stop.set(f"lease {loss.value}", loss_exit_code(loss))
 
-    def _health(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         try:
-            facts = dict(self._component.health())
+            return dict(self._component.health())
         except Exception as exc:
             # Half-started components may not know their state yet.
-            facts = {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
+            return {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
+
+    def _live(self) -> Answer:
+        return liveness(self._facts())
+
+    def _ready_for_work(self) -> Answer:
+        host = self.host
+        return readiness(
+            self._facts(), state=self._state, lease=host.lease, messaging=host.messaging
+        )
+
+    def _health(self) -> dict[str, Any]:
+        facts = self._facts()
         connected = self.host.messaging.connected
         healthy = facts.pop("ok", True) and connected and self._state == "ready"
         return {

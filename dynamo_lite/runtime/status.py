@@ -1,4 +1,4 @@
-"""The status server of one process: `GET /health` and `GET /metrics`."""
+"""The status server of one process: `/health`, `/live`, `/ready` and `/metrics`."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address, host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.readiness import Probes
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 2.0
 
 
 class StatusServer:
-    """Async context manager. `health` returns facts; `ok` False or absent answers 503."""
+    """Async context manager. `health` returns facts; `ok` False or absent answers 503.
+
+    probes: without them there is no `/live` and no `/ready`.
+    """
 
     def __init__(
         self,
@@ -34,8 +38,9 @@ class StatusServer:
         host: str = "127.0.0.1",
         port: int = 0,
         on_drop: OnDrop = uncounted,
+        probes: Probes | None = None,
     ):
-        self._health = health
+        self._health, self._probes = health, probes
         self._on_drop = on_drop
         self._registry = registry
         self._host = host
@@ -54,9 +59,7 @@ class StatusServer:
         """Raises StartupError when the address cannot be bound."""
         listener = bind_listener(self._host, self._port)
         self._port = listener.getsockname()[1]
-        app = Starlette(
-            routes=[Route("/health", self._get_health), Route("/metrics", self._get_metrics)]
-        )
+        app = Starlette(routes=self._routes())
         config = uvicorn.Config(
             app,
             http=partial(_Protocol, on_drop=self._on_drop),  # pyright: ignore[reportArgumentType]
@@ -93,12 +96,25 @@ class StatusServer:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
+    def _routes(self) -> list[Route]:
+        routes = [Route("/health", self._get_health), Route("/metrics", self._get_metrics)]
+        if self._probes is not None:
+            routes += [Route(path, self._get_probe) for path in ("/live", "/ready")]
+        return routes
+
     async def _get_health(self, _: Request) -> Response:
-        facts = self._health()
-        return JSONResponse(dict(facts), status_code=200 if facts.get("ok") else 503)
+        return _answer(self._health())
+
+    async def _get_probe(self, request: Request) -> Response:
+        assert self._probes is not None
+        return _answer(self._probes.at(request.url.path) or {})
 
     async def _get_metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _answer(facts: Mapping[str, Any]) -> Response:
+    return JSONResponse(dict(facts), status_code=200 if facts.get("ok") else 503)
 
 
 class _Protocol(H11Protocol):

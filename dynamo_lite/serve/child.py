@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import importlib
 import logging
+import logging.config
 import os
 import sys
 from collections.abc import Callable
@@ -24,11 +25,11 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """component: "module:Class". log_level: a name of the logging module."""
+    """component: "module:Class". logging: see `runtime/logs.py`."""
 
     component: str
     spec: ProcessSpec
-    log_level: str = "INFO"
+    logging: dict[str, Any]
 
 
 def main() -> int:
@@ -40,13 +41,7 @@ def main() -> int:
     os.set_inheritable(args.report_fd, False)
     plan = msgspec.json.decode(args.spec.read_bytes(), type=ChildPlan)
     report = _reporter(args.report_fd)
-    logging.basicConfig(
-        level=plan.log_level,
-        format=f"%(asctime)s %(levelname)s {plan.spec.component}-{plan.spec.instance} "
-        "%(name)s: %(message)s",
-    )
-    # A package that vLLM's app imports raises the root's level to ERROR.
-    logging.getLogger("dynamo_lite").setLevel(plan.log_level)
+    logging.config.dictConfig(plan.logging)
     try:
         component = _load(plan.component)(plan.spec.config, plan.spec)
     except Exception as exc:

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
+from dynamo_lite.runtime.logs import LogFormat
 from dynamo_lite.serve import explain_command, top_command, tuning_commands
 from dynamo_lite.serve.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
 
@@ -79,6 +80,9 @@ def serve(
     namespace: Namespace = None,
     dry_run: Annotated[bool, typer.Option(help="Print the resolved graph; start nothing.")] = False,
     verbose: Annotated[bool, typer.Option(help="Debug lines in the logs.")] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Lines in the logs: text, or one JSON object each.")
+    ] = "text",
 ) -> None:
     """Start a graph of services, and keep it running until Ctrl-C.
 
@@ -110,6 +114,7 @@ def serve(
         etcd_url=etcd_url,
         only=service_name,
         log_level="DEBUG" if verbose else "INFO",
+        log_format=log_format,
     )
     raise typer.Exit(run(request))
 

@@ -1,6 +1,7 @@
 """`dynamo-lite serve` from a resolved configuration to an exit code."""
 
 import asyncio
+import logging.config
 import os
 import shutil
 import time
@@ -16,6 +17,7 @@ from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import redact
 from dynamo_lite.runtime.component import ProcessSpec
+from dynamo_lite.runtime.logs import LogFormat, logging_config
 from dynamo_lite.runtime.stop import Interrupted
 from dynamo_lite.serve import preflight
 from dynamo_lite.serve.child import ChildPlan
@@ -35,7 +37,7 @@ class ServeRequest:
     """only: the one service to start here, or None for the whole graph.
 
     nats_url, etcd_url: None for embedded servers (or those of the running graph
-    when `only` is given).
+    when `only` is given). log_level: a name of the logging module.
     """
 
     graph_name: str
@@ -46,6 +48,7 @@ class ServeRequest:
     etcd_url: str | None = None
     only: str | None = None
     log_level: str = "INFO"
+    log_format: LogFormat = "text"
 
 
 async def serve(request: ServeRequest) -> int:
@@ -174,14 +177,26 @@ def _launches(
             watch_component=service.calls,
             tracing=shared.tracing,
         )
-        plan = ChildPlan(component=service.component, spec=spec, log_level=request.log_level)
+        environment = child_environment(env)
+        logs = logging_config(
+            request.log_format,
+            service.name,
+            instance,
+            level=request.log_level,
+            vllm_level=environment.get("VLLM_LOGGING_LEVEL", "INFO").upper(),
+        )
+        plan = ChildPlan(component=service.component, spec=spec, logging=logs)
         name = f"{service.name}-{instance}"
+        if "VLLM_CONFIGURE_LOGGING" not in environment:
+            logs_path = directory.resolve() / "plans" / f"{name}.logging.json"
+            write_private(logs_path, msgspec.json.encode(logs))
+            environment.setdefault("VLLM_LOGGING_CONFIG_PATH", str(logs_path))
         launch = Launch(
             service=service.name,
             instance=instance,
             plan_path=directory / "plans" / f"{name}.json",
             log_path=directory / "logs" / f"{name}.log",
-            env=child_environment(env),
+            env=environment,
         )
         write_private(launch.plan_path, msgspec.json.encode(plan))
         launch.log_path.write_bytes(b"")
@@ -191,6 +206,7 @@ def _launches(
 
 def run(request: ServeRequest) -> int:
     """As `serve`, but raises KeyboardInterrupt where that raises Interrupted."""
+    logging.config.dictConfig(logging_config(request.log_format, "serve", 0, level="WARNING"))
     try:
         return asyncio.run(serve(request))
     except Interrupted:

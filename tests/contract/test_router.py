@@ -18,6 +18,7 @@ from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.protocol.routing import Fates, PickRequest
+from dynamo_lite.protocol.tuning import RouterTuning, TuningRecord, encode_tuning
 from dynamo_lite.runtime.host import ProcessSpec, Surroundings, run_process
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.runtime.messaging import Messaging
@@ -80,8 +81,11 @@ class Cluster:
         await self._stack.aclose()
 
     @contextlib.asynccontextmanager
-    async def router(self) -> AsyncIterator[Router]:
-        """A process of it, and that it is known to be there, and to know the workers."""
+    async def router(self, beside: int = 0) -> AsyncIterator[Router]:
+        """A process of it, and that it is known to be there, and to know the workers.
+
+        beside: how many others are registered, under lower lease ids.
+        """
         spec = ProcessSpec(
             namespace=self.namespace,
             component="Router",
@@ -100,12 +104,12 @@ class Cluster:
         task = asyncio.create_task(run_process(spec, router, reports.append, around))
         try:
             await until(lambda: any(r["state"] == "ready" for r in reports), 15)
-            await self.routers.wait(lambda members: len(members) == 1, 5)
+            await self.routers.wait(lambda members: len(members) == 1 + beside, 5)
             yield router
         finally:
-            await self.store.revoke(self.routers.members[0].lease_id)
+            await self.store.revoke(self.routers.members[-1].lease_id)
             assert await task == 0
-            await self.routers.wait(lambda members: not members, 5)
+            await self.routers.wait(lambda members: len(members) == beside, 5)
 
     async def choose(self, prompt: list[int], request_id: str, **fields: Any) -> int:
         request = GenerateRequest(
@@ -175,13 +179,13 @@ async def test_nobody_to_choose_from_is_an_error(cluster: Cluster) -> None:
 
 
 async def test_a_router_that_does_not_answer_is_left_alone_for_a_while(cluster: Cluster) -> None:
-    key = names.endpoint_key(cluster.namespace, "Router", "pick", 0xA)
-    subject = names.endpoint_subject(cluster.namespace, "Router", "pick", 0xA)
+    key = names.endpoint_key(cluster.namespace, "Router", "pick", 0x1)
+    subject = names.endpoint_subject(cluster.namespace, "Router", "pick", 0x1)
     record = EndpointRecord(
         component="Router",
         endpoint="pick",
         namespace=cluster.namespace,
-        lease_id=0xA,
+        lease_id=0x1,
         transport=EndpointTransport(nats_tcp=subject),
     )
     asked: list[bytes] = []
@@ -195,7 +199,12 @@ async def test_a_router_that_does_not_answer_is_left_alone_for_a_while(cluster: 
         await cluster.routers.wait(lambda members: len(members) == 1, 5)
         for number in range(3):
             assert await cluster.choose([5], f"r{number}") in (1, 2)
-    assert (len(asked), cluster.fallbacks) == (1, 3)
+        assert (len(asked), cluster.fallbacks) == (1, 3)
+        async with cluster.router(beside=1) as router:
+            for number in range(3):
+                await cluster.choose([5], f"s{number}")
+            assert cluster.fallbacks == 3 and router.health()["requests"] == 3
+        assert len(asked) <= 2
 
 
 async def test_a_gone_frontends_requests_are_forgotten(cluster: Cluster) -> None:
@@ -219,3 +228,31 @@ async def test_a_release_that_overtakes_its_question_counts(cluster: Cluster) ->
         subject = cluster.routers.members[0].transport.nats_tcp
         await cluster.messaging.request(subject, encode(question), timeout_s=5)
         assert router.health()["requests"] == 0
+
+
+async def test_what_it_weighs_changes_while_it_runs(cluster: Cluster) -> None:
+    cluster.workers[0].compute(PROMPTS[3])
+    async with cluster.router() as router:
+        await until_prefix(cluster, PROMPTS[3], 1)
+
+        async def chosen() -> set[int]:
+            found: set[int] = set()
+            for number in range(4):
+                found.add(await cluster.choose(PROMPTS[3], f"r{number}"))
+                cluster.remote.released(f"r{number}")
+                await until(lambda: router.health()["requests"] == 0)
+            return found
+
+        assert await chosen() == {1}
+        key = names.tuning_key(cluster.namespace, "Router")
+        record = TuningRecord(values=RouterTuning(kv_weight=0.0), version=4)
+        await cluster.store.put(key, encode_tuning(record))
+        await until(lambda: router.health()["options"]["version"] == 4)
+        assert await chosen() == {1, 2}, "prefixes count for nothing, so they take turns"
+        await cluster.store.put(key, b'{"values":{"kv-router.kv-weight":-1},"version":5}')
+        await until(lambda: router.health()["options"]["refused"] != "")
+        assert router.health()["options"]["version"] == 4
+        assert router.health()["options"]["file"]["kv-router.request-load-tokens"] == 0
+        await cluster.store.delete(key)
+        await until(lambda: router.health()["options"]["version"] == 0)
+        assert await chosen() == {1}

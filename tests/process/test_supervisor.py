@@ -1,5 +1,6 @@
 """What the supervisor promises about its processes, with stub components."""
 
+import json
 import os
 import signal
 import stat
@@ -93,11 +94,17 @@ def test_a_drain_waits_for_what_runs(tmp_path: Path):
 
 def test_a_process_that_is_done_does_not_wait_for_its_threads(tmp_path: Path):
     """Its last lines are in the log all the same."""
-    with serving(tmp_path, "--Back.linger=true") as graph:
+    with serving(tmp_path, "--Back.linger=true", "--log-format=json") as graph:
         graph.wait_line("ready http")
-        os.kill(graph.processes()["Back-0"]["pid"], signal.SIGTERM)
+        entry = graph.processes()["Back-0"]
+        os.kill(entry["pid"], signal.SIGTERM)
         graph.wait_line("left the graph (exit 0)")
-    assert "closed Back" in (tmp_path / "logs" / "Back-0.log").read_text()
+    text = (tmp_path / "logs" / "Back-0.log").read_text()
+    assert "closed Back" in text
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    [drain] = [line for line in lines if line["message"].startswith("draining")]
+    assert (drain["component"], drain["instance"], drain["level"]) == ("Back", 0, "INFO")
+    assert (drain["lease"], drain["pid"]) == (entry["lease"], entry["pid"])
 
 
 @pytest.mark.parametrize("how", ["start", "crash"])

@@ -12,7 +12,7 @@ from dynamo_lite.runtime.tracing import TracingOptions
 from dynamo_lite.serve.config import GraphConfig, child_environment, describe, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from graphs import agg, disagg
+from graphs import agg, agg_router, disagg, disagg_router
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -227,14 +227,21 @@ def test_unknown_graphs(name: str, message: str):
 
 
 @pytest.mark.parametrize(
-    ("file", "graph"),
-    [("agg", agg.Frontend), ("disagg", disagg.Frontend), ("disagg_gpu", disagg.Frontend)],
+    ("file", "graph", "router"),
+    [
+        ("agg", agg.Frontend, "round-robin"),
+        ("agg", agg_router.Frontend, "component"),
+        ("disagg", disagg.Frontend, "round-robin"),
+        ("disagg", disagg_router.Frontend, "component"),
+        ("disagg_gpu", disagg.Frontend, "round-robin"),
+    ],
 )
-def test_shipped_configurations_resolve(file: str, graph: Graph):
+def test_shipped_configurations_resolve(file: str, graph: Graph, router: str):
     document = read_document(ROOT / "configs" / f"{file}.yaml", [])
     config = resolve(graph, document)
     document.raise_mistakes()
     assert set(describe(config)) == {"Graph", *(s.name for s in graph.services)}
+    assert describe(config)["Frontend"]["router"] == router
 
 
 def test_the_service_environment_wins(monkeypatch: pytest.MonkeyPatch):

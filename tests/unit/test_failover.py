@@ -55,6 +55,19 @@ async def test_a_killed_worker_s_request_goes_on_exactly(plan: Plan):
         assert fake.running() == {}
 
 
+@virtual
+async def test_who_gives_a_first_token_is_told():
+    async with cluster() as (fake, client):
+        told: list[int] = []
+        client.on_answer = told.append
+        await client.submit(A, movable=CONTINUE)
+        await steps(3)
+        assert told == [1]
+        fake.kill(1)
+        await to_the_end(client)
+        assert told == [1, 2]
+
+
 @pytest.mark.parametrize("plan", [CONTINUE, REPLAY])
 @virtual
 async def test_what_is_said_once_per_request_is_told_once(plan: Plan):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.components.config import (
+    CanaryOptions,
     FrontendConfig,
     KvRouterOptions,
     PrefillWorkerConfig,
@@ -21,6 +22,7 @@ REFERENCE = Path("README.md")
 TABLES = {
     "### `Frontend`": FrontendConfig,
     "`kv-router`, as in": KvRouterOptions,
+    "`canary`, as in": CanaryOptions,
     "### `Processor`": ProcessorConfig,
     "### `VllmWorker`": VllmWorkerConfig,
     "### `PrefillWorker`": PrefillWorkerConfig,

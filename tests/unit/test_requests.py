@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from dynamo_lite.engine.vllm.requests import generate_request, generation, prefill
+from dynamo_lite.engine.vllm.requests import canary, generate_request, generation, prefill
 from dynamo_lite.engine.vllm.wire import sampling_to_bytes
 from dynamo_lite.policy.migration import Continue
 from dynamo_lite.protocol.errors import Refused
@@ -55,6 +55,12 @@ def message(output: list[int] | None = None, **params: Any) -> GenerateRequest:
 
     sent, _ = generate_request(core_request(SamplingParams(**params)), 2.5)
     return msgspec.structs.replace(sent, output_token_ids=output or [])
+
+
+def test_a_canary_is_a_request_like_any_other():
+    made = generation(canary("canary-1", 4.0, max_tokens=2), MODEL)
+    assert (made.request_id, made.sampling_params.max_tokens) == ("canary-1", 2)
+    assert made.sampling_params.ignore_eos and made.sampling_params.temperature == 0.0
 
 
 def test_a_request_arrives_as_it_was():

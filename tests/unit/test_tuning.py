@@ -8,8 +8,9 @@ import pytest
 from msgspec import UNSET, UnsetType
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.config import FrontendConfig, VllmWorkerConfig
-from dynamo_lite.components.live_options import ComponentOptions
+from dynamo_lite.components.config import FrontendConfig, KvRouterOptions, VllmWorkerConfig
+from dynamo_lite.components.kv_picking import weights
+from dynamo_lite.components.live_options import ComponentOptions, limits
 from dynamo_lite.engine.remote_prefill.link import DecodeLink
 from dynamo_lite.engine.remote_prefill.tuning import Tuning
 from dynamo_lite.policy.admission import Limits
@@ -17,6 +18,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.tuning import (
     FrontendTuning,
+    RouterTuning,
     TuningRecord,
     VllmWorkerTuning,
     decode_tuning,
@@ -30,10 +32,17 @@ WORKER = "VllmWorker"
 
 
 @pytest.mark.parametrize(
-    ("config", "live"), [(VllmWorkerConfig, VllmWorkerTuning), (FrontendConfig, FrontendTuning)]
+    ("configs", "live"),
+    [
+        ([VllmWorkerConfig], VllmWorkerTuning),
+        ([FrontendConfig, KvRouterOptions], FrontendTuning),
+        ([KvRouterOptions], RouterTuning),
+    ],
 )
-def test_live_options_have_the_ranges_of_the_file(config: type, live: type):
-    file = get_type_hints(config, include_extras=True)
+def test_live_options_have_the_ranges_of_the_file(configs: list[type], live: type):
+    file: dict[str, Any] = {}
+    for config in configs:
+        file |= get_type_hints(config, include_extras=True)
     for name, hint in get_type_hints(live, include_extras=True).items():
         mine = {kind for kind in get_args(hint) if kind is not UnsetType}
         theirs = {kind for kind in get_args(file[name]) if kind is type(None)}
@@ -80,6 +89,11 @@ def test_edits(words: list[str], edits: dict[str, Any]):
             "did you mean VllmWorker.max-local-prefill-length",
         ),
         ("VllmWorker.queue=1", "unknown key"),
+        ("Router.kv-router.kv-weight=-1", "a number ≥ 0 and ≤ 1,000,000, got -1"),
+        ("Frontend.kv-router.max-kv-usage=1.5", "a number > 0 and ≤ 1, got 1.5"),
+        ("Router.kv-router.temperature=.nan", "got nan"),
+        ("Router.kv-weight=1", "did you mean Router.kv-router.kv-weight"),
+        ("Router.kv-router.max-index-blocks=1", "unknown key"),
         ("Frontend.port=1", "unknown key"),
         ("max-local-prefill-length=1", "unknown key"),
         ("VllmWorker.max-local-prefill-length=[1", "not valid YAML"),
@@ -197,7 +211,7 @@ def test_a_change_is_one_line_for_each_value():
 
 
 async def test_a_component_applies_its_limits_and_says_what_holds():
-    store, registry, applied = MemoryStore(), CollectorRegistry(), []
+    store, registry, applied = MemoryStore(), CollectorRegistry(), list[Limits]()
     drops: list[str] = []
     host: Any = SimpleNamespace(
         store=store,
@@ -205,14 +219,23 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
         drops=drops.append,
         spec=SimpleNamespace(namespace="t", component="Frontend"),
     )
+    config = FrontendConfig(max_queued_tokens=7, kv_router=KvRouterOptions(kv_weight=3.0))
     options = ComponentOptions(
-        host, FrontendConfig(max_queued_tokens=7), FrontendTuning(), applied.append
+        host, config, FrontendTuning(), lambda values: applied.append(limits(config, values))
     )
     async with options.following, asyncio.timeout(5):
         assert options.facts() == {
             "version": 0,
             "engine_version": None,
-            "file": {"max-in-flight-requests": 2048, "max-queued-tokens": 7},
+            "file": {
+                "kv-router.kv-weight": 3.0,
+                "kv-router.load-weight": 1.0,
+                "kv-router.request-load-tokens": 32,
+                "kv-router.temperature": 0.0,
+                "kv-router.max-kv-usage": 0.95,
+                "max-in-flight-requests": 2048,
+                "max-queued-tokens": 7,
+            },
             "refused": "",
         }
         await tuning.write(store, "t", "Frontend", {"max-in-flight-requests": 3})
@@ -228,3 +251,15 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
         while len(applied) < 2:
             await asyncio.sleep(0)
     assert applied[1] == Limits(in_flight=2048, prompt_tokens=7)
+
+
+def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
+    file = KvRouterOptions(kv_weight=3.0, max_kv_usage=0.5)
+    assert weights(file, RouterTuning()).kv_weight == 3.0
+    values = decode_tuning(
+        b'{"values":{"kv-router.kv-weight":0.5,"kv-router.temperature":2},"version":1}',
+        RouterTuning,
+    ).values
+    made = weights(file, values)
+    assert (made.kv_weight, made.temperature, made.max_kv_usage) == (0.5, 2.0, 0.5)
+    assert (made.load_weight, made.request_load_tokens) == (1.0, 32)

@@ -107,6 +107,13 @@ def test_every_process_serves_health_and_metrics_where_etcd_says(disagg: Graph):
         health = httpx.get(f"{url}/health", timeout=10)
         assert health.status_code == 200 and health.json()["ok"]
         assert "process_cpu_seconds_total" in httpx.get(f"{url}/metrics", timeout=10).text
+    for url in (*urls, disagg.url):
+        for path in ("live", "ready"):
+            probe = httpx.get(f"{url}/{path}", timeout=10)
+            assert probe.status_code == 200, probe.text
+            assert all(check["ok"] for check in probe.json()["checks"].values())
+    assert "workers" in httpx.get(f"{disagg.url}/ready", timeout=10).json()["checks"]
+    assert httpx.get(f"{disagg.url}/health", timeout=10).content == b"", "vLLM's own"
 
 
 def test_an_idle_graph_is_small_and_quiet(disagg: Graph):

@@ -101,7 +101,8 @@ class PrefixReads:
         else:
             self._settled.lost.add(request_id)
             logger.warning(
-                "attempt %s: its prefix is computed, not read: %s",
+                "request %s: attempt %s: its prefix is computed, not read: %s",
+                request_id,
                 reading.read.attempt,
                 reading.failure,
             )

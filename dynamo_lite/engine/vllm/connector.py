@@ -26,11 +26,7 @@ from dynamo_lite.engine.remote_prefill.bridge import ThreadBridge
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
 from dynamo_lite.engine.remote_prefill.link import LINK_FILE, PrefillLink, read_link
-from dynamo_lite.engine.remote_prefill.messages import (
-    DecodeStep,
-    PrefillStep,
-    RankResults,
-)
+from dynamo_lite.engine.remote_prefill.messages import DecodeStep, PrefillStep, RankResults
 from dynamo_lite.engine.remote_prefill.outside import Servers
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
@@ -43,6 +39,7 @@ from dynamo_lite.engine.vllm.stats import ConnectorStats
 from dynamo_lite.engine.vllm.supported import check_kv, telling
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.runtime.fence import FenceReader
+from dynamo_lite.runtime.logs import hold_lease
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.scratch import ScratchMemory
 
@@ -69,6 +66,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         assert vllm_config.kv_transfer_config is not None
         self._link_file = vllm_config.kv_transfer_config.kv_connector_extra_config[LINK_FILE]
         self._link = read_link(self._link_file)
+        hold_lease(self._link.lease_id)
         with telling(Path(self._link_file)):
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)
         role_here = self._link.role

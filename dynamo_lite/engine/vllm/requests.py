@@ -57,6 +57,21 @@ def generate_request(
     return message, movable(params)
 
 
+def canary(request_id: str, timeout_s: float, *, max_tokens: int) -> GenerateRequest:
+    """A request that any model can take: too short for its prompt to be cached, or handed over."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
+    return GenerateRequest(
+        request_id=request_id,
+        client_id="",  # the transport's to fill in
+        prompt_token_ids=[1, 2, 3],
+        sampling=sampling_to_bytes(params),
+        arrival_time=time.time(),
+        timeout_s=timeout_s,
+    )
+
+
 def _sampling(request: EngineCoreRequest) -> SamplingParams:
     """Of a request of the kind that is served here."""
     params = request.sampling_params

@@ -51,8 +51,8 @@ class FailoverClient:
     worker that a request survives. hold_s: how long a request waits for the broker.
     move_wait_s: how long one that lost its worker waits for another.
 
-    The transport that is given to `connect` has this object's `take_deltas` and
-    `take_lost` as its callbacks, and stays its owner's.
+    The transport given to `connect` has this object's `take_deltas` and `take_lost` as
+    callbacks, and stays its owner's. `on_answer` takes who has given a first token.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class FailoverClient:
         move_wait_s: float = 15.0,
     ):
         self.stats = FailoverStats()
+        self.on_answer: Callable[[int], None] = lambda lease_id: None
         self._on_deltas = on_deltas
         self._on_ended = on_ended
         self._max_moves = max_moves
@@ -188,13 +189,18 @@ class FailoverClient:
             if mine is not None:
                 taken.append(mine)
             if delta.prefill is not None:
-                self._chooser.answered(flight.request_id)
+                self._answered(flight)
             if delta.finish_reason is not None:
                 self._forget(flight)
         if taken:
             self._on_deltas(taken)
         for flight, error in ended:
             self._end(flight, error)
+
+    def _answered(self, flight: Flight) -> None:
+        self._chooser.answered(flight.request_id)
+        if flight.member is not None:
+            self.on_answer(flight.member.lease_id)
 
     def take_lost(self, request_ids: Sequence[str], why: str) -> None:
         for wire_id in request_ids:

@@ -126,7 +126,7 @@ class Placer:
                 return None
             self._chooser.released(flight.request_id)
             _log.info(
-                "worker %x (%s) did not take %s: %s",
+                "worker %x (%s) did not take request %s: %s",
                 picked.member.lease_id,
                 picked.reason,
                 flight.request_id,

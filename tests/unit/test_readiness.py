@@ -1,0 +1,175 @@
+"""What a process says of itself at `/live` and `/ready`."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from dynamo_lite.components.engine_probe import NOT_LOADED
+from dynamo_lite.components.frontend import Frontend
+from dynamo_lite.components.http import Probed
+from dynamo_lite.protocol.errors import EngineDied
+from dynamo_lite.runtime.component import ProcessSpec
+from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.runtime.readiness import Probes, liveness, readiness
+from tests.unit.test_engine_probe import Engine
+from tests.unit.test_engine_probe import Worker as Probing
+from tests.unit.test_host import Run, get
+from tests.unit.virtual import virtual
+
+WELL = {"ok": True, "dead": "", "checks": {"model": "", "engine": ""}}
+
+
+@dataclass
+class Lease:
+    left_s: float = 30.0
+    loss: Any = None
+    ttl_s: float = 30.0
+
+    def remaining_s(self) -> float:
+        return self.left_s
+
+
+@dataclass
+class Process:
+    facts: Mapping[str, Any] = field(default_factory=lambda: WELL)
+    state: str = "ready"
+    lease: Any = field(default_factory=Lease)
+    messaging: MemoryMessaging = field(default_factory=MemoryMessaging)
+
+    def ready(self) -> dict[str, Any]:
+        return readiness(self.facts, state=self.state, lease=self.lease, messaging=self.messaging)
+
+    def failing(self) -> dict[str, str]:
+        answer = self.ready()
+        failing = {k: c["detail"] for k, c in answer["checks"].items() if not c["ok"]}
+        assert answer["ok"] is not bool(failing)
+        return failing
+
+
+async def test_each_check_fails_by_itself_and_says_what_to_do() -> None:
+    async with MemoryMessaging() as messaging:
+        assert Process(messaging=messaging).failing() == {}
+        said = {
+            "process": Process(state="draining", messaging=messaging),
+            "store": Process(lease=Lease(left_s=20.0), messaging=messaging),
+            "model": Process(facts=NOT_LOADED, messaging=messaging),
+            "engine": Process(facts={**WELL, "checks": {"engine": "stuck"}}, messaging=messaging),
+        }
+        for check, process in said.items():
+            assert list(process.failing()) == [check]
+        assert "send requests elsewhere" in said["process"].failing()["process"]
+        assert "not answered for about 10 s" in said["store"].failing()["store"]
+        assert "starting" in Process(state="starting", messaging=messaging).failing()["process"]
+        messaging.set_connected(False)
+        assert "NATS is not connected" in Process(messaging=messaging).failing()["broker"]
+
+
+async def test_a_component_without_checks_of_its_own_has_one() -> None:
+    async with MemoryMessaging() as messaging:
+        assert Process(facts={"ok": True}, messaging=messaging).failing() == {}
+        failing = Process(facts={"ok": False, "error": "KeyError: 1"}, messaging=messaging)
+        assert failing.failing() == {"component": "KeyError: 1"}
+
+
+def test_only_what_a_restart_heals_is_against_liveness() -> None:
+    assert liveness(WELL)["ok"] and liveness(NOT_LOADED)["ok"] and liveness({"ok": False})["ok"]
+    dead = liveness({**WELL, "dead": "no step"})
+    assert not dead["ok"] and dead["checks"]["engine"] == {"ok": False, "detail": "no step"}
+
+
+@virtual
+async def test_an_engine_is_unready_soon_and_dead_late() -> None:
+    worker = Probing(Engine())
+    await asyncio.sleep(5)
+    worker.engine.answers.clear()
+    await asyncio.sleep(10)
+    facts = worker.probe.facts()
+    assert not facts["ok"] and "not answered" in facts["checks"]["engine"]
+    assert liveness(facts)["ok"]
+    worker.messaging.set_connected(False)
+    assert worker.probe.facts()["ok"], "nobody hears an answer during an outage"
+    await asyncio.sleep(60)
+    assert liveness(worker.probe.facts())["ok"]
+    worker.messaging.set_connected(True)
+    while liveness(worker.probe.facts())["ok"]:
+        assert not worker.task.done()
+        await asyncio.sleep(0.5)
+    with pytest.raises(EngineDied):
+        await worker.task
+    assert not liveness(worker.probe.facts())["ok"]
+
+
+async def test_a_process_answers_from_its_start_to_its_end() -> None:
+    run, starting = Run(), asyncio.Event()
+    go_on, leave = asyncio.Event(), asyncio.Event()
+
+    async def start(_: Any) -> None:
+        starting.set()
+        await go_on.wait()
+
+    run.worker.on_start, run.worker.on_drain = start, leave.wait
+    exit_code = run.start()
+    await starting.wait()
+    assert run.worker.host
+    url = run.worker.host.status_url
+    assert [(await get(f"{url}/{path}"))[0] for path in ("live", "ready")] == [200, 503]
+    go_on.set()
+    await run.until("ready")
+    assert [(await get(f"{url}/{path}"))[0] for path in ("live", "ready")] == [200, 200]
+    run.messaging.set_connected(False)
+    status, body = await get(f"{url}/ready")
+    assert status == 503 and b"NATS is not connected" in body
+    assert (await get(f"{url}/live"))[0] == 200
+    run.messaging.set_connected(True)
+    run.worker.host.stop("enough")
+    await run.until("draining")
+    assert [(await get(f"{url}/{path}"))[0] for path in ("live", "ready")] == [200, 503]
+    leave.set()
+    assert await exit_code == 0
+
+
+def test_the_http_port_answers_probes_and_passes_the_rest_on() -> None:
+    answers = {"live": {"ok": True}, "ready": {"ok": False, "checks": {}}}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 418, "headers": []})
+        await send({"type": "http.response.body", "body": b"app"})
+
+    client = TestClient(Probed(app, Probes(lambda: answers["live"], lambda: answers["ready"])))
+    assert client.get("/live").status_code == 200
+    unready = client.get("/ready")
+    assert (unready.status_code, unready.json()) == (503, answers["ready"])
+    head = client.head("/ready")
+    assert (head.status_code, head.content) == (503, b"")
+    assert client.post("/ready").status_code == client.get("/health").status_code == 418
+
+
+def test_a_frontend_needs_one_worker_that_responds() -> None:
+    spec = ProcessSpec(
+        namespace="n",
+        component="Frontend",
+        instance=0,
+        nats_url="",
+        etcd_url="",
+        state_dir="",
+    )
+    frontend = Frontend({}, spec)
+
+    def trouble() -> str:
+        return frontend.health()["checks"]["workers"]
+
+    assert "no decode worker is registered" in trouble()
+    frontend._roster, frontend._workers = Members("ab"), Members("")  # type: ignore[assignment]
+    assert "none of 2 decode workers responds" in trouble()
+    frontend._workers = Members("b")  # type: ignore[assignment]
+    assert trouble() == ""
+    assert "not loaded yet" in frontend.health()["checks"]["model"]
+
+
+class Members:
+    def __init__(self, members: str):
+        self.members = self.responsive = tuple(members)
