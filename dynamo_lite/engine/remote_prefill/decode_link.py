@@ -1,8 +1,7 @@
 """The decode engine's network side: pushes jobs, answers claims, watches writers.
 
-It runs on the bridge's event loop. The ledger is shared with the scheduler half
-under one lock; instructions that concern the engine's blocks are left for its
-next step, the others are carried out here.
+It runs on the bridge's event loop. The ledger is shared with the scheduler half under one lock;
+instructions about the engine's blocks are left for its next step, others carried out here.
 """
 
 import asyncio
@@ -49,8 +48,7 @@ from dynamo_lite.runtime.roster import Roster
 
 logger = logging.getLogger(__name__)
 
-#: How often the queue's depth is read. The broker itself holds the hard cap; the
-#: view only saves pushes that would be refused.
+#: How often the queue's depth is read; the broker itself holds the hard cap.
 _VIEW_PERIOD_S = 0.25
 
 
