@@ -17,16 +17,16 @@ from dynamo_lite.components.config import (
     VllmWorkerConfig,
 )
 
-REFERENCE = Path("README.md")
+REFERENCE = Path("docs/configuration.md")
 #: What the text before a table begins with.
 TABLES = {
-    "### `Frontend`": FrontendConfig,
+    "## `Frontend`": FrontendConfig,
     "`kv-router`, as in": KvRouterOptions,
     "`canary`, as in": CanaryOptions,
-    "### `Processor`": ProcessorConfig,
-    "### `VllmWorker`": VllmWorkerConfig,
-    "### `PrefillWorker`": PrefillWorkerConfig,
-    "### `queue`": QueueOptions,
+    "## `Processor`": ProcessorConfig,
+    "## `VllmWorker`": VllmWorkerConfig,
+    "## `PrefillWorker`": PrefillWorkerConfig,
+    "## `queue`": QueueOptions,
 }
 
 
@@ -60,3 +60,13 @@ def test_the_table_has_every_option_with_its_default(heading: str):
         nested = field.default_factory is not dataclasses.MISSING
         if not nested and field.default is not None:
             assert rows[key].startswith(said(field.default)), (key, rows[key])
+
+
+def test_every_metric_is_explained():
+    """Names in full; those that are put together are under the dashboard's test."""
+    code = "\n".join(path.read_text() for path in Path("dynamo_lite").rglob("*.py"))
+    metric = re.compile(r'(?:Counter|Gauge|Histogram|\w+MetricFamily)\(\s*"(dynamo_lite_\w+)"')
+    names = set(metric.findall(code))
+    explained = Path("docs/observing.md").read_text()
+    assert len(names) > 10
+    assert [name for name in sorted(names) if name not in explained] == []
