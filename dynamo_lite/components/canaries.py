@@ -6,6 +6,7 @@ their own, and are no part of what the Frontend admits or a router books.
 """
 
 import asyncio
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
@@ -16,6 +17,7 @@ from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, Refu
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.generate import GenerateClient, RemoteGenerateClient
+from dynamo_lite.runtime.generate.placing import SETTLE_S
 from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.host import Host
 from dynamo_lite.runtime.messaging import Messaging
@@ -23,6 +25,8 @@ from dynamo_lite.runtime.roster import Roster
 
 #: Whoever has failed is tried again after this long; so often is also looked who is due.
 _RETRY_S, _LOOK_S = 2.0, 1.0
+#: A canary that ends so much after its time shows that this process was held up itself.
+_HELD_UP_S = 0.5
 _COMPLETE = frozenset({"stop", "length", "repetition"})
 
 #: Request id and time in seconds to a canary.
@@ -52,9 +56,11 @@ class Canaries:
         self._options, self._make = options, make
         self._roster, self._health, self._messaging = roster, health, messaging
         self._transport: GenerateClient | None = None
-        self._heard: dict[int, float] = {}  # when it answered last, or was tried
-        self._number = 0
+        self._heard: dict[int, float] = {}  # when it gave tokens last, or was tried
+        # Workers know the requests of all Frontends by their ids.
+        self._name, self._number = f"canary-{uuid.uuid4().hex[:12]}", 0
         self._changes = 0  # of the connection with the broker
+        self._settled_at = 0.0  # when all have found their way back to it
         self._waiting: tuple[str, asyncio.Future[None]] | None = None
         self._count = Counter(
             "dynamo_lite_canaries",
@@ -70,10 +76,15 @@ class Canaries:
     def connect(self, transport: GenerateClient) -> None:
         self._transport = transport
 
-    def answered(self, lease_id: int) -> None:
-        """A request of a user has got a token from this worker."""
-        self._heard[lease_id] = _now()
-        self._health.acquit(lease_id)
+    def heard(self, lease_id: int, first: bool) -> None:
+        """Requests of users have got tokens from this worker; `first`: one its first one.
+
+        While it streams a canary shows no more, and might wait behind them for room.
+        """
+        if first:
+            self._health.acquit(lease_id)
+        if self._health.is_responsive(lease_id):
+            self._heard[lease_id] = _now()
 
     async def run(self) -> None:
         self._roster.on_change(lambda *_: self._retain())
@@ -92,6 +103,7 @@ class Canaries:
 
     def _on_connection(self, _connected: bool) -> None:
         self._changes += 1
+        self._settled_at = _now() + SETTLE_S
 
     def _due(self) -> EndpointRecord | None:
         """Of the workers that seem to be well, the one that was silent for longest."""
@@ -100,7 +112,7 @@ class Canaries:
         self._heard = {lease: self._heard.get(lease, now) for lease in members}
         due = {lease: at + self._pause_s(lease) for lease, at in self._heard.items()}
         late = [i for i in members if due[i] <= now and self._health.beats(i)]
-        if not late or not self._messaging.connected:
+        if not late or not self._messaging.connected or now < self._settled_at:
             return None
         return members[min(late, key=due.__getitem__)]
 
@@ -113,9 +125,11 @@ class Canaries:
         try:
             await self._ask(member)
         except (DynamoLiteError, TimeoutError, _Failed) as exc:
-            full = isinstance(exc, Refused) and exc.busy
-            ours = isinstance(exc, BrokerUnavailable) or changes != self._changes
-            if full or ours:
+            refused = isinstance(exc, Refused) and exc.busy
+            streams = self._heard.get(member.lease_id, began) > began
+            held_up = _now() - began > self._options.timeout_s + _HELD_UP_S
+            cut_off = isinstance(exc, BrokerUnavailable) or changes != self._changes
+            if refused or streams or held_up or cut_off:
                 self._count.labels("skipped").inc()
                 return
             self._count.labels("failed").inc()
@@ -133,7 +147,7 @@ class Canaries:
         """Returns with the last token. Raises _Failed, TimeoutError, or what `submit` does."""
         assert self._transport is not None
         self._number += 1
-        request = self._make(f"canary-{self._number}", self._options.timeout_s)
+        request = self._make(f"{self._name}-{self._number}", self._options.timeout_s)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting = request.request_id, ended
         try:

@@ -154,11 +154,11 @@ class Frontend:
             Rotation(self._roster, self._workers, transport, failover.members_changed)
         )
         if self._config.canary.interval_s:
-            failover.on_answer = await self._open_canaries(host)
+            failover.on_tokens = await self._open_canaries(host)
         return failover
 
-    async def _open_canaries(self, host: Host) -> Callable[[int], None]:
-        """Returns who is to be told of workers that answer."""
+    async def _open_canaries(self, host: Host) -> Callable[[int, bool], None]:
+        """Returns who is to be told of workers that give tokens."""
         from dynamo_lite.engine.vllm.requests import canary
 
         assert self._roster is not None and self._workers is not None
@@ -167,7 +167,7 @@ class Frontend:
         canaries = await open_canaries(
             self._stack, host, options, self._roster, self._workers, make
         )
-        return canaries.answered
+        return canaries.heard
 
     def _candidates(self) -> Sequence[EndpointRecord]:
         """The workers that a request may be given to: those that respond; if none does, all."""
@@ -243,10 +243,11 @@ class Frontend:
     async def drain(self, grace_s: float) -> None:
         """No new connections; open responses may finish, then they are cancelled. Those of
         the dashboard would never finish."""
-        if self._viewers is not None:
-            await self._viewers.close()
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        async with asyncio.TaskGroup() as closing:
+            if self._viewers is not None:
+                closing.create_task(self._viewers.close())
+            if self._server is not None:
+                closing.create_task(self._server.stop(grace_s))
 
     async def close(self) -> None:
         await self._stack.aclose()

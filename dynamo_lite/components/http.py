@@ -91,10 +91,11 @@ class HttpServer(uvicorn.Server):
             raise StartupError(f"cannot listen: {exc.strerror}") from exc
         self._ticks = asyncio.create_task(self.main_loop(), name="http-ticks")
 
-    def hang_up(self, client: tuple[str, int]) -> None:
-        """Closes the connection of a client that does not read what it is sent."""
+    def hang_up(self, scope: Scope) -> None:
+        """Closes the connection of a request whose client does not read what it is sent."""
         for connection in list(self.server_state.connections):
-            if connection.transport.get_extra_info("peername")[:2] == client:
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and cycle.scope is scope:
                 connection.transport.abort()
 
     async def stop(self, grace_s: float) -> None:

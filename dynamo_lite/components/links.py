@@ -213,7 +213,7 @@ class Links:
         )
         while not link.again.is_set():
             try:
-                await self._host.hold(self._key(link), encode_json(record))
+                await self._host.hold(self._key(link), encode_json(record), within_s=0.0)
                 return
             except StoreUnavailable as exc:
                 logger.debug("link %s not recorded: %s", self._key(link), exc)

@@ -77,6 +77,7 @@ class Demands:
         before = self._heard.get(demand.engine_id)
         if before is not None and demand.number <= before.demand.number:
             return None
+        self._forget(now)
         if demand.leaving:
             self._heard.pop(demand.engine_id, None)
         else:
@@ -85,10 +86,13 @@ class Demands:
 
     def totals(self, now: float) -> Totals:
         """Of all that are not silent."""
+        self._forget(now)
+        return sum((_totals(heard.demand) for heard in self._heard.values()), Totals())
+
+    def _forget(self, now: float) -> None:
         for engine_id, heard in list(self._heard.items()):
             if now - heard.at > SILENCE_S:
                 del self._heard[engine_id]
-        return sum((_totals(heard.demand) for heard in self._heard.values()), Totals())
 
 
 def _totals(demand: Demand) -> Totals:
@@ -100,8 +104,7 @@ def _totals(demand: Demand) -> Totals:
 class DrainRate:
     """Tokens that one busy prefill worker computes and delivers in a second.
 
-    A worker is busy while it holds a claimed job, so idle time counts for nothing, and
-    jobs that one worker holds together count once.
+    As many workers are busy as there are claimed jobs, all at most: idle time counts for nothing.
     """
 
     def __init__(self) -> None:
@@ -115,6 +118,9 @@ class DrainRate:
         """done_tokens: since the last call. The others: from now on."""
         if self._at is not None:
             self._busy_s += self._busy * max(now - self._at, 0.0)
+        if now - self._measured_at > _RATE_KEEPS_S:
+            # What was measured before counts for nothing beside a try.
+            self._mean, self._busy_s = FadingMean(), min(self._busy_s, _RATE_KEEPS_S)
         self._at, self._busy = now, min(claimed_jobs, workers)
         if done_tokens and self._busy_s > 0:
             self._mean.add(done_tokens, self._busy_s)

@@ -112,6 +112,7 @@ def decide(
         return Local(Reason.QUEUE_FULL)
     if 0 < thresholds.max_prefill_queue_tokens <= queue.tokens:
         return Local(Reason.QUEUE_TOKENS)
-    if queue.takes_s is not None and queue.takes_s > time_left_s:
+    # The wait only: how long it takes itself is known from other jobs, mostly shorter ones.
+    if queue.wait_s is not None and queue.wait_s > time_left_s:
         return Local(Reason.TOO_LATE)
     return Remote(Reason.LONG)

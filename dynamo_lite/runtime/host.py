@@ -124,7 +124,6 @@ class _Process:
         messaging = await stack.enter_async_context(around.open_messaging(self._spec, drops))
         ttl_s = self._spec.lease_ttl_s
         lease = await patiently(lambda: stack.enter_async_context(store.lease(ttl_s)))
-        lease = await stack.enter_async_context(store.lease(self._spec.lease_ttl_s))
         hold_lease(lease.id)
         self.host = Host(
             self._spec,

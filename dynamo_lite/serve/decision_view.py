@@ -93,7 +93,7 @@ def dry_run(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
     edit: the values that would hold (kebab-case); options that it does not name stay.
     """
     lines: list[str] = []
-    judged = TIMEOUT in edit and any(t.decision.queue and t.decision.queue.takes_s for t in taken)
+    judged = TIMEOUT in edit and any(t.decision.queue and t.decision.queue.wait_s for t in taken)
     if judged or any(option in DECIDING for option in edit):
         lines += _moved(taken, edit)
     if TIMEOUT in edit:

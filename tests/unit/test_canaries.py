@@ -113,8 +113,30 @@ async def test_who_answers_users_is_not_tried() -> None:
     async with stand() as it:
         for _ in range(12):
             await asyncio.sleep(5)
-            it.canaries.answered(A)
+            it.canaries.heard(A, True)
         assert it.transport.of(A) == [] and it.transport.of(B)
+
+
+@virtual
+async def test_who_streams_is_not_blamed_for_a_canary_that_waits() -> None:
+    async with stand(timeout_s=4.0) as it:
+        it.transport.fates[A] = ""
+        while not it.transport.of(A):
+            await asyncio.sleep(0.1)
+        for _ in range(10):
+            await asyncio.sleep(0.5)
+            it.canaries.heard(A, False)
+        assert it.counts()["skipped"] == 1 and it.health.is_responsive(A)
+
+
+@virtual
+async def test_tokens_of_old_requests_heal_nobody() -> None:
+    async with stand() as it:
+        it.transport.fates[A] = "error"
+        while it.health.is_responsive(A):
+            await asyncio.sleep(0.1)
+        it.canaries.heard(A, False)
+        assert not it.health.is_responsive(A)
 
 
 @virtual
@@ -155,7 +177,7 @@ async def test_an_answer_to_a_user_heals_too() -> None:
             while it.health.is_responsive(A):
                 await asyncio.sleep(0.1)
             assert "a canary failed" in it.health.trouble(A)
-            it.canaries.answered(A)
+            it.canaries.heard(A, True)
             assert it.health.is_responsive(A)
 
 

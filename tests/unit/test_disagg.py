@@ -68,12 +68,12 @@ def test_a_local_length_of_zero_keeps_only_the_last_token_here():
     assert verdict(64, 64, limits=limits) == Local(Reason.CACHED)
 
 
-def loaded(tokens: int = 0, takes_s: float | None = None, *, most: int = 1000, left_s: float = 5.0):
+def loaded(tokens: int = 0, wait_s: float | None = None, *, most: int = 1000, left_s: float = 5.0):
     """A long prompt, and a queue of which this is known."""
     return decide(
         prompt_tokens=200,
         cached_tokens=0,
-        queue=QueueView(1, 1, read_at=NOW, tokens=tokens, takes_s=takes_s),
+        queue=QueueView(1, 1, read_at=NOW, tokens=tokens, wait_s=wait_s),
         thresholds=replace(LIMITS, max_prefill_queue_tokens=most),
         now=NOW,
         time_left_s=left_s,
@@ -86,9 +86,9 @@ def loaded(tokens: int = 0, takes_s: float | None = None, *, most: int = 1000, l
         (loaded(999), Remote(Reason.LONG)),
         (loaded(1000), Local(Reason.QUEUE_TOKENS)),
         (loaded(10**9, most=0), Remote(Reason.LONG)),
-        (loaded(takes_s=5.0), Remote(Reason.LONG)),
-        (loaded(takes_s=5.1), Local(Reason.TOO_LATE)),
-        (loaded(takes_s=5.1, left_s=6.0), Remote(Reason.LONG)),
+        (loaded(wait_s=5.0), Remote(Reason.LONG)),
+        (loaded(wait_s=5.1), Local(Reason.TOO_LATE)),
+        (loaded(wait_s=5.1, left_s=6.0), Remote(Reason.LONG)),
         (loaded(1000, 5.1), Local(Reason.QUEUE_TOKENS)),
     ],
 )

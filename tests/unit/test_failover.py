@@ -56,16 +56,16 @@ async def test_a_killed_worker_s_request_goes_on_exactly(plan: Plan):
 
 
 @virtual
-async def test_who_gives_a_first_token_is_told():
+async def test_who_gives_tokens_is_told():
     async with cluster() as (fake, client):
-        told: list[int] = []
-        client.on_answer = told.append
+        told: list[tuple[int, bool]] = []
+        client.on_tokens = lambda lease_id, first: told.append((lease_id, first))
         await client.submit(A, movable=CONTINUE)
         await steps(3)
-        assert told == [1]
+        assert told == [(1, True), (1, False), (1, False)]
         fake.kill(1)
         await to_the_end(client)
-        assert told == [1, 2]
+        assert told[3] == (2, True) and set(told[4:]) == {(2, False)}
 
 
 @pytest.mark.parametrize("plan", [CONTINUE, REPLAY])

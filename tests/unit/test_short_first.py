@@ -29,7 +29,10 @@ class Engine(ShortFirst):
 
     def __init__(self, running: list[Any], waiting: list[Any]):
         self.running, self.waiting = running, deque(waiting)  # type: ignore[assignment]
-        self._short_length, self._sat_out = 100, 0
+        self._short_length, self._sat_out, self._go_on = 100, 0, 0
+        self.kv_holding_waiting = deque()  # type: ignore[assignment]
+        self.finished_recving_kv_req_ids = set()
+        self.max_num_running_reqs = self.max_num_active_reqs = 8
         self.full = False
 
     def steps(self, count: int) -> list[str]:
@@ -40,10 +43,13 @@ class Engine(ShortFirst):
 def vllm_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     def schedule(self: Any, throttle_prefills: bool = False) -> Any:
         computing = [r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens]
-        if not computing and self.full:
+        full = self.full or len(self.running) >= self.max_num_active_reqs
+        assert len(self.running) <= self.max_num_running_reqs
+        if not computing and full:
             return SimpleNamespace(name="nobody", total_num_scheduled_tokens=0)
         if not computing:
-            computing = [self.waiting.popleft()]
+            ready = next(q for q in (self.kv_holding_waiting, self.waiting) if q)
+            computing = [ready.popleft()]
             self.running += computing
         first = computing[0]
         first.num_computed_tokens += 10
@@ -86,6 +92,24 @@ def test_a_long_prompt_does_not_sit_out_for_ever():
 def test_nobody_sits_out_for_those_that_find_no_room():
     engine = Engine([request("long", 1000)], [request("short", 10)])
     engine.full = True
-    assert engine.steps(4) == ["nobody", "long", "nobody", "long"]
+    rest = ["long"] * short_first._VAIN_STEPS
+    assert engine.steps(len(rest) + 2) == ["nobody", *rest, "nobody"]
     engine.full = False
-    assert engine.steps(2) == ["short", "long"]
+    assert engine.steps(len(rest) + 2) == [*rest, "short", "long"]
+
+
+def test_a_full_batch_is_full_for_short_prompts_too():
+    engine = Engine([request("first", 1000), request("second", 1000)], [request("short", 30)])
+    engine.max_num_running_reqs = engine.max_num_active_reqs = 2
+    assert engine.steps(3) == ["first"] * 3
+    assert len(engine.running) == 2 and engine.max_num_running_reqs == 2
+
+
+def test_who_has_read_its_prefix_passes():
+    reading = request("reading", 1000, held_there=990)
+    reading.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine = Engine([request("long", 1000)], [])
+    engine.kv_holding_waiting.append(reading)
+    assert engine.steps(1) == ["long"]
+    engine.finished_recving_kv_req_ids.add("reading")
+    assert engine.steps(1) == ["reading"]

@@ -44,8 +44,8 @@ _STREAM_S = 300.0
 #: For one event to be taken.
 _SEND_S = 10.0
 
-#: Takes the (host, port) of a client whose connection shall be closed.
-HangUp = Callable[[tuple[str, int]], None]
+#: Takes the scope of a request whose connection shall be closed.
+HangUp = Callable[[Scope], None]
 
 
 class Dashboard:
@@ -93,6 +93,10 @@ class Dashboard:
     ) -> None:
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return await _say(send, 403, "not for pages of other sites")
+        # Browsers leave out the former over plain HTTP.
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
+            return await _say(send, 403, "not for pages of other sites")
         if scope["method"] != "GET":
             return await _say(send, 405, "only GET", [("allow", "GET")])
         try:
@@ -116,13 +120,17 @@ class Dashboard:
                 task.cancel()
             await asyncio.gather(pumping, gone, return_exceptions=True)
         stuck = not pumping.cancelled() and isinstance(pumping.exception(), TimeoutError)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._send_s):
-                if stuck:
-                    self.hang_up(scope["client"])
-                    await _disconnected(receive)
-                else:
+        if not stuck:
+            try:
+                async with asyncio.timeout(self._send_s):
                     await send({"type": "http.response.body", "body": b""})
+            except TimeoutError:
+                stuck = True
+        if stuck:
+            self.hang_up(scope)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._send_s):
+                    await _disconnected(receive)
 
     async def _pump(self, send: Send) -> None:
         """Raises TimeoutError when the client takes nothing."""

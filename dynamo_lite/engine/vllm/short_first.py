@@ -6,6 +6,8 @@ own running requests do when a step's tokens are used up; they keep their blocks
 their place.
 """
 
+from collections.abc import Iterator
+
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -15,8 +17,8 @@ from vllm.v1.request import Request, RequestStatus
 from dynamo_lite.engine.remote_prefill.link import LINK_FILE, EngineLink, PrefillLink, read_link
 from dynamo_lite.policy.lanes import BEFORE_LONG, lane_of
 
-#: So many steps in a row a long prompt sits out.
-_PATIENCE_STEPS = 32
+#: So many steps in a row a long prompt sits out; and so many nobody does, when it was in vain.
+_PATIENCE_STEPS, _VAIN_STEPS = 32, 8
 
 
 def let_short_pass(config: VllmConfig, link: EngineLink | None) -> None:
@@ -39,21 +41,29 @@ class _Passing(Scheduler):
         role = read_link(transfer.kv_connector_extra_config[LINK_FILE]).role
         assert isinstance(role, PrefillLink) and role.short_length_tokens is not None
         self._short_length = role.short_length_tokens
-        self._sat_out = 0
+        self._sat_out = self._go_on = 0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        held = self._held() if self._sat_out < _PATIENCE_STEPS else []
+        held = [] if self._go_on else self._held()
+        self._go_on = max(self._go_on - 1, 0)
         self._sat_out = self._sat_out + 1 if held else 0
+        if self._sat_out == _PATIENCE_STEPS:
+            self._go_on = 1
         if not held:
             return super().schedule(throttle_prefills)
         out = {request.request_id for request in held}
         self.running = [request for request in self.running if request.request_id not in out]
+        most = self.max_num_running_reqs, self.max_num_active_reqs
+        # Who sits out keeps a place in the batch.
+        self.max_num_running_reqs -= len(held)
+        self.max_num_active_reqs -= len(held)
         try:
             made = super().schedule(throttle_prefills)
         finally:
+            self.max_num_running_reqs, self.max_num_active_reqs = most
             self.running = held + self.running
         if made.total_num_scheduled_tokens == 0:
-            self._sat_out = _PATIENCE_STEPS  # in vain: there are no blocks for the others
+            self._go_on = _VAIN_STEPS  # there are no blocks for the others
         return made
 
     def _held(self) -> list[Request]:
@@ -62,9 +72,19 @@ class _Passing(Scheduler):
         long = [request for request in computing if not self._passes(request)]
         if not long:
             return []
-        waiting = (r for r in self.waiting if r.status == RequestStatus.WAITING)
-        passing = len(long) < len(computing) or any(self._passes(request) for request in waiting)
+        room = len(self.running) < self.max_num_active_reqs
+        passing = len(long) < len(computing) or (room and any(map(self._passes, self._ready())))
         return long if passing else []
+
+    def _ready(self) -> Iterator[Request]:
+        """Waiting requests that a step can begin to compute."""
+        for request in (*self.waiting, *self.kv_holding_waiting):
+            # Whose prefix has been read vLLM notices when a step has tokens left for it.
+            if (
+                request.status == RequestStatus.WAITING
+                or request.request_id in self.finished_recving_kv_req_ids
+            ):
+                yield request
 
     def _passes(self, request: Request) -> bool:
         params = request.kv_transfer_params or {}

@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 #: The longest request id; an attempt's id on the wire is a little longer.
 MAX_REQUEST_ID = 240
-
 #: A worker's clock may run this much ahead of ours over a request's time.
 _CLOCK_SLACK_S = 0.1
 
@@ -45,14 +44,13 @@ OnEnded = Callable[[str, DynamoLiteError], None]
 class FailoverClient:
     """Async context manager; leaving it forgets what runs, without `on_ended`.
 
-    members: the workers that may be picked. on_deltas: takes deltas under the
-    requests' own ids. on_ended: see OnEnded; it may call `abort`. messaging: asked
-    whether the broker is there; without it nothing is held. max_moves: losses of a
-    worker that a request survives. hold_s: how long a request waits for the broker.
-    move_wait_s: how long one that lost its worker waits for another.
+    members: the workers that may be picked. on_deltas: takes deltas under the requests' own
+    ids. on_ended: see OnEnded; it may call `abort`. messaging: asked whether the broker is
+    there; without it nothing is held. max_moves: losses of a worker that a request survives.
+    hold_s, move_wait_s: how long a request waits for the broker; for another worker.
 
     The transport given to `connect` has this object's `take_deltas` and `take_lost` as
-    callbacks, and stays its owner's. `on_answer` takes who has given a first token.
+    callbacks, and stays its owner's. `on_tokens` takes who gave tokens, and whether first ones.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class FailoverClient:
         move_wait_s: float = 15.0,
     ):
         self.stats = FailoverStats()
-        self.on_answer: Callable[[int], None] = lambda lease_id: None
+        self.on_tokens: Callable[[int, bool], None] = lambda lease_id, first: None
         self._on_deltas = on_deltas
         self._on_ended = on_ended
         self._max_moves = max_moves
@@ -174,6 +172,7 @@ class FailoverClient:
     def take_deltas(self, deltas: list[TokenDelta]) -> None:
         taken: list[TokenDelta] = []
         ended: list[tuple[Flight, DynamoLiteError]] = []
+        self._tell_giver(deltas)
         for delta in deltas:
             flight = self._attempts.get(delta.request_id)
             if flight is None:
@@ -189,7 +188,7 @@ class FailoverClient:
             if mine is not None:
                 taken.append(mine)
             if delta.prefill is not None:
-                self._answered(flight)
+                self._chooser.answered(flight.request_id)
             if delta.finish_reason is not None:
                 self._forget(flight)
         if taken:
@@ -197,10 +196,11 @@ class FailoverClient:
         for flight, error in ended:
             self._end(flight, error)
 
-    def _answered(self, flight: Flight) -> None:
-        self._chooser.answered(flight.request_id)
-        if flight.member is not None:
-            self.on_answer(flight.member.lease_id)
+    def _tell_giver(self, deltas: list[TokenDelta]) -> None:
+        flights = (self._attempts.get(delta.request_id) for delta in deltas)
+        giver = next((f.member for f in flights if f is not None and f.member is not None), None)
+        if giver is not None:  # of all: they came on one connection
+            self.on_tokens(giver.lease_id, any(delta.prefill is not None for delta in deltas))
 
     def take_lost(self, request_ids: Sequence[str], why: str) -> None:
         for wire_id in request_ids:

@@ -83,7 +83,7 @@ class Link:
             raise DeadlineExceeded(f"connecting to the worker at {self._address}", timeout_s) from (
                 exc
             )
-        except (OSError, ProtocolError) as exc:
+        except (OSError, ValueError, ProtocolError) as exc:  # ValueError: no host can be called so
             raise Unavailable(f"cannot reach the worker at {self._address}: {exc}") from exc
         finally:
             if not self._welcomed.done():
