@@ -5,20 +5,27 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.vllm.asking import prompt_ids, tokens_of
-from tests.vllm.graph import Graph, PlainServer, eventually
+from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
 from tests.vllm.test_decisions import REMOTE, counting
+from tests.vllm.test_prefix_read import COMPUTED, READS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
+RESUMES = "dynamo_lite_remote_prefill_resumes_total"
 QUEUE_SIZE = 4
-#: PrefillWorker.concurrency of configs/disagg.yaml: what it claims while it hangs.
-CLAIMS = 2
+#: PrefillWorker.concurrency of configs/disagg.yaml and its short-slots: what it claims while it
+#: hangs.
+CLAIMS = 2 + 1
 OPTIONS = (
     "--Graph.lease-ttl-s=5",
+    # Chunks of one block: long enough under way to be killed half-way.
+    "--PrefillWorker.max-num-batched-tokens=32",
+    "--PrefillWorker.max-num-seqs=4",
     "--VllmWorker.remote-prefill-timeout-s=20",
     f"--VllmWorker.max-prefill-queue-size={QUEUE_SIZE}",
 )
@@ -131,6 +138,44 @@ async def test_a_killed_worker_is_replaced(graph: Graph, reference: PlainServer)
     await _restarted(graph, worker.restarts)
     await graph.settled(free)
     await works_remotely(graph, reference, seed=421)
+
+
+async def test_what_a_killed_worker_had_written_is_not_computed_again(
+    graph: Graph, reference: PlainServer, tmp_path: Path
+):
+    tokens = 6000
+    requests = [{"prompt": prompt_ids(tokens, seed=600), "max_tokens": 8}]
+    expected = await tokens_of(reference.url, requests)
+    servers = ["--nats-url", graph.nats_url, "--etcd-url", graph.etcd_url]
+    with Graph(tmp_path, options=[*servers, *OPTIONS], service="PrefillWorker") as joined:
+        await graph.settled()
+        free = (await graph.pools())[0].free_blocks
+        both = graph, joined
+        workers = [each.process("PrefillWorker") for each in both]
+        before = [sample_sum(worker.status_url, COMPUTED) for worker in workers]
+        committed, resumed = outcomes(graph, "committed"), graph.count("VllmWorker", RESUMES)
+
+        def half_done() -> int | None:
+            for number, worker in enumerate(workers):
+                if sample_sum(worker.status_url, COMPUTED) - before[number] > 0.5 * tokens:
+                    return number + 1
+            return None
+
+        answer = asyncio.create_task(tokens_of(graph.url, requests))
+        # The loop of this test must not be held up: the request goes through it.
+        found = await asyncio.to_thread(
+            eventually, half_done, timeout_s=60, what="a worker is half through"
+        )
+        victim, survivor = found - 1, 2 - found
+        os.kill(workers[victim].pid, signal.SIGKILL)
+        assert await answer == expected
+        assert graph.count("VllmWorker", RESUMES, reason="writer_lost") == resumed + 1
+        assert outcomes(graph, "committed") == committed + 1
+        url = workers[survivor].status_url
+        assert sample_sum(url, READS, outcome="read") == 1
+        assert 0 < (sample_sum(url, COMPUTED) - before[survivor]) / tokens < 0.6
+        await graph.settled(free, timeout_s=60)
+        await _restarted(both[victim], workers[victim].restarts)
 
 
 async def _gone(graph: Graph, lease: str) -> None:
