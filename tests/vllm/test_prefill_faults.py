@@ -153,20 +153,19 @@ async def test_what_a_killed_worker_had_written_is_not_computed_again(
         both = graph, joined
         workers = [each.process("PrefillWorker") for each in both]
         before = [sample_sum(worker.status_url, COMPUTED) for worker in workers]
-        committed, resumed = outcomes(graph, "committed"), graph.count("VllmWorker", RESUMES)
+        committed = outcomes(graph, "committed")
+        resumed = graph.count("VllmWorker", RESUMES, reason="writer_lost")
 
-        def half_done() -> int | None:
-            for number, worker in enumerate(workers):
-                if sample_sum(worker.status_url, COMPUTED) - before[number] > 0.5 * tokens:
-                    return number + 1
-            return None
+        def half_done() -> list[int]:
+            done = [sample_sum(worker.status_url, COMPUTED) for worker in workers]
+            return [i for i in (0, 1) if done[i] - before[i] > 0.5 * tokens]
 
         answer = asyncio.create_task(tokens_of(graph.url, requests))
         # The loop of this test must not be held up: the request goes through it.
-        found = await asyncio.to_thread(
+        [victim] = await asyncio.to_thread(
             eventually, half_done, timeout_s=60, what="a worker is half through"
         )
-        victim, survivor = found - 1, 2 - found
+        survivor = 1 - victim
         os.kill(workers[victim].pid, signal.SIGKILL)
         assert await answer == expected
         assert graph.count("VllmWorker", RESUMES, reason="writer_lost") == resumed + 1
