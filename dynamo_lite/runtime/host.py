@@ -76,7 +76,7 @@ async def run_process(
 ) -> int:
     """Runs `component` until it is told to stop. Returns the exit code (see `stop.py`).
 
-    `report` gets `{"state": "starting" | "ready" | "draining" | "failed", ...}`.
+    `report` gets `{"state": "starting" | "ready" | "draining" | "drained" | "failed", ...}`.
     """
     stop = StopRequest()
     with stop_on_signals(stop):
@@ -213,6 +213,7 @@ class _Process:
                 await self._component.drain(grace_s)
         except Exception:
             logger.exception("the drain did not end well")
+        self._report({"state": "drained"})
 
     async def _close(self) -> None:
         try:

@@ -20,7 +20,8 @@ class Keeper:
     """One instance: a loop of spawn, watch, and perhaps wait and spawn again.
 
     state: its line in run.json; `on_change` is called after each change.
-    ready: set at its first readiness. done: set when it will not run any more.
+    ready: set at its first readiness. drained: set when nothing depends on it any more.
+    done: set when it will not run any more.
     facts: what the component said when it became ready ({"url": ...}).
     """
 
@@ -33,6 +34,7 @@ class Keeper:
         )
         self.facts: dict[str, Any] = {}
         self.ready = asyncio.Event()
+        self.drained = asyncio.Event()
         self.done = asyncio.Event()
         self._backoff = backoff
         self._progress = progress
@@ -68,6 +70,7 @@ class Keeper:
                 await self._pause(code, restart.delay_s)
         finally:
             self._change("stopped")
+            self.drained.set()
             self.done.set()
 
     def stop(self) -> None:
@@ -127,6 +130,8 @@ class Keeper:
             case "draining":
                 self._change("draining")
                 self._progress.line(self.launch.name, f"draining: {report.get('reason', '')}")
+            case "drained" if self._stopping.is_set():
+                self.drained.set()
             case "failed":
                 self._error = str(report.get("error", ""))
 

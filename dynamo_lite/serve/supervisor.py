@@ -18,8 +18,9 @@ EXIT_DRAINED = 0
 EXIT_FORCED = 130
 
 _NEWS_INTERVAL_S = 5.0
-#: A process may take this long after its grace to cancel work and free its engine.
-_DRAIN_MARGIN_S = 40.0
+#: A process may take this long after its grace to cancel work, and then to free its engine.
+_DRAIN_MARGIN_S = 10.0
+_CLOSE_MARGIN_S = 40.0
 
 
 class StopSignals:
@@ -48,7 +49,7 @@ class StopSignals:
 
 
 class Supervisor:
-    """Runs `tiers` of instances; a tier is drained only when the one before is gone.
+    """Runs `tiers` of instances; a tier is drained only when the one before has been.
 
     grace_s: longest drain of one process, which the process keeps itself; a
     process that takes notably longer is killed.
@@ -143,14 +144,13 @@ class Supervisor:
         for tier in self._tiers:
             for keeper in tier:
                 keeper.stop()
-            try:
-                async with asyncio.timeout(self._grace_s + _DRAIN_MARGIN_S):
-                    for keeper in tier:
-                        await keeper.done.wait()
-            except TimeoutError:
-                for keeper in tier:
-                    keeper.kill()
-                    await keeper.done.wait()
+            await _all_of([keeper.drained for keeper in tier], self._grace_s + _DRAIN_MARGIN_S)
+        # An engine takes seconds to be taken apart: all do so at the same time.
+        await _all_of([keeper.done for keeper in self._keepers], _CLOSE_MARGIN_S)
+        for keeper in self._keepers:
+            if not keeper.done.is_set():
+                keeper.kill()
+                await keeper.done.wait()
 
     async def _force_when_asked(self) -> None:
         await self._signals.force.wait()
@@ -171,6 +171,14 @@ _EXAMPLE = """
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], \
 "max_tokens": 32}}'
 """
+
+
+async def _all_of(events: Sequence[asyncio.Event], timeout_s: float) -> None:
+    """Returns when all are set, or after the time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for event in events:
+                await event.wait()
 
 
 async def _first_of(*waits: object, timeout_s: float | None = None) -> None:

@@ -17,14 +17,15 @@ class StubConfig:
     """fail: "start" to be refused, "crash" to die at the start by a signal.
 
     grandchild: also run a process in the same group that ignores SIGTERM.
-    ready, release: files for which the start and the drain wait. linger: leave a
-    thread that never ends.
+    ready, release, closed: files for which the start, the drain and the end wait.
+    linger: leave a thread that never ends.
     """
 
     fail: str = ""
     grandchild: bool = False
     ready: str = ""
     release: str = ""
+    closed: str = ""
     linger: bool = False
     host: str = "127.0.0.1"
     port: int = 0
@@ -58,6 +59,7 @@ class StubComponent:
             await _file(release)
 
     async def close(self) -> None:
+        await _file(self._config["closed"])
         print(f"closed {self._spec.component}", flush=True)
 
     def health(self) -> dict[str, Any]:

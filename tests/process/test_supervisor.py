@@ -37,6 +37,21 @@ def test_starts_tells_and_drains_in_order(tmp_path: Path):
         assert "closed" in (tmp_path / "logs" / f"{name}.log").read_text()
 
 
+def test_a_callee_drains_when_its_callers_have_but_need_not_wait_for_their_end(tmp_path: Path):
+    release, closed = tmp_path / "release", tmp_path / "closed"
+    with serving(tmp_path, f"--Front.release={release}", f"--Front.closed={closed}") as graph:
+        graph.wait_line("ready http")
+        graph.signal(signal.SIGINT)
+        graph.when("Front-0", lambda p: p["state"] == "draining")
+        assert graph.processes()["Back-0"]["state"] == "ready"
+        release.touch()
+        graph.wait_line("Back-0           draining")
+        graph.when("Back-0", lambda p: p["state"] == "stopped")
+        assert is_alive(graph.processes()["Front-0"]["pid"])
+        closed.touch()
+        assert graph.end() == 0
+
+
 def test_restarts_what_crashed_with_its_grandchildren_swept(tmp_path: Path):
     with serving(tmp_path, "--Back.grandchild=true") as graph:
         graph.wait_line("ready http")
