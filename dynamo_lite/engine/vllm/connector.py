@@ -5,7 +5,9 @@ picks the half that belongs there (decode or prefill, scheduler or rank) and
 passes vLLM's hooks on to it.
 """
 
+import atexit
 import ctypes
+import gc
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +65,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     ):
         super().__init__(vllm_config, role, kv_cache_config)
         _die_with_parent()
+        # Looking through what vLLM and torch have loaded, for nothing, takes seconds at the end.
+        atexit.register(gc.freeze)
         assert vllm_config.kv_transfer_config is not None
         self._link_file = vllm_config.kv_transfer_config.kv_connector_extra_config[LINK_FILE]
         self._link = read_link(self._link_file)
