@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -294,6 +294,18 @@ class Graph(Command):
 
     def is_ready(self) -> bool:
         return any(line.startswith("ready ") for line in self.output.splitlines())
+
+
+@contextlib.contextmanager
+def together(graphs: Sequence[Graph]) -> Iterator[None]:
+    """Started side by side: one alone leaves cores idle."""
+    with contextlib.ExitStack() as stack:
+        for graph in graphs:
+            graph.start()
+            stack.callback(graph.stop)
+        for graph in graphs:
+            graph.wait_until(graph.is_ready, _READY_S)
+        yield
 
 
 class PlainServer(Command):
