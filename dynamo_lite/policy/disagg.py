@@ -113,6 +113,6 @@ def decide(
     if 0 < thresholds.max_prefill_queue_tokens <= queue.tokens:
         return Local(Reason.QUEUE_TOKENS)
     # The wait only: how long it takes itself is known from other jobs, mostly shorter ones.
-    if queue.wait_s is not None and queue.wait_s > time_left_s:
+    if time_left_s <= 0 or (queue.wait_s is not None and queue.wait_s > time_left_s):
         return Local(Reason.TOO_LATE)
     return Remote(Reason.LONG)

@@ -121,6 +121,7 @@ def prompt(request_id: str, tokens: int, **fields: Any) -> Any:
         "block_hashes": [f"{request_id}/{i}" for i in range(tokens // BLOCK)],
         "priority": 0,
         "cache_salt": None,
+        "kv_transfer_params": None,
         "trace_headers": None,
     }
     return SimpleNamespace(**{**defaults, **fields})

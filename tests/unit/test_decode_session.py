@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from dynamo_lite.engine.remote_prefill.request_time import time_limit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json, encode_sealed
 from dynamo_lite.protocol.decisions import Explain, decode_explained
@@ -314,6 +315,18 @@ async def test_what_others_have_on_the_queue_counts_and_is_forgotten_with_them()
 
 
 @virtual
+async def test_a_remote_prefill_ends_with_its_requests_time():
+    async with Scene().open(WRITER) as scene:
+        soon = prompt("r1", 10, kv_transfer_params=time_limit(2.0, now()))
+        assert scene.decode.admit(soon) > 0
+        [attempt] = scene.decode.half._step.expect
+        assert 1.9 < await scene.given_up_within(2.5, attempt) < 2.2
+        assert scene.decode.counted("remote/deadline") == 1
+        late = prompt("r2", 10, kv_transfer_params=time_limit(0.0, now()))
+        assert scene.decode.admit(late) == 0
+
+
+@virtual
 async def test_a_job_that_cannot_make_its_deadline_stays_local_until_there_is_a_try():
     async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
         await other.say(claimed_jobs=1, claimed_tokens=100)
@@ -330,6 +343,14 @@ async def test_a_job_that_cannot_make_its_deadline_stays_local_until_there_is_a_
         queue = decode_explained(reply).decisions[0].queue
         assert queue is not None and queue.tokens == queued
         assert queue.wait_s is not None and abs(queue.wait_s - 1.1 * left_s) < 0.1
+        # Its own time counts where that is less: here for one that would else be in time.
+        await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: int(40 * left_s)})
+        await asyncio.sleep(0.01)
+        in_a_hurry = time_limit(0.3 * left_s, now())
+        assert scene.decode.admit(prompt("r4", 10, kv_transfer_params=in_a_hurry)) == 0
+        assert scene.decode.counted("decision/local/too_late") == 2
+        await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: queued})
+        await asyncio.sleep(0.01)
         # An urgent one goes before all that.
         assert scene.decode.admit(prompt("r2", 10, priority=-1)) > 0
         for _ in range(61):

@@ -1,8 +1,11 @@
 """vLLM's requests to messages and back: what an engine is given after a move."""
 
+import math
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from vllm import SamplingParams
 from vllm.config import ModelConfig
@@ -12,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
+from dynamo_lite.engine.remote_prefill.request_time import time_left_s
 from dynamo_lite.engine.vllm.requests import canary, generate_request, generation, prefill
 from dynamo_lite.engine.vllm.wire import sampling_to_bytes
 from dynamo_lite.policy.migration import Continue
@@ -51,8 +55,6 @@ def core_request(params: SamplingParams, **other: Any) -> EngineCoreRequest:
 
 
 def message(output: list[int] | None = None, **params: Any) -> GenerateRequest:
-    import msgspec
-
     sent, _ = generate_request(core_request(SamplingParams(**params)), 2.5)
     return msgspec.structs.replace(sent, output_token_ids=output or [])
 
@@ -94,6 +96,20 @@ def test_generated_tokens_go_into_the_prompt_and_out_of_the_limits():
     assert (got.params.max_tokens, got.params.min_tokens) == (8, 4)
     got = generation(message([4, 5], max_tokens=10, min_tokens=1, temperature=0), MODEL)
     assert got.params.min_tokens == 0
+
+
+def test_a_connector_is_told_how_much_time_is_left():
+    sent = message([4, 5], temperature=0, extra_args={"mine": 1})
+    before = time.monotonic()
+    got = Request.from_engine_core_request(generation(sent, MODEL, timed=True), None)
+    assert 2.4 < time_left_s(got, before) < 3.0
+    assert got.sampling_params.extra_args["mine"] == 1
+    for untimed in (
+        generation(sent, MODEL),
+        generation(msgspec.structs.replace(sent, timeout_s=None), MODEL, timed=True),
+    ):
+        request = Request.from_engine_core_request(untimed, None)
+        assert time_left_s(request, before) == math.inf
 
 
 def test_without_a_limit_the_models_length_is_it():

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dynamo_lite.engine.remote_prefill.counts import Counts
 from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession
+from dynamo_lite.engine.remote_prefill.request_time import time_left_s
 from dynamo_lite.engine.remote_prefill.seams import Prompt
 from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight
 from dynamo_lite.engine.remote_prefill.span_notes import note_child
@@ -44,8 +45,8 @@ class Decider:
     def decide(
         self, request: Prompt, cached: int, transferable: bool, left_s: float | None = None
     ) -> Decided:
-        """See `DecodeScheduler.num_new_matched_tokens`. left_s: until when its remote prefills
-        must be over, where that is not for its thresholds to say."""
+        """See `DecodeScheduler.num_new_matched_tokens`. left_s: for its remote
+        prefills, where that is not for its thresholds to say; its own time limits them too."""
         at, tuned = self._now(), self._tuning.now
         queue = self._queue_view(request.num_prompt_tokens - cached, request.priority)
         if not transferable or request.prompt_token_ids is None:
@@ -59,7 +60,10 @@ class Decider:
                 queue=queue,
                 thresholds=tuned.disagg,
                 now=at,
-                time_left_s=tuned.remote_prefill_timeout_s if left_s is None else left_s,
+                time_left_s=min(
+                    tuned.remote_prefill_timeout_s if left_s is None else left_s,
+                    time_left_s(request, at),
+                ),
             )
         if verdict.reason is Reason.CACHED and self._flights.served(request.request_id):
             verdict = Local(Reason.SINGLE_FLIGHT)

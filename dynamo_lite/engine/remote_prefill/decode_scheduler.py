@@ -22,6 +22,7 @@ from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers, first_awaited
+from dynamo_lite.engine.remote_prefill.request_time import time_left_s
 from dynamo_lite.engine.remote_prefill.resumes import CacheBlocks, Resumes
 from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
 from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight
@@ -205,9 +206,8 @@ class DecodeScheduler:
         targets = tuple(block_ids[first:end])
         now = self._now()
         tuned = decided.tuned
-        until = self._resumes.asked(
-            request, first, now, tuned.remote_prefill_timeout_s, tuned.max_remote_prefills
-        )
+        timeout_s = min(tuned.remote_prefill_timeout_s, time_left_s(request, now))
+        until = self._resumes.asked(request, first, now, timeout_s, tuned.max_remote_prefills)
         attempt = self._new_attempt()
         trace = self._clock.asked(attempt, decided.at, traced(request.trace_headers))
         job = RemotePrefillRequest(

@@ -42,8 +42,9 @@ class Prompt(Protocol):
     """A request as the engine's scheduler holds it.
 
     block_hashes: one per full block, of all tokens up to its end and of all else that
-    their KV depends on. kv_transfer_params: of a prefill engine's job; see
-    `PrefillScheduler`. trace_headers: None where it is not traced.
+    their KV depends on. kv_transfer_params: of a prefill engine's job, see
+    `PrefillScheduler`; of a decode engine's request, see `time_limit`. trace_headers: None
+    where it is not traced.
     """
 
     @property

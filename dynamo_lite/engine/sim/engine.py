@@ -14,6 +14,7 @@ import msgspec
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
 from dynamo_lite.engine.remote_prefill.counts import ENDED, PREFLIGHT
 from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
+from dynamo_lite.engine.remote_prefill.request_time import time_limit
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.engine.sim.core import Outputs
@@ -128,6 +129,7 @@ class SimEngine:
         done = request.output_token_ids
         prompt = [*request.prompt_token_ids, *done]
         self._check_prompt(prompt)
+        now = self._setup.clock.monotonic()
         left = sampling.max_tokens - len(done)
         if left <= 0:
             # Its last token was given elsewhere, and the word of its end got lost.
@@ -141,10 +143,11 @@ class SimEngine:
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 max_tokens=min(left, self._setup.config.max_model_len - len(prompt)),
-                arrived=self._setup.clock.monotonic(),
+                arrived=now,
                 block_size=self._setup.config.block_size,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                kv_transfer_params=time_limit(request.timeout_s, now),
             )
         )
 

@@ -142,7 +142,7 @@ class VllmEngine:
 
     async def submit(self, request: GenerateRequest) -> None:
         """Raises Refused when this engine cannot take the request."""
-        made = requests.generation(request, self.config.model_config)
+        made = requests.generation(request, self.config.model_config, timed=self._link is not None)
         made.request_id = self._ids.enter(request.request_id)
         try:
             await self._add(made)

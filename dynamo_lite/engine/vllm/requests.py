@@ -12,6 +12,7 @@ from vllm.config import ModelConfig
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 
+from dynamo_lite.engine.remote_prefill.request_time import time_limit
 from dynamo_lite.engine.vllm.movable import movable
 from dynamo_lite.engine.vllm.wire import (
     KV_TRANSFER_PARAMS,
@@ -91,8 +92,12 @@ def _sampling(request: EngineCoreRequest) -> SamplingParams:
     return params
 
 
-def generation(request: GenerateRequest, model: ModelConfig) -> EngineCoreRequest:
+def generation(
+    request: GenerateRequest, model: ModelConfig, *, timed: bool = False
+) -> EngineCoreRequest:
     """Raises Refused when this model cannot take the request.
+
+    timed: the engine has a connector, which shall know the request's time limit.
 
     Tokens that were generated elsewhere become the end of the prompt, and the
     limits shrink by their number: the engine goes on where the other one was.
@@ -112,6 +117,8 @@ def generation(request: GenerateRequest, model: ModelConfig) -> EngineCoreReques
         prompt = prompt + request.output_token_ids
         _check_prompt(prompt, model)
         _go_on_after(len(request.output_token_ids), sampling)
+    if timed and (limit := time_limit(request.timeout_s, time.monotonic())) is not None:
+        sampling.extra_args = {**(sampling.extra_args or {}), KV_TRANSFER_PARAMS: limit}
     return EngineCoreRequest(
         request_id=request.request_id,
         prompt_token_ids=prompt,
