@@ -132,7 +132,7 @@ class PrefillJobs:
             # It is over here, and the word of that was lost.
             outcome = "died" if self._engine_died else "abandoned"
             over = AttemptOutcome(cancel.attempt, outcome, "not held here")
-            await self._say_done(cancel.engine_id, over)
+            await self._say_done(cancel.engine_id, None, over)
 
     async def abandon(self, attempt: str) -> None:
         """Stops a job's writes soon; its end is told as ever."""
@@ -199,18 +199,16 @@ class PrefillJobs:
             return "retry"
         except DeadlineExceeded as exc:
             # It may have been granted: take it back.
-            await self._say_done(
-                request.engine_id, AttemptOutcome(request.attempt, "abandoned", str(exc))
-            )
+            over = AttemptOutcome(request.attempt, "abandoned", str(exc))
+            await self._say_done(request.engine_id, request.request_id, over)
             return "abandoned"
         except ProtocolError as exc:
             # Either its record or its answer cannot be read; that one may have been a yes.
             logger.warning(
                 "request %s: attempt %s: engine %s: %s", *_ids(request), request.engine_id, exc
             )
-            await self._say_done(
-                request.engine_id, AttemptOutcome(request.attempt, "failed", str(exc))
-            )
+            over = AttemptOutcome(request.attempt, "failed", str(exc))
+            await self._say_done(request.engine_id, request.request_id, over)
             return "malformed"
         if refusal is not None:
             logger.info("request %s: attempt %s: refused: %s", *_ids(request), refusal.reason)
@@ -229,7 +227,8 @@ class PrefillJobs:
                 "request %s: attempt %s: %s: %s", *_ids(request), ended.outcome, ended.detail
             )
         # The engine granted it about half-way.
-        await self._say_done(request.engine_id, ended, granted=(asked + claimed) / 2)
+        granted = (asked + claimed) / 2
+        await self._say_done(request.engine_id, request.request_id, ended, granted)
         return ended.outcome
 
     async def _claim(self, request: RemotePrefillRequest, held_s: float) -> ClaimRefused | None:
@@ -265,11 +264,15 @@ class PrefillJobs:
         return ended
 
     async def _say_done(
-        self, engine_id: str, ended: AttemptOutcome, granted: float | None = None
+        self,
+        engine_id: str,
+        request_id: str | None,
+        ended: AttemptOutcome,
+        granted: float | None = None,
     ) -> None:
         """From here on no write of this attempt comes from this worker.
 
-        granted: when its claim was.
+        request_id: where it is known, for the log. granted: when its claim was.
         """
         took_s = None
         if granted is not None and ended.written_at is not None:
@@ -284,7 +287,8 @@ class PrefillJobs:
             await self._messaging.publish(subject, encode_sealed(done))
         except Unavailable as exc:
             # The decode engine keeps the blocks back, and asks again.
-            logger.warning("end of attempt %s not told: %s", ended.attempt, exc)
+            about = request_id, ended.attempt, exc
+            logger.warning("request %s: attempt %s: its end is not told: %s", *about)
 
 
 def _ids(request: RemotePrefillRequest) -> tuple[str, str]:

@@ -116,6 +116,10 @@ class Ledger:
         entry = self._attempts.get(attempt)
         return entry.writer if entry else None
 
+    def request(self, attempt: str) -> str | None:
+        entry = self._attempts.get(attempt)
+        return entry.request_id if entry else None
+
     def allocated(
         self, request_id: str, attempt: str, block_ids: tuple[int, ...], deadline: float
     ) -> None:

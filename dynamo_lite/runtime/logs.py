@@ -93,7 +93,8 @@ def ids(record: logging.LogRecord) -> dict[str, str]:
     if not isinstance(record.msg, str) or not isinstance(args, tuple):
         return {}
     places = _places(record.msg)
-    return {name: str(args[place]) for name, place in places if place < len(args)}
+    known = ((name, args[place]) for name, place in places if place < len(args))
+    return {name: str(value) for name, value in known if value is not None}
 
 
 @lru_cache(maxsize=1024)

@@ -70,6 +70,7 @@ def test_exceptions_and_odd_text_stay_on_one_line() -> None:
         ("%d requests lost", (3,), {}),
         ("request %s: request forged", ({"a": 1},), {}),
         ("request %s", (), {}),
+        ("request %s: attempt %s: untold", (None, "a1"), {"attempt": "a1"}),
     ],
 )
 def test_ids_are_what_the_log_call_says_and_nothing_else(

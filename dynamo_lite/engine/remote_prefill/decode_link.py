@@ -198,7 +198,10 @@ class DecodeLinkSession:
         done = decode_writer_done(payload)
         written = done.outcome == "written"
         if not written:
-            logger.info("attempt %s: writer says %s: %s", done.attempt, done.outcome, done.detail)
+            with self._book.lock:
+                request_id = self._book.ledger.request(done.attempt)
+            about = request_id, done.attempt, done.outcome, done.detail
+            logger.info("request %s: attempt %s: its writer says: %s: %s", *about)
         writer = done.writer_lease_id
         self._check_writer(done.attempt, writer)
         if written and done.took_s is not None:
