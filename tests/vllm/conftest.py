@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.collector import Collector, collecting
-from tests.vllm.graph import DISAGG, MODEL, TOOL_FLAGS, Graph, PlainServer
+from tests.vllm.graph import DISAGG, MODEL, TOOL_FLAGS, UNCOMPILED, Graph, PlainServer
 
 #: configs/disagg.yaml as it is, with tools; traced is what a client traces.
 _DISAGG_OPTIONS = (
@@ -23,6 +23,7 @@ _DISAGG_OPTIONS = (
         f"--{service}.ServiceArgs.env.OTEL_BSP_SCHEDULE_DELAY=100"
         for service in ("Frontend", "VllmWorker", "PrefillWorker")
     ),
+    *(f"--VllmWorker.ServiceArgs.env.{key}={value}" for key, value in UNCOMPILED.items()),
     "--Graph.trace-ratio=0",
 )
 #: Two decode workers and one prefill worker, whose leases outlast what is done to them.

@@ -39,6 +39,9 @@ NAMESPACE = "dynamo"
 #: Flags of vLLM's server without which it refuses tools; the same for both sides.
 TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
 
+#: Else the first request for logprobs waits some ten seconds for a C++ compiler.
+UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+
 _CACHE = Path(".dynamo-lite/cache")
 _READY_S = 180.0
 _STOP_S = 90.0
@@ -329,7 +332,7 @@ class PlainServer(Command):
                 *("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]),
                 *engine_flags({**config.flags, **TOOL_FLAGS}),
             ],
-            env={**config.env[0], "VLLM_NO_USAGE_STATS": "1"},
+            env={**config.env[0], "VLLM_NO_USAGE_STATS": "1", **UNCOMPILED},
         )
 
     def __enter__(self) -> Self:

@@ -36,7 +36,7 @@ async def arena(
     stage, reference: PlainServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Arena]:
     stage.clear()
-    asked = questions()[::2]
+    asked = questions()[::3]
     known = asked, await answers(reference.url, asked)
     had = Belongings.now()
     directory = tmp_path_factory.mktemp("chaos")

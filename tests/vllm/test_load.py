@@ -16,12 +16,12 @@ CONCURRENCY = 16
 
 
 def mixed() -> list[dict]:
-    """Lengths of 20 to 2500, a third on shared prefixes, some beyond 4000 tokens."""
+    """Lengths of 20 to 1800, a third on shared prefixes, some beyond 4000 tokens."""
     rng = random.Random(1)
-    prefixes = [prompt_ids(n, seed=200) for n in (300, 1100, 1700)]
+    prefixes = [prompt_ids(n, seed=200) for n in (300, 1100)]
     requests = []
     for number in range(REQUESTS):
-        prompt = prompt_ids(rng.randrange(20, 2500), seed=1000 + number)
+        prompt = prompt_ids(rng.randrange(20, 1800), seed=1000 + number)
         if number % 3 == 0:
             prompt = rng.choice(prefixes) + prompt[: rng.randrange(20, 800)]
         elif number % 33 == 1:

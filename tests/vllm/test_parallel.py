@@ -19,7 +19,7 @@ from tests.vllm.test_membership import JOBS
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 #: Prompts of each round: full and begun blocks, one chunk and several.
-LENGTHS = (LIMIT + 1, LIMIT + 32, 700, 1037, 2081, 2600)
+LENGTHS = (LIMIT + 1, LIMIT + 32, 1037, 2081)
 MAX_ROUNDS = 12
 SHARE = 4
 SEEDS = count(700)

@@ -125,21 +125,6 @@ async def test_a_stopped_worker_leaves_the_graph_and_comes_back(
     await works_remotely(graph, reference, seed=412)
 
 
-async def test_a_killed_worker_is_replaced(graph: Graph, reference: PlainServer):
-    requests = longs(24, seed=420)
-    expected = await tokens_of(reference.url, requests)
-    await graph.settled()
-    free = (await graph.pools())[0].free_blocks
-    worker = graph.process("PrefillWorker")
-    asking = asyncio.create_task(tokens_of(graph.url, requests))
-    await until(graph, lambda pool: pool.waiting > 0)
-    os.kill(worker.pid, signal.SIGKILL)
-    assert await asking == expected
-    await _restarted(graph, worker.restarts)
-    await graph.settled(free)
-    await works_remotely(graph, reference, seed=421)
-
-
 async def test_what_a_killed_worker_had_written_is_not_computed_again(
     graph: Graph, reference: PlainServer, tmp_path: Path
 ):
