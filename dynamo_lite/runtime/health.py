@@ -262,9 +262,10 @@ class HealthMonitor:
             self._tell(frozenset(), silent)
 
     def _overdue(self, limit_s: float) -> frozenset[int]:
-        late = self._now() - limit_s
+        # Added up as for the timer: rounded otherwise, it would fire again and again at its time.
+        now = self._now()
         return frozenset(
             lease_id
             for lease_id, member in self._members.items()
-            if member.responsive and member.well_at <= late
+            if member.responsive and member.well_at + limit_s <= now
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 
 from dynamo_lite.components.rotation import Rotation
@@ -177,3 +178,17 @@ async def test_an_outage_of_the_broker_moves_nothing():
         await asyncio.sleep(60.0)
         assert frontend.transport.dropped == []
         assert frontend.picks_from() == [A, B]
+
+
+@virtual
+async def test_whoever_falls_silent_while_times_are_rounded_is_found():
+    """Above 1024 a time has one bit less: what is added is not what was subtracted."""
+    members, pauses = range(0x100, 0x100 + 40), random.Random(1)
+    async with Frontend().open() as frontend:
+        assert now() < 1021
+        await asyncio.sleep(1021 - now())
+        for lease_id in members:
+            await asyncio.sleep(pauses.uniform(0.05, 0.09))
+            await frontend.join(lease_id)
+        await asyncio.sleep(5)
+        assert all(frontend.health.trouble(lease_id) for lease_id in members)
