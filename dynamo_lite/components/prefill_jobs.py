@@ -97,6 +97,7 @@ class PrefillJobs:
             registry=registry,
         )
         self._pulling = True
+        self._claims = 0
         self.working: dict[str, RemotePrefillRequest] = {}
         self._abandoned: set[str] = set()
         self._engine_died = False
@@ -132,7 +133,7 @@ class PrefillJobs:
             # It is over here, and the word of that was lost.
             outcome = "died" if self._engine_died else "abandoned"
             over = AttemptOutcome(cancel.attempt, outcome, "not held here")
-            await self._say_done(cancel.engine_id, None, over)
+            await self._say_done(cancel.engine_id, None, over, self._claims)
 
     async def abandon(self, attempt: str) -> None:
         """Stops a job's writes soon; its end is told as ever."""
@@ -184,6 +185,7 @@ class PrefillJobs:
     async def _prefill(self, request: RemotePrefillRequest, trace: JobTrace | None) -> str:
         """Claims, computes, writes. Returns the outcome that the counter shows."""
         pulled = self._now()
+        self._claims = number = self._claims + 1
         if self._time() >= request.deadline + _CLOCK_SKEW_S:
             return "expired"
         try:
@@ -192,7 +194,7 @@ class PrefillJobs:
                 return "engine_gone"
             why_not = None if self._links is None else await self._links.usable(target)
             asked = self._now()
-            refusal = await self._claim(request, asked - pulled)
+            refusal = await self._claim(request, asked - pulled, number)
         except Unavailable as exc:
             # Nobody there: reconnecting, or gone, which the directory will know soon.
             logger.warning("request %s: attempt %s: not claimed: %s", *_ids(request), exc)
@@ -200,7 +202,7 @@ class PrefillJobs:
         except DeadlineExceeded as exc:
             # It may have been granted: take it back.
             over = AttemptOutcome(request.attempt, "abandoned", str(exc))
-            await self._say_done(request.engine_id, request.request_id, over)
+            await self._say_done(request.engine_id, request.request_id, over, number)
             return "abandoned"
         except ProtocolError as exc:
             # Either its record or its answer cannot be read; that one may have been a yes.
@@ -208,7 +210,7 @@ class PrefillJobs:
                 "request %s: attempt %s: engine %s: %s", *_ids(request), request.engine_id, exc
             )
             over = AttemptOutcome(request.attempt, "failed", str(exc))
-            await self._say_done(request.engine_id, request.request_id, over)
+            await self._say_done(request.engine_id, request.request_id, over, number)
             return "malformed"
         if refusal is not None:
             logger.info("request %s: attempt %s: refused: %s", *_ids(request), refusal.reason)
@@ -228,15 +230,22 @@ class PrefillJobs:
             )
         # The engine granted it about half-way.
         granted = (asked + claimed) / 2
-        await self._say_done(request.engine_id, request.request_id, ended, granted)
+        await self._say_done(request.engine_id, request.request_id, ended, number, granted)
         return ended.outcome
 
-    async def _claim(self, request: RemotePrefillRequest, held_s: float) -> ClaimRefused | None:
+    async def _claim(
+        self, request: RemotePrefillRequest, held_s: float, number: int
+    ) -> ClaimRefused | None:
         """None when granted. Raises Unavailable, DeadlineExceeded, ProtocolError."""
         reply = await self._messaging.request(
             names.claim_subject(self._namespace, request.engine_id),
             encode_sealed(
-                Claim(attempt=request.attempt, writer_lease_id=self._lease_id, held_s=held_s)
+                Claim(
+                    attempt=request.attempt,
+                    writer_lease_id=self._lease_id,
+                    held_s=held_s,
+                    number=number,
+                )
             ),
             timeout_s=_CLAIM_S,
         )
@@ -268,9 +277,10 @@ class PrefillJobs:
         engine_id: str,
         request_id: str | None,
         ended: AttemptOutcome,
+        number: int,
         granted: float | None = None,
     ) -> None:
-        """From here on no write of this attempt comes from this worker.
+        """From here on no write of this attempt by claims up to `number` comes from this worker.
 
         request_id: where it is known, for the log. granted: when its claim was.
         """
@@ -281,6 +291,7 @@ class PrefillJobs:
             msgspec.convert(ended, WriterDone, from_attributes=True),
             writer_lease_id=self._lease_id,
             took_s=took_s,
+            number=number,
         )
         subject = names.writer_done_subject(self._namespace, engine_id)
         try:

@@ -73,6 +73,7 @@ class _Entry:
     state: State = State.QUEUED
     sequence: int | None = None
     writer: int | None = None
+    claim: int = 0
     writer_done: bool = False
     cancel_at: float | None = None
     lost_at: float | None = None
@@ -146,10 +147,12 @@ class Ledger:
             return []
         return self._withdraw(entry, Outcome.REFUSED)
 
-    def claim(self, attempt: str, writer_lease_id: int, now: float) -> Refusal | None:
+    def claim(
+        self, attempt: str, writer_lease_id: int, now: float, number: int = 0
+    ) -> Refusal | None:
         """A writer asks for the attempt. Returns None when granted, else why not.
 
-        It may ask again: the answer may have been lost.
+        It may ask again: the answer may have been lost. number: see `Claim`.
         """
         entry = self._attempts.get(attempt)
         if entry is None:
@@ -164,7 +167,9 @@ class Ledger:
             return Refusal("written already")
         if entry.state is State.CLAIMED and entry.writer != writer_lease_id:
             return Refusal(f"claimed by {entry.writer:x}", elsewhere=True)
-        entry.state, entry.writer = State.CLAIMED, writer_lease_id
+        if number < entry.claim:
+            return Refusal("claimed again since")
+        entry.state, entry.writer, entry.claim = State.CLAIMED, writer_lease_id, number
         return None
 
     def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
@@ -186,17 +191,17 @@ class Ledger:
         return self._withdraw(entry, Outcome.CANCELLED) if entry else []
 
     def writer_done(
-        self, attempt: str, writer_lease_id: int, *, written: bool
+        self, attempt: str, writer_lease_id: int, *, written: bool, number: int = 0
     ) -> list[Instruction]:
-        """The writer says that it will not touch the blocks again.
+        """The writer says that by its claims up to `number` it will not touch the blocks again.
 
         It may say so of an attempt whose claim never arrived: the job is over. Of
-        one that another writer holds it knows nothing.
+        one that another writer holds, or itself by a later claim, it says nothing.
         """
         entry = self._attempts.get(attempt)
         if entry is None or (entry.writer is None and written):
             return []
-        if entry.writer is not None and entry.writer != writer_lease_id:
+        if entry.writer is not None and (entry.writer != writer_lease_id or number < entry.claim):
             return []
         if entry.state is State.QUARANTINED:
             del self._attempts[attempt]

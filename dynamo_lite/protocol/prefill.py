@@ -51,12 +51,14 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to decode engine, before its first write.
 
-    held_s: since it pulled the job.
+    held_s: since it pulled the job. number: higher than that of every claim which the worker
+    has made before.
     """
 
     attempt: Attempt
     writer_lease_id: LeaseId
     held_s: Seconds = 0.0
+    number: Natural = 0
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -80,7 +82,9 @@ class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     "abandoned", or "died": the engine's process ended, and what it had started may
     still land. writer_lease_id: who says so; nobody else's word
     frees blocks that a writer holds. took_s: of what was written, from the granted claim to
-    the end of the last write; durations mean the same on all hosts.
+    the end of the last write; durations mean the same on all hosts. number: of the last
+    claim that it is said of. A job comes again, and words overtake each other: the end of an
+    earlier claim says nothing of a later one.
     """
 
     attempt: Attempt
@@ -88,6 +92,7 @@ class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     writer_lease_id: LeaseId = 0
     took_s: Seconds | None = None
+    number: Natural = 0
 
 
 class WriterStays(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,7 +58,9 @@ class NoClaim(Shipped):
 
 
 class _NoClaim(Ledger):
-    def claim(self, attempt: str, writer_lease_id: int, now: float) -> Refusal | None:
+    def claim(
+        self, attempt: str, writer_lease_id: int, now: float, number: int = 0
+    ) -> Refusal | None:
         return None
 
 

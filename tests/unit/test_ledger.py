@@ -157,6 +157,20 @@ def test_one_writer_holds_the_claim_and_may_ask_again(claimed):
     assert claimed.claim("a", OTHER, now=2.0) == Refusal("claimed by a", elsewhere=True)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_the_end_of_an_earlier_claim_frees_nothing_that_a_later_one_holds(queued, cancelled):
+    """The job came again to the same writer, and its words overtake each other."""
+    assert queued.claim("a", WRITER, now=1.0, number=4) is None
+    assert queued.claim("a", WRITER, now=2.0, number=5) is None
+    assert queued.claim("a", WRITER, now=2.0, number=4) == Refusal("claimed again since")
+    if cancelled:
+        queued.request_finished("r")
+    state = queued.state("a")
+    assert queued.writer_done("a", WRITER, written=False, number=4) == []
+    assert queued.state("a") is state
+    assert queued.writer_done("a", WRITER, written=False, number=5) != []
+
+
 def test_a_claim_of_nothing(empty):
     assert empty.claim("a", WRITER, now=1.0) == Refusal("unknown or ended attempt")
 

@@ -239,7 +239,7 @@ async def test_a_written_job_is_claimed_told_and_acknowledged():
         await rig.push(job())
         await rig.answered("ack")
         [claim] = rig.claims
-        assert claim == Claim(attempt="a1", writer_lease_id=LEASE, held_s=claim.held_s)
+        assert claim == Claim(attempt="a1", writer_lease_id=LEASE, held_s=claim.held_s, number=1)
         assert rig.told == [("a1", "written")]
         assert await rig.total() == 0
         assert rig.counted("written") == 1

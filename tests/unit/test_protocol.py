@@ -420,10 +420,10 @@ GOLDEN = [
         b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10\xacwire_version\x04",
     ),
     (
-        Claim(attempt="a1", writer_lease_id=LEASE, held_s=0.5),
+        Claim(attempt="a1", writer_lease_id=LEASE, held_s=0.5, number=3),
         prefill.decode_claim,
-        b"\x83\xa7attempt\xa2a1\xafwriter_lease_id\xcfiM\x96}\xa6\x94\xea\x1a"
-        b"\xa6held_s\xcb?\xe0\x00\x00\x00\x00\x00\x00",
+        b"\x84\xa7attempt\xa2a1\xafwriter_lease_id\xcfiM\x96}\xa6\x94\xea\x1a"
+        b"\xa6held_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa6number\x03",
     ),
     (
         Granted(),
@@ -436,10 +436,10 @@ GOLDEN = [
         b"\x83\xa4type\xacClaimRefused\xa6reason\xa9withdrawn\xa9elsewhere\xc2",
     ),
     (
-        WriterDone(attempt="a1", outcome="failed", detail="why", writer_lease_id=31),
+        WriterDone(attempt="a1", outcome="failed", detail="why", writer_lease_id=31, number=3),
         prefill.decode_writer_done,
-        b"\x85\xa7attempt\xa2a1\xa7outcome\xa6failed\xa6detail\xa3why\xafwriter_lease_id\x1f"
-        b"\xa6took_s\xc0",
+        b"\x86\xa7attempt\xa2a1\xa7outcome\xa6failed\xa6detail\xa3why\xafwriter_lease_id\x1f"
+        b"\xa6took_s\xc0\xa6number\x03",
     ),
     (
         WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0),

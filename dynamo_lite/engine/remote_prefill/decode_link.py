@@ -185,7 +185,9 @@ class DecodeLinkSession:
         if trouble := self._health.trouble(claim.writer_lease_id):
             return encode(ClaimRefused(reason=f"not able to work: {trouble}", elsewhere=True))
         with self._book.lock:
-            refusal = self._book.ledger.claim(claim.attempt, claim.writer_lease_id, self._now())
+            refusal = self._book.ledger.claim(
+                claim.attempt, claim.writer_lease_id, self._now(), claim.number
+            )
         if refusal is not None:
             if not refusal.elsewhere:
                 self._on_drop("claim")
@@ -211,7 +213,9 @@ class DecodeLinkSession:
             await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))
         else:
             await self._settle(
-                lambda ledger: ledger.writer_done(done.attempt, writer, written=written)
+                lambda ledger: ledger.writer_done(
+                    done.attempt, writer, written=written, number=done.number
+                )
             )
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
