@@ -132,6 +132,8 @@ class Link:
             if not asking.done():
                 asking.cancel()
                 await asyncio.wait({asking})
+            if not asking.cancelled():
+                asking.exception()  # retrieved, also where a cancelled caller will not look
         if asking.cancelled():
             return
         try:
