@@ -16,6 +16,8 @@ from dynamo_lite.runtime.roster import Roster
 
 #: How long a worker may be unresponsive before its requests move.
 MOVE_AFTER_S = 10.0
+#: A rest so short may be lost in its sum with the time: a timer for it would ring again and again.
+_ROUNDING_S = 1e-6
 
 
 class Rotation:
@@ -75,7 +77,7 @@ class Rotation:
     def _move(self, member: EndpointRecord) -> float:
         """Returns in how many seconds to look at the member again."""
         left_s = MOVE_AFTER_S - self._health.silent_for(member.lease_id)
-        if left_s > 0:
+        if left_s > _ROUNDING_S:
             return left_s
         self._transport.drop(member, self._health.trouble(member.lease_id))
         # It may get others, when nobody responds for a while.
