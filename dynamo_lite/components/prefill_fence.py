@@ -29,7 +29,7 @@ class FenceKeeper:
     again. jobs: None until there can be any."""
 
     def __init__(self, host: Host, fence: Fence):
-        self._host, self._fence, self._now = host, fence, host.clock.monotonic
+        self._host, self._fence, self._now = host, fence, host.clock.boottime
         self._open_until = 0.0
         self.leaving, self.closed = asyncio.Event(), asyncio.Event()
         self.jobs: PrefillJobs | None = None

@@ -14,9 +14,9 @@ from aetcd import rpc
 from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.address import parse_etcd_url, redact
 from dynamo_lite.runtime.etcd_client import UNREACHABLE, EtcdClient, details, status
-from dynamo_lite.runtime.etcd_lease import EtcdLease, grant_lease
+from dynamo_lite.runtime.etcd_lease_thread import HUNG_S, ThreadedLease, lease_in_thread
 from dynamo_lite.runtime.etcd_watch import EtcdWatch, open_watch
-from dynamo_lite.runtime.store import Lease, LeaseLoss
+from dynamo_lite.runtime.store import Lease
 from dynamo_lite.runtime.tls import tls_refusal
 
 logger = logging.getLogger(__name__)
@@ -38,15 +38,24 @@ class EtcdStore:
     """Implements `Store`. Belongs to the event loop in which it was entered.
 
     timeout_s: longest wait for the answer to one call; connect_timeout_s: for the
-    first one. A call that timed out may have been applied.
+    first one. A call that timed out may have been applied. hung_s: a lease is given up when
+    the event loop does not run for that long, or for its time-to-live if that is longer.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 2.0, connect_timeout_s: float = 10.0):
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 2.0,
+        connect_timeout_s: float = 10.0,
+        hung_s: float = HUNG_S,
+    ):
         """url: see `parse_etcd_url`, whose ConfigError it raises."""
         self._url = redact(url)
         self._address = parse_etcd_url(url)
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
+        self._hung_s = hung_s
         self._connected: EtcdClient | None = None
 
     def __repr__(self) -> str:
@@ -125,19 +134,14 @@ class EtcdStore:
 
     @contextlib.asynccontextmanager
     async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
-        lease = await self._grant(ttl_s)
-        task = asyncio.create_task(lease.keep_alive(), name=f"keep lease {lease.id:x}")
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            with self._errors():
+                lease = await stack.enter_async_context(
+                    lease_in_thread(
+                        self._address, ttl_s, timeout_s=self._timeout_s, hung_s=self._hung_s
+                    )
+                )
             yield lease
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            if lease.loss is None:
-                lease.end(LeaseLoss.CLOSED)
-                try:
-                    await self.revoke(lease.id)
-                except StoreUnavailable as exc:
-                    logger.info("lease %x is left to expire: %s", lease.id, exc)
 
     @contextlib.asynccontextmanager
     async def watch(self, prefix: str) -> AsyncIterator[EtcdWatch]:
@@ -161,10 +165,6 @@ class EtcdStore:
                     raise
             # A store that was wiped has been given the lease again.
             return await client.call(lambda: send(client))
-
-    async def _grant(self, ttl_s: float) -> EtcdLease:
-        with self._errors():
-            return await grant_lease(self._client, ttl_s, timeout_s=self._timeout_s)
 
     async def _probe(self) -> None:
         """Asks until etcd answers; connections are otherwise made at first use."""
@@ -205,7 +205,7 @@ def _meaning(text: str) -> str:
 
 
 def _note(lease: Lease | None, key: bytes, header: Any) -> None:
-    if isinstance(lease, EtcdLease):
+    if isinstance(lease, ThreadedLease):
         lease.holds(key, header.revision)
 
 

@@ -12,12 +12,12 @@ either. Nobody asked this process to leave then, so it takes the same id again.
 import asyncio
 import logging
 import math
-import time
 from typing import Any
 
 import aetcd
 from aetcd import rpc
 
+from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.runtime.etcd_client import EtcdClient, is_future_revision, status
 from dynamo_lite.runtime.store import LeaseLoss
 
@@ -31,7 +31,7 @@ _OUT_OF_REACH = (aetcd.ClientError, rpc.AioRpcError, TimeoutError)
 
 
 class EtcdLease:
-    """granted: etcd's answer to the grant; granted_at: the monotonic time just before it
+    """granted: etcd's answer to the grant; granted_at: the `boottime` just before it
     was asked for. timeout_s: longest wait for one answer."""
 
     def __init__(self, client: EtcdClient, granted: Any, *, granted_at: float, timeout_s: float):
@@ -59,13 +59,23 @@ class EtcdLease:
         return self._ttl_s
 
     @property
+    def deadline(self) -> float:
+        """`boottime` until which the lease certainly lives, unless it was lost before."""
+        return self._deadline
+
+    @property
+    def known_loss(self) -> LeaseLoss | None:
+        """The loss that was noticed so far. Unlike `loss` it may be read in any thread."""
+        return self._loss
+
+    @property
     def loss(self) -> LeaseLoss | None:
-        if self._loss is None and time.monotonic() >= self._deadline:
+        if self._loss is None and boottime() >= self._deadline:
             self.end(LeaseLoss.EXPIRED)
         return self._loss
 
     def remaining_s(self) -> float:
-        return 0.0 if self._loss else max(0.0, self._deadline - time.monotonic())
+        return 0.0 if self._loss else max(0.0, self._deadline - boottime())
 
     async def lost(self) -> LeaseLoss:
         await self._lost.wait()
@@ -109,7 +119,7 @@ class EtcdLease:
             # One at a time: whoever hears of a wiped store while another call has just been
             # given the lease again would find no mark of it, and take it for revoked.
             async with asyncio.timeout(self.remaining_s()), self._refreshing:
-                asked_at = time.monotonic()
+                asked_at = boottime()
                 reply = await self._client.call(lambda: self._client.refresh_lease(self._id))
                 if reply is None:
                     return False
@@ -133,7 +143,7 @@ class EtcdLease:
         if not await self._was_wiped(header):
             self.end(LeaseLoss.REVOKED)
             return True
-        asked_at = time.monotonic()
+        asked_at = boottime()
         try:
             granted = await _ask(self._client, self._ttl_s, self._timeout_s, lease_id=self._id)
         except rpc.AioRpcError as exc:
@@ -176,7 +186,7 @@ class EtcdLease:
 
 async def grant_lease(client: EtcdClient, ttl_s: float, *, timeout_s: float) -> EtcdLease:
     """Raises what `EtcdClient.call` raises. Its time-to-live may be longer than asked for."""
-    asked_at = time.monotonic()
+    asked_at = boottime()
     granted = await _ask(client, ttl_s, timeout_s)
     return EtcdLease(client, granted, granted_at=asked_at, timeout_s=timeout_s)
 

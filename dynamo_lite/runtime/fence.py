@@ -2,17 +2,19 @@
 
 The process that holds the lease writes, in eight bytes of a mapped file, until
 when the lease certainly lives; whoever must stop acting with it (the engine's
-worker half, before every write) reads them. CLOCK_MONOTONIC is one clock for
-all processes of a machine. A holder that is stopped or partitioned cannot
-extend the deadline, so it passes: no message is needed to fence.
+worker half, before every write) reads them. CLOCK_BOOTTIME is one clock for all
+processes of a host, and counts the time in which the host was suspended. A holder that
+is stopped or partitioned cannot extend the deadline, so it passes: no message is needed
+to fence.
 """
 
 import mmap
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
+
+from dynamo_lite.runtime.clock import boottime
 
 _DEADLINE = struct.Struct("<d")
 
@@ -30,9 +32,9 @@ class Fence(Protocol):
 
 
 class MemoryFence:
-    """Both ends within one process. now: monotonic seconds."""
+    """Both ends within one process. now: seconds, as `boottime`."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic):
+    def __init__(self, now: Callable[[], float] = boottime):
         self._now = now
         self._deadline = 0.0
 
@@ -57,7 +59,7 @@ class FenceHolder:
 
     def extend(self, remaining_s: float) -> None:
         """The lease lives at least `remaining_s` from now; 0 fences at once."""
-        deadline = time.monotonic() + remaining_s if remaining_s > 0 else 0.0
+        deadline = boottime() + remaining_s if remaining_s > 0 else 0.0
         self._map[:] = _DEADLINE.pack(deadline)
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class FenceReader:
 
     def open(self) -> bool:
         """Whether the lease still lives for certain."""
-        return time.monotonic() < _DEADLINE.unpack(self._map[:])[0]
+        return boottime() < _DEADLINE.unpack(self._map[:])[0]
 
     def close(self) -> None:
         self._map.close()

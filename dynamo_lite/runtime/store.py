@@ -38,7 +38,7 @@ class Lease(Protocol):
         ...
 
     def remaining_s(self) -> float:
-        """Seconds that it certainly still lives, by this process's monotonic clock."""
+        """Seconds that it certainly still lives, by this host's CLOCK_BOOTTIME."""
         ...
 
     async def lost(self) -> LeaseLoss:
@@ -106,7 +106,7 @@ class Store(Protocol):
         ...
 
     def lease(self, ttl_s: float) -> AbstractAsyncContextManager[Lease]:
-        """Grants a lease, keeps it alive in a task of its own, revokes it at the end."""
+        """Grants a lease, keeps it alive until the context ends, and revokes it then."""
         ...
 
     async def revoke(self, lease_id: int) -> bool:

@@ -48,7 +48,7 @@ class SimProcess:
         self.ready: deque[SimHandle] = deque()
         self.idle = True
         self.tasks_made: weakref.WeakSet[SimTask[Any]] = weakref.WeakSet()
-        self.clock = Clock(monotonic=loop.time, wall=self.wall)
+        self.clock = Clock(monotonic=loop.time, wall=self.wall, boottime=loop.time)
         self.context = contextvars.Context()
         self.context.run(PROCESS.set, self)
         #: Called as (process, new state), in order of registration, by `pause`, `resume`,

@@ -15,7 +15,10 @@ from dynamo_lite.protocol.errors import (
     StartupError,
     StoreUnavailable,
 )
+from dynamo_lite.runtime import etcd_lease, etcd_lease_thread
+from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.etcd_lease import grant_lease
 from dynamo_lite.runtime.memory import MemoryStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
 
@@ -245,11 +248,44 @@ async def test_a_lease_expires_by_the_local_clock(etcd_server) -> None:
         assert lease.remaining_s() == 0
 
 
+async def test_a_stalled_event_loop_costs_no_lease(etcd_server) -> None:
+    async with EtcdStore(etcd_server.url) as store, store.lease(2) as lease:
+        await store.put("n/own", b"1", lease=lease)
+        time.sleep(lease.ttl_s * 2)  # the stall
+        assert lease.loss is None
+        assert await store.get("n/own") == b"1"
+        assert await lease.verify() is None
+
+
+async def test_a_hung_event_loop_does_not_keep_its_lease(etcd_server) -> None:
+    """Another process sees the member go, and the hung one knows it when it runs again."""
+    store = EtcdStore(etcd_server.url, hung_s=0.5)
+    async with store, store.lease(2) as lease, EtcdStore(etcd_server.url) as other:
+        await store.put("n/own", b"1", lease=lease)
+        time.sleep(lease.ttl_s * 2 + 1)  # the hang
+        assert lease.loss is LeaseLoss.EXPIRED
+        assert await lease.lost() is LeaseLoss.EXPIRED
+        async with asyncio.timeout(5):
+            while await other.get("n/own") is not None:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_suspended_host_has_lost_its_lease(etcd_server, monkeypatch) -> None:
+    """CLOCK_MONOTONIC stands still in a suspend; CLOCK_BOOTTIME does not."""
+    async with EtcdStore(etcd_server.url) as store, store.lease(30) as lease:
+        assert lease.loss is None
+        for module in (etcd_lease, etcd_lease_thread):
+            monkeypatch.setattr(module, "boottime", lambda: boottime() + 31)
+        assert lease.remaining_s() == 0
+        assert lease.loss is LeaseLoss.EXPIRED
+        assert await lease.verify() is LeaseLoss.EXPIRED
+
+
 async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:
     holder = await EtcdStore(etcd_server.url).__aenter__()
     async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
         assert await take(events) == Snapshot({})
-        lease = await holder._grant(2)  # nobody keeps it alive
+        lease = await grant_lease(holder._client, 2, timeout_s=2)  # nobody keeps it alive
         await holder.put("n/own", b"1", lease=lease)
         assert await take(events) == Put("n/own", b"1")
         await holder.__aexit__()

@@ -70,7 +70,7 @@ class Pair:
     def __init__(self, stack: AsyncExitStack, wire: Wire, assembly: Assembly, **config: Any):
         self.stack, self.assembly = stack, assembly
         loop = asyncio.get_running_loop()
-        self.clock = Clock(monotonic=loop.time, wall=loop.time)
+        self.clock = Clock(monotonic=loop.time, wall=loop.time, boottime=loop.time)
         self.servers = Servers(self.clock)
         self.fabric = Fabric(random.Random(1), wire)
         self.config = SimModelConfig(**config)

@@ -1,16 +1,15 @@
 """The fence: open only while the lease certainly lives, with no message needed."""
 
-import time
-
 import pytest
 
+from dynamo_lite.runtime import fence as fence_module
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 
 
 @pytest.fixture
 def fence(tmp_path, monkeypatch):
     clock = [5000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(fence_module, "boottime", lambda: clock[0])
     holder = FenceHolder(tmp_path / "fence")
     reader = FenceReader(tmp_path / "fence")
     yield holder, reader, clock

@@ -1,7 +1,6 @@
 """Until when a prefill worker's engine may write: the lease, then its own promises."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from dynamo_lite.components import prefill_fence
 from dynamo_lite.components.prefill_fence import FenceKeeper
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, WriterStays, decode_writer_stays
-from dynamo_lite.runtime.clock import SYSTEM_CLOCK
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, boottime
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 
@@ -43,7 +42,7 @@ class NotedFence(FenceHolder):
 
     def extend(self, remaining_s: float) -> None:
         super().extend(remaining_s)
-        self.deadlines.append(time.monotonic() + remaining_s if remaining_s > 0 else 0.0)
+        self.deadlines.append(boottime() + remaining_s if remaining_s > 0 else 0.0)
 
 
 class Worker:
@@ -77,7 +76,7 @@ class Worker:
         self.abandoned.append(attempt)
 
     async def hear(self, payload: bytes) -> bytes:
-        self.heard.append((time.monotonic(), decode_writer_stays(payload)))
+        self.heard.append((boottime(), decode_writer_stays(payload)))
         return b""
 
     @asynccontextmanager
@@ -122,7 +121,7 @@ async def worker(tmp_path) -> AsyncIterator[Worker]:
 async def test_a_serving_worker_may_write_as_long_as_its_lease_lives(worker):
     worker.work("a1")
     await eventually(lambda: len(worker.fence.deadlines) >= 3)
-    assert all(0 < d <= time.monotonic() + TTL_S for d in worker.fence.deadlines)
+    assert all(0 < d <= boottime() + TTL_S for d in worker.fence.deadlines)
     assert worker.reader.open()
     assert (worker.heard, worker.abandoned) == ([], [])
 
@@ -131,7 +130,7 @@ async def test_a_lease_that_is_not_refreshed_is_not_stretched(worker):
     await eventually(lambda: worker.fence.deadlines)
     worker.store.set_available(False)
     worker.now += TTL_S - 0.01
-    asked_at, before = time.monotonic(), len(worker.fence.deadlines)
+    asked_at, before = boottime(), len(worker.fence.deadlines)
     await eventually(lambda: len(worker.fence.deadlines) > before + 1)
     assert 0 < worker.fence.deadlines[-1] - asked_at < TTL_S
 
@@ -197,7 +196,7 @@ async def test_a_promise_that_is_heard_late_counts_from_when_it_was_made(worker)
     late = asyncio.Event()
 
     async def slow(payload: bytes) -> bytes:
-        worker.heard.append((time.monotonic(), decode_writer_stays(payload)))
+        worker.heard.append((boottime(), decode_writer_stays(payload)))
         await late.wait()
         return b""
 
