@@ -18,13 +18,15 @@ class SamplingFacts:
     whose seed the request names. history_dependent: the choice depends on which
     tokens were generated, beyond their being the context (presence, frequency or
     repetition penalty, bad words, detection of repetitions). grammar: the output
-    is constrained by one.
+    is constrained by one. causal: no token of the model's context attends to a later
+    one; if not, tokens mean something else at the end of a prompt than as an output.
     """
 
     greedy: bool = False
     seeded: bool = False
     history_dependent: bool = False
     grammar: bool = False
+    causal: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,13 @@ def plan(facts: SamplingFacts) -> Plan:
             return Replay(reason="greedy under a grammar: repeated exactly")
         if facts.history_dependent:
             return Replay(reason="greedy with a memory of its output: repeated exactly")
+        if not facts.causal:
+            return Replay(reason="greedy, and the model is not causal: repeated exactly")
         return Continue(reason="greedy: the next token depends on the tokens so far only")
     if facts.seeded:
         return Replay(reason="seeded: the random generator is brought to the same state")
     if facts.grammar:
         return Stay(reason="random without a seed under a grammar, whose state cannot be moved")
+    if not facts.causal:
+        return Stay(reason="random without a seed, and the model is not causal")
     return Continue(reason="random without a seed: any continuation is as good")

@@ -18,6 +18,9 @@ from dynamo_lite.policy.migration import Continue, Replay, SamplingFacts, Stay, 
         (SamplingFacts(history_dependent=True), Continue),
         (SamplingFacts(grammar=True), Stay),
         (SamplingFacts(grammar=True, history_dependent=True), Stay),
+        (SamplingFacts(causal=False, greedy=True), Replay),
+        (SamplingFacts(causal=False, seeded=True), Replay),
+        (SamplingFacts(causal=False), Stay),
     ],
 )
 def test_the_plan_and_its_reason(facts: SamplingFacts, kind: type):

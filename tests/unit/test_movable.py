@@ -1,13 +1,20 @@
 """Which vLLM sampling parameters can go on elsewhere, and how."""
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
+import vllm
+from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import (
     RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,
 )
 
-from dynamo_lite.engine.vllm.movable import facts, movable
+from dynamo_lite.engine.vllm.movable import facts, is_causal, movable
 from dynamo_lite.policy.migration import Continue, Replay, Stay
 
 GRAMMAR = StructuredOutputsParams(json={"type": "object"})
@@ -66,3 +73,32 @@ def test_each_of_several_choices_has_a_seed_of_its_own():
     children = [parent.get_child_info(index)[1] for index in range(3)]
     assert [child.seed for child in children] == [7, 8, 9]
     assert all(isinstance(movable(child), Replay) for child in children)
+
+
+def model(*architectures: str, is_diffusion: bool = False) -> Any:
+    return cast("Any", SimpleNamespace(architectures=architectures, is_diffusion=is_diffusion))
+
+
+def test_which_models_are_causal():
+    assert is_causal(model("LlamaForCausalLM"))
+    assert not is_causal(model("HrmTextForCausalLM"))
+    assert not is_causal(model("DiffusionGemmaForBlockDiffusion", is_diffusion=True))
+
+
+def test_every_architecture_with_prefix_lm_layers_is_known():
+    """Nothing but the source of vLLM's models says which these are."""
+    root = Path(vllm.__file__).parent
+    found = set()
+    for folder in ("model_executor/models", "models"):
+        for source in (root / folder).rglob("*.py"):
+            text = source.read_text()
+            if "PrefillPrefixLMAttention(" in text:
+                found.update(re.findall(r"^class (\w+)\(", text, re.MULTILINE))
+    served = found & set(ModelRegistry.get_supported_archs())
+    assert served
+    assert [name for name in sorted(served) if is_causal(model(name))] == []
+
+
+def test_tokens_of_a_model_that_is_not_causal_never_become_a_prompt():
+    assert isinstance(movable(SamplingParams(temperature=0), causal=False), Replay)
+    assert isinstance(movable(SamplingParams(temperature=1), causal=False), Stay)

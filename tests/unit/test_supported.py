@@ -19,9 +19,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from dynamo_lite.engine.remote_prefill.link import PrefillLink
-from dynamo_lite.engine.vllm.supported import check_config, check_kv, hearing, telling
-from dynamo_lite.protocol.errors import StartupError
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from dynamo_lite.engine.remote_prefill.link import PrefillLink, read_link
+from dynamo_lite.engine.vllm import supported
+from dynamo_lite.engine.vllm.supported import check_args, check_config, check_kv, hearing, telling
+from dynamo_lite.protocol.errors import ProtocolError, StartupError
 
 BLOCK = 32
 SHAPE: dict[str, Any] = {
@@ -68,6 +71,8 @@ def test_kv_in_blocks_of_tokens_is_handed_over(spec):
         ([ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)], "ChunkedLocalAttention"),
         ([FullAttentionSpec(**{**SHAPE, "block_size": 64})], "blocks hold 64 tokens, the engine's"),
         ([FullAttentionSpec(**SHAPE, tokens_per_state=4)], "one state for 4 tokens"),
+        ([FullAttentionSpec(**SHAPE, non_causal=True)], "(prefix LM)"),
+        ([uniform(a=FULL, b=FullAttentionSpec(**SHAPE, non_causal=True))], "layer b: each token"),
         ([uniform(a=FULL, odd=MAMBA)], "layer odd: KV of the kind MambaSpec"),
     ],
 )
@@ -86,6 +91,7 @@ def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | N
         "is_hybrid",
         "is_attention_free",
         "has_inner_state",
+        "is_diffusion",
         "enforce_eager",
     )
     facts = {**dict.fromkeys(flags, False), **(model or {})}
@@ -94,6 +100,9 @@ def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | N
             "data_parallel_size",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
+            "data_parallel_size_local",
+            "world_size",
+            "nnodes",
         ),
         1,
     )
@@ -102,7 +111,7 @@ def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | N
         SimpleNamespace(
             model_config=SimpleNamespace(model="some/model", **facts),
             parallel_config=SimpleNamespace(
-                **{**sizes, "use_ubatching": False, **(parallel or {})}
+                **{**sizes, "use_ubatching": False, "use_ray": False, **(parallel or {})}
             ),
         ),
     )
@@ -119,14 +128,47 @@ def test_an_ordinary_engine_is_supported():
         ({"model": {"is_hybrid": True}}, "some/model: it has layers with a state per request"),
         ({"model": {"is_attention_free": True}}, "some/model: it has layers with a state"),
         ({"model": {"is_encoder_decoder": True}}, "some/model: an encoder's output"),
+        ({"model": {"is_diffusion": True}}, "some/model: it is a diffusion model"),
         ({"parallel": {"data_parallel_size": 3}}, "(ServiceArgs.workers: 3)"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "decode-context-parallel-size"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill-context-parallel-size"),
+        ({"parallel": {"nnodes": 2}}, "nnodes: 2 is not supported"),
+        ({"parallel": {"data_parallel_size_local": 0}}, "data-parallel-size-local: 0"),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused_before_the_engine_starts(changed, reason):
     with pytest.raises(StartupError, match=re.escape(reason)):
         check_config(config(**changed), WHOLE)
+
+
+def test_ranks_that_ray_would_put_on_another_host_are_refused(monkeypatch: pytest.MonkeyPatch):
+    gpus = SimpleNamespace(is_cpu=lambda: False, device_count=lambda: 4)
+    monkeypatch.setattr(supported, "current_platform", gpus)
+    check_config(config(parallel={"use_ray": True, "world_size": 4}), WHOLE)
+    check_config(config(parallel={"world_size": 8}), WHOLE)
+    with pytest.raises(StartupError, match="8 ranks, and 4 devices on this host"):
+        check_config(config(parallel={"use_ray": True, "world_size": 8}), WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"kv_offloading_size": 4.0}, "kv-offloading-size"),
+        (
+            {"kv_offloading_size": 4.0, "kv_offloading_backend": "lmcache"},
+            "kv-offloading-size",
+        ),
+        ({"disable_hybrid_kv_cache_manager": False}, "disable-hybrid-kv-cache-manager: false"),
+    ],
+)
+def test_arguments_that_displace_the_connector_are_refused(given: dict[str, Any], key: str):
+    with pytest.raises(StartupError, match=f"^{key} does not go with remote prefill"):
+        check_args(AsyncEngineArgs(model="some/model", **given))
+
+
+def test_arguments_that_leave_the_connector_in_place_are_accepted():
+    check_args(AsyncEngineArgs(model="some/model", kv_offloading_backend="lmcache"))
+    check_args(AsyncEngineArgs(model="some/model", disable_hybrid_kv_cache_manager=True))
 
 
 def test_layers_are_streamed_only_where_each_one_is_told():
@@ -139,7 +181,10 @@ def test_layers_are_streamed_only_where_each_one_is_told():
         )
 
 
-@pytest.mark.parametrize("why", [StartupError("no such KV"), ValueError("layer 1: not dense")])
+@pytest.mark.parametrize(
+    "why",
+    [StartupError("no such KV"), ProtocolError("no link"), ValueError("layer 1: not dense")],
+)
 def test_the_component_hears_why_its_engine_gave_up(tmp_path: Path, why: Exception):
     link = tmp_path / "PrefillWorker-0.engine.json"
     with pytest.raises(StartupError, match=str(why)), hearing(link):
@@ -155,3 +200,20 @@ def test_other_ends_are_told_as_they_are_whatever_an_earlier_start_has_left(tmp_
         raise ValueError("old")
     with pytest.raises(RuntimeError, match="out of memory"), hearing(link):
         raise RuntimeError("out of memory")
+
+
+def test_a_rank_that_cannot_read_its_link_says_where_and_why(tmp_path: Path):
+    link = tmp_path / "VllmWorker-0.engine.json"
+    with pytest.raises(StartupError, match="must be on the host of its component"), hearing(link):
+        with pytest.raises(StartupError, match=f"{link}: No such file"), telling(link):
+            read_link(str(link))
+        raise RuntimeError("Engine core initialization failed")
+
+
+def test_the_reason_is_raised_also_where_it_cannot_be_left(tmp_path: Path):
+    """On another host there is no folder for it."""
+    with (
+        pytest.raises(StartupError, match="cannot read its link"),
+        telling(link := tmp_path / "elsewhere" / "VllmWorker-0.engine.json"),
+    ):
+        read_link(str(link))

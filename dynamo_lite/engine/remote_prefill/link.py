@@ -5,11 +5,13 @@ credentials and engines log their configuration; the configuration names the fil
 """
 
 import os
+import socket
 from pathlib import Path
 
 import msgspec
 
 from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.queue.base import QueueConfig
 
 #: Key of `kv_connector_extra_config` that holds the file's path.
@@ -70,4 +72,12 @@ def write_link(path: Path, link: EngineLink) -> None:
 
 
 def read_link(path: str) -> EngineLink:
-    return decode_json(Path(path).read_bytes(), EngineLink)
+    """Raises StartupError where the file cannot be read, ProtocolError for other contents."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as exc:
+        raise StartupError(
+            f"this engine process, on host {socket.gethostname()}, cannot read its link"
+            f" {path}: {exc.strerror}; all ranks of an engine must be on the host of its component"
+        ) from exc
+    return decode_json(content, EngineLink)

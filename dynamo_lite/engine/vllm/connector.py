@@ -69,7 +69,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         atexit.register(gc.freeze)
         assert vllm_config.kv_transfer_config is not None
         self._link_file = vllm_config.kv_transfer_config.kv_connector_extra_config[LINK_FILE]
-        self._link = read_link(self._link_file)
+        with telling(Path(self._link_file)):
+            self._link = read_link(self._link_file)
         hold_lease(self._link.lease_id)
         with telling(Path(self._link_file)):
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)

@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -34,7 +35,7 @@ from dynamo_lite.engine.vllm.attempts import Attempts
 from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.engine.vllm.kv_events import VllmKvEvents
 from dynamo_lite.engine.vllm.short_first import let_short_pass
-from dynamo_lite.engine.vllm.supported import check_config, hearing
+from dynamo_lite.engine.vllm.supported import check_args, check_config, hearing
 from dynamo_lite.engine.vllm.transfer_config import transfer_config
 from dynamo_lite.engine.vllm.wire import delta_from_output
 from dynamo_lite.protocol import names
@@ -271,10 +272,12 @@ class VllmEngine:
         assert flags is not None
         engine_args = AsyncEngineArgs.from_cli_args(flags)
         if self._link is not None:
+            check_args(engine_args)
             engine_args.kv_transfer_config = transfer_config(self._link, self._link_path)
         if self.kv_events is not None:
             engine_args.kv_events_config = self.kv_events.config()
-        self._config = engine_args.create_engine_config()
+        # The context chooses defaults for the device: those that `vllm serve` has.
+        self._config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         let_short_pass(self._config, self._link)
         if self.kv_events is not None and not self.kv_events.attach(self._config):
             self.kv_events = None

@@ -6,22 +6,33 @@ whatever is kept per request besides (a generator, counts over the output only, 
 grammar's state) does not.
 """
 
+from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
 from dynamo_lite.policy.migration import Plan, SamplingFacts, plan
 
+#: Architectures whose prompt tokens attend to all of the prompt (prefix LM). Only vLLM's
+#: layers know that, and those live in an engine's process.
+_PREFIX_LMS = frozenset({"HrmTextForCausalLM"})
 
-def movable(params: SamplingParams) -> Plan:
-    """How a sequence with these parameters goes on elsewhere."""
-    return plan(facts(params))
+
+def is_causal(model: ModelConfig) -> bool:
+    """Whether no token of a text depends on those behind it."""
+    return not model.is_diffusion and _PREFIX_LMS.isdisjoint(model.architectures)
 
 
-def facts(params: SamplingParams) -> SamplingFacts:
+def movable(params: SamplingParams, *, causal: bool = True) -> Plan:
+    """How a sequence with these parameters goes on elsewhere. causal: see `is_causal`."""
+    return plan(facts(params, causal=causal))
+
+
+def facts(params: SamplingParams, *, causal: bool = True) -> SamplingFacts:
     return SamplingFacts(
         greedy=params.sampling_type is SamplingType.GREEDY,
         seeded=params.sampling_type is SamplingType.RANDOM_SEED,
         history_dependent=_remembers(params),
         grammar=params.structured_outputs is not None,
+        causal=causal,
     )
 
 

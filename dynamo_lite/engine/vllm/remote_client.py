@@ -15,6 +15,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.loggers import StatLoggerManager
 
+from dynamo_lite.engine.vllm.movable import is_causal
 from dynamo_lite.engine.vllm.remote_core import RemoteCore
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class RemoteEngineClient(AsyncLLM):
         )
         self.engine_core: Any = core
         core.fail = self._fail
+        core.causal = is_causal(self.model_config)
         self.logger_manager = StatLoggerManager(vllm_config, engine_idxs=[0]) if log_stats else None
         self.profiler = None
         self._client_count = 1

@@ -59,8 +59,9 @@ class RemoteCore(EngineCoreClient):
     one request with an error and returns the other sequences that die with it.
     refused: how many requests were not taken, by "limit" (ours), "busy" (every
     worker's), "no_worker" (nobody is there, or answers), "late" (its time was up
-    before a worker had it) and "rejected" (not acceptable to the engine). tracer: None
-    where nothing is traced.
+    before a worker had it) and "rejected" (not acceptable to the engine). causal: whether
+    the model is (`movable.is_causal`); the client sets it. tracer: None where nothing is
+    traced.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class RemoteCore(EngineCoreClient):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self.fail: Callable[[str, Exception], list[str]] = lambda request_id, error: []
+        self.causal = True
         self.refused: Counter[str] = Counter()
         self.admission = Admission(limits or Limits())
         self._members = members
@@ -113,7 +115,9 @@ class RemoteCore(EngineCoreClient):
         if request.abort_immediately:
             return  # releases blocks of vLLM's own KV transfer, which is not used here
         try:
-            message, plan = generate_request(request, _time_left_s(), _session())
+            message, plan = generate_request(
+                request, _time_left_s(), _session(), causal=self.causal
+            )
         except DeadlineExceeded as exc:
             raise self._refusal(exc) from exc
         verdict = self.admission.enter(message.request_id, len(message.prompt_token_ids))

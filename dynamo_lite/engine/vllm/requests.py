@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 
 from dynamo_lite.engine.remote_prefill.request_time import time_limit
-from dynamo_lite.engine.vllm.movable import movable
+from dynamo_lite.engine.vllm.movable import is_causal, movable
 from dynamo_lite.engine.vllm.wire import (
     KV_TRANSFER_PARAMS,
     sampling_from_bytes,
@@ -29,11 +29,16 @@ from dynamo_lite.runtime.generate import MAX_REQUEST_ID
 
 
 def generate_request(
-    request: EngineCoreRequest, timeout_s: float | None, session: str | None = None
+    request: EngineCoreRequest,
+    timeout_s: float | None,
+    session: str | None = None,
+    *,
+    causal: bool = True,
 ) -> tuple[GenerateRequest, Plan]:
     """The message, and how it goes on when its worker is lost.
 
-    timeout_s: what is left of its time. session: see `GenerateRequest`.
+    timeout_s: what is left of its time. session: see `GenerateRequest`. causal: whether
+    the model is.
     Raises VLLMValidationError for what cannot travel.
     """
     params = _sampling(request)
@@ -55,7 +60,7 @@ def generate_request(
         timeout_s=timeout_s,
         session=session,
     )
-    return message, movable(params)
+    return message, movable(params, causal=causal)
 
 
 def canary(request_id: str, timeout_s: float, *, max_tokens: int) -> GenerateRequest:
@@ -114,6 +119,11 @@ def generation(
     if sampling.max_tokens is None:
         sampling.max_tokens = model.max_model_len - len(prompt)
     if request.output_token_ids:
+        if not is_causal(model):
+            raise Refused(
+                "this model is not causal: generated tokens cannot become the end of its prompt",
+                elsewhere=False,
+            )
         prompt = prompt + request.output_token_ids
         _check_prompt(prompt, model)
         _go_on_after(len(request.output_token_ids), sampling)

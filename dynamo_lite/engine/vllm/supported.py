@@ -6,10 +6,12 @@ file beside its link, and its component reports it.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -21,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, PrefillLink
-from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 
 #: One block of them holds the KV of its tokens, and is never needed again once the
 #: tokens that look back at it are there. Their subclasses mean something else.
@@ -30,9 +32,28 @@ _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 _WITHOUT = "serve it without prefill workers (graphs.agg, or VllmWorker.remote-prefill: false)"
 
 
+def check_args(args: AsyncEngineArgs) -> None:
+    """Raises StartupError for arguments that would take the connector's place.
+
+    vLLM resolves them while it makes its configuration, and then fails with an error that
+    names neither the argument nor the reason.
+    """
+    if args.kv_offloading_size is not None:
+        raise StartupError(
+            "kv-offloading-size does not go with remote prefill: vLLM has one KV connector per"
+            f" engine, and offloading would replace ours; remove it, or {_WITHOUT}"
+        )
+    if args.disable_hybrid_kv_cache_manager is False:
+        raise StartupError(
+            "disable-hybrid-kv-cache-manager: false does not go with remote prefill: all layers"
+            f" must share one table of blocks; remove it, or {_WITHOUT}"
+        )
+
+
 def check_config(config: VllmConfig, role: DecodeLink | PrefillLink) -> None:
     """Raises StartupError for an engine that cannot take part in remote prefills so."""
     _check_parallel(config.parallel_config)
+    _check_one_host(config.parallel_config)
     if isinstance(role, PrefillLink) and role.stream_layers:
         _check_layer_hook(config)
     if reason := _stateful(config.model_config):
@@ -61,8 +82,10 @@ def telling(link_file: Path) -> Iterator[None]:
     """In the engine's process: leaves the reason of a refusal for its component."""
     try:
         yield
-    except (StartupError, ValueError) as exc:
-        _reason_file(link_file).write_text(str(exc))
+    except (DynamoLiteError, ValueError) as exc:
+        # On another host than the component's there may be no such folder.
+        with suppress(OSError):
+            _reason_file(link_file).write_text(str(exc))
         raise
 
 
@@ -94,6 +117,11 @@ def _stateful(model: ModelConfig) -> str:
             "it has layers with a state per request (Mamba, linear attention and the like),"
             " and only KV of attention layers can be handed over"
         )
+    if model.is_diffusion:
+        return (
+            "it is a diffusion model: it rewrites several tokens at a time, so that KV which was"
+            " computed in another engine may not be what it needs"
+        )
     return ""
 
 
@@ -105,6 +133,11 @@ def _odd(spec: KVCacheSpec, block_size: int) -> str:
         return f"its blocks hold {spec.block_size} tokens, the engine's {block_size}"
     if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
         return f"it keeps one state for {spec.tokens_per_state} tokens"
+    if isinstance(spec, FullAttentionSpec) and spec.non_causal:
+        return (
+            "each token of a prompt attends to those behind it (prefix LM), so that its KV"
+            " depends on the prompt's last token, which a prefill worker does not get"
+        )
     return ""
 
 
@@ -136,3 +169,25 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             "decode-context-parallel-size and prefill-context-parallel-size > 1 are not supported"
             " with remote prefill: the tokens of one block would lie on several ranks"
         )
+
+
+def _check_one_host(parallel: ParallelConfig) -> None:
+    """Raises StartupError where a rank would run on another host than its component."""
+    why = (
+        "an engine with remote prefill must be on one host: its ranks read a file of their"
+        " component, and the fence that a lost lease closes"
+    )
+    if parallel.nnodes > 1:
+        raise StartupError(f"nnodes: {parallel.nnodes} is not supported with remote prefill: {why}")
+    if parallel.data_parallel_size_local == 0:
+        raise StartupError(
+            f"data-parallel-size-local: 0 is not supported with remote prefill: {why}"
+        )
+    # A CPU counts as one device, however many ranks it takes.
+    if parallel.use_ray and not current_platform.is_cpu():
+        local = current_platform.device_count()
+        if parallel.world_size > local:
+            raise StartupError(
+                f"distributed-executor-backend: ray with {parallel.world_size} ranks, and"
+                f" {local} devices on this host: {why}"
+            )
