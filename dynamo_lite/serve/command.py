@@ -31,6 +31,9 @@ from dynamo_lite.serve.supervisor import StopSignals, Supervisor
 
 _MAX_LONE_SERVICES = 1000
 
+#: Lies in each folder whose contents are an embedded server's, and so may be removed.
+_OURS = ".dynamo-lite-embedded"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
@@ -134,22 +137,46 @@ async def _connect(
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
     servers: list[Server] = []
     await preflight.check_servers(nats_url, etcd_url)
+    data = request.state_dir / "embedded"
+    for name, url in (("nats", nats_url), ("etcd", etcd_url)):
+        if url is None:
+            _fresh(data / name)
     if nats_url is None:
-        nats = await stack.enter_async_context(EmbeddedNats(_fresh(request.state_dir / "nats")))
+        nats = await stack.enter_async_context(EmbeddedNats(data / "nats"))
         nats_url = nats.url
         servers.append(nats)
     if etcd_url is None:
-        etcd = await stack.enter_async_context(EmbeddedEtcd(_fresh(request.state_dir / "etcd")))
+        etcd = await stack.enter_async_context(EmbeddedEtcd(data / "etcd"))
         etcd_url = etcd.url
         servers.append(etcd)
     progress.line("serve", f"NATS {redact(nats_url)}, etcd {redact(etcd_url)}")
     return nats_url, etcd_url, servers
 
 
-def _fresh(directory: Path) -> Path:
-    """What an embedded server stored belongs to the run that is over."""
-    shutil.rmtree(directory, ignore_errors=True)
-    return directory
+def _fresh(directory: Path) -> None:
+    """Makes an empty folder for an embedded server: what it stored belongs to a run that
+    is over.
+
+    Raises ConfigError, and removes nothing, where the folder may be somebody else's;
+    StartupError when it cannot be emptied.
+    """
+    marker = directory / _OURS
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        content = [path for path in directory.iterdir() if path != marker]
+        if content and not marker.is_file():
+            raise ConfigError(
+                [
+                    f"--state-dir: {directory} is not empty and has no file {_OURS}, so it may not"
+                    " be ours: nothing was removed; choose another --state-dir"
+                ]
+            )
+        # First, and never removed: a start that is killed leaves what the next one knows.
+        marker.touch()
+        for path in content:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    except OSError as exc:
+        raise StartupError(f"folder {directory} of an embedded server: {exc}") from exc
 
 
 def _launches(

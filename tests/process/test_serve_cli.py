@@ -162,7 +162,9 @@ def test_an_interrupt_while_the_servers_start(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     state = tmp_path / "state"
     with serving(state) as command:
-        eventually(lambda: (state / "etcd" / "etcd.log").exists(), "nats-server answers")
+        eventually(
+            lambda: (state / "embedded" / "etcd" / "etcd.log").exists(), "nats-server answers"
+        )
         eventually(lambda: len(_children_of(command.process.pid)) == 2, "both servers run")
         servers = _children_of(command.process.pid)
         command.signal(kind)
@@ -251,3 +253,34 @@ def test_vllm_judges_its_own_arguments_once(tmp_path: Path):
     again = run(*arguments)
     assert (again.returncode, again.stderr) == (2, first.stderr)
     assert (tmp_path / "cache" / "vllm-arguments.json").stat().st_mtime_ns == written
+
+
+def test_a_state_directory_s_own_folders_are_left_alone(tmp_path: Path):
+    """As in /var/lib, or a checkout: folders of these names are somebody else's."""
+    foreign = [tmp_path / name / "member" / "db" for name in ("etcd", "nats")]
+    for file in foreign:
+        file.parent.mkdir(parents=True)
+        file.write_text("production")
+    for _ in range(2):
+        with serving(tmp_path) as graph:
+            graph.wait_line("ready http")
+            stored = tmp_path / "embedded" / "etcd" / "left"
+            assert not stored.exists()
+            stored.mkdir()
+            (stored / "file").touch()
+            graph.signal(signal.SIGINT)
+            assert graph.end() == 0
+    assert [file.read_text() for file in foreign] == ["production"] * 2
+
+
+@pytest.mark.parametrize("name", ["nats", "etcd"])
+def test_a_folder_that_may_be_somebody_else_s_is_not_emptied(tmp_path: Path, name: str):
+    file = tmp_path / "embedded" / name / "data" / "db"
+    file.parent.mkdir(parents=True)
+    file.write_text("production")
+    result = run("serve", STUB, "--state-dir", str(tmp_path))
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert f"--state-dir: {tmp_path / 'embedded' / name} is not empty" in line
+    assert "nothing was removed" in line
+    assert file.read_text() == "production"

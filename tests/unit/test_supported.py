@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -18,8 +19,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-
-from vllm.engine.arg_utils import AsyncEngineArgs
 
 from dynamo_lite.engine.remote_prefill.link import PrefillLink, read_link
 from dynamo_lite.engine.vllm import supported
