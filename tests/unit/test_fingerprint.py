@@ -1,16 +1,22 @@
 """Who may write into whom, before anything is computed."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from vllm.config import ModelConfig, VllmConfig
 
-from dynamo_lite.engine.vllm.fingerprint import check_peer
+from dynamo_lite.engine.vllm.fingerprint import check_peer, fingerprint
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
 from tests.shards import Shape, ShardedEngine
+from tests.vllm.front_half import write_model
 
 ONE = Shape()
 SAME = {"model": "tiny", "block_size": "32", "kv_layout": "heads of [32, 64]/[64, 1]"}
@@ -90,3 +96,83 @@ def test_ranks_that_do_not_fit_are_refused_with_what_each_side_has():
     )
     with pytest.raises(IncompatiblePeer, match=r"its rank 0 \(.*cannot be cut.*here \(rank 0"):
         check_peer(engine("p", mine), engine("d", theirs))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two folders of one name with the same model, which a test may change."""
+    base = tmp_path_factory.mktemp("models")
+    for host in ("one", "two"):
+        folder = write_model(base / host / "llama")
+        (folder / "model.safetensors").write_bytes(b"weights")
+    return base
+
+
+def printed(models: Path, host: str = "one", **given: Any) -> dict[str, str]:
+    model = ModelConfig(
+        model=str(models / host / "llama"), **{"max_model_len": 512, "dtype": "bfloat16", **given}
+    )
+    return fingerprint(VllmConfig(model_config=model), "layout")
+
+
+def changed(models: Path, **given: Any) -> set[str]:
+    """What differs between the model as it is, and with `given`."""
+    plain, other = printed(models), printed(models, **given)
+    return {name for name in plain if plain[name] != other[name]}
+
+
+def test_the_same_model_on_two_hosts_has_one_fingerprint(models: Path):
+    assert changed(models, host="two") == set()
+
+
+def test_a_configuration_counts_without_what_only_says_where_it_is_from(models: Path):
+    file = models / "two" / "llama" / "config.json"
+    written = json.loads(file.read_text())
+    try:
+        other = {"transformers_version": "1.0", "_name_or_path": "/old/path", "dtype": "float32"}
+        file.write_text(json.dumps({**written, **other}))
+        assert changed(models, host="two") == set()
+        file.write_text(json.dumps({**written, "rms_norm_eps": 0.5}))
+        assert changed(models, host="two") == {"config"}
+    finally:
+        file.write_text(json.dumps(written))
+
+
+SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"hf_overrides": {"rope_parameters": SCALED}}, {"config", "rope"}),
+        ({"hf_overrides": {"rms_norm_eps": 0.5}}, {"config"}),
+        ({"max_model_len": 256}, {"max_model_len"}),
+        ({"dtype": "float32"}, {"dtype"}),
+    ],
+    ids=str,
+)
+def test_what_makes_other_kv_is_in_the_fingerprint(models: Path, given: dict, names: set[str]):
+    assert changed(models, **given) - {"attention"} == names
+
+
+def test_a_model_counts_with_the_length_with_which_it_was_loaded(models: Path):
+    """An engine may shorten it later, to what fits into its memory."""
+    model = ModelConfig(model=str(models / "one" / "llama"), max_model_len=256)
+    made = fingerprint(VllmConfig(model_config=model), "layout", max_model_len=512)
+    assert made["max_model_len"] == "512"
+
+
+def test_other_weights_in_a_folder_of_the_same_name_are_refused(models: Path):
+    weights = models / "two" / "llama" / "model.safetensors"
+    try:
+        weights.write_bytes(b"WEIGHTS")
+        ours, theirs = printed(models), printed(models, host="two")
+    finally:
+        weights.write_bytes(b"weights")
+    own, peer = (
+        msgspec.structs.replace(engine(name), fingerprint=made)
+        for name, made in (("p", ours), ("d", theirs))
+    )
+    words = f"weights: {ours['weights']!r} here, {theirs['weights']!r} there"
+    with pytest.raises(IncompatiblePeer, match=f"^.*{re.escape(words)}$"):
+        check_peer(own, peer)

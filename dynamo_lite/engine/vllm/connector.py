@@ -194,7 +194,10 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         """All ranks are up: the engine can be described, and meets the outside."""
         assert self._scheduler is not None
         self._scheduler.metadata = engine_metadata(
-            self._link, self._vllm_config, self._kv_cache_config.num_blocks, metadata
+            self._link,
+            self._vllm_config.cache_config.block_size,
+            self._kv_cache_config.num_blocks,
+            metadata,
         )
         self._scheduler.bridge.start(_BRIDGE_START_S)
 

@@ -16,9 +16,6 @@ from typing import Any, Self
 import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -32,11 +29,11 @@ from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.attempts import Attempts
-from dynamo_lite.engine.vllm.fingerprint import check_peer
+from dynamo_lite.engine.vllm.engine_config import engine_config
+from dynamo_lite.engine.vllm.fingerprint import check_peer, fingerprint
+from dynamo_lite.engine.vllm.handshake import KV_LAYOUT
 from dynamo_lite.engine.vllm.kv_events import VllmKvEvents
-from dynamo_lite.engine.vllm.short_first import let_short_pass
-from dynamo_lite.engine.vllm.supported import check_args, check_config, hearing
-from dynamo_lite.engine.vllm.transfer_config import transfer_config
+from dynamo_lite.engine.vllm.supported import hearing
 from dynamo_lite.engine.vllm.wire import delta_from_output
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -90,6 +87,7 @@ class VllmEngine:
         self._metrics, self._tracer = RemotePrefillMetrics(registry, on_drop), tracer
         self._client: Any = None
         self._config: VllmConfig | None = None
+        self._loaded_len: int | None = None
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self._attempts = Attempts()
         self._left: list[str] = []
@@ -109,7 +107,10 @@ class VllmEngine:
             # Loading takes many seconds, and the lease must be kept alive meanwhile.
             self._client = await loop.run_in_executor(self._starter, self._load)
             if self._link is not None:
-                self.metadata = (await self.describe()).metadata
+                described = (await self.describe()).metadata
+                self.metadata = await loop.run_in_executor(
+                    self._starter, self._fingerprinted, described
+                )
         except BaseException:
             await self._close()
             raise
@@ -267,28 +268,24 @@ class VllmEngine:
             self._preflights.settle(counts.get(PREFLIGHT, ()))
 
     def _load(self) -> Any:
-        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-        flags = parser.parse_args(self._args)
-        assert flags is not None
-        engine_args = AsyncEngineArgs.from_cli_args(flags)
-        if self._link is not None:
-            check_args(engine_args)
-            engine_args.kv_transfer_config = transfer_config(self._link, self._link_path)
-        if self.kv_events is not None:
-            engine_args.kv_events_config = self.kv_events.config()
-        # The context chooses defaults for the device: those that `vllm serve` has.
-        self._config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-        let_short_pass(self._config, self._link)
-        if self.kv_events is not None and not self.kv_events.attach(self._config):
+        self._config = config = engine_config(
+            self._args, self._link, self._link_path, self.kv_events
+        )
+        if self.kv_events is not None and not self.kv_events.attach(config):
             self.kv_events = None
-        if self._link is not None:
-            check_config(self._config, self._link.role)
+        self._loaded_len = config.model_config.max_model_len
         with hearing(self._link_path):
             return EngineCoreClient.make_async_mp_client(
-                vllm_config=self._config,
-                executor_class=Executor.get_class(self._config),
+                vllm_config=config,
+                executor_class=Executor.get_class(config),
                 log_stats=True,
             )
+
+    def _fingerprinted(self, described: EngineMetadata) -> EngineMetadata:
+        """With all of its fingerprint: the engine's process knows no more than the layout."""
+        layout = described.fingerprint[KV_LAYOUT]
+        made = fingerprint(self.config, layout, max_model_len=self._loaded_len)
+        return msgspec.structs.replace(described, fingerprint=made)
 
     async def _close(self) -> None:
         self._attempts.cancel()

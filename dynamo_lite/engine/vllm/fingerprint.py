@@ -1,14 +1,18 @@
 """What two engines must have in common before one writes KV into the other."""
 
+import json
 import platform
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import PurePath
+from typing import Any
 
 from vllm import __version__ as vllm_version
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
 from dynamo_lite.engine.vllm.block_arrays import cpu_isa
+from dynamo_lite.engine.vllm.weights import weights_print
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.transfer.sharding import join
@@ -16,9 +20,28 @@ from dynamo_lite.transfer.sharding import join
 #: What may differ where both engines' regions say where the bytes of each token are.
 _OF_BLOCKS = {"block_size", "kv_layout", "attention"}
 
+#: Keys of a model's configuration, at any depth, that say where it was found, by what it was
+#: written, or what the fingerprint says by itself.
+_NOT_THE_MODEL = {
+    "_name_or_path",
+    "_commit_hash",
+    "_attn_implementation",
+    "transformers_version",
+    "auto_map",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+}
 
-def fingerprint(config: VllmConfig, kv_layout: str) -> dict[str, str]:
-    """Readable `name: value` pairs. kv_layout: order of the bytes inside a block.
+
+def fingerprint(
+    config: VllmConfig, kv_layout: str, *, max_model_len: int | None = None
+) -> dict[str, str]:
+    """Readable `name: value` pairs, of an engine that is up.
+
+    kv_layout: order of the bytes inside a block. max_model_len: with which the model was
+    loaded, if vLLM has fitted it to the memory since. It counts because models choose
+    factors by it (longrope's, Llama 4's attention temperature).
 
     Over how many ranks an engine spreads its heads and layers is not among them: its
     ranks' regions say that.
@@ -32,6 +55,11 @@ def fingerprint(config: VllmConfig, kv_layout: str) -> dict[str, str]:
         "model": PurePath(model.model).name,
         "revision": str(model.revision or ""),
         "architecture": ",".join(model.architectures or ()),
+        "config": _config_print(model),
+        "rope": json.dumps(getattr(text, "rope_parameters", None), sort_keys=True, default=str),
+        "max_model_len": str(max_model_len or model.max_model_len),
+        "quantization": _quantization(model),
+        "weights": weights_print(config),
         "layers": str(getattr(text, "num_hidden_layers", "")),
         "kv_heads": str(model.get_total_num_kv_heads()),
         "head_size": str(model.get_head_size()),
@@ -43,6 +71,33 @@ def fingerprint(config: VllmConfig, kv_layout: str) -> dict[str, str]:
         "attention": _attention(config),
         "vllm": vllm_version,
     }
+
+
+def _config_print(model: ModelConfig) -> str:
+    """A hash of the model's configuration with all that was laid over it (`hf-overrides`)."""
+    text = json.dumps(_of_the_model(model.hf_config.to_dict()), sort_keys=True, default=str)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _of_the_model(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kept = {str(key): item for key, item in value.items() if key not in _NOT_THE_MODEL}
+        return {key: _of_the_model(item) for key, item in kept.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return [_of_the_model(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _quantization(model: ModelConfig) -> str:
+    """What vLLM makes of the weights while it loads them.
+
+    Weights that were quantised before are the model's own: its configuration says how. By
+    which kernels they are used depends on the device, and may differ.
+    """
+    own = model.model_arch_config.quantization_config is not None
+    method = "the model's own" if own else model.quantization
+    parts = (method, model.quantization_config)
+    return " ".join(str(part) for part in parts if part is not None)
 
 
 def _attention(config: VllmConfig) -> str:

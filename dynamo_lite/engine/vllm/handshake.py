@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
-from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from dynamo_lite.engine.remote_prefill.link import EngineLink
-from dynamo_lite.engine.vllm.fingerprint import fingerprint
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+
+#: The entry of an engine's fingerprint that its ranks know.
+KV_LAYOUT = "kv_layout"
 
 
 @dataclass
@@ -22,18 +23,21 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 def engine_metadata(
     link: EngineLink,
-    config: VllmConfig,
+    block_size_tokens: int,
     num_blocks: int,
     handshakes: Mapping[tuple[int, int], KVConnectorHandshakeMetadata],
 ) -> EngineMetadata:
-    """handshakes: by pipeline stage and rank within it, as `kv_memory.rank_index` counts."""
+    """handshakes: by pipeline stage and rank within it, as `kv_memory.rank_index` counts.
+
+    Of the fingerprint only the KV layout is known here; the component adds the rest.
+    """
     shakes = [shake for _, shake in sorted(handshakes.items()) if isinstance(shake, RankHandshake)]
     orders = {order for shake in shakes for order in shake.orders}
     return EngineMetadata(
         engine_id=link.engine_id,
         lease_id=link.lease_id,
-        fingerprint=fingerprint(config, " and ".join(sorted(orders))),
-        block_size_tokens=config.cache_config.block_size,
+        fingerprint={KV_LAYOUT: " and ".join(sorted(orders))},
+        block_size_tokens=block_size_tokens,
         num_blocks=num_blocks,
         ranks=tuple(msgspec.msgpack.decode(s.rank, type=RankMetadata) for s in shakes),
     )

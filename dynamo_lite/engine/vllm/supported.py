@@ -185,7 +185,7 @@ def _check_one_host(parallel: ParallelConfig) -> None:
         )
     # A CPU counts as one device, however many ranks it takes.
     if parallel.use_ray and not current_platform.is_cpu():
-        local = current_platform.device_count()
+        local = current_platform.device_count()  # pyright: ignore[reportOptionalCall]
         if parallel.world_size > local:
             raise StartupError(
                 f"distributed-executor-backend: ray with {parallel.world_size} ranks, and"

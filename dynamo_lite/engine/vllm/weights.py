@@ -1,0 +1,110 @@
+"""Which weights an engine has loaded, as text that equal weights share."""
+
+import os
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from vllm.config import VllmConfig
+
+_INDEX, _MISTRAL_INDEX = "model.safetensors.index.json", "consolidated.safetensors.index.json"
+_HF = (("*.safetensors", _INDEX), ("*.bin", ""), ("*.pt", ""))
+_MISTRAL = (("consolidated*.safetensors", _MISTRAL_INDEX),)
+#: By load format: patterns in the order in which vLLM looks for them, the first one that
+#: matches anything counts; and the index that says which of the files do.
+_PATTERNS = {
+    "auto": (*_MISTRAL, *_HF),
+    "hf": _HF,
+    "safetensors": _HF[:1],
+    "fastsafetensors": _HF[:1],
+    "instanttensor": _HF[:1],
+    "runai_streamer": _HF[:1],
+    "bitsandbytes": _HF,
+    "mistral": _MISTRAL,
+    "npcache": _HF[1:2],
+    "pt": _HF[2:],
+}
+#: Of the training; vLLM does not load them.
+_NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
+
+_HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 64 << 10, 4 << 10, 1024
+
+
+def weights_print(config: VllmConfig) -> str:
+    """A hash of the files that the engine loads, or their name and why they were not read.
+
+    A model of the hub must have been fetched: call it when the engine is up. Takes
+    milliseconds, where the files lie on a local disk.
+    """
+    model, load = config.model_config, config.load_config
+    name = model.model_weights or model.model
+    try:
+        path = _local_path(name, model.revision, load.download_dir)
+        if path is not None:
+            name = path.name  # two hosts may keep it in different places
+        patterns = _PATTERNS.get(load_format := str(load.load_format))
+        if path is None:
+            reason = "no local files"
+        elif path.is_file():
+            return digest([path])
+        elif patterns is None:
+            reason = f"load-format {load_format}"
+        elif files := _files(path, patterns):
+            return digest(files)
+        else:
+            reason = "no weights in its folder"
+    except (OSError, msgspec.DecodeError) as exc:
+        reason = str(exc)
+    return f"not read: {name}, revision {model.revision or 'default'} ({reason})"
+
+
+def digest(files: Sequence[Path]) -> str:
+    """Over names and sizes, the beginning of each file, and samples spread over all of them.
+
+    The beginning of a safetensors file says which tensors it has. The samples are there
+    for fine-tunes, whose tensors have the same names and sizes.
+    """
+    said = blake2b(digest_size=16)
+    every = max(sum(path.stat().st_size for path in files) // _SAMPLES, 1)
+    for path in sorted(files, key=lambda path: path.name):
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            said.update(msgspec.json.encode((path.name, size)))
+            said.update(os.pread(file.fileno(), _HEAD_BYTES, 0))
+            for at in range(_HEAD_BYTES, size, max(every, _SAMPLE_BYTES)):
+                said.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
+    return said.hexdigest()
+
+
+def _local_path(model: str, revision: str | None, cache: str | None) -> Path | None:
+    """A model's file or folder, for one of the hub that of its snapshot; None if there is none."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    try:
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+        )
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def _files(folder: Path, patterns: Sequence[tuple[str, str]]) -> list[Path]:
+    for pattern, index in patterns:
+        found = [path for path in folder.glob(pattern) if path.name not in _NOT_WEIGHTS]
+        if index and (folder / index).is_file():
+            # Both sharded and whole files may lie there, and one kind is loaded.
+            shards = msgspec.json.decode((folder / index).read_bytes(), type=_Index).weight_map
+            found = [path for path in found if path.name in set(shards.values())]
+        if found:
+            return found
+    return []
+
+
+class _Index(msgspec.Struct):
+    """What counts here of a safetensors index: the file of each tensor."""
+
+    weight_map: dict[str, str]

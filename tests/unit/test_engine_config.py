@@ -1,0 +1,63 @@
+"""vLLM's configuration of an engine, as its component makes it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from dynamo_lite.engine.remote_prefill.link import EngineLink, PrefillLink
+from dynamo_lite.engine.vllm.engine_config import engine_config
+from dynamo_lite.protocol.errors import StartupError
+from tests.vllm.front_half import write_model
+
+LINK = EngineLink(
+    namespace="t",
+    engine_id="e1",
+    lease_id=1,
+    lease_ttl_s=30.0,
+    nats_url="",
+    etcd_url="",
+    role=PrefillLink(fence_path="", min_prefix_read_length_tokens=1),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def made(model: Path, link: EngineLink | None, *flags: str) -> Any:
+    flags = (f"--model={model}", "--kv-cache-memory-bytes=1048576", *flags)
+    return engine_config(list(flags), link, model / "link.json", None)
+
+
+def test_defaults_are_those_of_vllm_s_server(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a GPU they differ by what the engine is for."""
+    tokens = {UsageContext.LLM_CLASS: 16384, UsageContext.OPENAI_API_SERVER: 8192}
+    seqs = {UsageContext.LLM_CLASS: 512, UsageContext.OPENAI_API_SERVER: 1024}
+    monkeypatch.setattr(AsyncEngineArgs, "get_batch_defaults", lambda *_: (tokens, seqs))
+    scheduler = made(model, None).scheduler_config
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (8192, 1024)
+    scheduler = made(model, None, "--max-num-seqs=500").scheduler_config
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (8192, 500)
+
+
+def test_an_engine_with_a_link_gets_the_connector(model: Path):
+    transfer = made(model, LINK).kv_transfer_config
+    assert (transfer.kv_connector, transfer.kv_role) == ("DynamoLiteConnector", "kv_both")
+    assert made(model, None).kv_transfer_config is None
+
+
+@pytest.mark.parametrize("flag", ["--kv-offloading-size=1", "--no-disable-hybrid-kv-cache-manager"])
+def test_what_displaces_the_connector_is_refused_before_vllm_stumbles_over_it(
+    model: Path, flag: str
+):
+    with pytest.raises(StartupError, match="does not go with remote prefill"):
+        made(model, LINK, flag)
+
+
+def test_offloading_is_vllm_s_business_without_remote_prefill(model: Path):
+    transfer = made(model, None, "--kv-offloading-size=1").kv_transfer_config
+    assert transfer.kv_connector == "OffloadingConnector"
