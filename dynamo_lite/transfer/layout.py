@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 from dynamo_lite.protocol.records import KvArray, KvRegion
 
+#: Of vLLM's views of an attention layer: [blocks, heads, tokens, values].
+_DIMENSIONS = 4
+
 
 def block_dimension(shape: Sequence[int], num_blocks: int) -> int:
     """Which dimension of a KV tensor counts blocks. Raises ValueError if none does."""
@@ -24,6 +27,7 @@ def block_order(
     Where a block can be cut into its heads (dimension `heads_dim`), the text is the
     same for any number of them.
     """
+    shape, strides, heads_dim = _whole_blocks(shape, strides, num_blocks, heads_dim)
     behind = block_dimension(shape, num_blocks) + 1
     sizes = [str(size) for size in shape[behind:]]
     steps = [str(stride) for stride in strides[behind:]]
@@ -77,10 +81,14 @@ def regions_of_tensor(
     the model's the first one is. tokens, arrays: what a block holds, if that is known.
 
     The block dimension is the first or the second; a dimension before it (K and
-    V apart) gives one region per index. What lies behind it must be dense, in
+    V apart) gives one region per index. Or the first counts the smaller blocks of a
+    kernel, each of ours a run of them. What lies behind it must be dense, in
     any order. Raises ValueError, naming the shape, for anything else.
     """
     what = f"layer {layer}: KV tensor of shape {tuple(shape)}, strides {tuple(strides_bytes)}"
+    if tokens and heads_dim is not None:
+        _check_kernel_blocks(what, shape, num_blocks, heads_dim, tokens)
+    shape, strides_bytes, heads_dim = _whole_blocks(shape, strides_bytes, num_blocks, heads_dim)
     dim = block_dimension(shape, num_blocks)
     inner = sorted(zip(strides_bytes[dim + 1 :], shape[dim + 1 :], strict=True))
     block_bytes = item_bytes
@@ -120,3 +128,44 @@ def _is_outermost(
         return False
     inner = [dim for dim in range(behind, len(shape)) if shape[dim] > 1]
     return shape[heads_dim] == 1 or strides[heads_dim] == max(strides[dim] for dim in inner)
+
+
+def _whole_blocks(
+    shape: Sequence[int], strides: Sequence[int], num_blocks: int, heads_dim: int | None
+) -> tuple[Sequence[int], Sequence[int], int | None]:
+    """Kernel blocks grouped into those of vLLM's KV manager: shape, strides, heads_dim.
+
+    An attention kernel may want smaller blocks than `block-size`. Then the first dimension
+    counts those, and each of the manager's blocks is a run of them, in the order of its
+    tokens. They become the first dimension inside a block, unless all tokens of a block
+    lie one stride apart. Anything else is returned as it is.
+    """
+    each = _kernel_blocks(shape, num_blocks, heads_dim)
+    if each == 1 or heads_dim is None:
+        return shape, strides, heads_dim
+    tokens_dim = heads_dim + 1
+    step = strides[0]
+    if step == shape[tokens_dim] * strides[tokens_dim]:
+        whole = [num_blocks, *shape[1:]]
+        whole[tokens_dim] *= each
+        return whole, [each * step, *strides[1:]], heads_dim
+    return [num_blocks, each, *shape[1:]], [each * step, *strides], tokens_dim
+
+
+def _kernel_blocks(shape: Sequence[int], num_blocks: int, heads_dim: int | None) -> int:
+    """How many a block consists of, in a tensor [kernel blocks, heads, tokens, values]."""
+    if heads_dim != 1 or len(shape) != _DIMENSIONS or shape[0] % num_blocks:
+        return 1
+    return shape[0] // num_blocks
+
+
+def _check_kernel_blocks(
+    what: str, shape: Sequence[int], num_blocks: int, heads_dim: int, tokens: int
+) -> None:
+    each = _kernel_blocks(shape, num_blocks, heads_dim)
+    if each > 1 and each * shape[heads_dim + 1] != tokens:
+        size = shape[heads_dim + 1]
+        raise ValueError(
+            f"{what}: {each} kernel blocks of {size} are not a block of {tokens} tokens;"
+            f" use block-size: {size}"
+        )

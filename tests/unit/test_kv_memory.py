@@ -5,7 +5,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from dynamo_lite.engine.vllm import kv_memory
 from dynamo_lite.engine.vllm.kv_memory import KvMemory, first_head, register
@@ -126,3 +133,46 @@ def test_layers_that_share_their_kv_are_written_once(registered):
     first, second = (filled((BLOCKS, HEADS, TOKENS, VALUES), torch.bfloat16) for _ in range(2))
     kv = registered({"0": first, "1": second, "2": first, "3": second}, HEADS)
     assert [region.layer for region in kv.rank.regions] == ["0", "1"]
+
+
+def view_of(raw: torch.Tensor, layout: KVCacheLayout, heads: int, kernel_tokens: int):
+    """As vLLM makes it for an attention kernel whose blocks have `kernel_tokens`."""
+    page = spec(heads).page_size_bytes
+    place = KVCacheTensor(
+        size=raw.numel(), layers=["l"], layer_stride=raw.numel(), block_stride=page
+    )
+    [view] = create_kv_cache_views(
+        raw, spec(heads), BLOCKS, layout, place, kernel_block_size=kernel_tokens
+    )
+    return view
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC])
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("kernel_tokens", [8, 16])
+def test_the_blocks_of_a_kernel_are_grouped_into_those_of_the_manager(
+    registered, layout: KVCacheLayout, heads: int, kernel_tokens: int
+):
+    page, each = spec(heads).page_size_bytes, TOKENS // kernel_tokens
+    raw_kv = torch.arange(BLOCKS * page // 4, dtype=torch.float32).view(torch.int8)
+    view = view_of(raw_kv, layout, heads, kernel_tokens)
+    assert view.shape[0] == BLOCKS * each
+    kv = registered({"l": view}, heads)
+    [region] = kv.rank.regions
+    assert (region.base, region.stride_bytes, region.block_bytes) == (view.data_ptr(), page, page)
+    whole = raw_kv.view(torch.float32).view(BLOCKS, -1)
+    for block in range(BLOCKS):
+        # So does vLLM's block table map them.
+        of_kernel = view[block * each : (block + 1) * each]
+        assert set(of_kernel.flatten().tolist()) == set(whole[block].tolist())
+    unsplit = registered({"l": view_of(raw_kv, layout, heads, TOKENS)}, heads)
+    same_order = layout is KVCacheLayout.LBNHC or heads == 1
+    assert (kv.orders == unsplit.orders) is same_order
+    # Its heads can be cut out of a block only where each lies in one piece.
+    assert (region.head_bytes > 0) is (heads == 1)
+
+
+def test_kernel_blocks_that_do_not_add_up_are_refused(registered):
+    tensor = filled((BLOCKS * 2, HEADS, TOKENS, VALUES), torch.bfloat16)
+    with pytest.raises(ValueError, match="2 kernel blocks of 32 are not a block of 32 tokens"):
+        registered({"layer": tensor}, HEADS)
