@@ -134,7 +134,9 @@ class VllmWorkerConfig:
     max_in_flight_requests,
     max_queued_tokens: beyond so many sequences, or prompt tokens of those without a
     first token, requests are refused for a while; the engine's own queue stays about
-    that short. kv_events: whether routers are told which prefixes it holds, and its load.
+    that short. step_timeout_s: an engine that has work, but makes no step for so long, is
+    given up; until its first token not before 900 s, since it may compile kernels.
+    kv_events: whether routers are told which prefixes it holds, and its load.
     """
 
     remote_prefill: bool = True
@@ -147,6 +149,7 @@ class VllmWorkerConfig:
     max_remote_prefills: Positive = 2
     max_in_flight_requests: Positive = 1024
     max_queued_tokens: Positive = 500_000
+    step_timeout_s: Seconds = 120.0
     kv_events: bool = True
     queue: QueueOptions = field(default_factory=QueueOptions)
 
@@ -161,7 +164,8 @@ class PrefillWorkerConfig:
     many tokens on a prefix that the decode worker holds, and this one does not, is
     read from there; a shorter one is computed. More than the longest prompt: never.
     stream_layers: whether each layer's blocks are written as soon as a step has run the
-    layer, not after the step; only with vLLM's `enforce-eager`.
+    layer, not after the step; only with vLLM's `enforce-eager`. step_timeout_s: as of a
+    decode worker.
     """
 
     concurrency: Positive = 2
@@ -169,4 +173,5 @@ class PrefillWorkerConfig:
     kv_checksum_rate: Annotated[float, at.Ge(0), at.Le(1)] = 0.0
     min_prefix_read_length: Positive = 128
     stream_layers: bool = False
+    step_timeout_s: Seconds = 120.0
     queue: QueueOptions = field(default_factory=QueueOptions)

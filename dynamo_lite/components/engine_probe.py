@@ -29,8 +29,10 @@ _RETRY_S = 0.2
 _ROUND_S = _ANSWER_S + _PERIOD_S + 0.5
 #: Unanswered for so long, the engine is out of rotation; for so long, given up.
 _SILENT_S, _DEAD_S = 2.5, 30.0
-#: The same for having work, but making no step. The longest step takes less.
-_STALLED_S, _STUCK_S = 30.0, 120.0
+#: With work, but without a step for so long, it is out of rotation as well.
+_STALLED_S = 30.0
+#: Until the engine has given a token, a step may compile kernels: it is given this long.
+_FIRST_TOKEN_S = 900.0
 
 #: What a worker says of its health before its engine is there.
 NOT_LOADED: Mapping[str, Any] = MappingProxyType(
@@ -53,7 +55,8 @@ class Described(Protocol):
 
 
 class EngineProbe:
-    """busy: whether the engine has work of ours. on_status: takes what it says of itself.
+    """busy: whether the engine has work of ours. step_timeout_s: without a step for so long,
+    though it has work, it is given up. on_status: takes what it says of itself.
 
     `run` is to be owned by the process; it raises EngineDied.
     """
@@ -65,10 +68,12 @@ class EngineProbe:
         clock: Clock,
         *,
         busy: Callable[[], bool],
+        step_timeout_s: float,
         on_status: Callable[[EngineStatus], None] = lambda status: None,
     ):
         self._engine, self._messaging, self._now = engine, messaging, clock.monotonic
         self._busy, self._on_status = busy, on_status
+        self._step_timeout_s = step_timeout_s
         self._unanswered_since: float | None = None
         self._stepped_at = self._now()
         self._load = engine.load
@@ -100,8 +105,8 @@ class EngineProbe:
         self._note_steps()
         if self._silent_s() > _DEAD_S:
             return f"the engine's process has not answered for {_DEAD_S:g} s"
-        if self._stalled_s() > _STUCK_S:
-            return f"the engine has work, but made no step for {_STUCK_S:g} s"
+        if self._stalled_s() > (limit_s := self._stuck_s()):
+            return f"the engine has work, but made no step for {limit_s:g} s"
         return ""
 
     def facts(self) -> dict[str, Any]:
@@ -153,3 +158,7 @@ class EngineProbe:
 
     def _stalled_s(self) -> float:
         return self._now() - self._stepped_at
+
+    def _stuck_s(self) -> float:
+        warm = self._engine.load.gave_tokens
+        return self._step_timeout_s if warm else max(self._step_timeout_s, _FIRST_TOKEN_S)

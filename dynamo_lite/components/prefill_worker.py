@@ -68,6 +68,7 @@ class PrefillWorker:
             host.messaging,
             host.clock,
             busy=lambda: bool(keeper.jobs and keeper.jobs.working),
+            step_timeout_s=self._config.step_timeout_s,
             on_status=_pool_gauges(host),
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))

@@ -142,6 +142,7 @@ class VllmWorker:
             host.messaging,
             host.clock,
             busy=lambda: server.in_flight > 0,
+            step_timeout_s=self._config.step_timeout_s,
             on_status=on_status,
         )
         self._beat = beat = HealthBeat(

@@ -17,11 +17,15 @@ from dynamo_lite.protocol.records import EngineMetadata
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What the engine's scheduler last said of itself."""
+    """What the engine's scheduler last said of itself.
+
+    gave_tokens: whether it has given any since it is up. Its first steps may compile kernels.
+    """
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0  # 0..1, blocks that cannot be given to a new request
+    gave_tokens: bool = False
 
 
 @dataclass(frozen=True)

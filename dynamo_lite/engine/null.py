@@ -70,7 +70,7 @@ class NullEngine:
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(running=len(self._running))
+        return EngineLoad(running=len(self._running), gave_tokens=True)
 
     @property
     def metadata(self) -> EngineMetadata | None:

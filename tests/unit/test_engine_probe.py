@@ -40,7 +40,7 @@ class Engine:
         )
 
     def step(self) -> None:
-        self.load, self.stepped_at = EngineLoad(running=1), now()
+        self.load, self.stepped_at = EngineLoad(running=1, gave_tokens=True), now()
 
 
 def now() -> float:
@@ -56,6 +56,7 @@ class Worker:
             self.messaging,
             Clock(monotonic=now),
             busy=lambda: self.busy,
+            step_timeout_s=120.0,
             on_status=self._take,
         )
         self.task = asyncio.create_task(self.probe.run())
@@ -170,6 +171,35 @@ def test_an_engine_with_work_but_without_steps_is_out_then_given_up(described: b
 
 
 @virtual
+async def test_an_engine_that_compiles_in_its_first_step_is_out_and_not_given_up():
+    worker = Worker(Engine())
+    worker.busy = True
+    await worker.until(False, between=(30, 32))
+    await asyncio.sleep(800)
+    assert not worker.task.done()
+    worker.engine.step()
+    await worker.until(True, between=(0.0, 1.1))
+    began = now()
+    with pytest.raises(EngineDied, match="made no step for 120 s"):
+        await worker.task
+    assert 118 <= now() - began <= 124
+
+
+@virtual
+async def test_an_engine_that_never_gives_a_token_is_given_up_in_the_end():
+    """Steps without a token show nothing: they may have computed nothing."""
+    worker = Worker(Engine())
+    worker.busy = True
+    for _ in range(300):
+        worker.engine.load, worker.engine.stepped_at = EngineLoad(), now()
+        await asyncio.sleep(1.0)
+    began = now()
+    with pytest.raises(EngineDied, match="made no step for 900 s"):
+        await worker.task
+    assert 895 <= now() - began <= 904
+
+
+@virtual
 async def test_steps_that_bring_no_output_are_steps():
     """A long prompt is computed chunk by chunk: only the engine's process knows."""
     worker = Worker(Engine())
@@ -194,6 +224,7 @@ def test_a_worker_that_was_held_up_itself_gives_nothing_up(asking: bool):
             MemoryMessaging(),
             Clock(monotonic=lambda: now() + held_up_s),
             busy=lambda: True,
+            step_timeout_s=120.0,
         )
         task = asyncio.create_task(probe.run())
         if asking:

@@ -75,6 +75,7 @@ class SimCore:
             max_running=config.max_running,
         )
         self.steps = 0
+        self._gave_tokens = False
         #: Called after each step with the time at which it was scheduled.
         self.on_step: Callable[[float], None] = lambda scheduled_at: None
         #: Called with the ids of requests that are about to be aborted.
@@ -142,11 +143,13 @@ class SimCore:
         else:
             self._end_generated(plan)
         self.on_step(scheduled_at)
+        self._gave_tokens = self._gave_tokens or bool(outputs.deltas)
         if outputs.deltas or outputs.counts:
             outputs.load = EngineLoad(
                 running=self.scheduler.running,
                 waiting=self.scheduler.waiting,
                 kv_usage=1 - self.pool.get_num_free_blocks() / max(1, self.pool.num_gpu_blocks - 1),
+                gave_tokens=self._gave_tokens,
             )
             self._deliver(outputs)
 

@@ -253,6 +253,8 @@ class VllmEngine:
                 running=stats.num_running_reqs,
                 waiting=stats.num_waiting_reqs,
                 kv_usage=stats.kv_cache_usage,
+                gave_tokens=self.load.gave_tokens
+                or any(output.new_token_ids for output in outputs.outputs),
             )
             if stats.kv_connector_stats:
                 self._hear(stats.kv_connector_stats)
