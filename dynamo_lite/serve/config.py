@@ -28,7 +28,12 @@ _SERVICE_KEYS = ("ServiceArgs", "common-configs")
 _MUST_AGREE = ("queue", "model")
 
 #: Set for every child unless the user's environment or YAML says otherwise.
-_CHILD_DEFAULTS = {"GRPC_ENABLE_FORK_SUPPORT": "0", "VLLM_NO_USAGE_STATS": "1"}
+_CHILD_DEFAULTS = {
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Without a bound, the memory of UCX's registration cache grows under NIXL; as vLLM sets it.
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
