@@ -250,3 +250,7 @@ def test_the_service_environment_wins(monkeypatch: pytest.MonkeyPatch):
     assert child_environment({})["OMP_NUM_THREADS"] == "7"
     assert child_environment({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
     assert child_environment({})["VLLM_NO_USAGE_STATS"] == "1"
+    monkeypatch.delenv("UCX_RCACHE_MAX_UNRELEASED", raising=False)
+    assert child_environment({})["UCX_RCACHE_MAX_UNRELEASED"] == "1024"
+    monkeypatch.setenv("UCX_RCACHE_MAX_UNRELEASED", "7")
+    assert child_environment({})["UCX_RCACHE_MAX_UNRELEASED"] == "7"
