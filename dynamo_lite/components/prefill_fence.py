@@ -3,7 +3,7 @@
 While the worker serves, that is as long as its lease certainly lives. A worker
 that was asked to leave finishes what it has claimed, but its keys no longer
 vouch for it: it promises each decode engine to stay, a few seconds at a time,
-and never lets its engine write past a promise that was heard.
+and never lets its engine write past a promise that was accepted.
 """
 
 import asyncio
@@ -13,8 +13,13 @@ import logging
 from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.errors import DeadlineExceeded, Unavailable
-from dynamo_lite.protocol.prefill import RemotePrefillRequest, WriterStays
+from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, Unavailable
+from dynamo_lite.protocol.prefill import (
+    RemotePrefillRequest,
+    StayRefused,
+    WriterStays,
+    decode_stay_reply,
+)
 from dynamo_lite.runtime.fence import Fence
 from dynamo_lite.runtime.host import Host
 from dynamo_lite.runtime.store import LeaseLoss
@@ -44,8 +49,8 @@ class FenceKeeper:
         # that lands in blocks of others, also when the next promise is heard.
         while lease.loss is not LeaseLoss.EXPIRED and self._now() < self._open_until:
             asked_at = self._now()
-            heard = await asyncio.gather(*(self._promise(r) for r in self._claimed()))
-            if all(heard) and self._now() < self._open_until:
+            accepted = await asyncio.gather(*(self._promise(*claim) for claim in self._claimed()))
+            if all(accepted) and self._now() < self._open_until:
                 self._open(asked_at + _PROMISE_S - self._now())
             await asyncio.sleep(_PROMISE_S / 6)
         self._fence.extend(0.0)
@@ -55,23 +60,37 @@ class FenceKeeper:
         self._fence.extend(for_s)
         self._open_until = self._now() + for_s
 
-    def _claimed(self) -> list[RemotePrefillRequest]:
-        return [] if self.jobs is None else list(self.jobs.working.values())
+    def _claimed(self) -> list[tuple[RemotePrefillRequest, int]]:
+        """What is not claimed yet is not written, and a decode engine that saw this worker
+        leave grants it no claim."""
+        return [] if self.jobs is None else self.jobs.claimed
 
-    async def _promise(self, request: RemotePrefillRequest) -> bool:
-        """Whether the decode engine has heard it; if not, the attempt is abandoned."""
+    async def _promise(self, request: RemotePrefillRequest, number: int) -> bool:
+        """Whether the decode engine has accepted it; if not, the attempt is abandoned.
+
+        The attempt's blocks may hold other requests' KV by then, so only a yes counts. No yes
+        is an empty answer, which engines before wire version 5 give for every attempt.
+        """
         stays = WriterStays(
-            attempt=request.attempt, writer_lease_id=self._host.lease.id, for_s=_PROMISE_S
+            attempt=request.attempt,
+            writer_lease_id=self._host.lease.id,
+            for_s=_PROMISE_S,
+            number=number,
         )
         subject = names.writer_stays_subject(self._host.spec.namespace, request.engine_id)
         try:
-            await self._host.messaging.request(
+            reply = await self._host.messaging.request(
                 subject, encode_sealed(stays), timeout_s=_PROMISE_S / 6
             )
-        except (Unavailable, DeadlineExceeded) as exc:
-            what = f"request {request.request_id}: attempt {request.attempt}"
-            logger.warning("%s: promise to stay not heard: %s", what, exc)
-            if self.jobs is not None:
-                await self.jobs.abandon(request.attempt)
-            return False
-        return True
+            answer = decode_stay_reply(reply)
+        except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
+            why = str(exc)
+        else:
+            if not isinstance(answer, StayRefused):
+                return True
+            why = answer.reason
+        what = f"request {request.request_id}: attempt {request.attempt}"
+        logger.warning("%s: abandoned, its engine did not accept the promise: %s", what, why)
+        if self.jobs is not None:
+            await self.jobs.abandon(request.attempt)
+        return False

@@ -33,6 +33,7 @@ somebody may still be writing keeps its blocks until that writer is done or dead
 """
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from dynamo_lite.policy.instructions import (
@@ -58,7 +59,8 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a claim was not granted. elsewhere: another writer, or a later try, may get it."""
+    """Why a claim or a promise was refused. elsewhere: another writer, or a later try, may
+    get the claim."""
 
     reason: str
     elsewhere: bool = False
@@ -76,6 +78,7 @@ class _Entry:
     claim: int = 0
     writer_done: bool = False
     cancel_at: float | None = None
+    stays_until: float = -math.inf
     lost_at: float | None = None
     release_at: float | None = None
 
@@ -227,7 +230,7 @@ class Ledger:
         for entry in [e for e in self._attempts.values() if e.writer == writer_lease_id]:
             if entry.writer_done:
                 continue  # all of it was delivered; the engine is about to notice
-            entry.lost_at = now + self.leaving_s
+            entry.lost_at = max(now + self.leaving_s, entry.stays_until)
             entry.release_at = entry.lost_at + self.writer_grace_s
 
     def writer_back(self, writer_lease_id: int) -> None:
@@ -248,16 +251,29 @@ class Ledger:
                 out += self._withdraw(entry, Outcome.WRITER_SILENT)
         return out
 
-    def writer_stays(self, attempt: str, writer_lease_id: int, for_s: float, now: float) -> None:
+    def writer_stays(
+        self, attempt: str, writer_lease_id: int, for_s: float, now: float, number: int = 0
+    ) -> Refusal | None:
         """A leaving writer promises to finish the attempt, or to start no write after `for_s`.
 
-        What it started just before may land later, as after the end of a lease.
+        What it started just before may land later, as after the end of a lease. Returns None
+        when the blocks are held for this claim of this writer, else why they are not. A
+        promise that comes before the writer's keys vanish counts when they do.
         """
         entry = self._attempts.get(attempt)
-        if entry is None or entry.writer != writer_lease_id or entry.lost_at is None:
-            return
-        entry.lost_at = now + for_s
-        entry.release_at = entry.lost_at + self.writer_grace_s
+        if entry is None:
+            return Refusal("unknown or ended attempt")
+        if entry.writer is None:
+            return Refusal("not claimed")
+        if entry.writer != writer_lease_id:
+            return Refusal(f"claimed by {entry.writer:x}")
+        if entry.claim != number:
+            return Refusal(f"held by claim {entry.claim}, not {number}")
+        entry.stays_until = now + for_s
+        if entry.lost_at is not None:
+            entry.lost_at = entry.stays_until
+            entry.release_at = entry.lost_at + self.writer_grace_s
+        return None
 
     def withdraw_queued(self, outcome: Outcome) -> list[Instruction]:
         """Nobody will claim what is still queued: no writer, no queue, or we leave."""

@@ -17,6 +17,8 @@ added when an old peer would misread a new one):
 3: a commit says which bytes of each block it brings, and that others bring the rest;
    writes before the last have notices, too.
 4: the way to an engine is tried first: its ranks have scratch memory, and it listens.
+5: a promise to stay names its claim and is answered with yes or no; before, any answer, also
+   an empty one, meant that it had been heard.
 """
 
 import hashlib
@@ -26,7 +28,7 @@ import msgspec
 
 from dynamo_lite.protocol.errors import ProtocolError
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 #: Largest message accepted from a socket or a subject.
 MAX_MESSAGE_BYTES = 8 << 20

@@ -31,7 +31,9 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens on, in order.
     prefix_block_ids: its blocks for the positions before, which whoever is granted
     the claim may read until it is done; empty where the engine does not vouch for them.
-    deadline: seconds since the epoch; afterwards nobody waits for the result.
+    deadline: seconds since the epoch by the decode host's clock, for people who read a job.
+    No other host compares it with its own clock: the decode engine refuses claims that come
+    after its deadline by its own monotonic clock.
     """
 
     engine_id: EngineId
@@ -62,7 +64,13 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The attempt is wanted; its blocks stay reserved until the writer is done."""
+    """The attempt is wanted; its blocks stay reserved until the writer is done.
+
+    granted_at: by the wall clock of the engine's host. The worker compares it with its own
+    clock to warn of a difference; nothing is decided by it.
+    """
+
+    granted_at: Timestamp | None = None
 
 
 class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -100,12 +108,25 @@ class WriterStays(msgspec.Struct, frozen=True, kw_only=True):
 
     Its keys are gone already; this promise takes the lease's place. It writes
     for at most `for_s` seconds from the moment it sent this, unless it sends
-    another one.
+    another one. Only `StayAccepted` binds the decode engine: on any other answer, also an
+    empty one, the worker abandons the attempt and writes no longer than it had been
+    allowed to. number: of the claim that it means.
     """
 
     attempt: Attempt
     writer_lease_id: LeaseId
     for_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
+    number: Natural = 0
+
+
+class StayAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The attempt's blocks are held for this writer, and will be while its promise lasts."""
+
+
+class StayRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The attempt's blocks are not held for this writer: they may be another request's."""
+
+    reason: str
 
 
 class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,6 +240,7 @@ decode_claim: Decoder[Claim] = SealedDecoder(Claim)
 decode_claim_reply: Decoder[Granted | ClaimRefused] = Decoder(Granted | ClaimRefused)
 decode_writer_done: Decoder[WriterDone] = SealedDecoder(WriterDone)
 decode_writer_stays: Decoder[WriterStays] = SealedDecoder(WriterStays)
+decode_stay_reply: Decoder[StayAccepted | StayRefused] = Decoder(StayAccepted | StayRefused)
 decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)
 decode_leave: Decoder[Leave] = SealedDecoder(Leave)
 decode_preflight: Decoder[Preflight] = SealedDecoder(Preflight)

@@ -57,7 +57,7 @@ class Asking:
         on_end: Callable[[JetStreamJob], None],
         on_drop: OnDrop,
     ):
-        self._client, self._push_timeout_s = client, topology.config.push_timeout_s
+        self._client, self._config = client, topology.config
         self.lane = lane
         self._on_change, self._on_missing, self._on_end = on_change, on_missing, on_end
         self._on_drop = on_drop
@@ -122,7 +122,12 @@ class Asking:
     def _take_in(self, message: Msg) -> None:
         try:
             job = JetStreamJob(
-                self._client, message, loop_time(), self._push_timeout_s, self._on_end
+                self._client,
+                message,
+                loop_time(),
+                self._config.push_timeout_s,
+                self._config.max_deliver,
+                self._on_end,
             )
         except (errors.Error, ValueError, IndexError, OverflowError, OSError) as exc:
             _log.warning("dropped what is no delivery of a job: %r", exc)

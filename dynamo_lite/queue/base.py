@@ -18,7 +18,7 @@ class QueueConfig:
     """max_depth: hard cap on jobs, waiting and in flight together, held by the broker.
 
     ack_wait_s: a job neither acknowledged nor extended for this long is
-    delivered again. max_deliver: deliveries before the job is dropped.
+    delivered again. max_deliver: deliveries before a job is used up; see `Job.deliveries_left`.
     push_timeout_s: how long a push waits for the broker's answer.
     max_age_s: the broker drops older jobs, pulled or not: those of engines that
     died, and those whose push was ambiguous, must not eat the cap for ever.
@@ -75,6 +75,15 @@ class Job(Protocol):
     @property
     def deliveries(self) -> int:
         """1 at the first delivery."""
+        ...
+
+    @property
+    def deliveries_left(self) -> int:
+        """How many may follow this one.
+
+        Below 0 the job is used up: whoever pulls it does not work on it, but tells
+        whoever waits for it, and terminates it. Until then it is delivered again.
+        """
         ...
 
     async def ack(self) -> None:

@@ -11,7 +11,7 @@ from dynamo_lite.protocol.errors import BrokerUnavailable
 
 
 class JetStreamJob:
-    """Implements Job. arrived_at: loop time.
+    """Implements Job. arrived_at: loop time. max_deliver: see `QueueConfig`.
 
     on_end: called when its holder is done with it, whether the broker heard that or not.
     """
@@ -22,6 +22,7 @@ class JetStreamJob:
         message: Msg,
         arrived_at: float,
         timeout_s: float,
+        max_deliver: int,
         on_end: "Callable[[JetStreamJob], None]",
     ):
         self._client = client
@@ -33,6 +34,7 @@ class JetStreamJob:
         self.payload = message.data
         self.sequence: int = message.metadata.sequence.stream
         self.deliveries: int = message.metadata.num_delivered or 1
+        self.deliveries_left = max_deliver - self.deliveries
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else "held"

@@ -71,6 +71,7 @@ class MemoryJob:
         self.payload = entry.payload
         self.sequence = entry.sequence
         self.deliveries = entry.deliveries
+        self.deliveries_left = stream.config.max_deliver - entry.deliveries
         self.lane = entry.lane
         self.ended = self.answered = False
 

@@ -93,9 +93,6 @@ class Stream:
                 continue
             entry.waiting = False
             entry.deliveries += 1
-            if entry.deliveries > self.config.max_deliver:
-                self.remove(entry.sequence)
-                continue
             self.hold(entry, self.config.ack_wait_s)
             return entry
         return None

@@ -5,8 +5,6 @@ them. A lane at which somebody waits already is empty.
 """
 
 import asyncio
-import contextlib
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
@@ -14,13 +12,10 @@ from nats.aio.client import Client
 
 from dynamo_lite.policy.lanes import Turns
 from dynamo_lite.protocol.demand import Lane
-from dynamo_lite.protocol.errors import BrokerUnavailable
 from dynamo_lite.queue.asking import GRACE_S, Asking, give_back, loop_time
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.topology import Topology
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-
-_log = logging.getLogger(__name__)
 
 
 class Puller:
@@ -74,7 +69,7 @@ class Puller:
         for asking in chosen:
             asking.pulling += 1
         try:
-            if (job := await self._take(chosen)) is not None:
+            if (job := self._take(chosen)) is not None:
                 return job
             looked = len(chosen) > 1
             if looked and (job := await self._look(lanes)) is not None:
@@ -94,7 +89,7 @@ class Puller:
                 change, now = self._change, loop_time()
                 asking.drop_unanswered(now)
                 await asyncio.wait({change}, timeout=max(request.until - now, 0.0))
-            if (job := await self._take([asking])) is not None:
+            if (job := self._take([asking])) is not None:
                 self._turns.took(lane, order)
                 return job
         return None
@@ -105,7 +100,7 @@ class Puller:
         """asked: whether a job that waits already would have been found."""
         while not self._stopped:
             change = self._change
-            if (job := await self._take(chosen)) is not None:
+            if (job := self._take(chosen)) is not None:
                 return job
             now = loop_time()
             for asking in chosen:
@@ -149,19 +144,15 @@ class Puller:
         self.pause()
         self._on_missing()
 
-    async def _take(self, chosen: Iterable[Asking]) -> JetStreamJob | None:
-        """The oldest arrived job that is still ours and worth another try."""
+    def _take(self, chosen: Iterable[Asking]) -> JetStreamJob | None:
+        """The oldest arrived job that is still ours."""
         for asking in chosen:
             while asking.arrived:
                 job = asking.arrived.popleft()
                 if loop_time() - job.arrived_at >= self._config.ack_wait_s:
                     continue  # the broker has given it to somebody else
-                if job.deliveries <= self._config.max_deliver:
-                    self._held.add(job)
-                    return job
-                _log.warning("job %d dropped after %d deliveries", job.sequence, job.deliveries - 1)
-                with contextlib.suppress(BrokerUnavailable):
-                    await job.term()
+                self._held.add(job)
+                return job
         return None
 
     async def _wait(

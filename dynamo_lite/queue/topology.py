@@ -108,8 +108,8 @@ class Topology:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=self.config.ack_wait_s,
-            # The broker would leave an exhausted job in the stream, where it eats the
-            # cap; so it delivers once more, and the puller terminates it.
+            # The broker would leave a job that is used up in the stream, where it eats the
+            # cap; so it delivers it until somebody has told its decode engine and terminated it.
             max_deliver=-1,
             max_ack_pending=-1,
         )

@@ -9,7 +9,8 @@ from dynamo_lite.sim.link import LinkDown, ServerLink
 
 
 class SimJob:
-    """Implements Job. lane: where it waited. arrived_at: loop time.
+    """Implements Job. lane: where it waited. arrived_at: loop time. max_deliver: see
+    `QueueConfig`.
 
     on_end: called when its holder is done with it.
     """
@@ -22,6 +23,7 @@ class SimJob:
         *,
         arrived_at: float,
         timeout_s: float,
+        max_deliver: int,
         on_end: "Callable[[SimJob], None]",
     ):
         self._link = link
@@ -30,6 +32,7 @@ class SimJob:
         self._on_end = on_end
         self._ended = False
         self.payload, self.sequence, self.deliveries, self.lane = told
+        self.deliveries_left = max_deliver - self.deliveries
         self.arrived_at = arrived_at
 
     def __repr__(self) -> str:

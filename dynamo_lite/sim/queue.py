@@ -205,6 +205,7 @@ class SimQueue:
                 tuple(told),
                 arrived_at=self._loop.time(),
                 timeout_s=self._config.push_timeout_s,
+                max_deliver=self._config.max_deliver,
                 on_end=self._ended,
             )
             if self._stopped:

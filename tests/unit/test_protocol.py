@@ -49,6 +49,8 @@ from dynamo_lite.protocol.prefill import (
     Part,
     Preflight,
     RemotePrefillRequest,
+    StayAccepted,
+    StayRefused,
     WriterDone,
     WriterStays,
 )
@@ -145,7 +147,7 @@ FULL_REQUEST = GenerateRequest(
     timeout_s=0.5,
     moved=True,
     session="t",
-    wire_version=4,
+    wire_version=5,
 )
 DELTAS = Deltas(
     deltas=[
@@ -193,7 +195,7 @@ FULL_JOB = RemotePrefillRequest(
     priority=3,
     cache_salt="s",
     trace_headers={"t": "0"},
-    wire_version=4,
+    wire_version=5,
 )
 STATUS = EngineStatus(
     metadata=ENGINE,
@@ -243,7 +245,7 @@ GOLDEN = [
         b"\x8a\xa9engine_id\xa2e1\xa6number\x07\xabqueued_jobs\x02\xadqueu"
         b"ed_tokens\x82\xa5short\xcd\x02X\xa4long\xcd\x0f\xa0\xacclaimed_jobs"
         b"\x01\xaeclaimed_tokens\xcd\x03\x84\xabdone_tokens\xce\x00\x01\x11p\xa5hel"
-        b"lo\xc2\xa7leaving\xc2\xacwire_version\x04",
+        b"lo\xc2\xa7leaving\xc2\xacwire_version\x05",
     ),
     (
         decisions.Explain(request_id="cmpl-1", last=20),
@@ -282,7 +284,7 @@ GOLDEN = [
         kv.decode_kv_notice,
         b"\x85\xa8lease_id\x0a\xa6number\x03\xa4load\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00"
         b"\x03\x04\x05\xa7changes\x93\x92\xa1s\x91\xcf\x00\xff\xff\xff\xff\xff\xff\xff"
-        b"\x93\xa1r\x91\x01\x91\x02\x91\xa1c\xacwire_version\x04",
+        b"\x93\xa1r\x91\x01\x91\x02\x91\xa1c\xacwire_version\x05",
     ),
     (
         routing.PickRequest(
@@ -295,7 +297,7 @@ GOLDEN = [
         ),
         routing.decode_pick_request,
         b"\x87\xa6client\x0a\xaarequest_id\xa1r\xb0prompt_token_ids\x91\x01\xaacandidates\x91\x02"
-        b"\xaacache_salt\xa1s\xa7session\xa1t\xacwire_version\x04",
+        b"\xaacache_salt\xa1s\xa7session\xa1t\xacwire_version\x05",
     ),
     (
         routing.Chosen(lease_id=2, reason="load"),
@@ -310,7 +312,7 @@ GOLDEN = [
     (
         routing.Fates(client=10, answered=["a"], released=["b"]),
         routing.decode_fates,
-        b"\x84\xa6client\x0a\xa8answered\x91\xa1a\xa8released\x91\xa1b\xacwire_version\x04",
+        b"\x84\xa6client\x0a\xa8answered\x91\xa1a\xa8released\x91\xa1b\xacwire_version\x05",
     ),
     (
         kv.KvSnapshotRequest(part=1, parts=2),
@@ -331,12 +333,12 @@ GOLDEN = [
         kv.decode_kv_snapshot,
         b"\x89\xa8lease_id\x0a\xa6number\x03\xa4part\x01\xa5parts\x02\xb1block_size_tokens \xa4load"
         b"\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00\x03\x04\x05\xa4held\x91\x01\xa3cut\x91\x03"
-        b"\xacwire_version\x04",
+        b"\xacwire_version\x05",
     ),
     (
         health.Beat(lease_id=10, number=3, ok=False, detail="stuck"),
         health.decode_beat,
-        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x04",
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x05",
     ),
     (
         REQUEST,
@@ -346,7 +348,7 @@ GOLDEN = [
         b"\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa8priority\x00"
         b"\xaacache_salt\xc0\xadtrace_headers\xc0\xafreasoning_ended\xc0"
         b"\xb7reasoning_parser_kwargs\xc0\xb0output_token_ids\x90\xa9timeout_s\xc0"
-        b"\xa5moved\xc2\xa7session\xc0\xacwire_version\x04",
+        b"\xa5moved\xc2\xa7session\xc0\xacwire_version\x05",
     ),
     (
         FULL_REQUEST,
@@ -357,7 +359,7 @@ GOLDEN = [
         b"\xabtraceparent\xa200\xafreasoning_ended\xc3"
         b"\xb7reasoning_parser_kwargs\x81\xa1a\x91\x01\xb0output_token_ids\x91\x03"
         b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xa7session\xa1t"
-        b"\xacwire_version\x04",
+        b"\xacwire_version\x05",
     ),
     (
         Accepted(),
@@ -373,7 +375,7 @@ GOLDEN = [
     (
         Hello(client_id="c1"),
         generate.decode_client_frame,
-        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x04",
+        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x05",
     ),
     (
         Welcome(),
@@ -409,7 +411,7 @@ GOLDEN = [
         b"\xb0prompt_token_ids\x93\x01\x02\x03\xb3num_computed_tokens "
         b"\xa9block_ids\x92\x04\x05\xb0prefix_block_ids\x91\x03"
         b"\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00"
-        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x04",
+        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x05",
     ),
     (
         FULL_JOB,
@@ -417,7 +419,7 @@ GOLDEN = [
         b"\x8c\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
         b"\xb0prompt_token_ids\x90\xb3num_computed_tokens\x00\xa9block_ids\x90"
         b"\xb0prefix_block_ids\x90\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00\xa8priority\x03"
-        b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10\xacwire_version\x04",
+        b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10\xacwire_version\x05",
     ),
     (
         Claim(attempt="a1", writer_lease_id=LEASE, held_s=0.5, number=3),
@@ -426,9 +428,9 @@ GOLDEN = [
         b"\xa6held_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa6number\x03",
     ),
     (
-        Granted(),
+        Granted(granted_at=0.5),
         prefill.decode_claim_reply,
-        b"\x81\xa4type\xa7Granted",
+        b"\x82\xa4type\xa7Granted\xaagranted_at\xcb?\xe0\x00\x00\x00\x00\x00\x00",
     ),
     (
         ClaimRefused(reason="withdrawn"),
@@ -442,9 +444,16 @@ GOLDEN = [
         b"\xa6took_s\xc0\xa6number\x03",
     ),
     (
-        WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0),
+        WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0, number=7),
         prefill.decode_writer_stays,
-        b"\x83\xa7attempt\xa2a1\xafwriter_lease_id\x1f\xa5for_s\xcb@\x08\x00\x00\x00\x00\x00\x00",
+        b"\x84\xa7attempt\xa2a1\xafwriter_lease_id\x1f\xa5for_s\xcb@\x08\x00\x00\x00\x00\x00\x00"
+        b"\xa6number\x07",
+    ),
+    (StayAccepted(), prefill.decode_stay_reply, b"\x81\xa4type\xacStayAccepted"),
+    (
+        StayRefused(reason="not claimed"),
+        prefill.decode_stay_reply,
+        b"\x82\xa4type\xabStayRefused\xa6reason\xabnot claimed",
     ),
     (
         CancelAttempt(attempt="a1", engine_id="e1"),
@@ -841,3 +850,15 @@ def test_a_peer_of_another_version_sees_ours(message):
     """Left out as a default, the version would be read as the reader's own."""
     assert message.wire_version == WIRE_VERSION
     assert msgspec.msgpack.decode(encode(message))["wire_version"] == WIRE_VERSION
+
+
+def test_what_earlier_versions_say_of_claims_and_promises_can_be_read():
+    promise = b"\x83\xa7attempt\xa2a1\xafwriter_lease_id\x1f\xa5for_s\xcb@\x08\0\0\0\0\0\0"
+    stays = prefill.decode_writer_stays(wire(prefill.decode_writer_stays, promise))
+    assert stays == WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0, number=0)
+    assert prefill.decode_claim_reply(b"\x81\xa4type\xa7Granted") == Granted()
+
+
+def test_the_empty_answer_of_earlier_versions_is_no_accepted_promise():
+    with pytest.raises(ProtocolError):
+        prefill.decode_stay_reply(b"")

@@ -34,6 +34,8 @@ from dynamo_lite.protocol.prefill import (
     EngineStatus,
     Granted,
     RemotePrefillRequest,
+    StayAccepted,
+    StayRefused,
     decode_claim,
     decode_leave,
     decode_listen,
@@ -57,6 +59,7 @@ class DecodeLinkSession:
 
     status, explain: make the answers to `describe` and `explain` (called on the bridge's
     thread). tuning: follows what the store says of the engine's component. now: monotonic.
+    wall: seconds since the epoch.
     """
 
     def __init__(
@@ -70,11 +73,13 @@ class DecodeLinkSession:
         *,
         outside: Outside,
         now: Callable[[], float],
+        wall: Callable[[], float],
         on_drop: OnDrop = uncounted,
     ):
         assert isinstance(link.role, DecodeLink)
         self._link, self._role, self._book, self._status = link, link.role, book, status
-        self._clock, self._outside, self._now, self._tuning = clock, outside, now, tuning
+        self._clock, self._outside, self._tuning = clock, outside, tuning
+        self._now, self._wall = now, wall
         self._explain = explain
         self._on_drop = on_drop
         self._queue: PrefillQueue | None = None
@@ -194,7 +199,7 @@ class DecodeLinkSession:
             return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
         self._clock.granted(claim.attempt, claim.held_s)
         self.demand.claimed(claim.attempt)
-        return encode(Granted())
+        return encode(Granted(granted_at=self._wall()))
 
     async def _on_done(self, payload: bytes) -> None:
         done = decode_writer_done(payload)
@@ -226,13 +231,22 @@ class DecodeLinkSession:
         return self._explain(payload)
 
     async def _on_stays(self, payload: bytes) -> bytes:
+        """Answers yes or no: a writer that is not heard, or told no, stops writing."""
         stays = decode_writer_stays(payload)
-        self._check_writer(stays.attempt, stays.writer_lease_id)
+        writer = stays.writer_lease_id
         with self._book.lock:
-            self._book.ledger.writer_stays(
-                stays.attempt, stays.writer_lease_id, stays.for_s, self._now()
+            ledger = self._book.ledger
+            request_id, holder = ledger.request(stays.attempt), ledger.writer(stays.attempt)
+            refusal = ledger.writer_stays(
+                stays.attempt, writer, stays.for_s, self._now(), stays.number
             )
-        return b""
+        if refusal is None:
+            return encode(StayAccepted())
+        if holder not in (None, writer):
+            self._on_drop("writer_stays")
+        what = request_id, stays.attempt, writer, refusal.reason
+        logger.info("request %s: attempt %s: %x is told to stop writing: %s", *what)
+        return encode(StayRefused(reason=refusal.reason))
 
     async def _on_leave(self, payload: bytes) -> bytes:
         """The component says so itself: its keys may vanish for other reasons."""

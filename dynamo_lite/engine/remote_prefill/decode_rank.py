@@ -81,7 +81,7 @@ class DecodeRank:
         return RankResults(received=received, lost=failed)
 
     def report(self) -> WorkerReport | None:
-        """What is here of that which `results` has just called lost."""
+        """What is here of that which `results` has just called lost; 0 for each mismatch."""
         if not self._landed:
             return None
         landed, self._landed = self._landed, {}
@@ -122,6 +122,9 @@ class DecodeRank:
             wrong,
         )
         self._failed.add(awaited.request_id)
+        # Other ranks may report blocks of this attempt as landed. A block enters the prefix
+        # cache for all ranks, so this rank must say that it has none.
+        self._landed[awaited.request_id] = 0
 
     def _wrong(self, regions: tuple[KvRegion, ...], awaited: _Awaited) -> str | None:
         """What does not agree with the commits; None when all does."""

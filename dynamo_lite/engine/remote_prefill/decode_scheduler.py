@@ -80,6 +80,7 @@ class DecodeScheduler:
             tuning,
             outside=outside,
             now=self._now,
+            wall=self._time,
             on_drop=self.stats.drop,
         )
         self._decider = Decider(self._net, tuning, self._flights, self._now)
