@@ -305,17 +305,20 @@ async def test_only_the_first_end_of_a_job_counts(open_queue: Opener):
     assert (await pull(queue)).deliveries == 2
 
 
-async def test_an_exhausted_job_does_not_eat_the_cap(open_queue: Opener):
+async def test_a_used_up_job_comes_until_somebody_terminates_it(open_queue: Opener):
+    """Whoever gets it can tell those who wait for it."""
     queue = await open_queue(QueueConfig(max_depth=1, max_deliver=2))
     await push(queue, b"poison")
-    for delivery in (1, 2):
+    for delivery, left in ((1, 1), (2, 0), (3, -1), (4, -2)):
         job = await pull(queue)
-        assert job.deliveries == delivery
-        await job.nak()
-    assert await queue.pull(timeout_s=0.2) is None
+        assert (job.payload, job.deliveries, job.deliveries_left) == (b"poison", delivery, left)
+        if left > -2:
+            await job.nak()
+    await job.term()
     await until_total(queue, 0)
     await push(queue, b"next")
-    assert (await pull(queue)).payload == b"next"
+    job = await pull(queue)
+    assert (job.payload, job.deliveries_left) == (b"next", 1)
 
 
 async def test_an_old_job_is_dropped(open_queue: Opener):

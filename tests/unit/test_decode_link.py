@@ -28,12 +28,15 @@ from dynamo_lite.protocol.prefill import (
     Granted,
     Leave,
     RemotePrefillRequest,
+    StayAccepted,
+    StayRefused,
     WriterDone,
     WriterStays,
     decode_cancel_attempt,
     decode_claim_reply,
     decode_engine_status,
     decode_job,
+    decode_stay_reply,
 )
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import QueueConfig
@@ -243,7 +246,17 @@ class Decode:
 
     async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
         claim = Claim(attempt=attempt, writer_lease_id=writer)
-        return decode_claim_reply(await self.net._on_claim(encode_sealed(claim)))
+        reply = decode_claim_reply(await self.net._on_claim(encode_sealed(claim)))
+        if isinstance(reply, ClaimRefused):
+            return reply
+        assert reply.granted_at == self.clock.wall()
+        return Granted()
+
+    async def stays(
+        self, attempt: str, writer: int = WRITER, number: int = 0
+    ) -> StayAccepted | StayRefused:
+        stays = WriterStays(attempt=attempt, writer_lease_id=writer, for_s=3.0, number=number)
+        return decode_stay_reply(await self.net._on_stays(encode_sealed(stays)))
 
     async def done(self, attempt: str, outcome: Any = "written", writer: int = WRITER) -> None:
         done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer)
@@ -654,12 +667,28 @@ async def test_a_leaving_writer_that_promises_to_stay_may_finish(decode: Decode)
     attempt = await decode.ask("r1", claimed=True)
     await change(decode, left=WRITER)
     for _ in range(3):
-        stays = WriterStays(attempt=attempt, writer_lease_id=WRITER, for_s=3.0)
-        assert await decode.net._on_stays(encode_sealed(stays)) == b""
+        assert await decode.stays(attempt) == StayAccepted()
         decode.clock.now += 2.0
         assert decode.half.build_step().give_up == []
     decode.clock.now += 1.0
     assert decode.half.build_step().give_up == [(attempt, "r1")]
+
+
+async def test_a_writer_that_promises_to_stay_for_released_blocks_is_told_no(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    await change(decode, left=WRITER)
+    decode.clock.now += 1.0
+    decode.half.build_step()
+    decode.finish("r1")
+    assert await decode.stays(attempt) == StayAccepted(), "they are in quarantine"
+    decode.clock.now += 3.0 + TTL_S
+    decode.half.build_step()
+    decode.assert_clean()
+    assert await decode.stays(attempt) == StayRefused(reason="unknown or ended attempt")
+    decode.sees()
+    unclaimed = await decode.ask("r2")
+    assert await decode.stays(unclaimed) == StayRefused(reason="not claimed")
+    decode.finish("r2")
 
 
 async def test_a_writer_that_is_back_never_left(decode: Decode):
@@ -752,9 +781,8 @@ async def test_the_word_of_another_writer_is_dropped(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
     with pytest.raises(ProtocolError, match="is not bad's"):
         await decode.done(attempt, "abandoned", writer=0xBAD)
-    with pytest.raises(ProtocolError, match="is not bad's"):
-        stays = WriterStays(attempt=attempt, writer_lease_id=0xBAD, for_s=3.0)
-        await decode.net._on_stays(encode_sealed(stays))
+    assert await decode.stays(attempt, 0xBAD) == StayRefused(reason="claimed by a")
+    assert decode.counted("dropped/writer_stays") == 1
     assert decode.half.build_step().give_up == []
     await decode.done(attempt, "abandoned")
     assert decode.half.build_step().give_up == [(attempt, "r1")]

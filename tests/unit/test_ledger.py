@@ -313,6 +313,47 @@ def test_a_promise_counts_only_from_the_writer_and_only_when_it_leaves(claimed):
     assert claimed.tick(50.0 + LEAVING) == held(Outcome.WRITER_LOST)
 
 
+@pytest.mark.parametrize(
+    ("attempt", "writer", "number", "why"),
+    [
+        ("z", WRITER, 4, "unknown or ended attempt"),
+        ("q", WRITER, 4, "not claimed"),
+        ("a", OTHER, 4, "claimed by a"),
+        ("a", WRITER, 3, "held by claim 4, not 3"),
+        ("a", WRITER, 5, "held by claim 4, not 5"),
+    ],
+)
+@pytest.mark.parametrize("quarantined", [False, True])
+def test_a_promise_for_blocks_that_are_not_held_for_its_claim_is_refused(
+    queued, attempt, writer, number, why, quarantined
+):
+    queued.allocated("s", "q", (7,), deadline=100.0)
+    queued.claim("a", WRITER, now=1.0, number=4)
+    if quarantined:
+        queued.request_finished("r")
+    queued.writer_gone(WRITER, now=2.0)
+    refusal = queued.writer_stays(attempt, writer, 3.0, now=2.5, number=number)
+    assert refusal == Refusal(why)
+    assert queued.writer_stays("a", WRITER, 3.0, now=2.5, number=4) is None
+
+
+def test_a_promise_for_released_blocks_is_refused(quarantined):
+    quarantined.writer_gone(WRITER, now=2.0)
+    assert quarantined.writer_stays("a", WRITER, 3.0, now=2.5) is None
+    assert quarantined.tick(5.5 + GRACE) == [Release("a")]
+    refusal = Refusal("unknown or ended attempt")
+    assert quarantined.writer_stays("a", WRITER, 3.0, now=5.5 + GRACE) == refusal
+
+
+def test_a_promise_that_comes_before_the_keys_vanish_is_kept_as_long_as_one_after(claimed):
+    assert claimed.writer_stays("a", WRITER, 3.0, now=2.0) is None
+    claimed.writer_gone(WRITER, now=2.1)
+    assert claimed.tick(4.9) == []
+    assert claimed.tick(5.0) == held(Outcome.WRITER_LOST)
+    assert claimed.tick(4.9 + GRACE) == []
+    assert claimed.tick(5.0 + GRACE) == [Release("a")]
+
+
 def test_nobody_waits_for_a_silent_writer_but_its_blocks_stay(claimed):
     claimed.allocated("s", "b", (7,), deadline=100.0)
     claimed.claim("b", OTHER, now=1.0)
@@ -409,6 +450,7 @@ class Fact:
     writer: int | None = None
     writer_ended: bool = False
     quiet_at: float | None = None  # when the writer, dead or leaving, starts its last write
+    promised_until: float = float("-inf")
     pushing: bool = True
     held: bool = False
     released: bool = False
@@ -454,6 +496,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 case Release(attempt):
                     fact = self.fact(attempt)
                     assert fact.held and not fact.released and not fact.writable(self.now)
+                    assert fact.writer_ended or self.now >= fact.promised_until + GRACE
                     fact.released = True
                 case GiveUp(request, attempt):
                     fact = self.fact(attempt)
@@ -568,7 +611,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.gone.add(writer)
         for fact in self.facts:
             if fact.writer == writer and not fact.writer_ended:
-                fact.quiet_at = self.now + LEAVING
+                fact.quiet_at = max(self.now + LEAVING, fact.promised_until)
         self.ledger.writer_gone(writer, self.now)
 
     @rule(whose=YOUNG)
@@ -585,10 +628,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(which=YOUNG, seconds=st.sampled_from([0.5, 3.0]))
     def writer_stays(self, which, seconds):
+        """A yes must mean that the blocks are its own, until it is silent for long."""
         fact = self.pick(which)
-        if fact.writer in self.gone and not fact.writer_ended:
-            self.ledger.writer_stays(fact.attempt, fact.writer, seconds, self.now)
-            fact.quiet_at = self.now + seconds
+        if fact.writer is None:
+            return
+        refusal = self.ledger.writer_stays(fact.attempt, fact.writer, seconds, self.now)
+        theirs = fact.wanted or (fact.held and not fact.released)
+        assert (refusal is None) == theirs, refusal
+        if theirs and not fact.writer_ended:
+            fact.promised_until = self.now + seconds
+            if fact.writer in self.gone:
+                fact.quiet_at = fact.promised_until
 
     @rule(which=YOUNG)
     def received(self, which):

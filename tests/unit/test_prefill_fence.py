@@ -11,13 +11,22 @@ import pytest
 from dynamo_lite.components import prefill_fence
 from dynamo_lite.components.prefill_fence import FenceKeeper
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.prefill import RemotePrefillRequest, WriterStays, decode_writer_stays
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.prefill import (
+    RemotePrefillRequest,
+    StayAccepted,
+    StayRefused,
+    WriterStays,
+    decode_writer_stays,
+)
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, boottime
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
+ACCEPTED = encode(StayAccepted())
+NUMBER = 7
 TTL_S = 1.0
 PROMISE_S = 1.5
 
@@ -57,6 +66,7 @@ class Worker:
         self.working: dict[str, RemotePrefillRequest] = {}
         self.abandoned: list[str] = []
         self.heard: list[tuple[float, WriterStays]] = []
+        self.answers: dict[str, bytes] = {}
         self.lease: Any = None
         self.keeper: Any = None
         self.keeping: Any = None
@@ -75,9 +85,14 @@ class Worker:
     async def abandon(self, attempt: str) -> None:
         self.abandoned.append(attempt)
 
+    @property
+    def claimed(self) -> list[tuple[RemotePrefillRequest, int]]:
+        return [(job, NUMBER) for job in self.working.values()]
+
     async def hear(self, payload: bytes) -> bytes:
-        self.heard.append((boottime(), decode_writer_stays(payload)))
-        return b""
+        stays = decode_writer_stays(payload)
+        self.heard.append((boottime(), stays))
+        return self.answers.get(stays.attempt, ACCEPTED)
 
     @asynccontextmanager
     async def decode_engine(self, engine_id: str = "e1") -> AsyncIterator[None]:
@@ -92,7 +107,7 @@ class Worker:
             spec=SimpleNamespace(namespace="t"),
         )
         self.keeper = FenceKeeper(host, self.fence)
-        self.keeper.jobs = SimpleNamespace(working=self.working, abandon=self.abandon)
+        self.keeper.jobs = self
         self.keeping = asyncio.create_task(self.keeper.keep())
 
     async def leave(self, how: str) -> int:
@@ -158,6 +173,7 @@ async def test_a_leaving_worker_writes_no_longer_than_it_promised(worker, how):
         await eventually(lambda: len(worker.fence.deadlines) >= before + 3)
         assert {stays.attempt for _, stays in worker.heard} == {"a1", "a2"}
         assert {stays.writer_lease_id for _, stays in worker.heard} == {worker.lease.id}
+        assert {stays.number for _, stays in worker.heard} == {NUMBER}
         for deadline in worker.fence.deadlines[before:]:
             for attempt in ("a1", "a2"):
                 until = [at + s.for_s for at, s in worker.heard if s.attempt == attempt]
@@ -173,6 +189,30 @@ async def test_an_attempt_whose_engine_does_not_hear_is_abandoned(worker):
     async with worker.decode_engine("e1"):
         before = await worker.leave("asked")
         await eventually(lambda: worker.abandoned)
+        assert set(worker.abandoned) == {"a2"}
+        assert len(worker.fence.deadlines) == before
+        del worker.working["a2"]
+        await eventually(lambda: len(worker.fence.deadlines) > before)
+        assert worker.reader.open()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        encode(StayRefused(reason="unknown or ended attempt")),
+        b"",  # what earlier versions answer, whether they know the attempt or not
+        b"\xff",
+    ],
+)
+async def test_an_attempt_whose_engine_does_not_say_yes_is_abandoned(worker, answer):
+    """The engine may have given its blocks to other requests."""
+    await eventually(lambda: worker.fence.deadlines)
+    worker.work("a1")
+    worker.work("a2")
+    worker.answers["a2"] = answer
+    async with worker.decode_engine():
+        before = await worker.leave("asked")
+        await eventually(lambda: len(worker.heard) >= 4)
         assert set(worker.abandoned) == {"a2"}
         assert len(worker.fence.deadlines) == before
         del worker.working["a2"]
@@ -198,7 +238,7 @@ async def test_a_promise_that_is_heard_late_counts_from_when_it_was_made(worker)
     async def slow(payload: bytes) -> bytes:
         worker.heard.append((boottime(), decode_writer_stays(payload)))
         await late.wait()
-        return b""
+        return ACCEPTED
 
     async with worker.messaging.serve(names.writer_stays_subject("t", "e1"), slow):
         before = await worker.leave("asked")
@@ -228,7 +268,7 @@ async def test_a_lease_that_expires_while_its_worker_leaves_lowers_the_fence(wor
 
 
 async def test_a_fence_that_closed_stays_closed_when_promises_are_heard_again(worker):
-    """The decode engine has given the blocks to others by then, and answers all the same."""
+    """It accepts what it still holds for this worker, but its own fence has closed for all."""
     await eventually(lambda: worker.fence.deadlines)
     worker.work("a1")
     async with worker.decode_engine():

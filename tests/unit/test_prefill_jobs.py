@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components import prefill_jobs
+from dynamo_lite.components import claims, prefill_jobs
 from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
@@ -33,6 +33,7 @@ from dynamo_lite.protocol.records import (
 )
 from dynamo_lite.queue.base import Job, QueueConfig
 from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
+from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 
@@ -45,6 +46,7 @@ BLOCK, POOL = 4, 16
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(prefill_jobs, "_RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(claims, "_TELL_S", 0.1)
     monkeypatch.setattr(prefill_jobs, "_BROKER_PAUSE_S", 0.01)
 
 
@@ -71,9 +73,10 @@ def job(attempt: str = "a1", **changes: Any) -> RemotePrefillRequest:
 class NotedJob:
     """Notes what a job is answered."""
 
-    def __init__(self, job: Job, answers: list[str]):
-        self._job, self._answers = job, answers
+    def __init__(self, job: Job, answers: list[str], delays: list[float]):
+        self._job, self._answers, self.delays = job, answers, delays
         self.payload, self.sequence, self.deliveries = job.payload, job.sequence, job.deliveries
+        self.deliveries_left = job.deliveries_left
 
     async def ack(self) -> None:
         self._answers.append("ack")
@@ -81,6 +84,7 @@ class NotedJob:
 
     async def nak(self, *, delay_s: float = 0.0) -> None:
         self._answers.append("nak")
+        self.delays.append(delay_s)
         await self._job.nak(delay_s=delay_s)
 
     async def term(self) -> None:
@@ -94,10 +98,11 @@ class NotedJob:
 
 class NotedQueue(MemoryQueue):
     answers: list[str]
+    delays: list[float]
 
     async def pull(self, **wanted: Any) -> Any:
         job = await super().pull(**wanted)
-        return None if job is None else NotedJob(job, self.answers)
+        return None if job is None else NotedJob(job, self.answers, self.delays)
 
 
 class ScriptedEngine:
@@ -134,7 +139,8 @@ class Rig:
         self.engine, self.registry = ScriptedEngine(), CollectorRegistry()
         config = QueueConfig(ack_wait_s=redeliver_s)
         self.queue = NotedQueue(self.broker, stream="s", subject="s.jobs", config=config)
-        self.queue.answers = []
+        self.queue.answers, self.queue.delays = [], []
+        self.wall_ahead_s = 0.0
         self.jobs = PrefillJobs(
             namespace=NAMESPACE,
             lease_id=LEASE,
@@ -144,12 +150,19 @@ class Rig:
             directory=MetadataDirectory(self.store, NAMESPACE),
             messaging=self.messaging,
             registry=self.registry,
+            clock=Clock(wall=lambda: time.time() + self.wall_ahead_s),
         )
         self.pushed = 0
+        self.tasks: list[asyncio.Task[None]] = []
         self.claims: list[Claim] = []
         self.done: list[WriterDone] = []
         self.verdicts: list[Granted | ClaimRefused] = []
         self.on_claim: Callable[[], Awaitable[Any]] | None = None
+
+    @property
+    def clock_differences(self) -> float:
+        name = "dynamo_lite_prefill_clock_differences_total"
+        return self.registry.get_sample_value(name) or 0.0
 
     @property
     def answers(self) -> list[str]:
@@ -163,6 +176,10 @@ class Rig:
     def counted(self, outcome: str) -> float:
         labels = {"outcome": outcome}
         return self.registry.get_sample_value("dynamo_lite_prefill_jobs_total", labels) or 0.0
+
+    def pull(self) -> None:
+        """The worker takes one more job at a time."""
+        self.tasks.append(asyncio.create_task(self.jobs.run()))
 
     async def push(self, job: RemotePrefillRequest | bytes) -> None:
         payload = job if isinstance(job, bytes) else encode_sealed(job)
@@ -179,7 +196,8 @@ class Rig:
         self.claims.append(decode_claim(payload))
         if self.on_claim is not None:
             await self.on_claim()
-        return encode(self.verdicts.pop(0) if self.verdicts else Granted())
+        granted = Granted(granted_at=time.time())
+        return encode(self.verdicts.pop(0) if self.verdicts else granted)
 
     async def take_done(self, payload: bytes) -> None:
         self.done.append(decode_writer_done(payload))
@@ -187,9 +205,15 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def working(
-    *, runners: int = 1, serving: bool = True, ack_wait_s: float = 30.0, redeliver_s: float = 30.0
+    *,
+    runners: int = 1,
+    serving: bool = True,
+    pulls: bool = True,
+    ack_wait_s: float = 30.0,
+    redeliver_s: float = 30.0,
 ) -> AsyncIterator[Rig]:
-    """ack_wait_s: what the worker believes. redeliver_s: what the broker does."""
+    """ack_wait_s: what the worker believes. redeliver_s: what the broker does. pulls: from the
+    beginning."""
     rig = Rig(ack_wait_s=ack_wait_s, redeliver_s=redeliver_s)
     serve = rig.messaging.serve
     await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(metadata()))
@@ -200,7 +224,9 @@ async def working(
         if serving:
             await enter(serve(names.claim_subject(NAMESPACE, ENGINE), rig.claim))
         await enter(serve(names.cancel_subject(NAMESPACE, LEASE), rig.jobs.on_cancel))
-        tasks = [asyncio.create_task(rig.jobs.run()) for _ in range(runners)]
+        tasks = rig.tasks
+        for _ in range(runners if pulls else 0):
+            rig.pull()
         try:
             yield rig
             await rig.jobs.stop()
@@ -264,7 +290,7 @@ async def test_a_claim_refused_for_now_is_tried_again():
 
 
 async def test_an_unanswered_claim_is_taken_back(monkeypatch):
-    monkeypatch.setattr(prefill_jobs, "_CLAIM_S", 0.05)
+    monkeypatch.setattr(claims, "_CLAIM_S", 0.05)
     never = asyncio.Event()
     async with working() as rig:
         rig.on_claim = never.wait
@@ -296,19 +322,148 @@ async def test_a_job_is_tried_again_when_the_store_is_away():
         assert rig.told == [("a1", "written")]
 
 
-async def test_an_expired_job_is_dropped_unclaimed():
+async def test_a_job_that_is_past_its_deadline_is_ended_by_its_engine():
+    """Only the engine knows: the deadline is by its own clock."""
     async with working() as rig:
-        await rig.push(job(deadline=time.time() - prefill_jobs._CLOCK_SKEW_S - 1))
+        rig.verdicts = [ClaimRefused(reason="past its deadline")]
+        await rig.push(job(deadline=time.time() - 3600))
         await rig.answered("ack")
+        assert len(rig.claims) == 1
+        assert rig.counted("refused") == 1
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, -36.0, 36.0, 3600.0])
+async def test_a_clock_that_differs_costs_no_job_and_is_reported(ahead_s, caplog):
+    async with working() as rig:
+        rig.wall_ahead_s = ahead_s
+        for attempt in ("a1", "a2"):
+            await rig.push(job(attempt))
+        await rig.answered("ack", "ack")
+        assert rig.told == [("a1", "written"), ("a2", "written")]
+        assert rig.clock_differences == 2
+    words = "behind" if ahead_s > 0 else "ahead of"
+    [warning] = [line for line in caplog.messages if "clock" in line]
+    assert f"engine {ENGINE} is {abs(ahead_s):.1f} s {words} this host's" in warning
+
+
+@pytest.mark.parametrize("ahead_s", [-4.0, 0.0, 4.0])
+async def test_clocks_may_differ_a_little(ahead_s, caplog):
+    async with working() as rig:
+        rig.wall_ahead_s = ahead_s
+        await rig.push(job())
+        await rig.answered("ack")
+        assert rig.clock_differences == 0
+    assert not [line for line in caplog.messages if "clock" in line]
+
+
+# Jobs that are used up
+
+
+async def test_a_job_that_nobody_may_claim_is_told_when_its_last_delivery_is_over(monkeypatch):
+    monkeypatch.setattr(prefill_jobs, "_RETRY_DELAY_S", 0.02)
+    async with working() as rig:
+        rig.verdicts = [ClaimRefused(reason="no such prefill worker", elsewhere=True)] * 3
+        await rig.push(job())
+        await rig.answered("nak", "nak", "term")
+        assert rig.queue.delays == [0.02, 0.04]
+        assert rig.told == [("a1", "abandoned")]
+        assert rig.done[0].detail == (
+            "given up after 3 deliveries: the claim was refused: no such prefill worker"
+        )
+        assert rig.done[0].number >= max(claim.number for claim in rig.claims)
+        assert (rig.counted("retry"), rig.counted("used_up")) == (2, 1)
+        assert await rig.total() == 0
+
+
+def test_a_job_waits_longer_before_each_delivery_but_not_for_ever(monkeypatch):
+    monkeypatch.undo()
+    delays = [prefill_jobs._retry_delay_s(n) for n in (1, 2, 3, 4, 5, 1000)]
+    assert delays == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
+
+
+async def test_an_engine_that_cannot_be_asked_is_told_at_the_end():
+    async with working(serving=False) as rig:
+        await rig.push(job())
+        await rig.answered("nak", "nak", "term")
+        assert rig.told == [("a1", "abandoned")]
+
+
+async def test_a_job_whose_holders_all_died_is_told_and_not_worked_on():
+    async with working(pulls=False, redeliver_s=0.01) as rig:
+        await rig.push(job())
+        for _ in range(3):
+            assert await MemoryQueue.pull(rig.queue, timeout_s=5) is not None
+        rig.pull()
+        await rig.answered("term")
         assert (rig.claims, rig.engine.attempts) == ([], [])
-        assert rig.counted("expired") == 1
+        assert rig.told == [("a1", "abandoned")]
+        assert rig.counted("used_up") == 1
+        assert await rig.total() == 0
 
 
-async def test_clocks_of_two_hosts_may_differ():
+async def test_a_used_up_job_stays_until_its_engine_can_be_told():
     async with working() as rig:
-        await rig.push(job(deadline=time.time() - 1))
+        rig.messaging.set_connected(False)
+        await rig.push(job())
+        await eventually(lambda: rig.answers.count("nak") >= 4)
+        assert "term" not in rig.answers
+        rig.messaging.set_connected(True)
+        await eventually(lambda: rig.answers[-1] == "term")
+        assert rig.told == [("a1", "abandoned")]
+        assert await rig.total() == 0
+
+
+async def test_an_end_waits_for_the_broker_before_it_is_told(monkeypatch):
+    monkeypatch.setattr(claims, "_TELL_S", 10.0)
+    async with working() as rig:
+        rig.engine.holds = True
+        await rig.push(job())
+        await eventually(lambda: rig.engine.ends)
+        rig.messaging.set_connected(False)
+        rig.engine.ends["a1"].set_result("failed")
+        await eventually(lambda: rig.messaging._watch._callbacks)
+        assert rig.answers == []
+        rig.messaging.set_connected(True)
         await rig.answered("ack")
-        assert rig.counted("written") == 1
+        assert rig.told == [("a1", "failed")]
+
+
+async def test_a_job_whose_end_cannot_be_told_comes_again():
+    """Else its engine would wait for this worker until its deadline."""
+    async with working() as rig:
+        rig.engine.holds = True
+        await rig.push(job())
+        await eventually(lambda: rig.engine.ends)
+        rig.messaging.set_connected(False)
+        rig.engine.ends["a1"].set_result("failed")
+        await eventually(lambda: rig.answers[:1] == ["nak"])
+        rig.engine.holds = False
+        rig.messaging.set_connected(True)
+        await eventually(lambda: rig.answers[-1] == "ack")
+        assert rig.told == [("a1", "written")]
+
+
+async def test_a_job_that_comes_again_while_it_is_worked_on_is_not_told():
+    async with working(runners=2, ack_wait_s=0.3, redeliver_s=0.05) as rig:
+        rig.engine.holds = True
+        await rig.push(job())
+        await rig.answered("nak", "nak", "term")
+        assert (rig.told, rig.engine.attempts) == ([], ["a1"])
+        rig.engine.ends["a1"].set_result("written")
+        await rig.answered("nak", "nak", "term", "ack")
+        assert rig.told == [("a1", "written")]
+
+
+async def test_a_job_of_another_version_is_told_to_its_engine():
+    async with working() as rig:
+        await rig.push(job(wire_version=WIRE_VERSION + 1))
+        await rig.answered("term")
+        assert rig.told == [("a1", "failed")]
+        assert f"wire version {WIRE_VERSION + 1} is not spoken" in rig.done[0].detail
+        assert rig.claims == []
+
+
+# What is no job
 
 
 @pytest.mark.parametrize(
@@ -375,12 +530,22 @@ async def test_a_job_of_an_engine_that_left_is_acknowledged():
         assert rig.counted("engine_gone") == 1
 
 
+async def test_an_engine_whose_record_the_store_has_lost_is_told():
+    async with working() as rig:
+        await rig.store.delete(names.nixl_metadata_key(NAMESPACE, ENGINE))
+        await rig.push(job())
+        await rig.answered("ack")
+        assert rig.claims == []
+        assert rig.told == [("a1", "abandoned")]
+        assert rig.counted("engine_gone") == 1
+
+
 async def test_metadata_that_cannot_be_read_ends_the_job_unclaimed():
     async with working() as rig:
         await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), b"{}")
         await rig.push(job())
-        await rig.answered("ack")
-        assert rig.claims == []
+        await rig.answered("term")
+        assert (rig.claims, rig.told) == ([], [("a1", "failed")])
         assert rig.counted("malformed") == 1
 
 
@@ -515,7 +680,7 @@ class ScriptedLinks:
 
 async def test_a_job_for_an_engine_without_a_way_to_it_is_handed_back():
     async with working() as rig:
-        rig.jobs._links = ScriptedLinks("rank 0: connection reset")
+        rig.jobs._runner._links = ScriptedLinks("rank 0: connection reset")
         await rig.push(job())
         await rig.answered("ack")
         assert rig.engine.attempts == []
@@ -525,7 +690,7 @@ async def test_a_job_for_an_engine_without_a_way_to_it_is_handed_back():
 
 async def test_a_failed_write_casts_doubt_on_the_link():
     async with working() as rig:
-        rig.jobs._links = scripted = ScriptedLinks(None)
+        rig.jobs._runner._links = scripted = ScriptedLinks(None)
         await rig.push(job("a1"))
         await rig.answered("ack")
         assert scripted.doubted == []

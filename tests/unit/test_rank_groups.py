@@ -1,14 +1,24 @@
 """Prefill and decode engines of several ranks each: who writes, who waits for whom."""
 
+import itertools
 from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dynamo_lite.engine.remote_prefill.counts import BYTES, LATE, MISMATCH
+from dynamo_lite.engine.remote_prefill.counts import BYTES, LATE, MISMATCH, Counts
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
-from dynamo_lite.engine.remote_prefill.messages import BlockWrite, DecodeStep, PrefillStep
+from dynamo_lite.engine.remote_prefill.messages import (
+    BlockWrite,
+    DecodeStep,
+    PrefillStep,
+    WorkerReport,
+)
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.engine.remote_prefill.resumes import Resumes
+from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
@@ -263,3 +273,103 @@ def test_what_cannot_be_mapped_is_refused_before_any_write():
     _, failures = prefill.ended()
     assert "peer not usable" in failures["a1"] and "cannot be cut" in failures["a1"]
     assert all(not shard.blocks.any() for rank in decode.engine.shards for shard in rank)
+
+
+# What of a lost attempt enters the prefix cache
+
+
+class Lost:
+    """An attempt that several ranks write, each its heads, into as many; one block per write.
+
+    written: how many blocks each rank has brought; the last one commits. judged: ranks that
+    have looked at their commits.
+    """
+
+    def __init__(self, ranks: int):
+        self.prefill, self.decode = pair(Shape(tensor=ranks), Shape(tensor=ranks), heads=12)
+        self.decode.expect()
+        self.target, self.own = self.decode.metadata(), self.prefill.metadata()
+        self.written = [0] * ranks
+        self.judged: set[int] = set()
+        self.reports: list[list[WorkerReport | None]] = []
+        self.cached: list[int] = []
+
+    def write(self, rank: int) -> None:
+        at = self.written[rank]
+        self.written[rank] += 1
+        last = self.written[rank] == len(REMOTE)
+        write = blocks("a1", LOCAL[at : at + 1], REMOTE[at : at + 1], first=at, last=last)
+        ended = [("a1", "p-a1", True)] if last else []
+        step = PrefillStep(writes=[write], targets={"d": self.target}, own=self.own, ended=ended)
+        self.prefill.ranks[rank].step(step, lambda: True)
+
+    def spoil(self, rank: int, position: int) -> None:
+        """Changes bytes of a block that the rank has brought."""
+        self.decode.engine.shards[rank][0].blocks[REMOTE[position]] ^= 1
+
+    def step(self, *give_up: tuple[str, str]) -> None:
+        self.decode.settle(DecodeStep(poll=True, give_up=list(give_up)))
+        self.reports.append([rank.report() for rank in self.decode.ranks])
+        self.judged = {r for r, written in enumerate(self.written) if written == len(REMOTE)}
+
+    def cached_blocks(self, *, last_first: bool = False) -> int:
+        """What the scheduler half gives to the prefix cache, however late it hears of what."""
+        resumes = Resumes(8, Counts(), lambda: 1)
+        request = SimpleNamespace(request_id="r-a1")
+        resumes.asked(request, 0, now=0.0, timeout_s=30.0, max_tries=1)  # type: ignore[arg-type]
+        resumes.ended("r-a1", Outcome.WRITER_LOST)
+        for report in itertools.chain(*(self.reports[::-1] if last_first else self.reports)):
+            if report is not None and "r-a1" in report.landed:
+                resumes.landed("r-a1", report.landed["r-a1"])
+        tokens: list[int] = []
+        resumes.lost("r-a1", lambda _, upto: tokens.append(upto), now=1.0)
+        return tokens[0] // 8 if tokens else 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("mismatched", ["before", "with"])
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("spoilt", [0, -1])
+def test_blocks_of_a_rank_with_a_mismatch_are_cached_on_no_word_of_others(
+    ranks, mismatched, last_first, spoilt
+):
+    """One rank's commit does not hold; the writers of the others are lost."""
+    lost = Lost(ranks)
+    bad = spoilt % ranks
+    for rank in range(ranks):
+        for _ in range(len(REMOTE) if rank == bad else 2):
+            lost.write(rank)
+    lost.spoil(bad, 0)
+    if mismatched == "before":
+        lost.step()
+    lost.step(("a1", "r-a1"))
+    assert lost.decode.ranks[bad].stats.take()[MISMATCH] == 1
+    assert lost.cached_blocks(last_first=last_first) == 0
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_is_cached_of_a_lost_attempt_lies_right_on_all_ranks(seed):
+    rng = Random(seed)
+    lost = Lost(rng.choice((2, 3, 4)))
+    ranks = range(len(lost.written))
+    for _ in range(rng.randrange(3 * len(ranks) + 4)):
+        rank = rng.choice(ranks)
+        if rng.random() < 0.15 and lost.written[rank] and rank not in lost.judged:
+            lost.spoil(rank, rng.randrange(lost.written[rank]))
+        elif lost.written[rank] < len(REMOTE):
+            lost.write(rank)
+        if rng.random() < 0.3:
+            lost.step()
+    lost.step(("a1", "r-a1"))
+    cached = lost.cached_blocks(last_first=rng.random() < 0.5)
+    assert cached <= min(lost.written)
+    wrong = [
+        (rank, position)
+        for rank in ranks
+        for position in range(cached)
+        for shard in lost.decode.engine.shards[rank]
+        if not np.array_equal(
+            shard.blocks[REMOTE[position]], expected(shard, LOCAL, REMOTE)[REMOTE[position]]
+        )
+    ]
+    assert wrong == []
