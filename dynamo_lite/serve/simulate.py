@@ -117,6 +117,8 @@ def _scenario_lines(scenario: Scenario) -> list[str]:
         f" redelivery after {scenario.ack_wait_s:.3f} s, {scenario.max_jobs} jobs at most,"
         f" writes up to {scenario.slowest_write_s:g} s, {scenario.token_s:g} s a token",
     ]
+    skews = [f"{host} {ahead_s:+.1f} s" for host, ahead_s in scenario.clock_skews]
+    lines += [f"  wall clocks: {', '.join(skews)}"] if skews else []
     return lines + [f"  {fault.at_s:10.6f}  {fault}" for fault in scenario.faults]
 
 

@@ -2,7 +2,7 @@
 
 A write lands only in blocks of its attempt, and only what is kept for it is read; every
 block comes back; every request ends once, in time, with the model's tokens or a stated
-error; every job ends; no task outlives its owner.
+error; every job ends, and its decode engine knows; no task outlives its owner.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from dynamo_lite.engine.sim.model import first_wrong
 from dynamo_lite.engine.sim.mover import Landing, SimMover
 from dynamo_lite.engine.sim.request import SimRequest
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.prefill import decode_job
+from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
 from dynamo_lite.queue.base import Job
 from dynamo_lite.sim.cancels import CancelWatch
 from dynamo_lite.sim.client import Story
@@ -49,6 +49,7 @@ class Judge:
     _engines: dict[SimMover, Engine] = field(default_factory=dict[SimMover, Engine])
     _deliveries: dict[str, int] = field(default_factory=dict[str, int])
     _told: set[SimRequest] = field(default_factory=set[SimRequest])
+    _ends_told: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         self.cancels = CancelWatch(self.now, self._cancelled_at, self.counts)
@@ -121,6 +122,25 @@ class Judge:
     def pulled(self, job: Job) -> None:
         attempt = decode_job(job.payload).attempt
         self._deliveries[attempt] = max(job.deliveries, self._deliveries.get(attempt, 0))
+
+    def said(self, subject: str, payload: bytes) -> None:
+        """A component has published something."""
+        if subject.endswith(".writer_done"):
+            self._ends_told.add(decode_writer_done(payload).attempt)
+
+    def job_ended(self, job: Job, lease_id: int) -> None:
+        """A worker takes a job off the queue: nobody else will work on it, so its engine must
+        not go on waiting for somebody to claim it."""
+        request = decode_job(job.payload)
+        engine = self._engine(request.engine_id)
+        if engine is None or request.attempt in self._ends_told:
+            return
+        assert isinstance(engine.halves, DecodeHalves)
+        if engine.halves.awaits_claim(request.attempt, self.now()):
+            self.violate(
+                f"{lease_id:x} took the job of attempt {request.attempt} off the queue, and"
+                f" {engine.setup.address} still waits for somebody to claim it"
+            )
 
     def prefill_worker_died(self, worker: PrefillWorker, lease_id: int, queued: set[str]) -> None:
         """What it worked on, and nobody else has had yet, must still be on the queue."""

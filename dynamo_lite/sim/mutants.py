@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo_lite.components.job_runner import JobEnd
 from dynamo_lite.components.parts import WorkerParts
 from dynamo_lite.components.prefill_worker import PrefillWorker
 from dynamo_lite.engine.base import PrefillEngine
@@ -22,10 +23,12 @@ from dynamo_lite.engine.sim.assembly import EngineSetup
 from dynamo_lite.engine.sim.mover import SimMover
 from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger, Refusal
+from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion
 from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.sim.process import PROCESS
 from dynamo_lite.sim.shipped import Shipped
 from dynamo_lite.transfer.directory import MetadataDirectory
 
@@ -165,6 +168,52 @@ class _NoDeadline(Ledger):
         super().allocated(request_id, attempt, block_ids, math.inf)
 
 
+class SilentlyUsedUp(Shipped):
+    """A job that was delivered too often is dropped, and nobody is told."""
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerParts
+    ) -> PrefillWorker:
+        return _SilentWorker(config, spec, parts)
+
+
+class _SilentWorker(PrefillWorker):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        assert self._jobs is not None
+        runner = self._jobs._runner
+        hand_back = runner._hand_back
+
+        async def hand_back_others(request: Any, outcome: Any, why: str, counted: str) -> JobEnd:
+            if counted == "used_up":
+                return JobEnd("used_up", why)
+            return await hand_back(request, outcome, why, counted)
+
+        runner._hand_back = hand_back_others
+        return facts
+
+
+class WallClockDeadline(Shipped):
+    """A worker drops jobs whose deadline is over by the wall clock of its own host."""
+
+    @contextlib.asynccontextmanager
+    async def queue(
+        self, opened: AbstractAsyncContextManager[PrefillQueue]
+    ) -> AsyncIterator[PrefillQueue]:
+        async with opened as queue:
+            pull = queue.pull
+
+            async def pull_fresh(**wanted: Any) -> Job | None:
+                job = await pull(**wanted)
+                if job is not None and decode_job(job.payload).deadline < PROCESS.get().wall():
+                    await job.ack()
+                    return None
+                return job
+
+            queue.pull = pull_fresh
+            yield queue
+
+
 #: By the name that the command line takes.
 MUTANTS: dict[str, type[Shipped]] = {
     "ack-on-dequeue": AckOnDequeue,
@@ -175,4 +224,6 @@ MUTANTS: dict[str, type[Shipped]] = {
     "metadata-by-address": MetadataByAddress,
     "no-attempt-id": NoAttemptId,
     "no-deadline": NoDeadline,
+    "silently-used-up": SilentlyUsedUp,
+    "wall-clock-deadline": WallClockDeadline,
 }

@@ -59,10 +59,12 @@ class Outside:
 
 
 class Pulls:
-    """A queue whose pulled jobs the judge sees."""
+    """A worker's queue whose pulled jobs, and their ends, the judge sees."""
 
-    def __init__(self, opened: AbstractAsyncContextManager[PrefillQueue], judge: Judge):
-        self._opened, self._judge = opened, judge
+    def __init__(
+        self, opened: AbstractAsyncContextManager[PrefillQueue], judge: Judge, lease_id: int
+    ):
+        self._opened, self._judge, self._lease_id = opened, judge, lease_id
 
     async def __aenter__(self) -> PrefillQueue:
         queue = await self._opened.__aenter__()
@@ -72,6 +74,7 @@ class Pulls:
             job = await pull(**wanted)
             if job is not None:
                 self._judge.pulled(job)
+                self._watch(job)
             return job
 
         queue.pull = watched
@@ -79,6 +82,19 @@ class Pulls:
 
     async def __aexit__(self, *exc_info: Any) -> None:
         await self._opened.__aexit__(*exc_info)
+
+    def _watch(self, job: Any) -> None:
+        ack, term = job.ack, job.term
+
+        async def watched_ack() -> None:
+            self._judge.job_ended(job, self._lease_id)
+            await ack()
+
+        async def watched_term() -> None:
+            self._judge.job_ended(job, self._lease_id)
+            await term()
+
+        job.ack, job.term = watched_ack, watched_term
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +120,7 @@ class SimParts:
         self, host: Host, options: QueueOptions
     ) -> AbstractAsyncContextManager[PrefillQueue]:
         opened = Outside(self.network, host.spec.namespace).queue(queue_config(options))
-        return self.shipped.queue(Pulls(opened, self.judge))
+        return self.shipped.queue(Pulls(opened, self.judge, host.lease.id))
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
         role = DecodeLink(
@@ -165,11 +181,16 @@ class SimParts:
 
 
 class _HeardMessaging(SimMessaging):
-    """Messaging whose every arriving message somebody sees first, with its subject."""
+    """Messaging whose every arriving message somebody sees first, with its subject, and
+    every published one when it has left."""
 
-    def __init__(self, network: Network, hear: Hear):
+    def __init__(self, network: Network, hear: Hear, said: Hear):
         super().__init__(network)
-        self._hear = hear
+        self._hear, self._said = hear, said
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        await super().publish(subject, payload)
+        self._said(subject, payload)
 
     @asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
@@ -185,8 +206,8 @@ class _NoStatus:
     url = "http://nowhere"
 
 
-def surroundings(network: Network, process: SimProcess, hear: Hear) -> Surroundings:
-    """hear: sees what the process is told, before it does."""
+def surroundings(network: Network, process: SimProcess, hear: Hear, said: Hear) -> Surroundings:
+    """hear: sees what the process is told, before it does. said: sees what it publishes."""
 
     @asynccontextmanager
     async def no_status(*_: Any) -> AsyncIterator[_NoStatus]:
@@ -196,7 +217,7 @@ def surroundings(network: Network, process: SimProcess, hear: Hear) -> Surroundi
         return SimStore(network)
 
     def open_messaging(*_: Any) -> AbstractAsyncContextManager[Messaging]:
-        return _HeardMessaging(network, hear)
+        return _HeardMessaging(network, hear, said)
 
     return Surroundings(
         open_store=open_store,

@@ -79,7 +79,8 @@ class Scenario:
     """Sizes and times of the cluster; see the options of the same names.
 
     slowest_write_s: how long a write may be under way; below a lease's time to live.
-    quiet_at_s: from here on nothing goes wrong any more.
+    quiet_at_s: from here on nothing goes wrong any more. clock_skews: hosts whose wall clocks
+    are wrong from the beginning, by so many seconds.
     """
 
     seed: int
@@ -95,6 +96,7 @@ class Scenario:
     slowest_write_s: float
     token_s: float
     quiet_at_s: float
+    clock_skews: tuple[tuple[str, float], ...] = ()
     faults: tuple[Fault, ...] = ()
     asks: tuple[Ask, ...] = field(default=(), repr=False)
 
@@ -164,7 +166,17 @@ def draw(seed: int) -> Scenario:
         token_s=rng.choice((0.0002, 0.001, 0.004, 0.01)),
         quiet_at_s=LOAD_FROM_S + load_s,
     )
+    scenario = replace(scenario, clock_skews=_clock_skews(scenario))
     return _with_load(_with_faults(scenario, bursts, rng), bursts, rng)
+
+
+def _clock_skews(scenario: Scenario) -> tuple[tuple[str, float], ...]:
+    """Half of all hosts are up to a day ahead or behind, in two runs of three."""
+    rng = random.Random(f"clocks/{scenario.seed}")
+    if scenario.seed % 3 == 0:
+        return ()
+    wrong = [slot for slot in scenario.slots if rng.random() < 0.5]
+    return tuple((slot, rng.choice((-1, 1)) * 10 ** rng.uniform(-1, 5)) for slot in wrong)
 
 
 def _with_faults(scenario: Scenario, bursts: Sequence[float], rng: random.Random) -> Scenario:

@@ -133,6 +133,8 @@ class World:
             {"nats": self.nats, "etcd": self.etcd},
             self.etcd.revoke,
         )
+        for host, ahead_s in scenario.clock_skews:
+            loop.jump_wall(host, ahead_s)
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._model = SimModelConfig(
             num_blocks=scenario.num_blocks,
@@ -201,7 +203,7 @@ class World:
             spec,
             Watched(self._component(kind, slot, spec, process), slot),
             report,
-            surroundings(self.network, process, self.judge.heard),
+            surroundings(self.network, process, self.judge.heard, self.judge.said),
         )
 
     def _component(

@@ -89,6 +89,11 @@ class DecodeHalves:
             return True
         return state is State.CLAIMED and ledger.writer(attempt) == writer_lease_id
 
+    def awaits_claim(self, attempt: str, now: float) -> bool:
+        """Whether the attempt is wanted, and may still be claimed."""
+        entry = self.scheduler._book.ledger._attempts.get(attempt)
+        return entry is not None and entry.state is State.QUEUED and now < entry.deadline
+
     def stage(self, request: SimRequest) -> tuple[str | None, State | None]:
         """The attempt that a request waits for or has left in quarantine, and its state."""
         ledger = self.scheduler._book.ledger
