@@ -106,6 +106,11 @@ class Scenario:
         return 0.5 * (self.seed % 2)
 
     @property
+    def max_deliver(self) -> int:
+        """In one run of three no job is delivered twice before it is used up."""
+        return 1 + self.seed // 3 % 3
+
+    @property
     def slots(self) -> list[str]:
         """Names of the supervised processes, in the order in which they are drained."""
         counted = (("client", self.clients), ("decode", self.decode), ("prefill", self.prefill))
