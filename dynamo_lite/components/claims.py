@@ -66,8 +66,8 @@ class Claims:
     async def ask(self, request: RemotePrefillRequest, held_s: float) -> ClaimRefused | None:
         """None when granted. The caller takes the attempt out of `held` when its job is over.
 
-        held_s: since the job was pulled. Raises Unavailable: not granted; DeadlineExceeded or
-        ProtocolError: it may have been granted.
+        held_s: since the job was pulled. Raises NoResponders: not granted; DeadlineExceeded,
+        BrokerUnavailable or ProtocolError: it may have been granted.
         """
         self._number += 1
         self.held[request.attempt] = number = self._number

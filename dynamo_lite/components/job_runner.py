@@ -13,6 +13,7 @@ from dynamo_lite.components.job_trace import JobTrace
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
     DeadlineExceeded,
     DynamoLiteError,
     ProtocolError,
@@ -112,13 +113,13 @@ class JobRunner:
             why_not = None if self._links is None else await self._links.usable(target)
             asked = self._now()
             refusal = await self._claims.ask(request, asked - pulled)
+        except (DeadlineExceeded, BrokerUnavailable) as exc:
+            # It may have been granted to this worker, and then no other one gets it: take it back.
+            return await self._hand_back(request, "abandoned", str(exc), "abandoned")
         except Unavailable as exc:
             # Nobody there: reconnecting, or gone, which the directory will know soon.
             logger.warning("request %s: attempt %s: not claimed: %s", *_ids(request), exc)
             return JobEnd("retry", f"not claimed: {exc}")
-        except DeadlineExceeded as exc:
-            # It may have been granted: take it back.
-            return await self._hand_back(request, "abandoned", str(exc), "abandoned")
         except ProtocolError as exc:
             # Either its record or its answer cannot be read; that one may have been a yes.
             logger.warning(

@@ -14,7 +14,12 @@ from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode, encode_sealed
-from dynamo_lite.protocol.errors import DynamoLiteError, IncompatiblePeer, Refused
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    DynamoLiteError,
+    IncompatiblePeer,
+    Refused,
+)
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
@@ -301,6 +306,23 @@ async def test_an_unanswered_claim_is_taken_back(monkeypatch):
         assert rig.engine.attempts == []
         assert rig.counted("abandoned") == 1
         never.set()
+
+
+async def test_a_claim_whose_answer_a_lost_connection_swallows_is_taken_back(monkeypatch):
+    """Else it would stay granted to a worker that does not know, until the deadline."""
+    request = MemoryMessaging.request
+
+    async def loses_answer(self: MemoryMessaging, *args: Any, **kwargs: Any) -> bytes:
+        await request(self, *args, **kwargs)
+        raise BrokerUnavailable("the connection broke")
+
+    async with working() as rig:
+        monkeypatch.setattr(MemoryMessaging, "request", loses_answer)
+        await rig.push(job())
+        await rig.answered("ack")
+        assert len(rig.claims) == 1
+        assert rig.told == [("a1", "abandoned")]
+        assert rig.done[0].number == rig.claims[0].number
 
 
 async def test_a_job_whose_engine_does_not_answer_yet_is_tried_again():
