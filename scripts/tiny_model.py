@@ -3,6 +3,12 @@
     .venv/bin/python scripts/tiny_model.py DIRECTORY [SHAPE]
 
 SHAPE: tiny (0.7 million parameters, default), or bench (119 million, for benchmarks).
+For tests there are also
+
+    thinking     the tiny model, with <think> and </think> in its vocabulary
+    mla          DeepSeek V2: multi-head latent attention, no experts
+    sliding      Mistral: a sliding window of 128 tokens in all layers
+    hybrid       Bamba: one Mamba layer and one attention layer
 
 Same seed, same weights. Its text is noise; everything else about it is a real
 model: chat template, bfloat16 weights, grouped-query attention. Nothing is
@@ -22,7 +28,12 @@ VOCABULARY = 512
 CONTEXT_TOKENS = 8192
 RECIPE = {"recipe": 1, "seed": SEED, "vocabulary": VOCABULARY, "context": CONTEXT_TOKENS}
 
-#: Arguments of LlamaConfig. vLLM's CPU attention takes head sizes from 32 on.
+#: The last two pieces of the vocabulary of `thinking`.
+THINKING_TOKENS = ["<think>", "</think>"]
+
+#: Arguments of the architecture's configuration (LlamaConfig unless ARCHITECTURES has
+#: another one). vLLM's CPU attention takes head sizes from 32 on, and for MLA only the
+#: sizes of a full DeepSeek.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 128,
@@ -40,7 +51,46 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
     },
+    "mla": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+    "sliding": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "sliding_window": 128,
+    },
+    "hybrid": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+    },
 }
+SHAPES["thinking"] = SHAPES["tiny"]
+#: transformers' name of the architecture; Llama for all others.
+ARCHITECTURES = {"mla": "DeepseekV2", "sliding": "Mistral", "hybrid": "Bamba"}
 
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif -%}
@@ -61,13 +111,18 @@ def make(directory: Path, shape: str) -> None:
     """Writes tokenizer, configuration and weights into `directory`."""
     import torch
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
+    architecture = ARCHITECTURES.get(shape, "Llama")
+    config_class = getattr(transformers, f"{architecture}Config")
+    model_class = getattr(transformers, f"{architecture}ForCausalLM")
     transformers.utils.logging.disable_progress_bar()
     pieces = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    merges = _merges(vocabulary)
+    thinking = THINKING_TOKENS if shape == "thinking" else []
+    merges = _merges(vocabulary, VOCABULARY - len(thinking))
+    vocabulary |= {piece: len(vocabulary) + i for i, piece in enumerate(thinking)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -80,10 +135,12 @@ def make(directory: Path, shape: str) -> None:
         model_max_length=CONTEXT_TOKENS,
         clean_up_tokenization_spaces=False,
     )
+    # As in real models: they are one token each, and not dropped from the text.
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in thinking])
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    model = model_class(
+        config_class(
             vocab_size=VOCABULARY,
             **SHAPES[shape],
             max_position_embeddings=CONTEXT_TOKENS,
@@ -100,17 +157,25 @@ def make(directory: Path, shape: str) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _merges(vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Fills the vocabulary up to its size with pairs of letters."""
+def _merges(vocabulary: dict[str, int], size: int) -> list[tuple[str, str]]:
+    """Fills the vocabulary up to `size` with pairs of letters."""
     letters = "etaoinshrdlucmfwypvbgk"
     merges: list[tuple[str, str]] = []
     for left in ("Ġ", *letters):
         for right in letters:
-            if len(vocabulary) == VOCABULARY:
+            if len(vocabulary) == size:
                 return merges
             merges.append((left, right))
             vocabulary[left + right] = len(vocabulary)
     return merges
+
+
+def recipe_of(shape: str) -> dict[str, Any]:
+    """What tells whether a directory holds this model already."""
+    if shape == "tiny":
+        return RECIPE
+    named = {"name": shape} if shape in (*ARCHITECTURES, "thinking") else {}
+    return {**RECIPE, "shape": SHAPES[shape], **named}
 
 
 def main() -> None:
@@ -119,7 +184,7 @@ def main() -> None:
         sys.exit(__doc__)
     target = Path(sys.argv[1])
     recipe = target / "recipe.json"
-    made_by = RECIPE if shape == "tiny" else {**RECIPE, "shape": SHAPES[shape]}
+    made_by = recipe_of(shape)
     if recipe.is_file() and json.loads(recipe.read_text()) == made_by:
         return
     target.parent.mkdir(parents=True, exist_ok=True)

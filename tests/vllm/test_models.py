@@ -1,0 +1,119 @@
+"""Models of other kinds: their KV is handed over, or they are refused at the start.
+
+Two pairs of a decode and a prefill worker, each in a namespace of its own and without a
+Frontend. What is right is what the decode worker generates alone.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.asking import prompt_ids
+from tests.vllm.direct import Direct
+from tests.vllm.graph import MODEL, Graph, eventually, together
+from tests.vllm.test_decisions import DECISIONS, LIMIT, REMOTE
+from tests.vllm.test_membership import JOBS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+SCRIPT = Path("scripts/tiny_model.py")
+#: vLLM's CPU kernels for MLA take blocks of 16 tokens and no other size; the other backend
+#: of the CPU build runs on processors with AMX only.
+OPTIONS = {
+    "mla": {"block-size": 16, "attention-backend": "CPU_MLA"},
+    "sliding": {},
+}
+#: Full and begun blocks; all beyond the sliding window.
+LENGTHS = (LIMIT + 1, LIMIT + 32, 700, 1500)
+
+
+def model_of(shape: str) -> Path:
+    """Made where the demo model lies, once: vLLM's verdict on arguments is kept by path."""
+    directory = MODEL.parent / shape
+    subprocess.run([sys.executable, SCRIPT, directory, shape], check=True)
+    return directory
+
+
+class Worker(Graph):
+    """One service alone, in the namespace that is called as the model."""
+
+    def __init__(self, directory: Path, model: str, service: str, servers: list[str]):
+        made = model_of(model)
+        changes = OPTIONS.get(model, {}).items()
+        super().__init__(
+            directory / f"{model}-{service}",
+            options=[
+                *(f"--Common.model={made}", "--namespace", model, *servers),
+                *(f"--{service}.{key}={json.dumps(value)}" for key, value in changes),
+            ],
+            service=service,
+        )
+
+
+@pytest.fixture(scope="module")
+def servers(nats_url: str, etcd_url: str) -> list[str]:
+    return ["--nats-url", nats_url, "--etcd-url", etcd_url]
+
+
+@pytest.fixture(scope="module")
+def workers(
+    stage, tmp_path_factory: pytest.TempPathFactory, servers: list[str]
+) -> Iterator[dict[str, tuple[Worker, Worker]]]:
+    """Decode and prefill worker of each model."""
+    stage.clear()
+    directory = tmp_path_factory.mktemp("workers")
+    pairs = {
+        model: (
+            Worker(directory, model, "VllmWorker", servers),
+            Worker(directory, model, "PrefillWorker", servers),
+        )
+        for model in OPTIONS
+    }
+    with together([worker for pair in pairs.values() for worker in pair]):
+        yield pairs
+
+
+@pytest.mark.parametrize("model", list(OPTIONS))
+async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
+    workers, nats_url: str, etcd_url: str, model: str
+):
+    """The last token of the remote prompt is the first one that was generated alone, so
+    that both compute it as a decoded token: vLLM's CPU kernels for MLA give the last token
+    of a prompt other values."""
+    decode, prefill = workers[model]
+    prompts = [prompt_ids(tokens - 1, seed=1100 + tokens) for tokens in LENGTHS]
+    async with Direct(nats_url, etcd_url, model) as direct:
+        alone = [await direct.tokens(prompt, local=True, max_tokens=13) for prompt in prompts]
+        asked = [[*prompt, first] for prompt, (first, *_) in zip(prompts, alone, strict=True)]
+        got = await asyncio.gather(*(direct.tokens(prompt, max_tokens=12) for prompt in asked))
+        assert got == [rest for _, *rest in alone]
+    assert len({tuple(tokens) for tokens in got}) == len(got), "the answers tell prompts apart"
+    count = len(prompts)
+    eventually(
+        lambda: prefill.count("PrefillWorker", JOBS, outcome="written") == count,
+        timeout_s=10,
+        what="all were written",
+    )
+    assert decode.count("VllmWorker", DECISIONS, reason="long", verdict="remote") == count
+    assert decode.count("VllmWorker", REMOTE, outcome="committed") == count
+    assert not decode.errors() + prefill.errors()
+
+
+def test_a_hybrid_model_is_refused_at_its_start(tmp_path: Path, servers: list[str]):
+    refused = Worker(tmp_path, "hybrid", "VllmWorker", servers)
+    refused.start()
+    try:
+        eventually(lambda: refused.exit_code is not None, timeout_s=120, what="it has ended")
+    finally:
+        code = refused.end()
+    assert code == 1, refused.tails()
+    assert "layers with a state per request (Mamba, linear attention and the like)" in (
+        refused.output
+    )
+    assert "graphs.agg, or VllmWorker.remote-prefill: false" in refused.output
+    assert "Traceback" not in refused.output
