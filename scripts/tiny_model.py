@@ -8,7 +8,7 @@ For tests there are also
     thinking     the tiny model, with <think> and </think> in its vocabulary
     mla          DeepSeek V2: multi-head latent attention, no experts
     sliding      Mistral: a sliding window of 128 tokens in all layers
-    hybrid       Bamba: one Mamba layer and one attention layer
+    hybrid       Jamba: one Mamba layer and one attention layer
 
 Same seed, same weights. Its text is noise; everything else about it is a real
 model: chat template, bfloat16 weights, grouped-query attention. Nothing is
@@ -82,15 +82,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "attn_layer_indices": [1],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 1,
         "mamba_d_state": 16,
     },
 }
 SHAPES["thinking"] = SHAPES["tiny"]
 #: transformers' name of the architecture; Llama for all others.
-ARCHITECTURES = {"mla": "DeepseekV2", "sliding": "Mistral", "hybrid": "Bamba"}
+ARCHITECTURES = {"mla": "DeepseekV2", "sliding": "Mistral", "hybrid": "Jamba"}
 
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif -%}

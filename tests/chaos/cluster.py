@@ -21,8 +21,9 @@ from dynamo_lite.serve.run_state import ProcessState, read_run
 from tests.servers import PrivateServer
 from tests.vllm.graph import Graph, command_line, descendants_of
 
-CONFIG = ("graphs.disagg:Frontend", "configs/chaos.yaml")
+CONFIG = ("graphs.disagg_router:Frontend", "configs/chaos.yaml")
 FRONTEND, DECODE, PREFILL = "Frontend", "VllmWorker", "PrefillWorker"
+ROUTER = "Router"
 
 _POLL_S = 0.1
 _JOIN_TRIES = 4

@@ -3,7 +3,7 @@
 import asyncio
 
 from dynamo_lite.runtime.etcd import EtcdStore
-from tests.chaos.cluster import DECODE, PREFILL
+from tests.chaos.cluster import DECODE, PREFILL, ROUTER
 from tests.chaos.scenario import STEADY_S, Scenario, Scene
 
 _OUTAGE_S = 20.0
@@ -16,6 +16,22 @@ def _killed(service: str):
         await scene.blows.back(victim)
 
     return body
+
+
+async def _router_killed(scene: Scene) -> None:
+    """Requests are placed by turns meanwhile, and by the new Router once it is up."""
+    meters = scene.arena.meters
+    await meters.ask()
+    by_turns = meters.total("router_fallbacks")
+    await _killed(ROUTER)(scene)
+    await meters.ask()
+    by_router = meters.total("router_choices")
+    await asyncio.sleep(STEADY_S)
+    await meters.ask()
+    if meters.total("router_fallbacks") == by_turns:
+        scene.report.trouble.append("no request was placed while the Router was away")
+    if meters.total("router_choices") == by_router:
+        scene.report.trouble.append("the new Router has placed no request")
 
 
 async def _etcd_frozen(scene: Scene) -> None:
@@ -66,6 +82,7 @@ def _revoked(service: str):
 OUTAGES = (
     Scenario("prefill-killed", "the only prefill worker is killed (-9)", _killed(PREFILL)),
     Scenario("decode-killed", "one of two decode workers is killed (-9)", _killed(DECODE)),
+    Scenario("router-killed", "the Router is killed (-9)", _router_killed),
     Scenario("etcd-frozen", "etcd is stopped for 20 s", _etcd_frozen, calm=True),
     Scenario("etcd-killed", "etcd is killed, and started after 20 s", _etcd_killed, calm=True),
     Scenario("nats-killed", "nats-server is killed and started thrice", _nats_killed, calm=True),

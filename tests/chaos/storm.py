@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dynamo_lite.protocol.errors import DynamoLiteError
 from tests.chaos.arena import Arena
 from tests.chaos.blows import Blow, Blows, NotNow, freezing, holding, killing, restarting, revoking
-from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, Cluster
+from tests.chaos.cluster import DECODE, FRONTEND, PREFILL, ROUTER, Cluster
 from tests.chaos.load import Load
 from tests.chaos.report import Report
 
@@ -80,6 +80,14 @@ LANES = (
         (
             Kind("kill Frontend", killing(FRONTEND, again=0.4), 33),
             Kind("stop Frontend briefly", holding(FRONTEND, 0.2, 3.0), 5),
+        ),
+    ),
+    Lane(
+        "router",
+        (5.0, 15.0),
+        (
+            Kind("kill Router", killing(ROUTER, again=0.4), 33),
+            Kind("stop Router briefly", holding(ROUTER, 0.2, 3.0), 5),
         ),
     ),
     Lane(

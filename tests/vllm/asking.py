@@ -83,10 +83,12 @@ def joined(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
         usage = chunk.get("usage") or usage
         for piece in chunk["choices"]:
             choice = choices.setdefault(
-                piece["index"], {"text": "", "arguments": "", "names": [], "logprobs": []}
+                piece["index"],
+                {"text": "", "reasoning": "", "arguments": "", "names": [], "logprobs": []},
             )
             delta = piece.get("delta") or {}
             choice["text"] += piece.get("text") or delta.get("content") or ""
+            choice["reasoning"] += delta.get("reasoning") or ""
             for call in delta.get("tool_calls") or ():
                 function = call["function"]
                 choice["arguments"] += function.get("arguments") or ""

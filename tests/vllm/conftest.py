@@ -1,6 +1,6 @@
 """The graphs and the reference that the tests of this folder share.
 
-Two cores carry one graph at a time. `disagg` and `pair` are shared, started when
+Two cores carry one graph at a time. `disagg`, `slow` and `pair` are shared, started when
 first asked for; a test that needs another takes `stage` and starts its own, before
 which the shared one is stopped. Tests of one graph follow each other, so that each
 is started once.
@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.collector import Collector, collecting
-from tests.vllm.graph import DISAGG, MODEL, TOOL_FLAGS, UNCOMPILED, Graph, PlainServer
+from tests.vllm.graph import (
+    DISAGG,
+    MODEL,
+    PAIR_OPTIONS,
+    TOOL_FLAGS,
+    UNCOMPILED,
+    Graph,
+    PlainServer,
+)
+from tests.vllm.slow import SLOW_OPTIONS
 
 #: configs/disagg.yaml as it is, with tools; traced is what a client traces.
 _DISAGG_OPTIONS = (
@@ -25,12 +34,6 @@ _DISAGG_OPTIONS = (
     ),
     *(f"--VllmWorker.ServiceArgs.env.{key}={value}" for key, value in UNCOMPILED.items()),
     "--Graph.trace-ratio=0",
-)
-#: Two decode workers and one prefill worker, whose leases outlast what is done to them.
-_PAIR_OPTIONS = (
-    "--VllmWorker.ServiceArgs.workers=2",
-    "--Graph.lease-ttl-s=60",
-    "--Frontend.router=kv",
 )
 
 
@@ -43,8 +46,10 @@ def _turn(item: pytest.Item) -> int:
     names = getattr(item, "fixturenames", ())
     if "disagg" in names:
         return 1
+    if "slow" in names:
+        return 3
     if "pair" in names:
-        return 4 if item.get_closest_marker("takes_workers") else 3
+        return 5 if item.get_closest_marker("takes_workers") else 4
     return 2 if "stage" in names else 0
 
 
@@ -127,7 +132,13 @@ def disagg(stage: Stage, collector: Collector) -> Iterator[Graph]:
 
 
 @pytest.fixture
+def slow(stage: Stage) -> Graph:
+    """One decode worker, and one prefill worker that computes block by block."""
+    return stage.shared(SLOW_OPTIONS)
+
+
+@pytest.fixture
 def pair(stage: Stage) -> Graph:
     """Two decode workers and one prefill worker. Whoever takes one away for good is marked
     `takes_workers`; all others leave as many as there were."""
-    return stage.shared(_PAIR_OPTIONS)
+    return stage.shared(PAIR_OPTIONS)

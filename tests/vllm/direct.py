@@ -26,13 +26,17 @@ _ANSWER_S = 60.0
 
 
 class Direct:
-    """Async context manager; asks the only decode worker of a namespace.
+    """Async context manager; asks one decode worker.
 
-    ended: the request ids, in the order in which they ended.
+    lease: its lease, in hexadecimal; "" where it is the only one of its namespace. ended: the
+    request ids, in the order in which they ended.
     """
 
-    def __init__(self, nats_url: str, etcd_url: str, namespace: str = NAMESPACE):
-        self._nats_url, self._etcd_url, self._namespace = nats_url, etcd_url, namespace
+    def __init__(
+        self, nats_url: str, etcd_url: str, namespace: str = NAMESPACE, *, lease: str = ""
+    ):
+        self._nats_url, self._etcd_url = nats_url, etcd_url
+        self._prefix = names.endpoint_prefix(namespace, "VllmWorker", "generate") + lease
         self._numbers = itertools.count()
         self._tokens: dict[str, list[int]] = {}
         self._ends: dict[str, asyncio.Future[None]] = {}
@@ -41,8 +45,7 @@ class Direct:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             store = await stack.enter_async_context(EtcdStore(self._etcd_url))
-            prefix = names.endpoint_prefix(self._namespace, "VllmWorker", "generate")
-            [record] = (await store.get_prefix(prefix)).values()
+            [record] = (await store.get_prefix(self._prefix)).values()
             self._member = decode_json(record, EndpointRecord)
             messaging = await stack.enter_async_context(NatsMessaging(self._nats_url))
             client = RemoteGenerateClient(messaging, "direct", self._take, self._lost)
@@ -62,8 +65,8 @@ class Direct:
         local: bool = False,
         name: str = "",
     ) -> list[int]:
-        """The greedy tokens. local: the worker computes the whole prompt itself, without its
-        prefix cache. name: the request's id."""
+        """The greedy tokens. local: the worker computes the whole prompt itself, and shares no
+        prefix with what is not. name: the request's id."""
         request_id = name or f"direct-{next(self._numbers)}"
         sampling: dict[str, Any] = {
             "temperature": 0,
@@ -80,6 +83,7 @@ class Direct:
             sampling=sampling_to_bytes(SamplingParams(**sampling)),
             arrival_time=time.time(),
             priority=priority,
+            cache_salt="local" if local else None,
         )
         self._tokens[request_id] = []
         ended = self._ends[request_id] = asyncio.get_running_loop().create_future()

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -36,6 +37,12 @@ MODEL = Path(".dynamo-lite/models/tiny")
 DISAGG = ("graphs.disagg:Frontend", "configs/disagg.yaml")
 AGG = ("graphs.agg:Frontend", "configs/agg.yaml")
 NAMESPACE = "dynamo"
+#: Two decode workers and one prefill worker, whose leases outlast what is done to them.
+PAIR_OPTIONS = (
+    "--VllmWorker.ServiceArgs.workers=2",
+    "--Graph.lease-ttl-s=60",
+    "--Frontend.router=kv",
+)
 #: Flags of vLLM's server without which it refuses tools; the same for both sides.
 TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
 
@@ -315,10 +322,15 @@ class PlainServer(Command):
     """Stock `vllm serve` with the engine arguments of a configuration's VllmWorker.
 
     It is started as vLLM's module: the `vllm` program asks for the version of a
-    package of that name, which the CPU build is not.
+    package of that name, which the CPU build is not. flags: more of them.
     """
 
-    def __init__(self, directory: Path, graph: tuple[str, str] = DISAGG):
+    def __init__(
+        self,
+        directory: Path,
+        graph: tuple[str, str] = DISAGG,
+        flags: Mapping[str, Any] = MappingProxyType({}),
+    ):
         name, file = graph
         document = read_document(Path(file), [])
         config = resolve(load_graph(name), document).get("VllmWorker")
@@ -330,7 +342,7 @@ class PlainServer(Command):
             [
                 *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
                 *("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]),
-                *engine_flags({**config.flags, **TOOL_FLAGS}),
+                *engine_flags({**config.flags, **TOOL_FLAGS, **flags}),
             ],
             env={**config.env[0], "VLLM_NO_USAGE_STATS": "1", **UNCOMPILED},
         )

@@ -1,6 +1,6 @@
 """The short version of scripts/chaos: some mixed blows, and cheap scenarios.
 
-One graph of two decode workers and one prefill worker lives through all of it.
+One graph of two decode workers, one prefill worker and a Router lives through all of it.
 """
 
 import asyncio
@@ -51,6 +51,11 @@ def passed(report: Report) -> Report:
     print(report.as_text())
     assert not report.failures, report.as_text()
     return report
+
+
+async def test_a_router_that_dies_costs_no_request(arena: Arena):
+    scenario = next(s for s in OUTAGES if s.name == "router-killed")
+    passed(await play(arena, scenario, SEED))
 
 
 async def test_a_broker_that_dies_costs_no_request(arena: Arena):

@@ -6,8 +6,6 @@ Frontend. What is right is what the decode worker generates alone.
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +13,13 @@ import pytest
 
 from tests.vllm.asking import prompt_ids
 from tests.vllm.direct import Direct
-from tests.vllm.graph import MODEL, Graph, eventually, together
+from tests.vllm.graph import Graph, eventually, together
+from tests.vllm.models import model_of
 from tests.vllm.test_decisions import DECISIONS, LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-SCRIPT = Path("scripts/tiny_model.py")
 #: vLLM's CPU kernels for MLA take blocks of 16 tokens and no other size; the other backend
 #: of the CPU build runs on processors with AMX only.
 OPTIONS = {
@@ -30,13 +28,6 @@ OPTIONS = {
 }
 #: Full and begun blocks; all beyond the sliding window.
 LENGTHS = (LIMIT + 1, LIMIT + 32, 700, 1500)
-
-
-def model_of(shape: str) -> Path:
-    """Made where the demo model lies, once: vLLM's verdict on arguments is kept by path."""
-    directory = MODEL.parent / shape
-    subprocess.run([sys.executable, SCRIPT, directory, shape], check=True)
-    return directory
 
 
 class Worker(Graph):

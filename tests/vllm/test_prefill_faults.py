@@ -2,70 +2,33 @@
 
 import asyncio
 import os
-import random
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
-from tests.vllm.test_decisions import REMOTE, counting
+from tests.vllm.slow import (
+    CLAIMS,
+    QUEUE_SIZE,
+    SLOW_OPTIONS,
+    longs,
+    outcomes,
+    until,
+    works_remotely,
+)
+from tests.vllm.test_decisions import counting
 from tests.vllm.test_prefix_read import COMPUTED, READS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 RESUMES = "dynamo_lite_remote_prefill_resumes_total"
-QUEUE_SIZE = 4
-#: PrefillWorker.concurrency of configs/disagg.yaml and its short-slots: what it claims while it
-#: hangs.
-CLAIMS = 2 + 1
-OPTIONS = (
-    "--Graph.lease-ttl-s=5",
-    # Chunks of one block: long enough under way to be killed half-way.
-    "--PrefillWorker.max-num-batched-tokens=32",
-    "--PrefillWorker.max-num-seqs=4",
-    "--VllmWorker.remote-prefill-timeout-s=20",
-    f"--VllmWorker.max-prefill-queue-size={QUEUE_SIZE}",
-)
 
 
-@pytest.fixture(scope="module")
-def graph(stage) -> Iterator[Graph]:
-    """Impatient, and quick to notice the dead."""
-    with stage.alone(options=OPTIONS) as graph:
-        yield graph
-
-
-def longs(count: int, seed: int) -> list[dict]:
-    return [{"prompt": prompt_ids(1200 + i, seed), "max_tokens": 6} for i in range(count)]
-
-
-async def until(graph: Graph, wanted: Callable[..., bool], *, timeout_s: float = 20) -> None:
-    """Waits for a state of the decode engine (EngineStatus)."""
-    async with asyncio.timeout(timeout_s):
-        while not wanted((await graph.pools())[0]):
-            await asyncio.sleep(0.05)
-
-
-def outcomes(graph: Graph, outcome: str) -> float:
-    return graph.count("VllmWorker", REMOTE, outcome=outcome)
-
-
-async def works_remotely(graph: Graph, reference: PlainServer, seed: int) -> None:
-    """The decode worker has seen the prefill worker, and what they do together is right."""
-    since = counting(graph)
-    async with asyncio.timeout(20):
-        while "remote/long" not in since():
-            (probe,) = longs(1, seed=random.randrange(1 << 30))
-            await tokens_of(graph.url, [probe])
-    since = counting(graph)
-    committed = outcomes(graph, "committed")
-    requests = longs(2, seed)
-    assert await tokens_of(graph.url, requests, 1) == await tokens_of(reference.url, requests)
-    assert since() == {"remote/long": 2}
-    assert outcomes(graph, "committed") == committed + 2
+@pytest.fixture
+def graph(slow: Graph) -> Graph:
+    return slow
 
 
 async def test_a_hung_engine_costs_waiting_but_no_answer(graph: Graph, reference: PlainServer):
@@ -132,7 +95,7 @@ async def test_what_a_killed_worker_had_written_is_not_computed_again(
     requests = [{"prompt": prompt_ids(tokens, seed=600), "max_tokens": 8}]
     expected = await tokens_of(reference.url, requests)
     servers = ["--nats-url", graph.nats_url, "--etcd-url", graph.etcd_url]
-    with Graph(tmp_path, options=[*servers, *OPTIONS], service="PrefillWorker") as joined:
+    with Graph(tmp_path, options=[*servers, *SLOW_OPTIONS], service="PrefillWorker") as joined:
         await graph.settled()
         free = (await graph.pools())[0].free_blocks
         both = graph, joined

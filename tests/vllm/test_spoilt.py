@@ -1,0 +1,147 @@
+"""A byte that changes between a writer's NIXL write and the decode engine's look at it.
+
+Whoever has the metadata in etcd can write into a decode engine's blocks: so can this test,
+while that engine stands still.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import numpy as np
+import pytest
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.prefill import Listen, RemotePrefillRequest, decode_job
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.transfer.base import Transfer
+from dynamo_lite.transfer.nixl import NixlMover
+from tests.vllm.asking import tokens_of
+from tests.vllm.graph import NAMESPACE, Graph, PlainServer, eventually
+from tests.vllm.slow import longs, outcomes, until, works_remotely
+from tests.vllm.test_decisions import counting
+from tests.vllm.test_membership import JOBS
+from tests.vllm.test_slow_prefill import MISMATCHES
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+CLAIMS = "dynamo_lite_prefill_job_stage_seconds_count"
+_LISTEN_S = 10.0
+_MOVED_S = 20.0
+
+
+class Spoiler:
+    """A NIXL agent that knows one rank of a decode engine."""
+
+    def __init__(self, engine: EngineMetadata):
+        [self._rank] = engine.ranks
+        self._byte = np.zeros(1, np.uint8)
+        self._mover = NixlMover("spoiler")
+        self._mover.register([(self._byte.ctypes.data, 1)], "DRAM", 0)
+        self._mover.add_peer("engine", self._rank.agent)
+
+    async def meet(self, messaging: NatsMessaging, engine_id: str) -> None:
+        """Connects; the engine must make progress for it, which an idle one does when told."""
+        subject = names.poll_subject(NAMESPACE, engine_id)
+        listen = Listen(writer_lease_id=1, for_s=_LISTEN_S)
+        await messaging.request(subject, encode_sealed(listen), timeout_s=5.0)
+        assert self._rank.scratch is not None
+        reading = self._move("read", self._rank.scratch.base)
+        async with asyncio.timeout(_MOVED_S):
+            while not reading.done():
+                await asyncio.sleep(0.005)
+
+    def spoil(self, block: int) -> None:
+        """Changes the first byte of the block's last layer."""
+        region = self._rank.regions[-1]
+        address = region.base + block * region.stride_bytes
+        for what in ("read", "write"):
+            moving = self._move(what, address)
+            eventually(moving.done, timeout_s=_MOVED_S, what=f"the {what} is over")
+            self._byte ^= 0xFF if what == "read" else 0
+
+    def close(self) -> None:
+        self._mover.close()
+
+    def _move(self, what: str, address: int) -> Transfer:
+        here = np.array([[self._byte.ctypes.data, 1, 0]], dtype=np.uint64)
+        there = np.array([[address, 1, self._rank.device]], dtype=np.uint64)
+        move = self._mover.read if what == "read" else self._mover.write
+        return move("engine", here, there, memory=("DRAM", self._rank.memory))
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def jobs_of(messaging: NatsMessaging) -> AsyncIterator[list[RemotePrefillRequest]]:
+    """Those that are sent to the queue meanwhile."""
+    jobs: list[RemotePrefillRequest] = []
+    subject = names.prefill_jobs_subject(NAMESPACE)
+
+    async def on_job(message) -> None:
+        jobs.append(decode_job(message.data))
+
+    heard = [await messaging.client.subscribe(s, cb=on_job) for s in (subject, f"{subject}.>")]
+    await messaging.client.flush()
+    try:
+        yield jobs
+    finally:
+        for each in heard:
+            await each.unsubscribe()
+
+
+async def test_a_spoilt_byte_is_found_and_the_prompt_computed_here(
+    slow: Graph, reference: PlainServer
+):
+    requests = longs(1, seed=1300)
+    expected = await tokens_of(reference.url, requests)
+    await works_remotely(slow, reference, seed=1301)
+    await slow.settled()
+    (engine,) = await slow.pools()
+    before = {how: outcomes(slow, how) for how in ("corrupt", "committed")}
+    since, mismatches = counting(slow), slow.count("VllmWorker", MISMATCHES)
+    written = slow.count("PrefillWorker", JOBS, outcome="written")
+    claimed = slow.count("PrefillWorker", CLAIMS, stage="claim")
+    decode, prefill = slow.engine_pid("VllmWorker"), slow.engine_pid("PrefillWorker")
+    spoiler = Spoiler(engine.metadata)
+    try:
+        async with NatsMessaging(slow.nats_url) as messaging, jobs_of(messaging) as jobs:
+            await spoiler.meet(messaging, engine.metadata.engine_id)
+            with stopped(prefill):
+                asking = asyncio.create_task(tokens_of(slow.url, requests))
+                await _counted(slow, claimed + 1, CLAIMS, stage="claim")
+                os.kill(decode, signal.SIGSTOP)
+            with stopped(decode):
+                await _counted(slow, written + 1, JOBS, outcome="written")
+                spoiler.spoil(jobs[0].block_ids[len(jobs[0].block_ids) // 2])
+            assert await asking == expected
+    finally:
+        spoiler.close()
+    assert since() == {"remote/long": 1}
+    assert outcomes(slow, "corrupt") == before["corrupt"] + 1
+    assert outcomes(slow, "committed") == before["committed"]
+    assert slow.count("VllmWorker", MISMATCHES) == mismatches + 1
+    assert "does not hold: rank 0" in slow.log_of("VllmWorker")
+    await slow.settled(engine.free_blocks)
+    await until(slow, lambda pool: pool.unresponsive_writers == 0)
+    await works_remotely(slow, reference, seed=1302)
+
+
+async def _counted(graph: Graph, count: float, name: str, **labels: str) -> None:
+    await asyncio.to_thread(
+        eventually,
+        lambda: graph.count("PrefillWorker", name, **labels) == count,
+        timeout_s=10,
+        what=f"{name} is {count:g}",
+    )
