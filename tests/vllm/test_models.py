@@ -4,7 +4,6 @@ Two pairs of a decode and a prefill worker, each in a namespace of its own and w
 Frontend. What is right is what the decode worker generates alone.
 """
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from tests.vllm.asking import prompt_ids
 from tests.vllm.direct import Direct
 from tests.vllm.graph import Graph, eventually, together
 from tests.vllm.models import model_of
-from tests.vllm.test_decisions import DECISIONS, LIMIT, REMOTE
+from tests.vllm.test_decisions import BLOCK_BYTES, DECISIONS, LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -26,6 +25,8 @@ OPTIONS = {
     "mla": {"block-size": 16, "attention-backend": "CPU_MLA"},
     "sliding": {},
 }
+#: Of the recipe's 128 tokens, one begun at either end. The blocks are as the demo model's.
+WINDOW_BLOCKS = 128 // 32 + 2
 #: Full and begun blocks; all beyond the sliding window.
 LENGTHS = (LIMIT + 1, LIMIT + 32, 700, 1500)
 
@@ -75,13 +76,13 @@ async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
 ):
     """The last token of the remote prompt is the first one that was generated alone, so
     that both compute it as a decoded token: vLLM's CPU kernels for MLA give the last token
-    of a prompt other values."""
+    of a prompt other values. Nor do they bear several prompts in one step."""
     decode, prefill = workers[model]
     prompts = [prompt_ids(tokens - 1, seed=1100 + tokens) for tokens in LENGTHS]
     async with Direct(nats_url, etcd_url, model) as direct:
         alone = [await direct.tokens(prompt, local=True, max_tokens=13) for prompt in prompts]
         asked = [[*prompt, first] for prompt, (first, *_) in zip(prompts, alone, strict=True)]
-        got = await asyncio.gather(*(direct.tokens(prompt, max_tokens=12) for prompt in asked))
+        got = [await direct.tokens(prompt, max_tokens=12) for prompt in asked]
         assert got == [rest for _, *rest in alone]
     assert len({tuple(tokens) for tokens in got}) == len(got), "the answers tell prompts apart"
     count = len(prompts)
@@ -93,6 +94,9 @@ async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
     assert decode.count("VllmWorker", DECISIONS, reason="long", verdict="remote") == count
     assert decode.count("VllmWorker", REMOTE, outcome="committed") == count
     assert not decode.errors() + prefill.errors()
+    if model == "sliding":
+        sent = prefill.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total")
+        assert 0 < sent <= count * WINDOW_BLOCKS * BLOCK_BYTES, "nothing before the window"
 
 
 def test_a_hybrid_model_is_refused_at_its_start(tmp_path: Path, servers: list[str]):

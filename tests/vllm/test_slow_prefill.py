@@ -13,6 +13,7 @@ from tests.vllm.live import live_options
 from tests.vllm.slow import (
     MAX_JOBS,
     QUEUE_SIZE,
+    SLOW_OPTIONS,
     longs,
     outcomes,
     throttled,
@@ -22,15 +23,16 @@ from tests.vllm.slow import (
 from tests.vllm.test_decisions import counting
 from tests.vllm.test_prefix_read import COMPUTED
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.usefixtures("slow")]
 
 LATE = "dynamo_lite_late_notices_total"
 MISMATCHES = "dynamo_lite_commit_mismatches_total"
 
 
-@pytest.fixture
-def roomy(slow: Graph) -> Iterator[Graph]:
-    """More jobs may be asked for than the broker takes."""
+@pytest.fixture(scope="module")
+def roomy(stage) -> Iterator[Graph]:
+    """From its first user on, more jobs may be asked for than the broker takes."""
+    slow = stage.shared(SLOW_OPTIONS)
     with live_options(slow, {"VllmWorker.max-prefill-queue-size": 100}):
         yield slow
 

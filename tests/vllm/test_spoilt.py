@@ -46,7 +46,7 @@ class Spoiler:
 
     async def meet(self, messaging: NatsMessaging, engine_id: str) -> None:
         """Connects; the engine must make progress for it, which an idle one does when told."""
-        subject = names.poll_subject(NAMESPACE, engine_id)
+        subject = names.listen_subject(NAMESPACE, engine_id)
         listen = Listen(writer_lease_id=1, for_s=_LISTEN_S)
         await messaging.request(subject, encode_sealed(listen), timeout_s=5.0)
         assert self._rank.scratch is not None
