@@ -113,8 +113,8 @@ def make(directory: Path, shape: str) -> None:
     """Writes tokenizer, configuration and weights into `directory`."""
     import torch
     import transformers
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AddedToken, PreTrainedTokenizerFast
 
     architecture = ARCHITECTURES.get(shape, "Llama")
     config_class = getattr(transformers, f"{architecture}Config")
