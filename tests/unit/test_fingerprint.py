@@ -149,7 +149,7 @@ SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
         ({"max_model_len": 256}, {"max_model_len"}),
         ({"dtype": "float32"}, {"dtype"}),
     ],
-    ids=str,
+    ids=["rope", "config", "length", "dtype"],
 )
 def test_what_makes_other_kv_is_in_the_fingerprint(models: Path, given: dict, names: set[str]):
     assert changed(models, **given) - {"attention"} == names
