@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 class JobEnd:
     """How one delivery of a job ended.
 
-    outcome: as the counter shows it; "retry" goes back to the queue, all others are final.
+    outcome: as the counter shows it; "retry" and "left" (to other workers, since this one
+    cannot write into the engine) go back to the queue, all others are final.
     why: for the decode engine, when no delivery follows.
     """
 
@@ -96,8 +97,10 @@ class JobRunner:
             end = JobEnd("retry", "its last holder died, or was cut off")
         else:
             end = await self._prefill(request, trace)
-        if end.outcome != "retry" or job.deliveries_left > 0:
+        if end.outcome not in ("retry", "left") or job.deliveries_left > 0:
             return end
+        if end.outcome == "left":
+            return await self._hand_back(request, "failed", end.why, "unusable")
         why = f"given up after {job.deliveries} deliveries: {end.why}"
         return await self._hand_back(request, "abandoned", why, "used_up")
 
@@ -111,6 +114,9 @@ class JobRunner:
                 why = "the store has no record of this engine"
                 return await self._hand_back(request, "abandoned", why, "engine_gone")
             why_not = None if self._links is None else await self._links.usable(target)
+            if why_not is not None:
+                logger.info("request %s: attempt %s: left to others: %s", *_ids(request), why_not)
+                return JobEnd("left", f"it cannot be written into: {why_not}")
             asked = self._now()
             refusal = await self._claims.ask(request, asked - pulled)
         except (DeadlineExceeded, BrokerUnavailable) as exc:
@@ -134,11 +140,7 @@ class JobRunner:
         self._stages.labels("claim").observe(claimed - pulled)
         if trace is not None:
             trace.claimed(claimed)
-        if why_not is None:
-            ended = await self._write(request, target)
-        else:
-            detail = f"it cannot be written into: {why_not}"
-            ended = AttemptOutcome(request.attempt, "failed", detail)
+        ended = await self._write(request, target)
         # The engine granted it about half-way.
         return await self._tell_end(request, ended, (asked + claimed) / 2)
 

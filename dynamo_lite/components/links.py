@@ -47,14 +47,15 @@ class Preflighter(Protocol):
 
 
 class _Link:
-    """failure: of the last try. tested: it is known. again: it is to be tried at once, or
-    the engine has left (`gone`). broken: how many tries in a row found a broken way.
-    final: it can never work."""
+    """failure: of the last try. tested: it is known. recorded: the first try is over, and its
+    record in the store. again: it is to be tried at once, or the engine has left (`gone`).
+    broken: how many tries in a row found a broken way. final: it can never work."""
 
     def __init__(self, target: EngineMetadata):
         self.target = target
         self.failure: str | None = None
         self.tested, self.again = asyncio.Event(), asyncio.Event()
+        self.recorded = asyncio.Event()
         self.gone = self.final = False
         self.broken = 0
 
@@ -67,6 +68,7 @@ class Links:
         self._namespace, self._lease_id = host.spec.namespace, host.lease.id
         self._prefix = names.nixl_metadata_prefix(self._namespace)
         self._links: dict[str, _Link] = {}
+        self._listed = asyncio.Event()
         self._outcomes = Counter(
             "dynamo_lite_preflights",
             "Ways to decode engines that were tried, by outcome: ok, failed, incompatible",
@@ -79,6 +81,28 @@ class Links:
         async with self._host.store.watch(self._prefix) as events:
             async for event in events:
                 await self._apply(event)
+                self._listed.set()
+
+    async def first_tries(self, timeout_s: float) -> list[str]:
+        """Waits until the way to each engine that is there now has been tried, and what was
+        found is in the store. Returns the engines of which that was not so in time."""
+        waited: list[_Link] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._listed.wait()
+                waited = list(self._links.values())
+                for link in waited:
+                    await link.recorded.wait()
+        except TimeoutError:
+            if not self._listed.is_set():
+                logger.warning("decode engines were not listed within %g s", timeout_s)
+        return [link.target.engine_id for link in waited if not link.recorded.is_set()]
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether there are decode engines, and none that can be given KV."""
+        links = self._links.values()
+        return bool(links) and all(link.tested.is_set() and link.failure for link in links)
 
     async def usable(self, target: EngineMetadata) -> str | None:
         """Why `target` cannot be given KV; waits for the first try of the way there."""
@@ -149,11 +173,13 @@ class Links:
             link.failure = report.failure
             link.tested.set()
             await self._record(link, report)
+            link.recorded.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_pause_s(link)):
                     await link.again.wait()
         link.failure = link.failure or "the engine has left"
         link.tested.set()
+        link.recorded.set()
         await self._host.release(self._key(link))
 
     async def _try(self, link: _Link) -> LinkReport:

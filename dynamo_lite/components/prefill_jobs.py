@@ -3,7 +3,8 @@
 A job is acknowledged when it is over: written, refused at its claim, or handed back to
 the decode engine as failed. A worker that dies leaves it unacknowledged, and the queue
 delivers it again. A job leaves the queue only when its decode engine knows: either the
-engine has refused the claim, or it is told how the job ended.
+engine has refused the claim, or it is told how the job ended. A job for an engine that
+this worker cannot write into is left to other workers.
 """
 
 import asyncio
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 _PULL_S = 2.0
 #: Before a job that could not be claimed is delivered again: doubled each time, up to a limit.
 _RETRY_DELAY_S, _LONGEST_RETRY_DELAY_S = 0.5, 4.0
+#: Before a job that was left to others comes again: at first none, as others may wait for a job;
+#: where it comes again to who cannot do it they do not.
+_LEFT_DELAY_S = 0.25
 _BROKER_PAUSE_S = 0.2
 _UNFIT_PAUSE_S = 0.2
 
@@ -167,6 +171,8 @@ class PrefillJobs:
             trace.ended(end.outcome, self._now())
         if end.outcome == "retry":
             await _answer(job.nak(delay_s=_retry_delay_s(job.deliveries)))
+        elif end.outcome == "left":
+            await _answer(job.nak(delay_s=0.0 if job.deliveries == 1 else _LEFT_DELAY_S))
         elif end.outcome in ("used_up", "malformed"):
             await _answer(job.term())
         else:

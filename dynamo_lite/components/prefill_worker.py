@@ -1,6 +1,7 @@
 """The prefill worker: pulls jobs, computes them, writes the KV where it is wanted."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -29,7 +30,12 @@ from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
 from dynamo_lite.transfer.directory import MetadataDirectory
 
+logger = logging.getLogger(__name__)
+
 _DEPTH_PERIOD_S = 2.0
+#: How long the start waits for decode engines that are there to be tried. A try ends within
+#: 30 s by itself, also of an engine that hangs.
+_FIRST_TRIES_S = 30.0
 #: Whose blocks are written.
 _DECODE_COMPONENT = "VllmWorker"
 
@@ -83,7 +89,7 @@ class PrefillWorker:
             directory=directory,
             messaging=host.messaging,
             registry=host.registry,
-            fit=lambda: probe.verdict()[0],
+            fit=lambda: probe.verdict()[0] and not links.hopeless,
             links=links,
             clock=host.clock,
             on_drop=host.drops,
@@ -92,8 +98,8 @@ class PrefillWorker:
         cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
         on_cancel = counted(jobs.on_cancel, "cancel", host.drops)
         await enter(host.messaging.serve(cancel, on_cancel))
+        await self._try_links(host, links)
         await host.register("prefill", model=engine.model)
-        host.spawn(links.run(), "links")
         self._beat = HealthBeat(
             host.messaging,
             namespace=self._spec.namespace,
@@ -134,6 +140,18 @@ class PrefillWorker:
         if self._jobs is None or self._probe is None:
             return NOT_LOADED
         return {**self._probe.facts(), "jobs": len(self._jobs.working)}
+
+    async def _try_links(self, host: Host, links: Links) -> None:
+        """So that decode engines which this worker cannot write into know it from the start."""
+        host.spawn(links.run(), "links")
+        host.progress("trying the links to decode engines")
+        if late := await links.first_tries(_FIRST_TRIES_S):
+            logger.warning(
+                "the links to these decode engines were not tried within %g s, and are tried"
+                " further: %s",
+                _FIRST_TRIES_S,
+                ", ".join(late),
+            )
 
     async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
         directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)

@@ -286,6 +286,10 @@ class PoolGauges:
             "prefill_workers_unresponsive",
             "Prefill workers that are registered, but silent or unable to work",
         )
+        self._unusable = gauge(
+            "prefill_workers_unusable",
+            "Prefill workers that respond, but whose link to this engine has failed",
+        )
 
     def show(self, status: EngineStatus) -> None:
         self._free.set(status.free_blocks)
@@ -293,3 +297,4 @@ class PoolGauges:
         self._quarantined.set(status.quarantined)
         self._depth.set(float("nan") if status.queue_jobs is None else status.queue_jobs)
         self._unresponsive.set(status.unresponsive_writers)
+        self._unusable.set(status.unusable_writers)

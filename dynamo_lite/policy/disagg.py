@@ -63,7 +63,8 @@ class QueueView:
     """What a decode worker knows of the queue.
 
     jobs: waiting and in flight when it was read, plus what this worker has asked
-    for since. prefill_workers: how many are alive. read_at: monotonic seconds.
+    for since. prefill_workers: how many respond, and can write into this engine as far as
+    is known; prefill_workers_alive: how many respond. read_at: monotonic seconds.
     tokens: outstanding, of all engines. wait_s: until a job like the one that is being
     decided is begun; takes_s: until its KV is there; None without measured rates.
     """
@@ -74,6 +75,7 @@ class QueueView:
     tokens: int = 0
     wait_s: float | None = None
     takes_s: float | None = None
+    prefill_workers_alive: int | None = None
 
 
 def fresh(queue: QueueView | None, thresholds: Thresholds, now: float) -> QueueView | None:

@@ -194,12 +194,19 @@ class Ledger:
         return self._withdraw(entry, Outcome.CANCELLED) if entry else []
 
     def writer_done(
-        self, attempt: str, writer_lease_id: int, *, written: bool, number: int = 0
+        self,
+        attempt: str,
+        writer_lease_id: int,
+        *,
+        written: bool,
+        number: int = 0,
+        outcome: Outcome = Outcome.WRITER_FAILED,
     ) -> list[Instruction]:
         """The writer says that by its claims up to `number` it will not touch the blocks again.
 
         It may say so of an attempt whose claim never arrived: the job is over. Of
         one that another writer holds, or itself by a later claim, it says nothing.
+        outcome: of the remote prefill, where it is not written.
         """
         entry = self._attempts.get(attempt)
         if entry is None or (entry.writer is None and written):
@@ -210,7 +217,7 @@ class Ledger:
             del self._attempts[attempt]
             return [Release(attempt)]
         entry.writer_done = True
-        return [] if written else self._withdraw(entry, Outcome.WRITER_FAILED)
+        return [] if written else self._withdraw(entry, outcome)
 
     def writer_died(self, attempt: str, writer_lease_id: int, now: float) -> list[Instruction]:
         """The writer's engine is dead: it starts no write, but what it started may still land."""

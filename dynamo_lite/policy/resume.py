@@ -15,7 +15,7 @@ class Reason(enum.Enum):
     WRITER_LOST = "writer_lost"
     NOT_THE_WRITER = "not_the_writer"  # another one would end the same way
     TRIED = "tried"  # often enough
-    NO_OTHER = "no_other"  # prefill worker that responds
+    NO_OTHER = "no_other"  # usable prefill worker
     LATE = "late"  # less time is left than was spent in vain
 
 
@@ -33,27 +33,28 @@ class Stay:
     reason: Reason
 
 
-#: Ends that are the writer's own, and whether it may be among those that respond.
+#: Ends that are the writer's own, and whether it may be among the usable ones.
 _OF_THE_WRITER = {
     Outcome.WRITER_FAILED: True,
+    Outcome.WRITER_UNUSABLE: False,
     Outcome.WRITER_LOST: False,
     Outcome.WRITER_SILENT: False,
 }
 
 
 def again(
-    outcome: Outcome, *, tries: int, max_tries: int, responsive: int, spent_s: float, left_s: float
+    outcome: Outcome, *, tries: int, max_tries: int, usable: int, spent_s: float, left_s: float
 ) -> Again | Stay:
     """Whether a prompt may ask once more.
 
-    tries: how often it has; responsive: prefill workers that respond; spent_s: since
-    it asked first; left_s: until it must be done.
+    tries: how often it has; usable: prefill workers that respond and can write here, as far
+    as is known; spent_s: since it asked first; left_s: until it must be done.
     """
     if outcome not in _OF_THE_WRITER:
         return Stay(Reason.NOT_THE_WRITER)
     if tries >= max_tries:
         return Stay(Reason.TRIED)
-    if responsive - _OF_THE_WRITER[outcome] < 1:
+    if usable - _OF_THE_WRITER[outcome] < 1:
         return Stay(Reason.NO_OTHER)
     if left_s < spent_s:
         return Stay(Reason.LATE)

@@ -30,6 +30,8 @@ class Explain(msgspec.Struct, frozen=True, kw_only=True):
 class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
     """The prefill queue as the decision saw it. age_s: since it was read.
 
+    prefill_workers: those that respond, and whose link to the engine is not known to be bad;
+    prefill_workers_alive: all that respond; None from engines that do not tell.
     tokens: outstanding. wait_s, takes_s: until a job of this prompt was to be begun, and
     to be done, by the rates that had been measured.
     """
@@ -40,6 +42,7 @@ class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     wait_s: float | None = None
     takes_s: float | None = None
+    prefill_workers_alive: int | None = None
 
 
 class Followed(msgspec.Struct, frozen=True, kw_only=True):

@@ -220,7 +220,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     queue_jobs: jobs on the prefill queue as this engine last saw it; None when
     it has not seen it lately. last_step_age_s: since its scheduler began its last
     step. unresponsive_writers: prefill workers that are registered, but silent or
-    not able to work. options_version: of the live options that its decisions follow.
+    not able to work. unusable_writers: those that respond, but whose link to this engine
+    has failed. options_version: of the live options that its decisions follow.
     """
 
     metadata: EngineMetadata
@@ -232,6 +233,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_step_age_s: float | None = None
     unresponsive_writers: int = 0
     options_version: int = 0
+    unusable_writers: int = 0
 
 
 decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)

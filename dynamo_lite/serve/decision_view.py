@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo_lite.policy.disagg import Local, QueueView, Reason, Remote, Thresholds, Verdict
 from dynamo_lite.policy.replay import replay
-from dynamo_lite.protocol.decisions import Decision
+from dynamo_lite.protocol.decisions import Decision, QueueSeen
 from dynamo_lite.serve.decisions import Taken
 
 #: Options that `replay` knows; others change what comes of a decision, not the decision.
@@ -30,7 +30,7 @@ _WORDS = {
     "queue_tokens": "too many outstanding tokens in the queue",
     "too_late": "it would not have come back by its deadline",
     "queue_unknown": "the queue was not seen lately",
-    "no_prefill_worker": "no prefill worker is alive",
+    "no_prefill_worker": "no prefill worker is available",
     "leaving": "this worker is leaving",
     "not_transferable": "its KV is no function of its tokens alone, or must not be cached",
 }
@@ -156,10 +156,18 @@ def _moved(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
 def _queue(d: Decision) -> str:
     if d.queue is None:
         return "not known"
-    jobs, workers = _count(d.queue.jobs, "job"), _count(d.queue.prefill_workers, "prefill worker")
+    jobs = _count(d.queue.jobs, "job")
     wait = "" if d.queue.wait_s is None else f", a wait of about {_seconds(d.queue.wait_s)}"
     ahead = f" with {_count(d.queue.tokens, 'token')} to compute{wait}"
-    return f"{jobs}{ahead}; {workers}; seen {d.queue.age_s:.2f} s before"
+    return f"{jobs}{ahead}; {_workers(d.queue)}; seen {d.queue.age_s:.2f} s before"
+
+
+def _workers(queue: QueueSeen) -> str:
+    alive, usable = queue.prefill_workers_alive, queue.prefill_workers
+    if alive is None or alive == usable:
+        return _count(usable, "prefill worker")
+    failed = "the links of the others have failed (`dynamo-lite ps --links`)"
+    return f"{usable} of {_count(alive, 'live prefill worker')} usable: {failed}"
 
 
 def _or_tokens(d: Decision) -> str:

@@ -139,8 +139,8 @@ class Writers:
         self.alive: list[int] = []
 
     @property
-    def responsive(self) -> tuple[int, ...]:
-        return tuple(writer for writer in self.members if writer not in self.ails)
+    def responsive(self) -> tuple[Any, ...]:
+        return tuple(SimpleNamespace(lease_id=w) for w in self.members if w not in self.ails)
 
     def get(self, writer: int) -> int | None:
         return writer if writer in self.members else None
@@ -821,7 +821,7 @@ async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.Monkey
     async with watching_queue(decode):
         while decode.net.view is None:
             await asyncio.sleep(0.001)
-        assert decode.net.view == QueueView(1, 1, decode.clock.now)
+        assert decode.net.view == QueueView(1, 1, decode.clock.now, prefill_workers_alive=1)
         decode.broker.set_connected(False)
         decode.clock.now += 1.0
         await asyncio.sleep(0.01)

@@ -53,6 +53,7 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(prefill_jobs, "_RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(claims, "_TELL_S", 0.1)
     monkeypatch.setattr(prefill_jobs, "_BROKER_PAUSE_S", 0.01)
+    monkeypatch.setattr(prefill_jobs, "_LEFT_PAUSE_S", 0.01)
 
 
 async def eventually(condition: Callable[[], Any]) -> None:
@@ -700,14 +701,27 @@ class ScriptedLinks:
         self.doubted.append(engine_id)
 
 
-async def test_a_job_for_an_engine_without_a_way_to_it_is_handed_back():
+async def test_a_job_for_an_engine_without_a_way_to_it_is_left_unclaimed_to_others():
+    async with working() as rig:
+        rig.jobs._links = scripted = ScriptedLinks("rank 0: connection reset")
+        await rig.push(job())
+        await rig.answered("nak")
+        assert rig.claims == [] and rig.told == [] and rig.engine.attempts == []
+        scripted.why_not = None  # now the one who pulls it next is another
+        await rig.answered("nak", "ack")
+        assert rig.told == [("a1", "written")]
+        assert (rig.counted("left"), rig.counted("written")) == (1, 1)
+
+
+async def test_a_job_that_the_queue_would_drop_is_given_back_to_its_engine():
     async with working() as rig:
         rig.jobs._runner._links = ScriptedLinks("rank 0: connection reset")
         await rig.push(job())
-        await rig.answered("ack")
-        assert rig.engine.attempts == []
+        await rig.answered("nak", "nak", "ack")
+        assert rig.claims == [] and rig.engine.attempts == []
         assert rig.told == [("a1", "failed")]
         assert "cannot be written into: rank 0: connection reset" in rig.done[0].detail
+        assert (rig.counted("left"), rig.counted("unusable")) == (2, 1)
 
 
 async def test_a_failed_write_casts_doubt_on_the_link():

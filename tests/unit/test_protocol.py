@@ -204,6 +204,7 @@ STATUS = EngineStatus(
     last_step_age_s=0.5,
     unresponsive_writers=2,
     options_version=3,
+    unusable_writers=1,
 )
 
 DECISION = decisions.Decision(
@@ -214,7 +215,13 @@ DECISION = decisions.Decision(
     verdict="remote",
     reason="long",
     queue=decisions.QueueSeen(
-        jobs=1, prefill_workers=2, age_s=0.25, tokens=900, wait_s=0.5, takes_s=1.5
+        jobs=1,
+        prefill_workers=2,
+        age_s=0.25,
+        tokens=900,
+        wait_s=0.5,
+        takes_s=1.5,
+        prefill_workers_alive=3,
     ),
     thresholds=decisions.Followed(
         version=3,
@@ -258,9 +265,10 @@ GOLDEN = [
         b"\x83\xa9engine_id\xa2e1\xa8lease_id\x1f\xa9decisions\x91\x8e\xaareq"
         b"uest_id\xb3cmpl-1-0-0a1b2c3d#1\xa5age_s\xcb?\xf8\x00\x00\x00\x00"
         b"\x00\x00\xadprompt_tokens\xcd\x03\x84\xadcached_tokens \xa7verdi"
-        b"ct\xa6remote\xa6reason\xa4long\xa5queue\x86\xa4jobs\x01\xafprefi"
+        b"ct\xa6remote\xa6reason\xa4long\xa5queue\x87\xa4jobs\x01\xafprefi"
         b"ll_workers\x02\xa5age_s\xcb?\xd0\x00\x00\x00\x00\x00\x00\xa6tokens\xcd\x03\x84\xa6wai"
-        b"t_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa7takes_s\xcb?\xf8\x00\x00\x00\x00\x00\x00\xaathresholds"
+        b"t_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa7takes_s\xcb?\xf8\x00\x00\x00\x00\x00\x00"
+        b"\xb5prefill_workers_alive\x03\xaathresholds"
         b"\x86\xa7version\x03\xb8max_local_prefill_length\xcd\x02\x00\xb6m"
         b"ax_prefill_queue_size\x08\xb4queue_view_max_ag"
         b"e_s\xcb@\x08\x00\x00\x00\x00\x00\x00\xb8remote_prefill_timeout_s\xcb@>"
@@ -507,10 +515,10 @@ GOLDEN = [
     (
         STATUS,
         prefill.decode_engine_status,
-        b"\x89\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
+        b"\x8a\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
         b"\xabquarantined\x00\xaaqueue_jobs\xc0"
         b"\xaflast_step_age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
-        b"\xb4unresponsive_writers\x02\xafoptions_version\x03",
+        b"\xb4unresponsive_writers\x02\xafoptions_version\x03\xb0unusable_writers\x01",
     ),
 ]
 

@@ -22,10 +22,10 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
     [
         (Outcome.WRITER_SILENT, {}, Again(Reason.WRITER_LOST)),
         (Outcome.WRITER_LOST, {}, Again(Reason.WRITER_LOST)),
-        (Outcome.WRITER_FAILED, {"responsive": 2}, Again(Reason.WRITER_LOST)),
+        (Outcome.WRITER_FAILED, {"usable": 2}, Again(Reason.WRITER_LOST)),
         # It may well be the one that responds.
         (Outcome.WRITER_FAILED, {}, Stay(Reason.NO_OTHER)),
-        (Outcome.WRITER_LOST, {"responsive": 0}, Stay(Reason.NO_OTHER)),
+        (Outcome.WRITER_LOST, {"usable": 0}, Stay(Reason.NO_OTHER)),
         (Outcome.WRITER_LOST, {"tries": 2}, Stay(Reason.TRIED)),
         (Outcome.WRITER_LOST, {"left_s": 4.9}, Stay(Reason.LATE)),
         (Outcome.DEADLINE, {}, Stay(Reason.NOT_THE_WRITER)),
@@ -34,7 +34,7 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
     ],
 )
 def test_another_writer_is_asked_when_one_is_lost_in_time(outcome, facts, verdict):
-    usual = {"tries": 1, "max_tries": 2, "responsive": 1, "spent_s": 5.0, "left_s": 25.0}
+    usual = {"tries": 1, "max_tries": 2, "usable": 1, "spent_s": 5.0, "left_s": 25.0}
     assert again(outcome, **{**usual, **facts}) == verdict
 
 

@@ -147,6 +147,7 @@ def _in_words(entry: _Entry, now: float) -> Decision:
             tokens=queue.tokens,
             wait_s=queue.wait_s,
             takes_s=queue.takes_s,
+            prefill_workers_alive=queue.prefill_workers_alive,
         ),
         thresholds=Followed(
             version=tuned.version,

@@ -16,6 +16,7 @@ from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.listening import Listening
 from dynamo_lite.engine.remote_prefill.outside import Outside
 from dynamo_lite.engine.remote_prefill.tuning import Tuning
+from dynamo_lite.engine.remote_prefill.writer_links import WriterLinks
 from dynamo_lite.policy.disagg import QueueView, fresh
 from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger
@@ -46,7 +47,7 @@ from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.roster import Members, Roster
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,10 @@ class DecodeLinkSession:
         self._messaging: Messaging | None = None
         self._writers: Roster | None = None
         self._health: HealthMonitor | None = None
+        self._links = WriterLinks(link.namespace, link.engine_id, on_drop)
         self._tasks: asyncio.TaskGroup | None = None
         self.view: QueueView | None = None
-        self.demand = DemandExchange(link, lambda: self.responsive_writers, now, on_drop)
+        self.demand = DemandExchange(link, lambda: self.usable_writers, now, on_drop)
         self.leaving = False
         self.listening = Listening(now)
 
@@ -113,6 +115,7 @@ class DecodeLinkSession:
                     on_drop=self._on_drop,
                 )
             )
+            await enter(self._links.follow(store, self._withdraw_if_nobody_is_usable))
             for name, where, handler in (
                 (names.claim_subject, "claim", self._on_claim),
                 (names.writer_done_subject, "writer_done", self._on_done),
@@ -136,9 +139,9 @@ class DecodeLinkSession:
 
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job; anything but a clear yes makes the prompt local."""
-        assert self._queue is not None and self._health is not None
+        assert self._queue is not None
         self.demand.stirred()
-        if not self._health.responsive:
+        if not self._usable:
             await self._settle(lambda ledger: ledger.not_published(job.attempt))
             return
         try:
@@ -217,9 +220,12 @@ class DecodeLinkSession:
             now = self._now()
             await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))
         else:
+            # Who has a failed link is not among those that may be asked for the rest.
+            unusable = bool(self._links.trouble(writer))
+            outcome = Outcome.WRITER_UNUSABLE if unusable else Outcome.WRITER_FAILED
             await self._settle(
                 lambda ledger: ledger.writer_done(
-                    done.attempt, writer, written=written, number=done.number
+                    done.attempt, writer, written=written, number=done.number, outcome=outcome
                 )
             )
 
@@ -273,20 +279,22 @@ class DecodeLinkSession:
                 self._book.ledger.writer_back(lease_id)
             for lease_id in left:
                 self._book.ledger.writer_gone(lease_id, self._now())
-        self._withdraw_if_nobody_responds()
+        self._links.forget(left)
+        self._withdraw_if_nobody_is_usable()
 
     def _on_health(self, back: frozenset[int], lost: frozenset[int]) -> None:
         for lease_id in lost:
             self._settle_soon(lambda ledger, writer=lease_id: ledger.writer_silent(writer))
-        self._withdraw_if_nobody_responds()
+        self._withdraw_if_nobody_is_usable()
 
     def _on_queue_lost(self) -> None:
         """What was queued is gone; nobody will claim it before its deadline."""
         self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST))
 
-    def _withdraw_if_nobody_responds(self) -> None:
+    def _withdraw_if_nobody_is_usable(self) -> None:
         assert self._health is not None
-        if not self._health.responsive:
+        self._links.warn_if_none_usable(self._health.responsive)
+        if not self._usable:
             self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
 
     def _settle_soon(self, event: Callable[[Ledger], list[Instruction]]) -> None:
@@ -300,8 +308,18 @@ class DecodeLinkSession:
         return None if view is None else view.jobs
 
     @property
-    def responsive_writers(self) -> int:
-        return 0 if self._health is None else len(self._health.responsive)
+    def _usable(self) -> Members:
+        """Prefill workers that respond, and whose link to this engine is not known to be bad."""
+        return () if self._health is None else self._links.usable(self._health.responsive)
+
+    @property
+    def usable_writers(self) -> int:
+        return len(self._usable)
+
+    @property
+    def unusable_writers(self) -> int:
+        """Prefill workers that respond, but whose link to this engine has failed."""
+        return 0 if self._health is None else len(self._health.responsive) - len(self._usable)
 
     @property
     def unresponsive_writers(self) -> int:
@@ -315,7 +333,12 @@ class DecodeLinkSession:
             asked_at = self._now()
             try:
                 depth = await self._queue.depth()
-                self.view = QueueView(depth.total, len(self._health.responsive), asked_at)
+                self.view = QueueView(
+                    depth.total,
+                    self.usable_writers,
+                    asked_at,
+                    prefill_workers_alive=len(self._health.responsive),
+                )
             except DynamoLiteError as exc:
                 logger.debug("queue depth not read: %s", exc)
             await asyncio.sleep(_VIEW_PERIOD_S)

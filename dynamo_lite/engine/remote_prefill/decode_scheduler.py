@@ -88,7 +88,7 @@ class DecodeScheduler:
         self.metadata: EngineMetadata | None = None
         self._pool: BlockPool | None = None
         self._cache: CacheBlocks | None = None
-        self._resumes = Resumes(block_size, self.stats, lambda: self._net.responsive_writers)
+        self._resumes = Resumes(block_size, self.stats, lambda: self._net.usable_writers)
         self._held = HeldBlocks()
         self._verdicts: dict[str, Decided] = {}
         self._decided: set[str] = set()
@@ -284,5 +284,6 @@ class DecodeScheduler:
             queue_jobs=self._net.queue_jobs,
             last_step_age_s=self._now() - self._stepped_at,
             unresponsive_writers=self._net.unresponsive_writers,
+            unusable_writers=self._net.unusable_writers,
             options_version=self._tuning.now.version,
         )

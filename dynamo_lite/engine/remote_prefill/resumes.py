@@ -42,11 +42,11 @@ class _Asked:
 
 
 class Resumes:
-    """responsive: how many prefill workers are."""
+    """usable: how many prefill workers are; see `again`."""
 
-    def __init__(self, block_size: int, stats: Counts, responsive: Callable[[], int]):
+    def __init__(self, block_size: int, stats: Counts, usable: Callable[[], int]):
         self._size, self._stats = block_size, stats
-        self._responsive = responsive
+        self._usable = usable
         self._asked: dict[str, _Asked] = {}
 
     def __bool__(self) -> bool:
@@ -90,11 +90,13 @@ class Resumes:
         asked = self._asked.get(request_id)
         if asked is None or asked.outcome is None:
             return False
+        if asked.outcome is Outcome.WRITER_UNUSABLE:
+            asked.tries -= 1  # another worker may not have tried at all
         verdict = again(
             asked.outcome,
             tries=asked.tries,
             max_tries=asked.max_tries,
-            responsive=self._responsive(),
+            usable=self._usable(),
             spent_s=now - asked.since,
             left_s=asked.until - now,
         )
