@@ -291,3 +291,68 @@ async def test_a_malformed_engine_is_left_out(rig: Rig):
     await rig.add("d1")
     await rig.recorded("d1", ok=True)
     assert rig.engine.tried == ["d1"]
+
+
+async def test_the_start_waits_until_engines_that_are_there_are_tried_and_recorded(rig: Rig):
+    rig.engine.findings["d2"] = [LinkReport("rank 0: connection reset")]
+    rig.engine.may_end.clear()
+    await rig.add("d1")
+    await rig.add("d2")
+    rig.host.spawn(rig.links.run(), "links")
+    waiting = asyncio.create_task(rig.links.first_tries(10.0))
+    await eventually(lambda: len(rig.engine.tried) == 2)
+    assert not waiting.done() and await rig.records() == {}
+    rig.engine.may_end.set()
+    assert await waiting == []
+    assert {key: link.ok for key, link in (await rig.records()).items()} == {
+        rig.key("d1"): True,
+        rig.key("d2"): False,
+    }
+
+
+async def test_the_start_waits_for_no_engine_that_comes_later_or_is_not_there(rig: Rig):
+    rig.host.spawn(rig.links.run(), "links")
+    assert await rig.links.first_tries(10.0) == []
+    rig.engine.may_end.clear()
+    await rig.add("d1")
+    await eventually(lambda: rig.engine.tried)
+    rig.engine.may_end.set()
+
+
+async def test_the_start_waits_only_so_long_for_an_engine_that_hangs(rig: Rig):
+    rig.engine.may_end.clear()
+    await rig.add("d1")
+    rig.host.spawn(rig.links.run(), "links")
+    await eventually(lambda: rig.engine.tried)
+    assert await rig.links.first_tries(0.05) == ["d1"]
+    rig.engine.may_end.set()
+    await rig.recorded("d1", ok=True)  # it is tried further
+
+
+async def test_the_start_waits_only_so_long_for_a_store_that_is_away(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+):
+    rig.store.set_available(False)
+    rig.host.spawn(rig.links.run(), "links")
+    assert await rig.links.first_tries(0.05) == []
+    assert "were not listed within 0.05 s" in caplog.text
+    rig.store.set_available(True)
+
+
+async def test_it_is_hopeless_while_no_engine_can_be_given_kv(rig: Rig):
+    assert not rig.links.hopeless, "there is none: nothing will be asked for"
+    bad = LinkReport("rank 0: connection reset")
+    rig.engine.findings |= {"d1": [bad], "d2": [bad]}
+    one = await rig.add("d1")
+    rig.engine.may_end.clear()
+    waiting = asyncio.create_task(rig.links.usable(one))
+    await eventually(lambda: rig.engine.tried)
+    assert not rig.links.hopeless, "it is not known yet"
+    rig.engine.may_end.set()
+    await waiting
+    assert rig.links.hopeless
+    rig.engine.findings["d2"] = [bad, bad, GOOD]
+    await rig.links.usable(await rig.add("d2"))
+    assert rig.links.hopeless
+    await rig.recorded("d2", ok=True)
+    assert not rig.links.hopeless

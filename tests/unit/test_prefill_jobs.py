@@ -53,7 +53,7 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(prefill_jobs, "_RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(claims, "_TELL_S", 0.1)
     monkeypatch.setattr(prefill_jobs, "_BROKER_PAUSE_S", 0.01)
-    monkeypatch.setattr(prefill_jobs, "_LEFT_PAUSE_S", 0.01)
+    monkeypatch.setattr(prefill_jobs, "_LEFT_DELAY_S", 0.01)
 
 
 async def eventually(condition: Callable[[], Any]) -> None:

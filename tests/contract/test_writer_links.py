@@ -1,0 +1,163 @@
+"""The links to one decode engine, as it follows them on every store."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from dynamo_lite.engine.remote_prefill import writer_links
+from dynamo_lite.engine.remote_prefill.writer_links import WriterLinks
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.errors import StoreUnavailable
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord
+from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.runtime.store import Lease, Store
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+ENGINE, A, B = "d1", 0x1A, 0x2B
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        async with MemoryStore() as memory:
+            yield memory
+    else:
+        async with EtcdStore(request.getfixturevalue("etcd_url")) as etcd:
+            yield etcd
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def record(
+    store: Store,
+    namespace: str,
+    lease_id: int,
+    *,
+    ok: bool,
+    engine_id: str = ENGINE,
+    lease: Lease | None = None,
+) -> str:
+    """Returns the key."""
+    key = names.link_key(namespace, lease_id, engine_id)
+    link = LinkRecord(
+        prefill_lease_id=lease_id,
+        engine_id=engine_id,
+        decode_lease_id=7,
+        ok=ok,
+        detail="" if ok else f"broken from {lease_id:x}",
+    )
+    await store.put(key, encode_json(link), lease=lease)
+    return key
+
+
+def member(lease_id: int) -> EndpointRecord:
+    transport = EndpointTransport(nats_tcp="s")
+    fields = {"component": "PrefillWorker", "endpoint": "prefill", "namespace": "t"}
+    return EndpointRecord(lease_id=lease_id, transport=transport, **fields)
+
+
+async def test_only_a_failed_link_makes_a_worker_unusable(store: Store, namespace: str):
+    links, turned = WriterLinks(namespace, ENGINE), list[int]()
+    await record(store, namespace, A, ok=False)
+    await record(store, namespace, B, ok=True)
+    async with links.follow(store, lambda: turned.append(1)):
+        assert links.trouble(A) == "broken from 1a", "known when the context is entered"
+        untried, members = 0x3C, (member(A), member(B), member(0x3C))
+        assert [m.lease_id for m in links.usable(members)] == [B, untried]
+        await record(store, namespace, A, ok=True)
+        await until(lambda: not links.trouble(A))
+        key = await record(store, namespace, B, ok=False)
+        await until(lambda: links.trouble(B))
+        assert [m.lease_id for m in links.usable(members)] == [A, untried]
+        await store.delete(key)
+        await until(lambda: not links.trouble(B))
+        assert len(turned) == 3
+
+
+async def test_links_of_others_and_malformed_ones_count_for_nothing(store: Store, namespace: str):
+    dropped: list[str] = []
+    links = WriterLinks(namespace, ENGINE, dropped.append)
+    prefix = names.links_prefix(namespace)
+    await record(store, namespace, A, ok=False, engine_id="d2")
+    await store.put(f"{prefix}nonsense", b"[]")
+    await store.put(f"{prefix}xyz:{ENGINE}", b"{}")
+    async with links.follow(store, lambda: None):
+        assert not links.trouble(A) and dropped == []
+        failed = await record(store, namespace, A, ok=False)
+        await until(lambda: links.trouble(A))
+        # What was known of that worker holds no more: its record cannot be read.
+        await store.put(failed, b"\xff{")
+        await until(lambda: not links.trouble(A))
+        stolen = LinkRecord(prefill_lease_id=B, engine_id=ENGINE, decode_lease_id=7, ok=False)
+        await store.put(failed, encode_json(stolen))
+        await until(lambda: len(dropped) == 2)
+        assert not links.trouble(A) and not links.trouble(B)
+
+
+async def test_a_worker_takes_its_links_along(store: Store, namespace: str):
+    links = WriterLinks(namespace, ENGINE)
+    async with links.follow(store, lambda: None):
+        async with store.lease(10.0) as lease:
+            await record(store, namespace, lease.id, ok=False, lease=lease)
+            await until(lambda: links.trouble(lease.id))
+        await until(lambda: not links.trouble(lease.id))
+        await record(store, namespace, A, ok=False)
+        await until(lambda: links.trouble(A))
+        links.forget(frozenset({A, B}))
+        assert not links.trouble(A)
+
+
+async def test_what_a_store_has_lost_is_still_known():
+    """The workers put their records back; until then nothing shows that a link works."""
+    links, turned = WriterLinks("t", ENGINE), list[int]()
+    async with MemoryStore() as store:
+        await record(store, "t", A, ok=False)
+        await record(store, "t", B, ok=False)
+        async with links.follow(store, lambda: turned.append(1)):
+            store.wipe()
+            await record(store, "t", B, ok=True)
+            await until(lambda: not links.trouble(B))
+            assert links.trouble(A)
+            store.set_available(False)
+            assert links.trouble(A)
+            store.set_available(True)  # a new listing of what is there
+            await until(lambda: not links.trouble(A))
+        assert len(turned) == 2
+
+
+async def test_without_a_first_listing_it_does_not_begin(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(writer_links, "_FIRST_LISTING_S", 0.05)
+    async with MemoryStore() as store:
+        store.set_available(False)
+        with pytest.raises(StoreUnavailable, match="no listing of t/links/"):
+            async with WriterLinks("t", ENGINE).follow(store, lambda: None):
+                pass
+
+
+async def test_that_no_live_worker_is_usable_is_said_once(caplog: pytest.LogCaptureFixture):
+    links, members = WriterLinks("t", ENGINE), (member(A), member(B))
+    caplog.set_level("INFO")
+    async with MemoryStore() as store:
+        async with links.follow(store, lambda: links.warn_if_none_usable(members)):
+            await record(store, "t", A, ok=False)
+            await record(store, "t", B, ok=False)
+            await until(lambda: links.trouble(B))
+            links.warn_if_none_usable(members)
+            [warning] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+            assert "all 2 live prefill workers" in warning
+            assert "1a because: broken from 1a" in warning and "ps --links" in warning
+            await record(store, "t", B, ok=True)
+            await until(lambda: not links.trouble(B))
+            assert caplog.records[-1].getMessage() == "2 live prefill workers, 1 usable"
+            await record(store, "t", B, ok=False)
+            await until(lambda: links.trouble(B))
+    assert sum(r.levelname == "WARNING" for r in caplog.records) == 1, "once a minute at most"

@@ -1,0 +1,248 @@
+"""Prefill workers that live but cannot write into this decode engine; in virtual time.
+
+A prompt that only they could prefill stays local: it is not queued, and waits for nobody.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components.links import Links
+from dynamo_lite.engine.base import LinkReport
+from dynamo_lite.engine.vllm.fingerprint import check_peer
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json, encode, encode_json
+from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
+from dynamo_lite.protocol.demand import Lane
+from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, RankMetadata, encode_engine
+from dynamo_lite.runtime.host import Host, ProcessSpec
+from dynamo_lite.runtime.stop import StopRequest
+from dynamo_lite.serve.decision_view import as_text
+from dynamo_lite.serve.decisions import Taken
+from dynamo_lite.transfer.directory import MetadataDirectory
+from tests.unit.test_decode_link import ENGINE, NAMESPACE, WRITER, prompt
+from tests.unit.test_decode_session import OTHER, OtherEngine, Scene
+from tests.unit.test_fingerprint import engine
+from tests.unit.virtual import virtual
+
+THIRD = 0xC
+
+
+async def tried(scene: Scene, writer: int, *, ok: bool) -> None:
+    """The prefill worker has found its way here good or bad."""
+    link = LinkRecord(
+        prefill_lease_id=writer, engine_id=ENGINE, decode_lease_id=1, ok=ok, detail="no way"
+    )
+    await scene.store.put(names.link_key(NAMESPACE, writer, ENGINE), encode_json(link))
+
+
+async def seen() -> None:
+    """The bridge has looked at the queue again."""
+    await asyncio.sleep(0.5)
+
+
+async def last_decision(scene: Scene) -> Decision:
+    reply = await scene.decode.net._on_explain(encode(Explain(last=1)))
+    return decode_explained(reply).decisions[0]
+
+
+@virtual
+async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
+    scene = Scene()
+    await tried(scene, WRITER, ok=False)
+    async with scene.open(WRITER):
+        assert scene.decode.admit(prompt("r1", 10)) == 0
+        assert scene.decode.counted("decision/local/no_prefill_worker") == 1
+        assert (await scene.decode.queue.depth()).total == 0
+        decision = await last_decision(scene)
+        assert decision.queue is not None
+        assert (decision.queue.prefill_workers, decision.queue.prefill_workers_alive) == (0, 1)
+        text = as_text(Taken(1.0, 1, decision))
+        assert "0 of 1 live prefill worker usable" in text and "ps --links" in text
+        net = scene.decode.net
+        assert (net.usable_writers, net.unusable_writers, net.unresponsive_writers) == (0, 1, 0)
+
+
+@virtual
+async def test_one_that_was_not_tried_yet_or_works_again_is_asked():
+    async with Scene().open(WRITER, OTHER) as scene:
+        await tried(scene, WRITER, ok=False)
+        await seen()
+        await scene.ask("r1")
+        assert scene.decode.net.usable_writers == 1, "the other one has not tried"
+        await tried(scene, OTHER, ok=False)
+        await seen()
+        assert scene.decode.admit(prompt("r2", 10)) == 0
+        await tried(scene, WRITER, ok=True)
+        await seen()
+        await scene.ask("r3", claimed_by=WRITER)
+
+
+@virtual
+async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
+    async with Scene().open(WRITER, OTHER) as scene:
+        await tried(scene, WRITER, ok=False)
+        held, queued = await scene.ask("r1", claimed_by=OTHER), await scene.ask("r2")
+        await tried(scene, OTHER, ok=False)
+        await scene.given_up_within(0.1, queued)
+        assert scene.counted("no_writer") == 1 and (await scene.decode.queue.depth()).total == 0
+        assert held not in scene.given_up, "its writer may have begun before"
+        pushed = await scene.ask("r3")  # decided before the bridge looked again
+        await scene.given_up_within(0.1, pushed)
+        scene.decode.output("r1")
+        assert scene.counted("committed") == 1
+
+
+@virtual
+async def test_it_is_the_same_when_the_last_usable_one_leaves_or_falls_silent():
+    async with Scene().open(WRITER, OTHER) as scene:
+        await tried(scene, WRITER, ok=False)
+        queued = await scene.ask("r1")
+        await scene.hush(OTHER)
+        await scene.given_up_within(5.0, queued)
+        await scene.join(THIRD)
+        await seen()
+        queued = await scene.ask("r2")
+        await scene.store.delete(names.endpoint_key(NAMESPACE, "PrefillWorker", "prefill", THIRD))
+        await scene.given_up_within(0.1, queued)
+        assert scene.counted("no_writer") == 2
+
+
+@virtual
+async def test_the_wait_is_that_behind_usable_workers():
+    """100 tokens a second are known of one worker; the other one does nothing for this engine."""
+    async with Scene().open(WRITER, OTHER) as scene, OtherEngine(scene).listening() as other:
+        await other.say(claimed_jobs=1, claimed_tokens=100)
+        await asyncio.sleep(1.0)
+        await other.say(done_tokens=100)
+        queued = {Lane.SHORT: 1000}
+        await other.say(queued_jobs=1, queued_tokens=queued, done_tokens=100)
+        await asyncio.sleep(0.01)
+        await scene.ask("r1")
+        decision = await last_decision(scene)
+        assert decision.queue is not None and decision.queue.wait_s is not None
+        assert abs(decision.queue.wait_s - 5.0) < 0.5
+        await tried(scene, OTHER, ok=False)
+        await seen()
+        await other.say(queued_jobs=1, queued_tokens=queued, done_tokens=100)
+        await scene.ask("r2")
+        decision = await last_decision(scene)
+        assert decision.queue is not None and decision.queue.wait_s is not None
+        assert abs(decision.queue.wait_s - 10.0) < 0.5
+
+
+@virtual
+async def test_a_job_that_only_unusable_workers_pulled_is_no_try_of_the_prompt():
+    """The queue would deliver it no more, so one of them gives it back: it is asked for anew."""
+    async with Scene().open(WRITER, OTHER) as scene:
+        await tried(scene, OTHER, ok=False)
+        for number in range(4):  # more than max-remote-prefills
+            attempt = await scene.ask("r1")
+            await scene.decode.done(attempt, "failed", writer=OTHER)
+            await scene.given_up_within(0.1, attempt)
+            scene.decode.output(failed=["r1"])
+            scene.decode.pool.free_blocks(scene.decode.taken.pop("r1"))
+            assert scene.counted("writer_unusable") == number + 1
+        attempt = await scene.ask("r1", claimed_by=WRITER)
+        scene.decode.output("r1")
+        assert scene.counted("committed") == 1
+        assert scene.decode.counted("resume/writer_lost") == 4
+
+
+@virtual
+async def test_without_a_usable_worker_a_job_that_came_back_is_computed_here():
+    async with Scene().open(WRITER) as scene:
+        attempt = await scene.ask("r1")
+        # Its record and its word race; here the word is first.
+        await scene.decode.done(attempt, "failed", writer=WRITER)
+        await scene.given_up_within(0.1, attempt)
+        await tried(scene, WRITER, ok=False)
+        await asyncio.sleep(0.01)
+        scene.decode.output(failed=["r1"])
+        assert scene.decode.counted("resume/no_other") == 1
+
+
+class PrefillEngine:
+    """own: what its preflights compare a decode engine with."""
+
+    def __init__(self, own: EngineMetadata):
+        self._own = own
+
+    async def preflight(self, target: EngineMetadata) -> LinkReport:
+        check_peer(self._own, target)
+        return LinkReport(None, 1, 0.1, 0.1)
+
+
+@contextlib.asynccontextmanager
+async def linked(scene: Scene, own: EngineMetadata, target: EngineMetadata) -> AsyncIterator[None]:
+    """The shipped links of a prefill worker, over the scene's store and messaging."""
+    spec = ProcessSpec(
+        namespace=NAMESPACE,
+        component="PrefillWorker",
+        instance=0,
+        nats_url="",
+        etcd_url="",
+        state_dir="",
+    )
+    target = msgspec.structs.replace(target, engine_id=ENGINE)
+
+    async def listen(_payload: bytes) -> bytes:
+        return b""
+
+    async with (
+        scene.store.lease(10.0) as lease,
+        scene.decode.messaging.serve(names.listen_subject(NAMESPACE, ENGINE), listen),
+    ):
+        await scene.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(target))
+        host = Host(
+            spec,
+            store=scene.store,
+            messaging=scene.decode.messaging,
+            lease=lease,
+            registry=CollectorRegistry(),
+            report=lambda line: None,
+            stop=StopRequest(),
+        )
+        directory = MetadataDirectory(scene.store, NAMESPACE)
+        links = Links(host, PrefillEngine(own), directory)
+        host.spawn(links.run(), "links")
+        try:
+            assert await links.first_tries(5.0) == []
+            await scene.join(lease.id)
+            yield
+        finally:
+            await host.cancel_tasks()
+
+
+def with_draft_layers(target: EngineMetadata) -> EngineMetadata:
+    """A decode engine that also keeps KV for a draft model (EAGLE, MTP): one more layer."""
+
+    def drafting(rank: RankMetadata) -> RankMetadata:
+        last = rank.regions[-1]
+        draft = msgspec.structs.replace(last, layer="draft", base=last.base + (1 << 30))
+        return msgspec.structs.replace(rank, regions=(*rank.regions, draft))
+
+    return msgspec.structs.replace(target, ranks=tuple(map(drafting, target.ranks)))
+
+
+@virtual
+async def test_speculative_decoding_on_the_decode_side_alone_queues_nothing():
+    scene = Scene()
+    async with scene.open(), linked(scene, engine("p"), with_draft_layers(engine("d"))):
+        await seen()
+        assert scene.decode.admit(prompt("r1", 10)) == 0
+        assert scene.decode.counted("decision/local/no_prefill_worker") == 1
+        assert scene.decode.net.unusable_writers == 1
+        [record] = (await scene.store.get_prefix(names.links_prefix(NAMESPACE))).values()
+        assert "draft" in decode_json(record, LinkRecord).detail
+
+
+@virtual
+async def test_engines_with_the_same_layers_are_linked_and_asked():
+    scene = Scene()
+    async with scene.open(), linked(scene, engine("p"), engine("d")):
+        await seen()
+        await scene.ask("r1")
