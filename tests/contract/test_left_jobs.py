@@ -1,0 +1,99 @@
+"""Prefill workers of one queue, some of which have no way to the decode engine: on JetStream."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.components.prefill_jobs import PrefillJobs
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.prefill import Granted, decode_writer_done
+from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.transfer.directory import MetadataDirectory
+from tests.unit.test_prefill_jobs import (
+    ENGINE,
+    NAMESPACE,
+    ScriptedEngine,
+    ScriptedLinks,
+    job,
+    metadata,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+JOBS, FIT, UNFIT = 12, 0xF, 0xBAD
+
+
+@pytest.mark.parametrize("order", ["fifo", "short-first"])
+async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str, order: str):
+    messaging, store = MemoryMessaging(), MemoryStore()
+    config = QueueConfig(order=order)
+    await store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(metadata()))
+    told: list[tuple[str, int, str]] = []
+    came = asyncio.Event()
+
+    async def claim(_payload: bytes) -> bytes:
+        return encode(Granted())
+
+    async def done(payload: bytes) -> None:
+        said = decode_writer_done(payload)
+        told.append((said.attempt, said.writer_lease_id, said.outcome))
+        came.set()
+
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+
+        async def open_queue() -> JetStreamQueue:
+            subject = names.prefill_jobs_subject(namespace)
+            stream = names.prefill_stream(namespace)
+            return await enter(
+                JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
+            )
+
+        async def work(lease_id: int, why_not: str | None) -> PrefillJobs:
+            jobs = PrefillJobs(
+                namespace=NAMESPACE,
+                lease_id=lease_id,
+                ack_wait_s=10.0,
+                queue=await open_queue(),
+                engine=ScriptedEngine(),
+                directory=MetadataDirectory(store, NAMESPACE),
+                messaging=messaging,
+                registry=CollectorRegistry(),
+                links=ScriptedLinks(why_not),
+            )
+            for _ in range(2):
+                task = asyncio.create_task(jobs.run())
+                stack.push_async_callback(asyncio.wait_for, task, 10)
+            stack.push_async_callback(jobs.stop)
+            return jobs
+
+        await enter(messaging.serve(names.claim_subject(NAMESPACE, ENGINE), claim))
+        await enter(messaging.serve(names.writer_done_subject(NAMESPACE, ENGINE), done))
+        decode = await open_queue()
+        await work(UNFIT, "rank 0: connection reset")
+        await work(FIT, None)
+        slowest_s = 0.0
+        for number in range(JOBS):
+            came.clear()
+            began = time.monotonic()
+            attempt = f"a{number}"
+            await decode.push(encode_sealed(job(attempt)), message_id=attempt, lane=_lane(config))
+            async with asyncio.timeout(10):
+                await came.wait()
+            slowest_s = max(slowest_s, time.monotonic() - began)
+    # One that only the unfit worker has pulled is told to the engine, and asked for anew.
+    assert {writer for _, writer, outcome in told if outcome == "written"} == {FIT}
+    assert {writer for _, writer, outcome in told if outcome == "failed"} <= {UNFIT}
+    assert len(told) == JOBS
+    assert slowest_s < 1.5
+
+
+def _lane(config: QueueConfig):
+    return config.lane_of(10, 0)
