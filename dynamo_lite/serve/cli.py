@@ -135,7 +135,8 @@ def ps(
     first KV goes that way, a prefill worker writes a pattern into scratch memory there and
     reads it back. STATE is ok, failed (the pair is not used, DETAIL says why; it is
     tried again) or untested (yet). LANES are pairs of ranks, FIRST CONTACT is how long
-    it took to connect them, ROUND TRIP the same try once more.
+    it took to connect them, ROUND TRIP the same try once more. The last lines say how many
+    prefill workers each decode engine can use: those whose link has not failed.
     """
     import asyncio
 

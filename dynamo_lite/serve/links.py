@@ -42,7 +42,14 @@ def as_link_rows(
 
 
 def as_link_table(rows: list[dict[str, Any]]) -> str:
-    return table(_COLUMNS, [_cells(row) for row in rows])
+    """The pairs, and for each decode engine how many prefill workers it can use."""
+    lines = [table(_COLUMNS, [_cells(row) for row in rows])]
+    engines = {row["engine"]: row["decode"] for row in rows}
+    for engine, decode in engines.items():
+        states = [row["state"] for row in rows if row["engine"] == engine]
+        usable = sum(state != "failed" for state in states)
+        lines.append(f"decode {decode}: {usable} of {len(states)} prefill workers usable")
+    return "\n".join(lines)
 
 
 def _row(lease_id: int, engine: EngineMetadata, link: LinkRecord | None) -> dict[str, Any]:

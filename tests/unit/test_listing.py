@@ -126,4 +126,7 @@ def test_how_links_are_listed():
         "1        a       ok        2      500.0 ms       1.2 ms",
         "1        b       failed    -      -              -           no answer",
         "1        c       untested  -      -              -",
+        "decode a: 1 of 1 prefill workers usable",
+        "decode b: 0 of 1 prefill workers usable",
+        "decode c: 1 of 1 prefill workers usable",
     ]

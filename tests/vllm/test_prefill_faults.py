@@ -1,6 +1,7 @@
 """Prefill workers that hang or die: every answer is right, and no block is lost."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
+from tests.vllm.live import command
 from tests.vllm.slow import (
     CLAIMS,
     QUEUE_SIZE,
@@ -23,6 +25,9 @@ from tests.vllm.test_prefix_read import COMPUTED, READS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
+JOBS = "dynamo_lite_prefill_jobs_total"
+UNUSABLE = "dynamo_lite_prefill_workers_unusable"
+UNRESPONSIVE = "dynamo_lite_prefill_workers_unresponsive"
 RESUMES = "dynamo_lite_remote_prefill_resumes_total"
 
 
@@ -123,6 +128,47 @@ async def test_what_a_killed_worker_had_written_is_not_computed_again(
         assert 0 < (sample_sum(url, COMPUTED) - before[survivor]) / tokens < 0.6
         await graph.settled(free, timeout_s=60)
         await _restarted(both[victim], workers[victim].restarts)
+
+
+async def test_a_worker_that_does_not_fit_is_asked_for_nothing(
+    graph: Graph, reference: PlainServer, tmp_path: Path
+):
+    """Its KV has another dtype. It lives, but while the one that fits stands still all
+    prompts are local at once; none is queued for it."""
+    requests = longs(3, seed=420)
+    expected = await tokens_of(reference.url, requests)
+    options = ["--nats-url", graph.nats_url, "--etcd-url", graph.etcd_url, *SLOW_OPTIONS]
+    options += ["--PrefillWorker.dtype=bfloat16"]
+    with Graph(tmp_path, options=options, service="PrefillWorker") as joined:
+        unfit = joined.process("PrefillWorker")
+        # It is ready when its links are tried.
+        links = json.loads(command(graph, "ps", "--links", "--json"))
+        states = {link["prefill"]: link["state"] for link in links}
+        assert states == {unfit.lease: "failed", graph.process("PrefillWorker").lease: "ok"}
+        eventually(
+            lambda: graph.count("VllmWorker", UNUSABLE) == 1, timeout_s=10, what="it is known"
+        )
+        since = counting(graph)
+        engine = graph.engine_pid("PrefillWorker")
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            eventually(
+                lambda: graph.count("VllmWorker", UNRESPONSIVE) == 1,
+                timeout_s=15,
+                what="the worker that fits stands still",
+            )
+            await until(graph, lambda pool: pool.unusable_writers == pool.unresponsive_writers == 1)
+            assert await tokens_of(graph.url, requests, 1) == expected
+            assert since() == {"local/no_prefill_worker": 3}
+            assert (await graph.pools())[0].queue_jobs == 0
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        last = command(graph, "explain", "--last", "1", "--json")
+        seen = json.loads(last)[0]["queue"]
+        assert (seen["prefill_workers"], seen["prefill_workers_alive"]) == (0, 1)
+        await graph.settled()
+        await works_remotely(graph, reference, seed=421)
+        assert sample_sum(unfit.status_url, JOBS) == 0, "it has not even pulled one"
 
 
 async def _gone(graph: Graph, lease: str) -> None:
