@@ -705,7 +705,7 @@ class ScriptedLinks:
 async def test_a_job_for_an_engine_without_a_way_to_it_is_left_unclaimed_to_others():
     async with working() as rig:
         # Whoever pulls it next is another one, with a way to the engine.
-        rig.jobs._links = ScriptedLinks("rank 0: connection reset", times=1)
+        rig.jobs._runner._links = ScriptedLinks("rank 0: connection reset", times=1)
         await rig.push(job())
         await rig.answered("nak", "ack")
         assert len(rig.claims) == 1 and rig.told == [("a1", "written")]
