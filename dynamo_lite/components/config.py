@@ -14,6 +14,10 @@ import annotated_types as at
 
 from dynamo_lite.protocol.tuning import Natural, Positive, Seconds, Share, Weight
 
+#: Whether each rank has a thread that moves KV transfers on between the engine's steps; auto:
+#: where the KV is on a GPU.
+TransferThread = Literal["auto", "always", "never"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class KvRouterOptions:
@@ -137,6 +141,7 @@ class VllmWorkerConfig:
     that short. step_timeout_s: an engine that has work, but makes no step for so long, is
     given up; until its first token not before 900 s, since it may compile kernels.
     kv_events: whether routers are told which prefixes it holds, and its load.
+    transfer_thread: see `TransferThread`.
     """
 
     remote_prefill: bool = True
@@ -151,6 +156,7 @@ class VllmWorkerConfig:
     max_queued_tokens: Positive = 500_000
     step_timeout_s: Seconds = 120.0
     kv_events: bool = True
+    transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)
 
 
@@ -165,7 +171,7 @@ class PrefillWorkerConfig:
     read from there; a shorter one is computed. More than the longest prompt: never.
     stream_layers: whether each layer's blocks are written as soon as a step has run the
     layer, not after the step; only with vLLM's `enforce-eager`. step_timeout_s: as of a
-    decode worker.
+    decode worker. transfer_thread: see `TransferThread`.
     """
 
     concurrency: Positive = 2
@@ -174,4 +180,5 @@ class PrefillWorkerConfig:
     min_prefix_read_length: Positive = 128
     stream_layers: bool = False
     step_timeout_s: Seconds = 120.0
+    transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)

@@ -5,7 +5,12 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo_lite.components.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
+from dynamo_lite.components.config import (
+    PrefillWorkerConfig,
+    QueueOptions,
+    TransferThread,
+    VllmWorkerConfig,
+)
 from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
@@ -59,7 +64,8 @@ class VllmParts:
             max_remote_prefills=config.max_remote_prefills,
             component=self._spec.component,
         )
-        return self._engine(host, self._link(host, role), tells_kv=config.kv_events)
+        link = self._link(host, role, config.transfer_thread)
+        return self._engine(host, link, tells_kv=config.kv_events)
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
@@ -76,9 +82,11 @@ class VllmParts:
                 config.queue.short_length if config.queue.order == "short-first" else None
             ),
         )
-        return self._engine(host, self._link(host, role))
+        return self._engine(host, self._link(host, role, config.transfer_thread))
 
-    def _link(self, host: Host, role: "DecodeLink | PrefillLink") -> "EngineLink":
+    def _link(
+        self, host: Host, role: "DecodeLink | PrefillLink", thread: TransferThread
+    ) -> "EngineLink":
         """The link of a new engine incarnation: its id is fresh."""
         from dynamo_lite.engine.remote_prefill.link import EngineLink
 
@@ -90,6 +98,7 @@ class VllmParts:
             nats_url=self._spec.nats_url,
             etcd_url=self._spec.etcd_url,
             role=role,
+            transfer_thread=None if thread == "auto" else thread == "always",
         )
 
     def _engine(

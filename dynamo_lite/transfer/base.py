@@ -1,8 +1,8 @@
 """The mover seam: copy memory of this process into a peer's, or back, and be told.
 
-`nixl.py` is the real one; `memory.py` the in-process twin. Both pass
-`tests/contract/test_mover.py`. Calls are synchronous and do not block: they are
-made from an engine's step.
+`nixl.py` is the real one; `memory.py` the in-process twin; `polled.py` adds a thread to
+either. All pass `tests/contract/test_mover.py`. Calls are synchronous and do not block:
+they are made from an engine's step.
 """
 
 from collections.abc import Sequence

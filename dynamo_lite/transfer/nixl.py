@@ -1,8 +1,9 @@
 """The mover on NIXL (UCX backend).
 
-No progress thread: NIXL's spins on a core for ever. Progress is made by
-`Transfer.done` and `notices`, which the engine's worker half calls each step while
-anything is in flight; a peer's first contact completes for the same reason.
+No progress thread of NIXL: it spins on a core for ever, and knows no fence. Progress
+is made by `Transfer.done` and `notices`, which the engine's worker half calls each step
+while anything is in flight, and the thread of `polled.py` between the steps; a peer's first
+contact completes for the same reason.
 
 Over TCP, UCX sends a notice as a message whose receipt the next transfer to the
 same peer waits for. The peer confirms when it makes progress, so the next write
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from nixl._api import nixl_agent, nixl_agent_config
+from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.transfer.block_map import Descriptors
@@ -78,7 +79,12 @@ class NixlMover:
     """name: unique per engine incarnation and rank."""
 
     def __init__(self, name: str):
-        self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+        # `polled.py` calls from two threads, one at a time. NIXL's handles also release
+        # themselves when Python collects them, in whatever thread that is.
+        config = nixl_agent_config(
+            enable_prog_thread=False, sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        self._agent = nixl_agent(name, config)
         self._registrations: list[Any] = []
         self._peers: dict[str, str] = {}
         self._scratch = np.zeros(_CONFIRM_BYTES, dtype=np.uint8)

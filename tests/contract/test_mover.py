@@ -1,4 +1,5 @@
-"""The mover's contract: NIXL and its in-process twin through the same tests."""
+"""The mover's contract: NIXL, with and without a thread, and the in-process twin through the
+same tests."""
 
 import base64
 import json
@@ -16,6 +17,7 @@ from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.nixl import NixlMover
+from dynamo_lite.transfer.polled import PolledMover
 
 SIZE = 4096
 WAIT_S = 20.0
@@ -52,10 +54,20 @@ def finish(write: Transfer, target: Mover, *, notices: int = 0) -> list[bytes]:
     return arrived
 
 
-@pytest.fixture(params=["memory", "nixl"])
+def polled_nixl(name: str) -> Mover:
+    return PolledMover(NixlMover(name))
+
+
+@pytest.fixture(params=["memory", "polled memory", "nixl", "polled nixl"])
 def make(request) -> Callable[[str], Mover]:
     fabric = MemoryFabric()
-    return NixlMover if request.param == "nixl" else lambda name: MemoryMover(fabric, name)
+    movers: dict[str, Callable[[str], Mover]] = {
+        "memory": lambda name: MemoryMover(fabric, name),
+        "polled memory": lambda name: PolledMover(MemoryMover(fabric, name)),
+        "nixl": NixlMover,
+        "polled nixl": polled_nixl,
+    }
+    return movers[request.param]
 
 
 @pytest.fixture
@@ -120,6 +132,26 @@ def test_a_write_after_a_notice_ends_though_its_peer_makes_no_progress(parties):
         for _ in range(1000):
             # Both look for a while, as the engines' steps do between two jobs.
             target.mover.notices(), source.mover.notices()
+
+
+def test_with_threads_a_write_and_its_notice_need_no_call_of_an_engine():
+    """Not even the first contact: both engines may be in the middle of a long step."""
+    source, target = Party(polled_nixl, 1), Party(polled_nixl, 2)
+    assert isinstance(target.mover, PolledMover)
+    source.mover.add_peer("target", target.mover.metadata())
+    assert target.mover.notices() == []  # it awaits some from now on
+    write = source.mover.write(
+        "target", source.at((0, SIZE)), target.at((0, SIZE)), memory=DRAM, notice=b"came"
+    )
+    deadline = time.monotonic() + WAIT_S
+    while not target.mover._inbox:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert (target.buffer == 1).all()
+    assert target.mover.notices() == [b"came"]
+    finish(write, target.mover)
+    source.mover.close()
+    target.mover.close()
 
 
 def test_an_ended_write_stays_ended(parties):
@@ -347,8 +379,9 @@ def expect_notices(target: Mover, count: int) -> list[bytes]:
     return arrived
 
 
-def test_a_target_survives_the_kill_of_its_writer(victim):
-    target, next_writer = Party(NixlMover, 2), Party(NixlMover, 3)
+@pytest.mark.parametrize("make_target", [NixlMover, polled_nixl], ids=["plain", "polled"])
+def test_a_target_survives_the_kill_of_its_writer(victim, make_target):
+    target, next_writer = Party(make_target, 2), Party(NixlMover, 3)
     writer = victim("writer")
     writer.aim(target)
     assert set(expect_notices(target.mover, 5)) == {b"wrote"}
@@ -366,9 +399,13 @@ def test_a_target_survives_the_kill_of_its_writer(victim):
     target.mover.close()
 
 
-@pytest.mark.parametrize("operation", ["write", "read"])
-def test_a_writer_survives_the_kill_of_its_target(victim, operation):
-    writer, next_target = Party(NixlMover, 1), Party(NixlMover, 2)
+@pytest.mark.parametrize(
+    ("operation", "make_writer"),
+    [("write", NixlMover), ("read", NixlMover), ("write", polled_nixl)],
+    ids=["write", "read", "polled write"],
+)
+def test_a_writer_survives_the_kill_of_its_target(victim, operation, make_writer):
+    writer, next_target = Party(make_writer, 1), Party(NixlMover, 2)
     target = victim("target")
     there = np.array([(target.buffer["address"], SIZE, 0)], dtype=np.uint64)
     writer.mover.add_peer("target", base64.b64decode(target.buffer["agent"]))

@@ -54,7 +54,8 @@ class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineLink(msgspec.Struct, frozen=True, kw_only=True):
-    """lease_id, lease_ttl_s: of the component that runs the engine."""
+    """lease_id, lease_ttl_s: of the component that runs the engine. transfer_thread: whether
+    ranks move transfers on by a thread; None: those whose KV is on a GPU."""
 
     namespace: str
     engine_id: str
@@ -63,6 +64,7 @@ class EngineLink(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str
     etcd_url: str
     role: DecodeLink | PrefillLink
+    transfer_thread: bool | None = None
 
 
 def write_link(path: Path, link: EngineLink) -> None:

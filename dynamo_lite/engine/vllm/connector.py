@@ -36,13 +36,15 @@ from dynamo_lite.engine.vllm.carried import ReportMetadata, StepMetadata
 from dynamo_lite.engine.vllm.filling import filling_blocks
 from dynamo_lite.engine.vllm.handshake import RankHandshake, engine_metadata
 from dynamo_lite.engine.vllm.kv_memory import rank_index, register, step_ended
+from dynamo_lite.engine.vllm.rank_mover import open_mover
 from dynamo_lite.engine.vllm.scratch import make_scratch
 from dynamo_lite.engine.vllm.stats import ConnectorStats
 from dynamo_lite.engine.vllm.supported import check_kv, telling
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.runtime.fence import FenceReader
 from dynamo_lite.runtime.logs import hold_lease
-from dynamo_lite.transfer.nixl import NixlMover
+from dynamo_lite.transfer.base import Mover
+from dynamo_lite.transfer.polled import PolledMover
 from dynamo_lite.transfer.scratch import ScratchMemory
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self._rank: DecodeRank | PrefillRank | None = None
         self._handshake: RankHandshake | None = None
         self._manager: KVCacheManager | None = None
+        self._mover: Mover | None = None
         self._scratch: ScratchMemory | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
@@ -111,23 +114,24 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     # Worker half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        index = rank_index(self._vllm_config)
-        mover = NixlMover(f"{self._link.engine_id}-{index}")
-        # Before the mover says what of this rank can be reached.
+        index, role = rank_index(self._vllm_config), self._link.role
         device = next(iter(kv_caches.values())).device
+        prefill = isinstance(role, PrefillLink)
+        alive = FenceReader(Path(role.fence_path)).open if prefill else _always
+        self._mover = mover = open_mover(self._link, index, device, alive)
+        # Before the mover says what of this rank can be reached.
         self._scratch = scratch = make_scratch(mover, device)
         with telling(Path(self._link_file)):
             kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
         rank = msgspec.structs.replace(kv.rank, scratch=scratch.region)
         self._handshake = RankHandshake(encode(rank), kv.orders)
-        if isinstance(self._link.role, PrefillLink):
-            fence = FenceReader(Path(self._link.role.fence_path))
+        if isinstance(role, PrefillLink):
             self._rank = PrefillRank(
                 mover,
                 rank,
                 index,
-                fence.open,
-                checksum_rate=self._link.role.kv_checksum_rate,
+                alive,
+                checksum_rate=role.kv_checksum_rate,
                 read=kv.read,
                 open_transposer=kv.open_transposer,
                 scratch=scratch,
@@ -291,8 +295,15 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.bridge.close()
+        if isinstance(self._mover, PolledMover):
+            # Before the rank looks at what is in flight, which it may have to leave alone.
+            self._mover.stop()
         if self._rank is not None:
             self._rank.close()
+
+
+def _always() -> bool:
+    return True
 
 
 def _is_transferable(request: Any) -> bool:

@@ -18,9 +18,9 @@ from dynamo_lite.engine.remote_prefill.staging import OpenTransposer
 from dynamo_lite.engine.vllm.block_arrays import block_arrays
 from dynamo_lite.engine.vllm.transposer import TorchTransposer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.digest import ReadMemory, read_dram
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
-from dynamo_lite.transfer.nixl import NixlMover
 
 #: vLLM views every attention layer's KV as [blocks, heads, tokens, values of one].
 _HEADS_DIM, _DIMENSIONS = 1, 4
@@ -45,7 +45,7 @@ class KvMemory:
 
 def register(
     kv_caches: Mapping[str, torch.Tensor],
-    mover: NixlMover,
+    mover: Mover,
     config: VllmConfig,
     kv_config: KVCacheConfig,
 ) -> KvMemory:

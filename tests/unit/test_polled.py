@@ -1,0 +1,320 @@
+"""The thread that moves transfers on: when it polls, when it sleeps, and how it ends."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.transfer import polled
+from dynamo_lite.transfer.polled import PolledMover
+
+WAIT_S = 10.0
+DRAM = ("DRAM", "DRAM")
+ROW = np.array([[0, 1, 0]], np.uint64)
+
+
+def eventually(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+class Wire:
+    """A mover whose transfers end when they have been polled `polls` times. It notices
+    calls at the same time."""
+
+    def __init__(self, polls: int = 3):
+        self.polls = polls
+        self.transfers: list[WireTransfer] = []
+        self.arrived: list[bytes] = []
+        self.looks = 0
+        self.broken: Exception | None = None
+        self.closed = False
+        self.overlaps = 0
+        self._inside = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._inside.acquire(blocking=False):
+            self.overlaps += 1
+            self._inside.acquire()
+        time.sleep(0)  # lets another thread in, if nothing keeps it out
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.release()
+
+    def write(self, peer, local, remote, *, memory, notice=b"") -> "WireTransfer":
+        with self:
+            self.transfers.append(WireTransfer(self, peer))
+            return self.transfers[-1]
+
+    def read(self, peer, local, remote, *, memory) -> "WireTransfer":
+        return self.write(peer, local, remote, memory=memory)
+
+    def notices(self) -> list[bytes]:
+        with self:
+            self.looks += 1
+            if self.broken is not None:
+                raise self.broken
+            arrived, self.arrived = self.arrived, []
+            return arrived
+
+    def register(self, spans, memory, device) -> None: ...
+    def metadata(self) -> bytes:
+        return b""
+
+    def add_peer(self, peer, metadata) -> None: ...
+    def remove_peer(self, peer) -> None: ...
+    def close(self) -> None:
+        self.closed = True
+
+
+class WireTransfer:
+    def __init__(self, wire: Wire, peer: str):
+        self._wire, self._peer = wire, peer
+        self.polled = 0
+        self.failure: Exception | None = None
+
+    def done(self) -> bool:
+        with self._wire:
+            self.polled += 1
+            if self.failure is not None:
+                raise self.failure
+            return self.polled >= self._wire.polls
+
+
+@pytest.fixture
+def open_mover():
+    """Makes movers and closes them."""
+    made: list[PolledMover] = []
+
+    def open_mover(wire: Wire, **options: Any) -> PolledMover:
+        made.append(PolledMover(wire, **options))
+        return made[-1]
+
+    yield open_mover
+    for mover in made:
+        mover.close()
+
+
+def write(mover: PolledMover, peer: str = "d"):
+    return mover.write(peer, ROW, ROW, memory=DRAM)
+
+
+def asleep(mover: PolledMover) -> bool:
+    """Whether the thread waits for work, or is just about to."""
+    return not mover._has_work() and bool(mover._wake._cond._waiters)  # type: ignore[attr-defined]
+
+
+def switches(mover: PolledMover) -> int:
+    """How often the thread has gone to sleep so far."""
+    status = Path(f"/proc/self/task/{mover.thread.native_id}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("voluntary"))
+    return int(line.split()[1])
+
+
+def test_a_transfer_ends_while_its_owner_does_something_else(open_mover):
+    wire = Wire(polls=20)
+    transfer = write(open_mover(wire))
+    eventually(lambda: wire.transfers[0].polled == 20, "the thread has polled it to its end")
+    assert transfer.done()
+    assert wire.transfers[0].polled == 20
+
+
+def test_a_failure_that_the_thread_sees_is_told_to_the_owner_as_often_as_it_asks(open_mover):
+    wire = Wire(polls=1 << 30)
+    transfer = write(open_mover(wire))
+    wire.transfers[0].failure = TransferError("d", "connection reset")
+    eventually(lambda: transfer.over, "the thread has seen the failure")
+    for _ in range(2):
+        with pytest.raises(TransferError) as failure:
+            transfer.done()
+        assert (failure.value.peer, failure.value.detail) == ("d", "connection reset")
+
+
+def test_nothing_is_moved_on_behind_a_closed_fence(open_mover):
+    looks, opened = [], False
+
+    def alive() -> bool:
+        looks.append(opened)
+        return opened
+
+    wire = Wire()
+    transfer = write(open_mover(wire, alive=alive))
+    eventually(lambda: len(looks) > 3, "the thread has looked at the closed fence")
+    assert wire.transfers[0].polled == 0
+    opened = True
+    eventually(lambda: transfer.over, "it goes on when the fence opens again")
+    assert looks.index(True) >= 3
+
+
+def test_each_call_has_a_look_at_the_fence_of_its_own(open_mover):
+    """It closes between two transfers of one round."""
+    wire = Wire(polls=1 << 30)
+    left = [0]
+
+    def alive() -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    mover = open_mover(wire, alive=alive)
+    for _ in range(4):
+        write(mover)
+    left[0] = 2
+    eventually(lambda: left[0] < -2, "the thread has found the fence closed")
+    assert sum(transfer.polled for transfer in wire.transfers) == 2
+
+
+def test_there_is_no_wake_up_while_nothing_is_in_flight(open_mover):
+    wire = Wire()
+    mover = open_mover(wire, listen_s=0)
+    transfer = write(mover)
+    eventually(lambda: transfer.over and asleep(mover), "the thread sleeps")
+    before, looks = switches(mover), wire.transfers[0].polled
+    time.sleep(0.3)
+    assert switches(mover) - before <= 1, "once, if it was just about to sleep"
+    assert wire.transfers[0].polled == looks
+    write(mover)
+    eventually(lambda: wire.transfers[1].polled >= wire.polls, "the next write wakes it")
+
+
+def test_notices_are_read_while_their_owner_awaits_them(open_mover):
+    wire = Wire()
+    mover = open_mover(wire, listen_s=3600.0)
+    assert mover.notices() == []
+    wire.arrived = [b"one", b"two"]
+    eventually(lambda: not wire.arrived, "the thread has read them")
+    wire.arrived = [b"three"]
+    eventually(lambda: not wire.arrived, "the thread has read them")
+    assert mover.notices() == [b"one", b"two", b"three"]
+    assert mover.notices() == []
+
+
+def test_the_thread_stops_reading_notices_when_nobody_has_asked_for_a_while(open_mover):
+    wire = Wire()
+    mover = open_mover(wire, listen_s=0.02)
+    mover.notices()
+    eventually(lambda: asleep(mover), "the thread sleeps")
+    wire.arrived = [b"late"]
+    assert mover.notices() == [b"late"], "the owner's own call reads it"
+
+
+def test_a_writer_reads_no_notices_between_its_steps(open_mover):
+    wire = Wire(polls=10)
+    mover = open_mover(wire, listen_s=0)
+    mover.notices()
+    transfer = write(mover)
+    eventually(lambda: transfer.over and asleep(mover), "the thread sleeps")
+    assert wire.looks == 1
+
+
+def test_owner_and_thread_are_never_in_the_wrapped_mover_at_once(open_mover):
+    wire = Wire(polls=200)
+    mover = open_mover(wire)
+    transfers = [write(mover) for _ in range(8)]
+    while not all([transfer.done() for transfer in transfers]):
+        mover.notices()
+    assert wire.overlaps == 0
+    assert all(transfer.polled >= 200 for transfer in wire.transfers)
+
+
+def test_a_dead_thread_fails_what_is_in_flight_and_what_comes(open_mover, caplog):
+    """What it fails has ended: a write that may still land must not be called over."""
+    wire = Wire(polls=1 << 30)
+    mover = open_mover(wire)
+    transfer = write(mover)
+    wire.broken = RuntimeError("out of handles")
+    mover._listen_until = time.monotonic() + 60
+    mover.thread.join(WAIT_S)
+    assert not mover.thread.is_alive()
+    assert "out of handles" in caplog.text
+    assert not transfer.done(), "its data may still be on its way"
+    wire.polls = 1
+    with pytest.raises(TransferError, match=r"thread of this rank has died.*out of handles"):
+        transfer.done()
+    with pytest.raises(TransferError, match="thread of this rank has died"):
+        write(mover, "other")
+    assert len(wire.transfers) == 1
+    wire.broken, wire.arrived = None, [b"still read"]
+    assert mover.notices() == [b"still read"]
+
+
+def test_a_transfer_that_breaks_its_contract_fails_and_does_not_end_the_step(open_mover, caplog):
+    wire = Wire(polls=1 << 30)
+    mover = open_mover(wire)
+    transfer = write(mover)
+    wire.transfers[0].failure = RuntimeError("no such handle")
+    mover.thread.join(WAIT_S)
+    with pytest.raises(TransferError, match="no such handle"):
+        transfer.done()
+    assert "the KV transfer thread has died" in caplog.text
+
+
+def test_a_thread_that_cannot_begin_refuses_all_writes(open_mover, caplog):
+    def enter() -> None:
+        raise RuntimeError("no such device")
+
+    mover = open_mover(Wire(), enter=enter)
+    mover.thread.join(WAIT_S)
+    with pytest.raises(TransferError, match="no such device"):
+        write(mover)
+    assert "no such device" in caplog.text
+
+
+def test_the_thread_enters_before_it_polls(open_mover):
+    entered: list[str] = []
+    wire = Wire()
+    mover = open_mover(wire, enter=lambda: entered.append(threading.current_thread().name))
+    transfer = write(mover)
+    eventually(lambda: transfer.over, "the write has ended")
+    assert entered == ["kv-transfer"]
+
+
+def test_closing_ends_the_thread_and_then_the_mover():
+    wire = Wire(polls=1 << 30)
+    mover = PolledMover(wire)
+    transfer = write(mover)
+    mover.close()
+    assert not mover.thread.is_alive() and wire.closed
+    mover.close()
+    wire.polls = 1
+    assert transfer.done(), "the owner's calls go on without a thread"
+
+
+def test_stopping_leaves_what_is_in_flight_untouched():
+    wire = Wire(polls=1 << 30)
+    mover = PolledMover(wire)
+    write(mover)
+    assert mover.stop() and not wire.closed
+    polled_before = wire.transfers[0].polled
+    assert not mover.thread.is_alive()
+    assert wire.transfers[0].polled == polled_before
+
+
+def test_a_thread_that_does_not_end_keeps_its_mover_open(monkeypatch, caplog):
+    """To take down an agent under a call of it would crash the process."""
+    monkeypatch.setattr(polled, "CLOSE_S", 0.05)
+    inside, let_go = threading.Event(), threading.Event()
+
+    def alive() -> bool:
+        inside.set()
+        assert let_go.wait(WAIT_S)
+        return False
+
+    wire = Wire()
+    mover = PolledMover(wire, alive=alive)
+    write(mover)
+    assert inside.wait(WAIT_S)
+    started = time.monotonic()
+    mover.close()
+    assert time.monotonic() - started < 2
+    assert not wire.closed
+    assert "has not ended within 0.05 s" in caplog.text
+    let_go.set()
+    mover.close()
+    assert wire.closed

@@ -1,0 +1,110 @@
+"""Which ranks have a transfer thread, and what NIXL finds in its environment."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
+from dynamo_lite.engine.vllm import rank_mover
+from dynamo_lite.engine.vllm.rank_mover import open_mover
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
+from tests.unit.test_polled import Wire, eventually, write
+
+PREFILL = PrefillLink(fence_path="", min_prefix_read_length_tokens=1)
+DECODE = DecodeLink(
+    max_local_prefill_length_tokens=1,
+    max_prefill_queue_size=1,
+    remote_prefill_timeout_s=1,
+    queue_view_max_age_s=1,
+    prefill_component="P",
+    queue=QueueConfig(),
+)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Devices that threads have chosen. No agent is opened."""
+    devices: list[Any] = []
+    monkeypatch.setattr(rank_mover, "NixlMover", lambda name: Wire())
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    return devices
+
+
+def link(role: DecodeLink | PrefillLink, thread: bool | None = None) -> EngineLink:
+    return EngineLink(
+        namespace="n",
+        engine_id="e",
+        lease_id=1,
+        lease_ttl_s=1,
+        nats_url="",
+        etcd_url="",
+        role=role,
+        transfer_thread=thread,
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "option", "expected"),
+    [
+        (CPU, None, False),
+        (GPU, None, True),
+        (CPU, True, True),
+        (GPU, False, False),
+    ],
+)
+def test_ranks_on_a_gpu_have_a_thread_unless_told_otherwise(chosen, device, option, expected):
+    mover = open_mover(link(PREFILL, option), 0, device, lambda: True)
+    assert isinstance(mover, PolledMover) == expected
+    mover.close()
+
+
+def test_the_thread_works_on_the_ranks_own_gpu_and_behind_its_fence(chosen):
+    looks: list[bool] = []
+
+    def alive() -> bool:
+        looks.append(True)
+        return True
+
+    mover = open_mover(link(PREFILL), 0, GPU, alive)
+    assert isinstance(mover, PolledMover)
+    transfer = write(mover)
+    eventually(lambda: transfer.over, "the thread has moved it on")
+    assert chosen == [GPU] and len(looks) >= 3
+    mover.close()
+
+
+def test_only_a_decode_rank_awaits_notices(chosen):
+    for role, listen_s in ((PREFILL, 0.0), (DECODE, LISTEN_S)):
+        mover = open_mover(link(role), 0, GPU, lambda: True)
+        assert isinstance(mover, PolledMover) and mover._listen_s == listen_s
+        mover.close()
+
+
+_FOUND = """
+import ctypes, sys
+import dynamo_lite.transfer
+assert "nixl" not in sys.modules
+import dynamo_lite.transfer.nixl
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(getenv(b"UCX_RCACHE_MAX_UNRELEASED").decode())
+"""
+
+
+@pytest.mark.parametrize(("set_by_user", "found"), [(None, "1024"), ("7", "7")])
+def test_ucx_keeps_few_released_registrations_unless_the_user_says_otherwise(set_by_user, found):
+    name = "UCX_RCACHE_MAX_UNRELEASED"
+    env = {key: value for key, value in os.environ.items() if key != name}
+    if set_by_user is not None:
+        env[name] = set_by_user
+    said = subprocess.run(
+        [sys.executable, "-c", _FOUND], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split()[-1] == found
