@@ -9,16 +9,20 @@ import ctypes
 import math
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dynamo_lite.protocol.records import KvRegion
 
-#: Reads `length` bytes at an address of this rank's own KV memory.
-ReadMemory = Callable[[int, int], bytes]
+#: Address and length in bytes.
+Span = tuple[int, int]
+#: Reads spans of this rank's own KV memory. Their bytes come one span after the other, in
+#: pieces of any size.
+ReadMemory = Callable[[Sequence[Span]], Iterable[bytes]]
 
 
-def read_dram(address: int, length: int) -> bytes:
-    return ctypes.string_at(address, length)
+def read_dram(spans: Sequence[Span]) -> Iterator[bytes]:
+    for address, length in spans:
+        yield ctypes.string_at(address, length)
 
 
 def sample(attempt: str, num_blocks: int, rate: float) -> list[int]:
@@ -37,8 +41,11 @@ def checksum(
 
     value: the checksum of what comes before.
     """
-    for block in block_ids:
-        for region in regions:
-            data = read(region.base + block * region.stride_bytes, region.block_bytes)
-            value = zlib.crc32(data, value)
+    spans = [
+        (region.base + block * region.stride_bytes, region.block_bytes)
+        for block in block_ids
+        for region in regions
+    ]
+    for piece in read(spans):
+        value = zlib.crc32(piece, value)
     return value

@@ -5,7 +5,7 @@ that finds none free waits in its queue until another write has ended, and so a 
 holds back the copying. Once its bytes are in a slot, a write reads no blocks any more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from dynamo_lite.engine.remote_prefill.messages import BlockWrite
 from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover
+from dynamo_lite.transfer.digest import Span
 from dynamo_lite.transfer.sharding import Lane
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
 
@@ -35,8 +36,8 @@ class Transposer(Protocol):
         """Starts to fill the slot at `offset`. Returns what says whether it is filled."""
         ...
 
-    def read(self, address: int, length: int) -> bytes:
-        """Bytes of the staging memory, by their address."""
+    def read(self, spans: Sequence[Span]) -> Iterable[bytes]:
+        """Of the staging memory; see `ReadMemory`."""
         ...
 
 
@@ -117,9 +118,9 @@ class Staging:
             if not slot.users:
                 self._free.append(slot.address)
 
-    def read(self, address: int, length: int) -> bytes:
+    def read(self, spans: Sequence[Span]) -> Iterable[bytes]:
         assert self._transposer is not None
-        return self._transposer.read(address, length)
+        return self._transposer.read(spans)
 
 
 def split(write: BlockWrite, layout: Layout) -> list[BlockWrite]:

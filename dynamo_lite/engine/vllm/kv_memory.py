@@ -1,6 +1,6 @@
 """One rank's KV tensors as memory that others can write to: regions, order, bytes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,10 +16,11 @@ from vllm.v1.kv_cache_interface import (
 
 from dynamo_lite.engine.remote_prefill.staging import OpenTransposer
 from dynamo_lite.engine.vllm.block_arrays import block_arrays
+from dynamo_lite.engine.vllm.device_reads import memory_reader
 from dynamo_lite.engine.vllm.transposer import TorchTransposer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.digest import ReadMemory, read_dram
+from dynamo_lite.transfer.digest import ReadMemory
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
 
 #: vLLM views every attention layer's KV as [blocks, heads, tokens, values of one].
@@ -92,7 +93,7 @@ def register(
     return KvMemory(
         rank,
         frozenset(orders),
-        _reader(tensors),
+        memory_reader(list(storages.values())),
         partial(TorchTransposer, list(storages.values())),
     )
 
@@ -141,18 +142,3 @@ def first_head(
             )
         shards = min(ranks, model.get_total_num_kv_heads())
     return rank // max(1, ranks // shards) * heads
-
-
-def _reader(tensors: Sequence[torch.Tensor]) -> ReadMemory:
-    """Reads bytes of these tensors by their address, on whatever device they are."""
-    if tensors[0].device.type == "cpu":
-        return read_dram
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-
-    def read(address: int, length: int) -> bytes:
-        base = max(start for start in storages if start <= address)
-        flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-        flat.set_(storages[base], address - base, (length,), (1,))  # type: ignore[call-overload]
-        return flat.cpu().numpy().tobytes()
-
-    return read

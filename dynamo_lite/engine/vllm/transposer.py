@@ -4,11 +4,12 @@ A Triton kernel on CUDA, torch's strided copies elsewhere; both give the same by
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from dynamo_lite.transfer.digest import read_dram
+from dynamo_lite.engine.vllm.device_reads import memory_reader
+from dynamo_lite.transfer.digest import Span
 from dynamo_lite.transfer.transpose import Layout, Move, Place, Units
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class TorchTransposer:
         device = storages[0].device
         self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._read = memory_reader([self._staging.untyped_storage()])
         self._copy = _kernel(self._staging) or self._strided_copy
 
     @property
@@ -48,11 +50,8 @@ class TorchTransposer:
             event.record()
         return event.query
 
-    def read(self, address: int, length: int) -> bytes:
-        if self._stream is None:
-            return read_dram(address, length)
-        at = address - self.address
-        return self._staging[at : at + length].cpu().numpy().tobytes()
+    def read(self, spans: Sequence[Span]) -> Iterable[bytes]:
+        return self._read(spans)
 
     def _strided_copy(self, layout: Layout, units: Units, offset: int) -> None:
         device = self._staging.device

@@ -1,0 +1,90 @@
+"""Reading a rank's memory for checksums without a wait for the engine's kernels.
+
+On a GPU all spans of a checksum are gathered by one kernel per storage and size of span,
+and copied to the host together, on a stream of their own. An event or a notice has said
+before that the data is there, so nothing of the current stream has to be waited for.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from dynamo_lite.transfer.digest import ReadMemory, Span, read_dram
+
+#: Bytes that are gathered at a time; the device must have so much memory to spare.
+GATHER_BYTES = 32 << 20
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def memory_reader(storages: Sequence[torch.UntypedStorage]) -> ReadMemory:
+    """Reads bytes of these storages by their address, on whatever device they all are."""
+    device = storages[0].device
+    if device.type == "cpu":
+        return read_dram
+    return GatheredReads(storages, torch.cuda.Stream(device))
+
+
+class GatheredReads:
+    """Implements ReadMemory. storages: all on one device. stream: to work on; None: the
+    current one."""
+
+    def __init__(
+        self,
+        storages: Sequence[torch.UntypedStorage],
+        stream: "torch.cuda.Stream | None" = None,
+        *,
+        gather_bytes: int = GATHER_BYTES,
+    ):
+        self._storages = {storage.data_ptr(): storage for storage in storages}
+        self._stream, self._gather_bytes = stream, gather_bytes
+
+    def __call__(self, spans: Sequence[Span]) -> Iterator[bytes]:
+        at = 0
+        while at < len(spans):
+            end, size = at, 0
+            while end < len(spans) and (end == at or size + spans[end][1] <= self._gather_bytes):
+                size += spans[end][1]
+                end += 1
+            yield from self._read(spans[at:end])
+            at = end
+
+    def _read(self, spans: Sequence[Span]) -> Iterator[bytes]:
+        groups: dict[tuple[int, int], list[int]] = {}
+        for address, length in spans:
+            base = max(start for start in self._storages if start <= address)
+            groups.setdefault((base, length), []).append(address)
+        with torch.cuda.stream(self._stream):
+            rows = [self._rows(*key, addresses).view(-1) for key, addresses in groups.items()]
+            found = (rows[0] if len(rows) == 1 else torch.cat(rows)).cpu().numpy()
+        # `cpu` has waited for this stream alone.
+        if len(rows) == 1:
+            yield found.tobytes()
+            return
+        starts = itertools.accumulate((len(row) for row in rows), initial=0)
+        where = dict(zip(groups, starts, strict=False))  # of each group's next row
+        for address, length in spans:
+            key = max(start for start in self._storages if start <= address), length
+            yield found[where[key] : where[key] + length].tobytes()
+            where[key] += length
+
+    def _rows(self, base: int, length: int, addresses: Sequence[int]) -> torch.Tensor:
+        """uint8 [addresses, length], of one storage: one gather.
+
+        All addresses lie on a grid from the first one on, whose rows may overlap.
+        """
+        first = min(addresses)
+        pitch = math.gcd(*(address - first for address in addresses)) or length
+        word = math.gcd(8, length, pitch, first - base)
+        storage = self._storages[base]
+        shape = (max(address - first for address in addresses) // pitch + 1, length // word)
+        grid = torch.empty(0, dtype=_WORDS[word], device=storage.device).set_(
+            storage,  # type: ignore[call-overload]
+            (first - base) // word,
+            shape,
+            (pitch // word, 1),
+        )
+        numbers = torch.tensor([(address - first) // pitch for address in addresses])
+        return grid.index_select(0, numbers.to(storage.device)).view(torch.uint8)
