@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from dynamo_lite.engine.remote_prefill.link import EngineLink, PrefillLink
-from dynamo_lite.engine.remote_prefill.messages import PrefillStep, PrefixRead, RankResults
+from dynamo_lite.engine.remote_prefill.messages import (
+    PrefillStep,
+    PrefixRead,
+    RankResults,
+    WorkerReport,
+)
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.protocol.codec import encode
@@ -329,3 +334,94 @@ def test_blocks_of_an_odd_ratio_begin_inside_of_ours():
     half.half.build_step({}, ["a1"])
     job.num_computed_tokens = 0
     assert written(half.step(a1=20)) == [([1, 2, 3, 4], 2, [60, 61, 62], 0, True)]
+
+
+# Whom the ranks are told of
+
+
+def told_of(half: Half, name: str, **more: Any) -> PrefillStep:
+    """The step with the whole of a new job. more: of its parameters."""
+    job = half.job(name, tokens=8, prefix=0)
+    job.kv_transfer_params |= more
+    assert half.admit(job) == 0
+    return half.step(**{name: 8})
+
+
+def test_the_ranks_are_told_of_an_engine_once():
+    half = Half()
+    assert told_of(half, "a1").targets == {"e1": b"e1's"}
+    assert told_of(half, "a2").targets == {}
+    assert told_of(half, "a3", engine_id="e2", target=b"e2's").targets == {"e2": b"e2's"}
+    assert told_of(half, "a4").targets == {}
+
+
+def test_they_are_told_again_of_an_engine_that_they_were_told_to_forget():
+    half = Half()
+    told_of(half, "a1")
+    step = told_of(half, "a2", engine_id="e2", target=b"e2's", forget=["e1"])
+    assert step.forget == ["e1"] and list(step.targets) == ["e2"]
+    step = told_of(half, "a3")
+    assert step.targets == {"e1": b"e1's"} and step.forget == []
+
+
+def test_an_engine_that_is_forgotten_and_used_in_one_step_is_not_forgotten():
+    half = Half()
+    told_of(half, "a1")
+    step = told_of(half, "a2", forget=["e1"])
+    assert step.targets == {"e1": b"e1's"} and step.forget == []
+
+
+def test_they_are_told_again_when_one_of_them_does_not_know_the_engine():
+    half = Half()
+    half.half.metadata = SimpleNamespace(ranks=[None])  # type: ignore[assignment]
+    told_of(half, "a1")
+    half.half.worker_output(RankResults(), WorkerReport(unknown={"e1"}))
+    assert told_of(half, "a2").targets == {"e1": b"e1's"}
+
+
+def test_siblings_are_told_of_each_other_with_the_engine_that_they_meet(monkeypatch):
+    half = Half()
+    monkeypatch.setattr(half.half._introductions, "_own", lambda: b"own")
+    assert told_of(half, "a1").own == b"own"
+    assert told_of(half, "a2").own == b""
+
+
+def test_a_rank_meets_an_engine_again_without_being_told_again(prefill, decode):
+    """Its metadata came with an earlier job; a failed transfer has parted them."""
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1], last=True), targets=targets(decode))
+    prefill.mover.started[0].failure = "connection reset"
+    prefill.step(ended=[("a1", "p-a1", True)])
+    assert list(prefill.ended()[1]) == ["a1"]
+    prefill.mover.hold = False
+    prefill.step(blocks([4], [4], attempt="a2", last=True), ended=[("a2", "p-a2", True)])
+    assert prefill.ended() == ({"p-a2"}, {})
+    assert decode.settle(expect={"a2": "r2"}) == ({"r2"}, set())
+
+
+def test_a_rank_says_whom_it_does_not_know(prefill, decode):
+    prefill.step(blocks([1], [1], last=True), ended=[("a1", "p-a1", True)])
+    prefill.rank.results()
+    report = prefill.rank.report()
+    assert report is not None and report.unknown == {"e1"}
+    assert "was not told of it" in report.failures["a1"]
+    assert prefill.rank.report() is None
+
+
+def test_an_engine_that_comes_back_while_it_is_being_forgotten_stays(prefill, decode):
+    prefill.mover.hold = True
+    prefill.step(blocks([1], [1]), targets=targets(decode))
+    prefill.step(forget=["e1"])
+    prefill.rank.results()
+    prefill.step(targets=targets(decode))
+    prefill.mover.hold = False
+    prefill.mover.let_go()
+    prefill.step(ended=[("a1", "p-a1", False)])
+    assert prefill.ended() == ({"p-a1"}, {})
+    prefill.step(blocks([4], [4], attempt="a2", last=True), ended=[("a2", "p-a2", True)])
+    assert prefill.ended() == ({"p-a2"}, {})
+
+
+def test_reports_of_ranks_join_whom_they_do_not_know():
+    joined = WorkerReport(unknown={"e1"}).joined(WorkerReport(unknown={"e2"}))
+    assert joined.unknown == {"e1", "e2"}

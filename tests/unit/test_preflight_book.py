@@ -1,6 +1,7 @@
 """Orders and answers of preflights, slots of scratch memory."""
 
 from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, Counts
+from dynamo_lite.engine.remote_prefill.introductions import Introductions
 from dynamo_lite.engine.remote_prefill.messages import PrefillStep, RankLink
 from dynamo_lite.engine.remote_prefill.preflight_book import PreflightBook
 from dynamo_lite.protocol.prefill import Preflight
@@ -14,11 +15,11 @@ ENGINE = EngineMetadata(
 
 def test_an_order_ends_when_all_ranks_have_answered():
     stats = Counts()
-    book = PreflightBook(stats)
+    book = PreflightBook(stats, Introductions(lambda: b"own"))
     book.ask(Preflight(order="1.1", target=ENGINE))
     assert book.busy
     step = PrefillStep()
-    book.announce(step, b"own")
+    book.announce(step)
     assert [order.target_engine for order in step.preflights] == ["d"]
     assert list(step.targets) == ["d"] and step.own == b"own" and book.busy
     book.answered({"1.1": {1: RankLink("rank 0: broken", 1, 0.5, 0.0)}}, 2)
@@ -30,7 +31,7 @@ def test_an_order_ends_when_all_ranks_have_answered():
 
 def test_links_of_one_rank_do_not_name_it():
     stats = Counts()
-    book = PreflightBook(stats)
+    book = PreflightBook(stats, Introductions(lambda: b"own"))
     book.answered({"1.1": {0: RankLink("rank 0: broken")}}, 1)
     assert stats.take() == {PREFLIGHT: [["1.1", "rank 0: broken", 0, 0.0, 0.0]]}
 

@@ -70,8 +70,8 @@ class PreflightOrder:
 
 @dataclass
 class PrefillStep:
-    """targets: engine id -> its metadata (msgpack), with an attempt's first write
-    or read, and with preflights.
+    """targets: engine id -> its metadata (msgpack), in the first step that needs it, and
+    with preflights. The ranks keep it until they are told to forget the engine.
 
     own: this engine's metadata (msgpack), with every target; empty where the engine
     has one rank, which knows its own.
@@ -120,7 +120,8 @@ class RankLink:
 
 @dataclass
 class WorkerReport:
-    """failures: attempt -> what went wrong in writing it.
+    """failures: attempt -> what went wrong in writing it. unknown: engines whose metadata
+    a rank should have and has not.
 
     landed: lost request -> blocks of its attempt that are here all the same, from the
     first one on.
@@ -131,6 +132,7 @@ class WorkerReport:
     failures: dict[str, str] = field(default_factory=dict)
     landed: dict[str, int] = field(default_factory=dict)
     links: dict[str, dict[int, RankLink]] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
 
     def joined(self, other: "WorkerReport") -> "WorkerReport":
         """Of two ranks: here is what both have."""
@@ -141,4 +143,5 @@ class WorkerReport:
             order: {**self.links.get(order, {}), **other.links.get(order, {})}
             for order in self.links.keys() | other.links.keys()
         }
-        return WorkerReport({**self.failures, **other.failures}, landed, links)
+        failures = {**self.failures, **other.failures}
+        return WorkerReport(failures, landed, links, self.unknown | other.unknown)

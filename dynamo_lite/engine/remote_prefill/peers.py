@@ -59,6 +59,9 @@ class Peers:
     def __init__(self, mover: Mover, own: RankMetadata, rank: int, staging: Staging):
         self._mover, self._own, self._rank, self._staging = mover, own, rank, staging
         self.left: set[str] = set()
+        self.unknown: set[str] = set()
+        self._told: dict[str, bytes] = {}
+        self._siblings = b""
         self._met: dict[str, list[PeerRank]] = {}
         self._layouts: dict[str, Layout] = {}
         self._known: dict[str, list[str]] = {}
@@ -106,13 +109,24 @@ class Peers:
         self._sources[engine_id] = found
         return found
 
-    def greet(self, engine_id: str, step: PrefillStep) -> str | None:
-        """Meets an engine of this step, unless it has been met. Returns why that cannot be."""
+    def hear(self, step: PrefillStep) -> None:
+        """Keeps what the step says of engines, so that they can be met, also again."""
+        self._told |= step.targets
+        self._siblings = step.own or self._siblings
+        self.left -= step.targets.keys()
+        self.leave(step.forget)
+
+    def greet(self, engine_id: str) -> str | None:
+        """Meets an engine, unless it has been met. Returns why that cannot be."""
         if engine_id in self._met:
             return None
+        target = self._told.get(engine_id)
+        if target is None:
+            self.unknown.add(engine_id)
+            return "peer not usable: this rank was not told of it"
         try:
-            self.meet(engine_id, step.targets[engine_id], step.own)
-        except (KeyError, msgspec.DecodeError, TransferError) as exc:
+            self.meet(engine_id, target, self._siblings)
+        except (msgspec.DecodeError, TransferError) as exc:
             logger.warning("engine %s is not usable: %s", engine_id, exc)
             return f"peer not usable: {exc}"
         return None
@@ -188,6 +202,7 @@ class Peers:
     def forget(self, engine_id: str) -> None:
         """The engine has left, and nothing goes to or comes from it any more."""
         self._unmeet(engine_id)
+        self._told.pop(engine_id, None)
         for name in self._known.pop(engine_id, ()):
             self._mover.remove_peer(name)
 

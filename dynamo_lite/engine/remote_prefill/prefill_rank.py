@@ -87,14 +87,14 @@ class PrefillRank:
 
     def step(self, step: PrefillStep, ready: Ready) -> None:
         """Takes this step's reads, writes and endings, and starts what can start."""
-        self._peers.leave(step.forget)
+        self._peers.hear(step)
         for order in step.preflights:
-            self._preflights.start(order, step)
+            self._preflights.start(order)
         for read in step.reads:
-            self._peers.greet(read.target_engine, step)
+            self._peers.greet(read.target_engine)
             self._start_read(read)
         for write in step.writes:
-            attempt = self._open(write, step)
+            attempt = self._open(write)
             layout = self._peers.layout(write.target_engine)
             parts = [write] if layout is None else split(write, layout)
             attempt.queue += [(part, ready) for part in parts]
@@ -108,8 +108,9 @@ class PrefillRank:
 
     def layer(self, step: PrefillStep, layer: str, ready: Ready) -> None:
         """The step has run this layer, and `step` follows; ready: see `LayerStream.ran`."""
+        self._peers.hear(step)
         for write in step.writes:
-            self._open(write, step)
+            self._open(write)
         self._layers.ran(step.writes, layer, ready)
         self._pump()
 
@@ -158,12 +159,14 @@ class PrefillRank:
         return RankResults(sent=sent, received=read.received, lost=read.lost)
 
     def report(self) -> WorkerReport | None:
-        """Failures of what `results` has just ended, and preflights that have ended."""
+        """Failures of what `results` has just ended, preflights that have ended, and engines
+        that nobody has told this rank of."""
         links = {order: {self._rank: link} for order, link in self._preflights.take().items()}
-        if not self._failures and not links:
+        unknown, self._peers.unknown = self._peers.unknown, set()
+        if not (self._failures or links or unknown):
             return None
         failures, self._failures = self._failures, {}
-        return WorkerReport(failures=failures, links=links)
+        return WorkerReport(failures=failures, links=links, unknown=unknown)
 
     def close(self) -> None:
         # What is under way behind a closed fence ends with the process, untouched.
@@ -174,10 +177,10 @@ class PrefillRank:
     def _start_read(self, read: PrefixRead) -> None:
         self._reads.start(read)
 
-    def _open(self, write: BlockWrite, step: PrefillStep) -> Attempt:
+    def _open(self, write: BlockWrite) -> Attempt:
         attempt = self._attempts.setdefault(write.attempt, Attempt(write.target_engine))
         if attempt.failure is None:
-            attempt.failure = self._peers.greet(write.target_engine, step)
+            attempt.failure = self._peers.greet(write.target_engine)
         return attempt
 
     def _pump(self) -> None:

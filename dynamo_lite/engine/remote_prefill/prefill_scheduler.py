@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
 from dynamo_lite.engine.remote_prefill.counts import COMPUTED, ENDED, Counts
+from dynamo_lite.engine.remote_prefill.introductions import Introductions
 from dynamo_lite.engine.remote_prefill.link import EngineLink, PrefillLink
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
@@ -80,7 +81,8 @@ class PrefillScheduler:
         self._outside, self._now = outside, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counts()
-        self._preflights = PreflightBook(self.stats)
+        self._introductions = Introductions(self._own_metadata)
+        self._preflights = PreflightBook(self.stats, self._introductions)
         self.metadata: EngineMetadata | None = None
         self._block_ids: BlockIds | None = None
         self._pool: BlockPool | None = None
@@ -131,6 +133,7 @@ class PrefillScheduler:
             if trace is not None:
                 note_child(self.stats, "wait", trace, queued_at, now)
         self._step.forget += params["forget"]
+        self._introductions.forget(params["forget"])
         first = params["num_computed_tokens"] // params["block_size"]
         job = self._jobs[request.request_id] = _Job(
             attempt=params["attempt"],
@@ -151,7 +154,7 @@ class PrefillScheduler:
         """scheduled: request id -> tokens that this step computes of it."""
         self._stepped_at = self._now()
         step, self._step = self._step, PrefillStep()
-        self._preflights.announce(step, self._own_metadata())
+        self._preflights.announce(step)
         for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
                 job.written = job.first
@@ -185,6 +188,7 @@ class PrefillScheduler:
         """What the worker halves have finished reading or writing, well or not."""
         if report is not None:
             self._failures.update(report.failures)
+            self._introductions.forget(report.unknown)
             assert self.metadata is not None
             self._preflights.answered(report.links, len(self.metadata.ranks))
         for request_id in sorted(results.received | results.lost):
@@ -226,8 +230,7 @@ class PrefillScheduler:
         """The ranks hear of the job for the first time: they may not know its engine."""
         if not job.announced:
             job.announced = True
-            step.targets[job.target_engine] = job.target
-            step.own = self._own_metadata()
+            self._introductions.introduce(step, job.target_engine, job.target)
 
     def _add_write(self, step: PrefillStep, job: _Job, done_tokens: int) -> None:
         total, size = job.request.num_prompt_tokens, job.block_size

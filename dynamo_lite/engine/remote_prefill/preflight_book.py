@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, Counts
+from dynamo_lite.engine.remote_prefill.introductions import Introductions
 from dynamo_lite.engine.remote_prefill.messages import PrefillStep, PreflightOrder, RankLink
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Preflight
@@ -15,8 +16,8 @@ from dynamo_lite.protocol.prefill import Preflight
 class PreflightBook:
     """stats: takes how each order ended; see `LinkReport`."""
 
-    def __init__(self, stats: Counts):
-        self._stats = stats
+    def __init__(self, stats: Counts, introductions: Introductions):
+        self._stats, self._introductions = stats, introductions
         self._asked: deque[Preflight] = deque()
         self._answers: dict[str, dict[int, RankLink]] = {}
 
@@ -28,15 +29,16 @@ class PreflightBook:
     def ask(self, preflight: Preflight) -> None:
         self._asked.append(preflight)
 
-    def announce(self, step: PrefillStep, own: bytes) -> None:
-        """Tells the ranks of new orders. own: see `PrefillStep.own`."""
+    def announce(self, step: PrefillStep) -> None:
+        """Tells the ranks of new orders."""
         while self._asked:
             preflight = self._asked.popleft()
             engine_id = preflight.target.engine_id
             self._answers[preflight.order] = {}
             step.preflights.append(PreflightOrder(preflight.order, engine_id))
-            step.targets[engine_id] = encode(preflight.target)
-            step.own = own
+            # A test of the way there depends on nothing that ranks remember.
+            target = encode(preflight.target)
+            self._introductions.introduce(step, engine_id, target, again=True)
 
     def answered(self, links: Mapping[str, Mapping[int, RankLink]], ranks: int) -> None:
         """What ranks have found, of `ranks` in all: an order ends with the last answer."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_lite.engine.remote_prefill.messages import PrefillStep, PreflightOrder, RankLink
+from dynamo_lite.engine.remote_prefill.messages import PreflightOrder, RankLink
 from dynamo_lite.engine.remote_prefill.peers import PeerRank, Peers
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
@@ -85,10 +85,10 @@ class Preflights:
         """Whose ways are being tried."""
         return {opened.order.target_engine for opened in self._open}
 
-    def start(self, order: PreflightOrder, step: PrefillStep) -> None:
+    def start(self, order: PreflightOrder) -> None:
         opened = _Open(order, self._now())
         self._open.append(opened)
-        opened.failure = self._peers.greet(order.target_engine, step)
+        opened.failure = self._peers.greet(order.target_engine)
         if opened.failure is not None:
             return
         try:

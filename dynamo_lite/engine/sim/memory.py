@@ -1,12 +1,13 @@
 """The KV pool's bytes, at addresses of a made-up address space."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from dynamo_lite.engine.sim.model import PLANES, Words, kv_words
 from dynamo_lite.protocol.records import KvRegion, Scratch
+from dynamo_lite.transfer.digest import Span
 
 _WORD_BYTES = 8
 #: Far behind every pool. Few slots: writers meet in them.
@@ -79,9 +80,11 @@ class KvMemory(Memory):
             for index in range(PLANES)
         )
 
-    def read_raw(self, address: int, length: int) -> bytes:
-        at = address - self.base
-        return self.raw[at : at + length].tobytes()
+    def read_raw(self, spans: Sequence[Span]) -> Iterator[bytes]:
+        """Implements ReadMemory."""
+        for address, length in spans:
+            at = address - self.base
+            yield self.raw[at : at + length].tobytes()
 
     def block_at(self, offset: int) -> int:
         """Which block the byte `offset` belongs to."""
