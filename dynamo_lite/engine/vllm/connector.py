@@ -35,10 +35,11 @@ from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.vllm.carried import ReportMetadata, StepMetadata
 from dynamo_lite.engine.vllm.filling import filling_blocks
 from dynamo_lite.engine.vllm.handshake import RankHandshake, engine_metadata
-from dynamo_lite.engine.vllm.kv_memory import rank_index, register, step_ended
+from dynamo_lite.engine.vllm.kv_memory import rank_index, register
 from dynamo_lite.engine.vllm.rank_mover import open_mover
 from dynamo_lite.engine.vllm.scratch import make_scratch
 from dynamo_lite.engine.vllm.stats import ConnectorStats
+from dynamo_lite.engine.vllm.step_events import step_ended
 from dynamo_lite.engine.vllm.supported import check_kv, telling
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.runtime.fence import FenceReader

@@ -1,6 +1,6 @@
 """One rank's KV tensors as memory that others can write to: regions, order, bytes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -96,18 +96,6 @@ def register(
         memory_reader(list(storages.values())),
         partial(TorchTransposer, list(storages.values())),
     )
-
-
-def step_ended(*, on_gpu: bool) -> Callable[[], bool]:
-    """When what was launched last, a step or one of its layers, has really left its KV.
-
-    On a CPU it has ended. On a GPU it is queued: an event behind it tells.
-    """
-    if not on_gpu:
-        return lambda: True
-    event = torch.cuda.Event()
-    event.record()
-    return event.query
 
 
 def _specs(kv_config: KVCacheConfig) -> dict[str, KVCacheSpec]:

@@ -1,0 +1,61 @@
+"""The command line of `scripts/gpu_check`."""
+
+import argparse
+import sys
+from dataclasses import asdict
+
+from gpu_check.bench import Bench, find_bench
+from gpu_check.parts import PARTS
+from gpu_check.report import Result, Skip, as_json, exit_code, line, summary
+from gpu_check.runner import run_apart, skipped
+
+_EPILOG = """\
+parts:
+{parts}
+
+Each part runs in a process of its own and says ok, FAILED or skipped, with figures or the
+reason. --device cpu runs the same pieces in host memory: that tries this command, not a GPU.
+
+exit codes: 0: what was tried is ok; 1: a part has failed; 2: no part that needs the device
+could be tried, or the command line is wrong.
+"""
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check",
+        description="Says whether what only a GPU can show works on this machine.",
+        epilog=_EPILOG.format(parts="\n".join(f"  {p.name:<14} {p.about}" for p in PARTS)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="these parts")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser.parse_args(argv)
+
+
+def check(args: argparse.Namespace) -> int:
+    chosen = [part for part in PARTS if args.only is None or part.name in args.only]
+    bench, missing = Bench("none", "no device", 0), ""
+    try:
+        bench = find_bench(args.device)
+    except Skip as exc:
+        missing = str(exc)
+    if not args.json:
+        print(f"device: {missing or f'{bench.count} x {bench.name}'}", flush=True)
+    results: list[Result] = []
+    for part in chosen:
+        here = not (missing and part.on_device)
+        results.append(run_apart(part, bench) if here else skipped(part, missing))
+        if not args.json:
+            print(line(results[-1]), flush=True)
+    if args.json:
+        print(as_json({**asdict(bench), "missing": missing}, results))
+    else:
+        print(f"\n{summary(results)}")
+    return exit_code(results)
+
+
+if __name__ == "__main__":
+    sys.exit(check(arguments()))

@@ -1,0 +1,193 @@
+"""Parts about copies within one device: transposition, checksums."""
+
+import random
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dynamo_lite.engine.vllm.device_reads import GatheredReads, memory_reader
+from dynamo_lite.engine.vllm.transposer import TorchTransposer
+from dynamo_lite.protocol.records import RankMetadata
+from dynamo_lite.transfer.digest import Span, checksum
+from dynamo_lite.transfer.sharding import join
+from dynamo_lite.transfer.transpose import slot_layout, units_of
+from gpu_check.bench import Bench
+from gpu_check.memory import regions
+from gpu_check.report import CheckFailed, Figures
+
+_LAYERS, _HEADS, _VALUES = 3, 4, 128
+_SLOT_BYTES = 8 << 20
+#: Of a kernel that keeps the device busy, in clock cycles: some 0.4 s.
+_BUSY_CYCLES = 800_000_000
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Tokens per block, and whether heads are outermost in a block, on either side."""
+
+    here: tuple[int, bool]
+    there: tuple[int, bool]
+    dtype: torch.dtype
+
+
+_CASES = [
+    _Case((16, True), (32, True), torch.int16),
+    _Case((32, True), (16, False), torch.int16),
+    _Case((16, False), (48, True), torch.int16),
+    _Case((64, True), (64, False), torch.uint8),
+    _Case((16, True), (64, False), torch.int32),
+]
+
+
+def transposition(bench: Bench) -> Figures:
+    """Every implementation gives the bytes of a plain copy of the tokens on the host."""
+    used: set[str] = set()
+    seconds: list[float] = []
+    for case in _CASES:
+        for name, found, expected, took_s in _transposed(case, bench):
+            used.add(name)
+            if found != expected:
+                wrong = sum(a != b for a, b in zip(found, expected, strict=True))
+                raise CheckFailed(f"{name}, {case}: {wrong} of {len(expected)} bytes are wrong")
+            seconds.append(took_s)
+    if bench.on_gpu and "triton" not in used:
+        raise CheckFailed("the Triton kernel cannot be used here: see this part's warnings")
+    return {
+        "cases": len(_CASES),
+        "copied by": " and ".join(sorted(used)),
+        "best ms": min(seconds) * 1e3,
+    }
+
+
+def _transposed(case: _Case, bench: Bench) -> Iterator[tuple[str, bytes, bytes, float]]:
+    """By implementation: its name, bytes, those that are right, and seconds."""
+    device, rng = torch.device(bench.here), random.Random(repr(case))
+    blocks = 24
+    pool = [_layer(case.here, case.dtype, blocks, device) for _ in range(_LAYERS)]
+    target = [_layer(case.there, case.dtype, blocks, torch.device("cpu")) for _ in range(_LAYERS)]
+    for tensor in pool:
+        raw = torch.randint(0, 256, (tensor.untyped_storage().nbytes(),), dtype=torch.uint8)
+        torch.empty(0, dtype=torch.uint8, device=device).set_(tensor.untyped_storage()).copy_(raw)
+    # Their addresses are never used: only how their blocks are laid out.
+    lanes = join("peer", [_rank(pool)], [_rank(target)])[0, 0]
+    layout = slot_layout(lanes, _SLOT_BYTES)
+    local_ids = rng.sample(range(blocks), 7)
+    tokens, skip = len(local_ids) * case.here[0], 0
+    count = -(-tokens // case.there[0])
+    units = units_of(layout, local_ids, skip, count)
+    expected = b"".join(_by_hand(tensor, local_ids, case.there, count) for tensor in pool)
+    transposer = TorchTransposer([t.untyped_storage() for t in pool], _SLOT_BYTES)
+    kernel, strided = transposer._copy, transposer._strided_copy
+    copies = {"torch": strided} if kernel == strided else {"triton": kernel, "torch": strided}
+    spans = [
+        (transposer.address + region.base, count * region.block_bytes) for region in layout.regions
+    ]
+    for name, copy in copies.items():
+        transposer._copy = copy
+        took_s = 0.0
+        for _ in range(2):  # the first one compiles
+            _wait(device)
+            started = time.perf_counter()
+            filled = transposer.transpose(layout, units, 0)
+            while not filled():
+                pass
+            took_s = time.perf_counter() - started
+        yield name, b"".join(transposer.read(spans)), expected, took_s
+
+
+def _layer(
+    order: tuple[int, bool], dtype: torch.dtype, blocks: int, device: torch.device
+) -> torch.Tensor:
+    """[blocks, heads, tokens, values], whatever the order in memory."""
+    tokens, heads_first = order
+    inner = (_HEADS, tokens) if heads_first else (tokens, _HEADS)
+    memory = torch.zeros((blocks, *inner, _VALUES), dtype=dtype, device=device)
+    return memory if heads_first else memory.transpose(1, 2)
+
+
+def _rank(layers: Sequence[torch.Tensor]) -> RankMetadata:
+    return RankMetadata(
+        agent=b"",
+        memory="DRAM",
+        device=0,
+        regions=tuple(
+            region
+            for number, tensor in enumerate(layers)
+            for region in regions(f"layer {number}", tensor)
+        ),
+    )
+
+
+def _by_hand(
+    tensor: torch.Tensor, local_ids: Sequence[int], there: tuple[int, bool], count: int
+) -> bytes:
+    """The peer's blocks of these tokens, one after the other, with zeros behind the last one."""
+    size, heads_first = there
+    by_token = tensor.cpu()[list(local_ids)].transpose(1, 2).reshape(-1, _HEADS, _VALUES)
+    missing = by_token.new_zeros((count * size - len(by_token), _HEADS, _VALUES))
+    blocks = torch.cat([by_token, missing]).reshape(count, size, _HEADS, _VALUES)
+    if heads_first:
+        blocks = blocks.transpose(1, 2)
+    return blocks.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def checksums(bench: Bench) -> Figures:
+    """The device's bytes give the checksum of their copy on the host, without a wait for
+    kernels under way."""
+    device = torch.device(bench.here)
+    layers, blocks = 36, 64
+    memory = torch.randint(
+        0, 256, (layers * blocks * 16384,), dtype=torch.uint8, device=device
+    ).view(torch.int16)
+    pool = memory.view(layers, blocks, 4, 16, 128)
+    where = [region for layer in range(layers) for region in regions(str(layer), pool[layer])]
+    storage = memory.untyped_storage()
+    read = memory_reader([storage]) if bench.on_gpu else GatheredReads([storage])
+    copy = memory.cpu().view(torch.uint8).numpy()
+    base = memory.data_ptr()
+
+    def on_host(spans: Sequence[Span]) -> Iterator[bytes]:
+        for address, length in spans:
+            yield copy[address - base : address - base + length].tobytes()
+
+    ids = random.Random(1).sample(range(blocks), 26)
+    expected = checksum(where, ids, on_host)
+    found = checksum(where, ids, read)
+    if found != expected:
+        raise CheckFailed(f"{found:08x} on the device, {expected:08x} on the host")
+    _wait(device)
+    busy = _busy_event(device)
+    started = time.perf_counter()
+    again = checksum(where, ids, read)
+    seconds = time.perf_counter() - started
+    if again != expected:
+        raise CheckFailed(f"{again:08x} beside a kernel, {expected:08x} before it")
+    if busy is not None and busy.query():
+        raise CheckFailed("it has waited for the kernels of another stream")
+    size = len(ids) * layers * 16384
+    return {"MiB": size / (1 << 20), "ms": seconds * 1e3, "CRC-32 alone ms": _crc_ms(size)}
+
+
+def _busy_event(device: torch.device) -> "torch.cuda.Event | None":
+    """Behind a kernel that takes a while, on the current stream."""
+    if device.type == "cpu":
+        return None
+    torch.cuda._sleep(_BUSY_CYCLES)
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _crc_ms(size: int) -> float:
+    data = bytes(size)
+    started = time.perf_counter()
+    zlib.crc32(data)
+    return (time.perf_counter() - started) * 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

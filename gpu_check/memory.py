@@ -1,0 +1,125 @@
+"""A rank's KV pool on the device, as vLLM would have one, with its NIXL agent."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from dynamo_lite.engine.vllm.device_reads import memory_reader
+from dynamo_lite.engine.vllm.scratch import make_scratch
+from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.transfer.base import Mover, Transfer
+from dynamo_lite.transfer.digest import checksum
+from dynamo_lite.transfer.layout import plain_array, regions_of_tensor
+from dynamo_lite.transfer.nixl import NixlMover
+from dynamo_lite.transfer.polled import PolledMover
+from gpu_check.report import CheckFailed
+
+LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 8, 256, 4, 16, 128
+#: Of all waits for a transfer, seconds.
+WAIT_S = 30.0
+
+
+class Pool:
+    """name: of its agent. thread: whether a thread moves its transfers on. Starts with zeros."""
+
+    def __init__(self, name: str, device: str, *, thread: bool = False):
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.tensor = torch.zeros(
+            (LAYERS, BLOCKS, HEADS, TOKENS, VALUES), dtype=torch.int16, device=self.device
+        )
+        self.mover = _mover(name, self.device, thread=thread)
+        storage = self.tensor.untyped_storage()
+        memory, index = ("DRAM" if device == "cpu" else "VRAM"), self.device.index or 0
+        self.synchronize()
+        started = time.perf_counter()
+        self.mover.register([(storage.data_ptr(), storage.nbytes())], memory, index)
+        self.registered_s = time.perf_counter() - started
+        self.scratch = make_scratch(self.mover, self.device)
+        self.rank = RankMetadata(
+            agent=self.mover.metadata(),
+            memory=memory,
+            device=index,
+            regions=tuple(
+                region
+                for layer in range(LAYERS)
+                for region in regions(f"layer {layer}", self.tensor[layer])
+            ),
+            scratch=self.scratch.region,
+        )
+        self.read = memory_reader([storage])
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
+
+    def random(self, seed: int) -> torch.Tensor:
+        """KV for the whole pool, on the device; the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = self.tensor.shape
+        values = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
+        return values.to(self.device)
+
+    def fill(self, seed: int) -> None:
+        self.tensor.copy_(self.random(seed))
+        self.synchronize()
+
+    def checksum(self, blocks: Sequence[int]) -> int:
+        return checksum(self.rank.regions, blocks, self.read)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.mover.close()
+
+
+def regions(layer: str, tensor: torch.Tensor, *, address: int | None = None) -> Sequence[KvRegion]:
+    """Of a layer's KV, [blocks, heads, tokens, values] in any order in memory. address: of the
+    first byte; the tensor's own if None."""
+    item = tensor.element_size()
+    strides = [stride * item for stride in tensor.stride()]
+    array = plain_array(tensor.shape, strides, item)
+    assert array is not None
+    return regions_of_tensor(
+        layer,
+        address=tensor.data_ptr() if address is None else address,
+        shape=tensor.shape,
+        strides_bytes=strides,
+        item_bytes=item,
+        num_blocks=tensor.shape[0],
+        heads_dim=1,
+        tokens=tensor.shape[2],
+        arrays=(array,),
+    )
+
+
+def finish(transfer: Transfer) -> None:
+    """Polls it to its end. Raises TransferError, CheckFailed."""
+    deadline = time.monotonic() + WAIT_S
+    while not transfer.done():
+        if time.monotonic() > deadline:
+            raise CheckFailed(f"a transfer is not over within {WAIT_S:g} s")
+
+
+def _mover(name: str, device: torch.device, *, thread: bool) -> Mover:
+    mover = NixlMover(name)
+    if not thread:
+        return mover
+    if device.type == "cuda":
+        return PolledMover(mover, enter=partial(torch.cuda.set_device, device))
+    return PolledMover(mover)

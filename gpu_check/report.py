@@ -1,0 +1,74 @@
+"""What the parts have found, as lines, as JSON and as an exit code."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+Figures = dict[str, str | int | float]
+Outcome = Literal["ok", "FAILED", "skipped"]
+
+OK, FAILED, NOTHING_TRIED = 0, 1, 2
+
+
+class Skip(Exception):
+    """A part cannot be tried here. Its text says what is missing."""
+
+
+class CheckFailed(Exception):
+    """A part was tried, and something is wrong. Its text says what."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """detail: the reason, unless the outcome is ok. on_device: whether the part needs the
+    device that is checked."""
+
+    part: str
+    outcome: Outcome
+    detail: str = ""
+    figures: Figures = field(default_factory=Figures)
+    seconds: float = 0.0
+    on_device: bool = True
+
+
+def exit_code(results: Sequence[Result]) -> int:
+    """FAILED if any part has failed; NOTHING_TRIED if all parts that need the device were
+    skipped, and there were any."""
+    if any(result.outcome == "FAILED" for result in results):
+        return FAILED
+    on_device = [result for result in results if result.on_device]
+    if not results or (on_device and all(result.outcome == "skipped" for result in on_device)):
+        return NOTHING_TRIED
+    return OK
+
+
+def line(result: Result) -> str:
+    """A part in one line; details of failures may have more."""
+    figures = ", ".join(f"{name} {_number(value)}" for name, value in result.figures.items())
+    said = "; ".join(text for text in (result.detail, figures) if text)
+    seconds = "" if result.outcome == "skipped" else f"{result.seconds:5.1f} s  "
+    return f"{result.part:<14} {result.outcome:<8} {seconds}{said}"
+
+
+def summary(results: Sequence[Result]) -> str:
+    counts = {
+        outcome: sum(result.outcome == outcome for result in results)
+        for outcome in ("ok", "FAILED", "skipped")
+    }
+    text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    skipped = [result.part for result in results if result.outcome == "skipped"]
+    return text + (f"\nnot tried: {', '.join(skipped)}" if skipped else "")
+
+
+def as_json(device: Mapping[str, object], results: Sequence[Result]) -> str:
+    found = {
+        "device": dict(device),
+        "results": [asdict(result) for result in results],
+        "exit_code": exit_code(results),
+    }
+    return json.dumps(found, indent=2)
+
+
+def _number(value: str | int | float) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

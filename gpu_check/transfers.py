@@ -1,0 +1,233 @@
+"""Parts that move bytes between two processes: registration, write, events, polling."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dynamo_lite.engine.remote_prefill.counts import BYTES
+from dynamo_lite.engine.remote_prefill.messages import BlockWrite, PrefillStep
+from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.engine.vllm.step_events import step_ended
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+from dynamo_lite.transfer.base import Transfer
+from dynamo_lite.transfer.block_map import BlockMap
+from dynamo_lite.transfer.scratch import pattern
+from dynamo_lite.transfer.sharding import join
+from gpu_check.bench import Bench
+from gpu_check.memory import BLOCKS, TOKENS, WAIT_S, Pool, finish
+from gpu_check.peer import Peer
+from gpu_check.report import CheckFailed, Figures
+
+_ROUNDS = 5
+#: How long a kernel keeps the device busy in `events`, and the engine's thread in `polling`.
+_BUSY_S = 0.4
+#: Clock cycles of a GPU in that time, at least.
+_BUSY_CYCLES = int(_BUSY_S * 2e9)
+
+
+class Lane:
+    """The way from one pool to the peer's."""
+
+    def __init__(self, pool: Pool, peer: RankMetadata):
+        self._pool, self._peer = pool, peer
+        lanes = join("peer", [pool.rank], [peer])[0, 0]
+        pairs = [(lane.local, lane.remote) for lane in lanes]
+        self._map = BlockMap(pairs, (pool.rank.device, peer.device))
+        pool.mover.add_peer("peer", peer.agent)
+
+    def write(self, here: Sequence[int], there: Sequence[int], notice: bytes = b"") -> Transfer:
+        local, remote = self._map.descriptors(here, there)
+        memory = self._pool.rank.memory, self._peer.memory
+        return self._pool.mover.write("peer", local, remote, memory=memory, notice=notice)
+
+    def read(self, here: Sequence[int], there: Sequence[int]) -> Transfer:
+        local, remote = self._map.descriptors(here, there)
+        memory = self._pool.rank.memory, self._peer.memory
+        return self._pool.mover.read("peer", local, remote, memory=memory)
+
+
+def registration(bench: Bench) -> Figures:
+    with Pool(_name(), bench.here) as pool:
+        expected = pattern("gpu-check", 512)
+        pool.scratch.fill(3, expected)
+        if pool.scratch.read(3, len(expected)) != expected:
+            raise CheckFailed("scratch memory does not hold what was put there")
+        return {
+            "memory": pool.rank.memory,
+            "MiB": pool.bytes / (1 << 20),
+            "ms": pool.registered_s * 1e3,
+            "metadata bytes": len(pool.rank.agent),
+        }
+
+
+def write(bench: Bench) -> Figures:
+    """Scattered blocks land in their places and nowhere else, and can be read back."""
+    with Peer(bench.there) as peer, Pool(_name(), bench.here) as pool:
+        pool.fill(seed=1)
+        lane = Lane(pool, peer.rank)
+        here, there, back = list(range(0, 40, 2)), list(range(60, 40, -1)), list(range(100, 120))
+        others = [block for block in range(BLOCKS) if block not in there]
+        zeros = peer.checksum(others)
+        started = time.perf_counter()
+        finish(lane.write(here, there, b"scattered"))
+        first_s = time.perf_counter() - started
+        peer.await_notice(b"scattered")
+        if peer.checksum(there) != pool.checksum(here):
+            raise CheckFailed("the written blocks do not hold what was sent")
+        if peer.checksum(others) != zeros:
+            raise CheckFailed("other blocks than those that were written have changed")
+        finish(lane.read(back, there))
+        pool.synchronize()
+        if pool.checksum(back) != pool.checksum(here):
+            raise CheckFailed("what was read back is not what was written")
+        best_s = min(_timed(lane, number) for number in range(_ROUNDS))
+        return {
+            "GB/s": pool.bytes / best_s / 1e9,
+            "first contact ms": first_s * 1e3,
+            "from": bench.here,
+            "to": bench.there,
+        }
+
+
+def _timed(lane: Lane, number: int) -> float:
+    """Seconds for the whole pool."""
+    whole = range(BLOCKS)
+    started = time.perf_counter()
+    finish(lane.write(whole, whole, b"whole %d" % number))
+    return time.perf_counter() - started
+
+
+def events(bench: Bench) -> Figures:
+    """A prefill rank's write waits for the kernels that compute its blocks."""
+    with Peer(bench.there) as peer, Pool(_name(), bench.here) as pool:
+        rank = PrefillRank(pool.mover, pool.rank, 0, _always, checksum_rate=1.0, read=pool.read)
+        blocks = list(range(16))
+        pool.fill(seed=1)
+        old = pool.checksum(blocks)
+        _attempt(rank, peer.rank, "first", blocks, _always)  # the two meet
+        rank.stats.take()
+        launched = time.perf_counter()
+        ready = _computed_late(pool, seed=2)
+        if ready():
+            raise CheckFailed("the event says that a kernel of 0.4 s is over at once")
+        ended = _attempt(rank, peer.rank, "second", blocks, ready)
+        waited_s = ended - launched
+        pool.synchronize()
+        if pool.checksum(blocks) == old:
+            raise CheckFailed("the blocks were not computed: this part proves nothing")
+        if peer.checksum(blocks) != pool.checksum(blocks):
+            raise CheckFailed("the write has brought what lay there before its kernel")
+        return {"kernel and write ms": waited_s * 1e3}
+
+
+def _attempt(
+    rank: PrefillRank,
+    peer: RankMetadata,
+    attempt: str,
+    blocks: Sequence[int],
+    ready: Callable[[], bool],
+) -> float:
+    """One job of these blocks. Returns when it has ended. Raises CheckFailed."""
+    target = EngineMetadata(
+        engine_id="peer",
+        lease_id=1,
+        fingerprint={},
+        block_size_tokens=TOKENS,
+        num_blocks=BLOCKS,
+        ranks=(peer,),
+    )
+    block_write = BlockWrite(
+        attempt=attempt,
+        request_id=attempt,
+        target_engine="peer",
+        local_ids=list(blocks),
+        remote_ids=list(blocks),
+        last=True,
+        num_blocks=len(blocks),
+        scheduled=0.0,
+    )
+    ended = [(attempt, attempt, True)]
+    targets = {"peer": encode(target)}
+    rank.step(PrefillStep(writes=[block_write], targets=targets, ended=ended), ready)
+    deadline = time.monotonic() + WAIT_S
+    while attempt not in rank.results().sent:
+        if BYTES in rank.stats.data and not ready():
+            raise CheckFailed("the write has started before its kernel was over")
+        if time.monotonic() > deadline:
+            raise CheckFailed(f"attempt {attempt} is not over within {WAIT_S:g} s")
+    at = time.perf_counter()
+    if (report := rank.report()) is not None and report.failures:
+        raise CheckFailed(report.failures[attempt])
+    return at
+
+
+def _computed_late(pool: Pool, seed: int) -> Callable[[], bool]:
+    """Has the device compute the pool's blocks in a while. Returns what says when it has."""
+    new = pool.random(seed)
+    if pool.device.type == "cuda":
+        pool.synchronize()
+        torch.cuda._sleep(_BUSY_CYCLES)
+        pool.tensor.copy_(new)
+        return step_ended(on_gpu=True)
+    computed = threading.Event()
+
+    def compute() -> None:
+        time.sleep(_BUSY_S)
+        pool.tensor.copy_(new)
+        computed.set()
+
+    threading.Thread(target=compute, name="late kernel", daemon=True).start()
+    return computed.is_set
+
+
+def polling(bench: Bench) -> Figures:
+    """With a thread a write goes on, and its notice comes, while the engine's thread is busy.
+
+    It is the first one between the two, so that it also needs a connection.
+    """
+    without_s, _ = _notice_while_busy(bench, thread=False)
+    with_s, busy_s = _notice_while_busy(bench, thread=True)
+    if with_s >= busy_s:
+        raise CheckFailed(
+            f"the notice came after {with_s * 1e3:.0f} ms, when the engine's thread was free"
+            f" again (after {busy_s * 1e3:.0f} ms)"
+        )
+    return {
+        "busy ms": busy_s * 1e3,
+        "notice ms with thread": with_s * 1e3,
+        "without": without_s * 1e3,
+    }
+
+
+def _notice_while_busy(bench: Bench, *, thread: bool) -> tuple[float, float]:
+    """Seconds until the notice of a write came, and until the engine's thread was free."""
+    with Peer(bench.there) as peer, Pool(_name(), bench.here, thread=thread) as pool:
+        pool.fill(seed=1)
+        lane = Lane(pool, peer.rank)
+        started = time.monotonic()
+        transfer = lane.write(range(BLOCKS), range(BLOCKS), b"while busy")
+        _be_busy(pool)
+        free = time.monotonic()
+        finish(transfer)
+        return peer.await_notice(b"while busy") - started, free - started
+
+
+def _be_busy(pool: Pool) -> None:
+    """As an engine's thread that waits for its kernels: it makes no call of NIXL."""
+    if pool.device.type == "cuda":
+        torch.cuda._sleep(_BUSY_CYCLES)
+        pool.synchronize()
+    else:
+        time.sleep(_BUSY_S)
+
+
+def _name() -> str:
+    return f"gpu-check-{os.getpid()}-{time.monotonic_ns()}"
+
+
+def _always() -> bool:
+    return True
