@@ -44,7 +44,8 @@ class BlockMap:
     ) -> tuple[Descriptors, Descriptors]:
         """What copies the i-th local block onto the i-th remote one, in every region.
 
-        Runs of blocks that lie back to back on both sides become one descriptor.
+        Runs of blocks that lie back to back on both sides become one descriptor, in
+        whatever order they were given; the descriptors come by local id, region by region.
         Raises ValueError unless there are as many local blocks as remote ones.
         """
         if len(local_ids) != len(remote_ids):
@@ -52,7 +53,8 @@ class BlockMap:
         if not len(self._sparse[0]) and _is_run(local_ids) and _is_run(remote_ids):
             return self._one_run(local_ids[0], remote_ids[0], len(local_ids))
         here = np.array(local_ids, dtype=np.uint64)
-        there = np.array(remote_ids, dtype=np.uint64)
+        order = np.argsort(here)
+        here, there = here[order], np.array(remote_ids, dtype=np.uint64)[order]
         parts: list[tuple[Descriptors, Descriptors]] = []
         if len(self._dense[0]):
             parts.append(self._rows(self._dense, *_runs(here, there)))

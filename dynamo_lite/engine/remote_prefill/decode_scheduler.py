@@ -21,6 +21,7 @@ from dynamo_lite.engine.remote_prefill.held_blocks import HeldBlocks
 from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.engine.remote_prefill.outside import Outside
+from dynamo_lite.engine.remote_prefill.passing import Passing
 from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers, first_awaited
 from dynamo_lite.engine.remote_prefill.request_time import time_left_s
 from dynamo_lite.engine.remote_prefill.resumes import CacheBlocks, Resumes
@@ -94,12 +95,17 @@ class DecodeScheduler:
         self._decided: set[str] = set()
         self._unpushed: list[RemotePrefillRequest] = []
         self._offers = PrefixOffers(overlapping_steps)
+        self._passing = Passing()
+        self._kept_free = 0
         self._step = DecodeStep()
         self._stepped_at = self._now()
 
-    def bind_block_pool(self, pool: BlockPool, cache: CacheBlocks | None = None) -> None:
-        """cache: None where the engine caches no prefixes."""
-        self._pool, self._cache = pool, cache
+    def bind_block_pool(
+        self, pool: BlockPool, cache: CacheBlocks | None = None, kept_free: int = 0
+    ) -> None:
+        """cache: None where the engine caches no prefixes. kept_free: blocks that a new
+        prompt must leave free."""
+        self._pool, self._cache, self._kept_free = pool, cache, kept_free
 
     def num_new_matched_tokens(
         self, request: Prompt, cached: int, *, transferable: bool = True
@@ -107,11 +113,15 @@ class DecodeScheduler:
         """How many tokens beyond `cached` will come from a prefill worker.
 
         All but the last one: that one the engine computes, and samples from. None:
-        ask again, the request waits for another one's KV.
+        ask again, the request waits for another one's KV, or lets others pass that find
+        free blocks.
         transferable: whether its KV is a function of its tokens and cache salt alone.
         """
         if request.request_id in self._decided:
             return 0, False
+        assert self._pool is not None
+        if self._passing.skips(request.request_id, self._pool.get_num_free_blocks()):
+            return None, False
         if self._flights.waits(request.request_id, cached):
             return None, False
         left_s = self._resumes.left_s(request.request_id, self._now())
@@ -119,6 +129,8 @@ class DecodeScheduler:
         if self._flights.joins(request, cached, decided.verdict, decided.tuned.single_flight):
             return None, False
         self._verdicts[request.request_id] = decided
+        blocks = -(-request.num_prompt_tokens // self._block_size)
+        self._passing.told(request.request_id, blocks + self._kept_free)
         if isinstance(decided.verdict, Local):
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
@@ -132,6 +144,7 @@ class DecodeScheduler:
             return
         verdict = decided.verdict
         self._decided.add(request.request_id)
+        self._passing.allocated(request.request_id)
         self._flights.finished(request.request_id)
         kind = "remote" if isinstance(verdict, Remote) else "local"
         self.stats.add(f"{DECISION}/{kind}/{verdict.reason.value}")
@@ -149,7 +162,9 @@ class DecodeScheduler:
         filling: blocks that this step completes, and the prefix cache knows already.
         scheduled: how many tokens of each request it computes.
         """
+        assert self._pool is not None
         self._stepped_at = self._now()
+        self._passing.end_step(self._pool.get_num_free_blocks())
         self._log.step(scheduled or {})
         self._offers.step(filling)
         self._push()
@@ -186,6 +201,7 @@ class DecodeScheduler:
         self._decided.discard(request_id)
         self._clock.forget(request_id)
         self._resumes.finished(request_id)
+        self._passing.finished(request_id)
         self._flights.finished(request_id)
         self._flights.ended(request_id)
         with self._book.lock:

@@ -34,6 +34,7 @@ from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.vllm.carried import ReportMetadata, StepMetadata
 from dynamo_lite.engine.vllm.filling import filling_blocks
+from dynamo_lite.engine.vllm.free_blocks import hand_out_runs
 from dynamo_lite.engine.vllm.handshake import RankHandshake, engine_metadata
 from dynamo_lite.engine.vllm.kv_memory import rank_index, register
 from dynamo_lite.engine.vllm.rank_mover import open_mover
@@ -209,10 +210,13 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
+        hand_out_runs(kv_cache_manager.block_pool)
         if self._decode is not None:
             caches = self._vllm_config.cache_config.enable_prefix_caching
             cache = kv_cache_manager.cache_blocks if caches else None
-            self._decode.bind_block_pool(kv_cache_manager.block_pool, cache)
+            self._decode.bind_block_pool(
+                kv_cache_manager.block_pool, cache, kept_free=kv_cache_manager.watermark_blocks
+            )
         if self._prefill is not None:
             self._prefill.bind_block_pool(
                 kv_cache_manager.block_pool,

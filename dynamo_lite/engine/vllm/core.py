@@ -251,7 +251,8 @@ class VllmEngine:
         if (stats := outputs.scheduler_stats) is not None:
             self.load = EngineLoad(
                 running=stats.num_running_reqs,
-                waiting=stats.num_waiting_reqs,
+                # vLLM counts those apart that it could not schedule in its last step.
+                waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
                 kv_usage=stats.kv_cache_usage,
                 gave_tokens=self.load.gave_tokens
                 or any(output.new_token_ids for output in outputs.outputs),
