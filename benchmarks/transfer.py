@@ -22,6 +22,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.graph import ROOT, interrupt_on_sigterm
+from benchmarks.used_pools import JOB_BLOCKS, Load, Seam, runs
+from dynamo_lite.engine.vllm.free_blocks import hand_out_runs
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.nixl import NixlMover
@@ -31,6 +33,8 @@ MIN_RATIO = 0.9
 MIN_BYTES = 1 << 20
 MAX_DESCRIPTORS = 1 / 8
 MIN_BLOCKS = 8
+MAX_USED = 2.0
+SERVED_JOBS, PROBES = 200, 20
 
 _MIB = 1 << 20
 _PAGE = 4096
@@ -56,6 +60,11 @@ time; the fastest of --repeat counts, and a ratio compares what ran in the same
 round. When its blocks are contiguous, a job is to reach {MIN_RATIO:g} x the big write from
 {MIN_BYTES // _MIB} MiB on, and from {MIN_BLOCKS} blocks on to need at most 1/8 of blocks x layers
 descriptors.
+
+Those blocks are chosen. Which ones engines really get is counted apart, for jobs of
+{JOB_BLOCKS} blocks: from vLLM's own block pools, fresh, and after {SERVED_JOBS} prompts of all
+lengths that were prefilled in chunks, decoded beside one another, and evicted
+(benchmarks/used_pools.py). Used pools are to cost at most {MAX_USED:g} x the descriptors.
 """
 
 
@@ -79,7 +88,7 @@ SHAPES = (
     Shape("packed", 12, 4 * 32 * 128 * 2, 384, packed=True),
     Shape("8b", 32, 8 * 32 * 256 * 2, 80),
 )
-JOB_BLOCKS = (1, 4, 8, 16, 32, 64, 128)
+SIZES = (1, 4, 8, 16, 32, 64, 128)
 KINDS = ("contiguous", "runs of 4", "scattered", "big", "memcpy")
 _RUNS = {"contiguous": 0, "runs of 4": 4, "scattered": 1}
 
@@ -173,7 +182,7 @@ class Sender:
         lanes = join("receiver", [self._pool.rank], [remote])[0, 0]
         self._map = BlockMap([(lane.local, lane.remote) for lane in lanes], (0, 0))
         self._remote_base = min(region.base for region in remote.regions)
-        self._scratch = np.ones(shape.layers * max(JOB_BLOCKS) * shape.block_bytes, np.uint8)
+        self._scratch = np.ones(shape.layers * max(SIZES) * shape.block_bytes, np.uint8)
         self.descriptors = 0
 
     def close(self) -> None:
@@ -251,14 +260,39 @@ def main() -> None:
     except KeyboardInterrupt:
         print("\nstopped early; what there is:\n")
     report(jobs, rounds)
+    used = used_pools()
     if options.json:
-        options.json.write_text(json.dumps({"transfer": [asdict(job) for job in jobs]}, indent=2))
+        found = {"transfer": [asdict(job) for job in jobs], "used_pools": used}
+        options.json.write_text(json.dumps(found, indent=2))
+
+
+def used_pools() -> dict[str, float]:
+    """Descriptors of a job for each region whose blocks are dense: a layer's, or that of all
+    layers where they lie together."""
+    seams: dict[str, Seam] = {"in runs": hand_out_runs, "vLLM's order": lambda _: None}
+    print(f"\ndescriptors per region of a job of {JOB_BLOCKS} blocks, as vLLM's pools give them\n")
+    print(f"{'':14}{'fresh':>8}{'used':>8}{'(most)':>8}{'ratio':>8}{'hits':>8}")
+    ratios: dict[str, float] = {}
+    for name, seam in seams.items():
+        fresh = runs(Load(jobs=1, seam=seam, probes=1).run().found[0])
+        load = Load(jobs=SERVED_JOBS + 5 * PROBES, seam=seam, probes=PROBES).run()
+        counts = [runs(job) for job in load.found]
+        ratios[name] = statistics.mean(counts) / fresh
+        hits = load.hit_tokens / load.tokens
+        print(
+            f"{name:14}{fresh:8}{statistics.mean(counts):8.1f}{max(counts):8}"
+            f"{ratios[name]:7.1f}x{hits:8.2f}"
+        )
+    met = ratios["in runs"] <= MAX_USED
+    print(f"\nused pools: {ratios['in runs']:.1f} x", end="")
+    print(f"   target {MAX_USED:g}: {'met' if met else 'MISSED'}")
+    return ratios
 
 
 def measure(shape: Shape, rounds: int, repeat: int, jobs: list[Job]) -> None:
     with receiver(shape) as remote:
         sender = Sender(shape, remote, seed=1)
-        sizes = [n for n in JOB_BLOCKS if n <= shape.pool_blocks // 2]
+        sizes = [n for n in SIZES if n <= shape.pool_blocks // 2]
         for kind in KINDS:
             for _ in range(3):
                 sender.prepare(kind, sizes[-1])()

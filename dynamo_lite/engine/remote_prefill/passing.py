@@ -9,7 +9,7 @@ it again, and the next free blocks are its own.
 
 from dataclasses import dataclass
 
-#: So many prompts may go before one that finds no blocks.
+#: Once so many prompts have gone before one that finds no blocks, nobody does any more.
 MAX_PASSED = 32
 
 #: So many prompts are skipped in a step: each is looked at in every step meanwhile.
