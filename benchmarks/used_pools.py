@@ -5,6 +5,7 @@ all lengths, a part of them growing chats, are prefilled in chunks by turns and 
 one another, block by block; what is free stays in the prefix cache until it is evicted.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,9 +88,7 @@ class Load:
         return self
 
     def _manager(self, blocks: int) -> KVCacheManager:
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float16
-        )
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float16)
         manager = KVCacheManager(
             KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
             max_model_len=1 << 20,
@@ -200,5 +199,5 @@ class Load:
 def runs(job: Job) -> int:
     """Runs of blocks that follow one another on both sides: descriptors of a dense region."""
     pairs = sorted(zip(job.local_ids, job.remote_ids, strict=True))
-    steps = zip(pairs, pairs[1:], strict=False)
-    return 1 + sum(b != (a[0] + 1, a[1] + 1) for a, b in steps)
+    steps = itertools.pairwise(pairs)
+    return 1 + sum(after != (here + 1, there + 1) for (here, there), after in steps)

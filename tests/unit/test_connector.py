@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from dynamo_lite.engine.remote_prefill.messages import WorkerReport
+from dynamo_lite.engine.vllm import connector
 from dynamo_lite.engine.vllm.carried import ReportMetadata
-from dynamo_lite.engine.vllm.connector import _is_transferable
+from dynamo_lite.engine.vllm.connector import DynamoLiteConnector, _is_transferable
 
 PLAIN = {
     "skip_reading_prefix_cache": False,
@@ -38,3 +39,12 @@ def test_the_ranks_failures_are_joined():
         ReportMetadata(WorkerReport({"b": "y"}))
     )
     assert both.report.failures == {"a": "x", "b": "y"}
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mla", "wish"), [(False, False, "LBHNC"), (True, False, "BLHNC"), (True, True, None)]
+)
+def test_the_layout_that_transfers_like_best(monkeypatch, cuda, mla, wish):
+    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
+    config = SimpleNamespace(model_config=SimpleNamespace(use_mla=mla))
+    assert DynamoLiteConnector.get_required_kvcache_layout(config) == wish

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from dynamo_lite.engine.remote_prefill.bridge import ThreadBridge
@@ -283,10 +284,13 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """Heads outermost in a block, so that it can be cut: a wish, where backends know it."""
+        """Heads outermost in a block, so that it can be cut; and all layers of a block together
+        where CUDA's backends know that, so that it is one descriptor. A wish: vLLM drops it
+        where the attention backend has no such layout."""
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
-        return KVCacheLayout.LBHNC.name
+        wish = KVCacheLayout.BLHNC if current_platform.is_cuda() else KVCacheLayout.LBHNC
+        return wish.name
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         half = self._scheduler if self._rank is None else self._rank
