@@ -1,6 +1,7 @@
 """What the shell decides by itself."""
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -47,4 +48,4 @@ def test_the_ranks_failures_are_joined():
 def test_the_layout_that_transfers_like_best(monkeypatch, cuda, mla, wish):
     monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
     config = SimpleNamespace(model_config=SimpleNamespace(use_mla=mla))
-    assert DynamoLiteConnector.get_required_kvcache_layout(config) == wish
+    assert DynamoLiteConnector.get_required_kvcache_layout(cast("Any", config)) == wish

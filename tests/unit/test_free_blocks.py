@@ -116,6 +116,7 @@ def test_no_block_is_lost_or_handed_out_twice():
     pool = pool_of(300)
     cached, chance = Cached(pool), random.Random(1)
     held: list[list[KVCacheBlock]] = []
+    in_use: list[int] = []
     for _ in range(3000):
         count = chance.choice((1, 1, 1, 2, 5, 17, 60))
         if count <= pool.get_num_free_blocks():

@@ -26,6 +26,9 @@ _GAP_BLOCKS = 16
 #: runs are taken there.
 _GAPS_AMONG, _RUNS_AMONG = 0.25, 0.75
 
+#: Longer runs are not looked for: they would be made of younger blocks, and save little.
+_MAX_RUN = 128
+
 #: An allocation is split into runs of a 16th of it at least, and of 4 blocks.
 _MAX_SPLIT, _MIN_RUN = 16, 4
 
@@ -75,7 +78,8 @@ class FreeRuns(FreeKVCacheBlockQueue):
         if n > self.num_free_blocks:
             raise ValueError(f"{n} blocks are wanted, {self.num_free_blocks} are free")
         taken: list[KVCacheBlock] = []
-        length, shortest = n, max(min(_MIN_RUN, n), n // _MAX_SPLIT, 2)
+        length = min(n, _MAX_RUN)
+        shortest = max(min(_MIN_RUN, n), length // _MAX_SPLIT, 2)
         while length >= shortest:
             start = self._gap(length) if length <= _GAP_BLOCKS else self._oldest_run(length)
             if start is None:
