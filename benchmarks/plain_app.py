@@ -91,7 +91,7 @@ async def main(step_s: float, flags: list[str]) -> None:
     app = build_app(args, ("generate",), client.model_config)
     await init_app_state(client, app.state, args, ("generate",))
     sock = bind("127.0.0.1", 0)
-    server = HttpServer(app, sock, access_log=True, keep_alive_s=5)
+    server = HttpServer(app, sock)
     app.state.server = server
     await server.start()
     stop = asyncio.Event()

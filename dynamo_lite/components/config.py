@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import annotated_types as at
 
+from dynamo_lite.policy.lanes import ClientPriority
 from dynamo_lite.protocol.tuning import Natural, Positive, Seconds, Share, Weight
 
 #: Whether each rank has a thread that moves KV transfers on between the engine's steps; auto:
@@ -67,7 +68,9 @@ class FrontendConfig:
     because a request may be what its workers die of. max_in_flight_requests:
     sequences (`n` of a request) at a time; about what one Python process can
     stream. max_queued_tokens: prompt tokens of sequences without a first token; a
-    backlog of more would be a minute's work for several GPUs. dashboard: whether the page
+    backlog of more would be a minute's work for several GPUs. max_body_bytes: of a
+    request; None: 2 MiB and 64 bytes for each token of the model's length, at most 32 MiB.
+    client_priority: what a request's `priority` may do. dashboard: whether the page
     /dashboard is served, to whoever reaches the port; None: only on a loopback address.
     """
 
@@ -82,6 +85,8 @@ class FrontendConfig:
     max_moves: Natural = 3
     max_in_flight_requests: Positive = 2048
     max_queued_tokens: Positive = 1_000_000
+    max_body_bytes: Positive | None = None
+    client_priority: ClientPriority = "lower-only"
     dashboard: bool | None = None
 
 

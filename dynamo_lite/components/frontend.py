@@ -73,7 +73,8 @@ class Frontend:
         await self._serve_processor(host, self._app)
         # Last: a start that fails after this would break requests that were taken.
         url = await self._serve_http(host, self._app, sock)
-        return {"url": url, "model": self._app.served_model}
+        asks_key = self._app.api_key is not None
+        return {"url": url, "model": self._app.served_model, "asks_key": asks_key}
 
     async def _watch_workers(self, host: Host) -> None:
         namespace, component = self._spec.namespace, self._spec.watch_component
@@ -102,6 +103,7 @@ class Frontend:
         core = RemoteCore(
             members=self._candidates,
             limits=limits(config, FrontendTuning()),
+            client_priority=config.client_priority,
             tracer=host.tracer,
         )
         failover = await self._open_failover(host, core.on_deltas, core.on_ended)
@@ -121,6 +123,7 @@ class Frontend:
                 core,
                 default_timeout_s=config.default_request_timeout_s,
                 max_timeout_s=config.max_request_timeout_s,
+                max_body_bytes=config.max_body_bytes,
                 tracer=host.tracer,
             )
         )
@@ -207,14 +210,14 @@ class Frontend:
     async def _serve_http(self, host: Host, app: "OpenAiApp", sock: socket.socket) -> str:
         asgi = self._with_dashboard(host, app.asgi)
         served = asgi if host.probes is None else Probed(asgi, host.probes)
-        server = HttpServer(served, sock, access_log=app.access_log, keep_alive_s=app.keep_alive_s)
+        server = HttpServer(served, sock, app.http)
         if isinstance(asgi, Dashboard):
             asgi.hang_up = server.hang_up
         app.state.server = server
         await server.start()
         self._server = server
         self._stack.push_async_callback(server.stop, 0.0)
-        return url_of(sock)
+        return url_of(sock, tls=app.http.tls is not None)
 
     def _with_dashboard(self, host: Host, app: "ASGIApp") -> "ASGIApp":
         """Unless it is turned off: by default that is wherever other machines could see it."""

@@ -5,6 +5,7 @@ is passed over more than a few times in a row while it has jobs.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from dynamo_lite.protocol.demand import Lane
 
@@ -12,6 +13,21 @@ from dynamo_lite.protocol.demand import Lane
 PATIENCE = 4
 #: Whose jobs do not wait for long ones that are under way: a worker keeps slots for them.
 BEFORE_LONG = (Lane.URGENT, Lane.SHORT)
+
+#: What the `priority` of a client's request may do: nothing, only put it behind others, or
+#: also before them.
+ClientPriority = Literal["ignore", "lower-only", "any"]
+
+
+def granted_priority(asked: int, rule: ClientPriority) -> int:
+    """The priority of a client's request. Smaller ones go first; 0 is usual."""
+    match rule:
+        case "ignore":
+            return 0
+        case "lower-only":
+            return max(0, asked)
+        case "any":
+            return asked
 
 
 def lane_of(tokens: int, priority: int, short_length_tokens: int) -> Lane:

@@ -87,6 +87,17 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: bytes
     ranks: bytes
 
+    def part(self, start: int, stop: int) -> "LogprobRows":
+        """The rows from `start` to before `stop`."""
+        first, last = start * self.width, stop * self.width
+        return LogprobRows(
+            rows=stop - start,
+            width=self.width,
+            token_ids=self.token_ids[8 * first : 8 * last],
+            logprobs=self.logprobs[4 * first : 4 * last],
+            ranks=self.ranks[8 * start : 8 * stop],
+        )
+
 
 class PrefillCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where the prompt's KV came from, in tokens (first delta of a request).
@@ -106,7 +117,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
     finish_reason: "stop" | "length" | "abort" | "error" | "repetition"; None
     while the request goes on; "abort" when its time is up. stop_reason: the stop
-    token id or string.
+    token id or string. prompt_logprobs: may come in several deltas, of which all but the
+    last have no token.
     """
 
     request_id: str
@@ -116,6 +128,45 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     prefill: PrefillCounts | None = None
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
+
+
+def halves(delta: TokenDelta) -> tuple[TokenDelta, TokenDelta] | None:
+    """Two deltas that say the same one after the other; None for one that has nothing to
+    share out. What is said once about the prompt is in the first, the end in the second."""
+    first, second = _nothing_of(delta), msgspec.structs.replace(delta, prefill=None)
+    prompt, tokens, rows = delta.prompt_logprobs, delta.token_ids, delta.logprobs
+    if prompt is not None and prompt.rows > 1:
+        middle = prompt.rows // 2
+        return (
+            msgspec.structs.replace(first, prompt_logprobs=prompt.part(0, middle)),
+            msgspec.structs.replace(second, prompt_logprobs=prompt.part(middle, prompt.rows)),
+        )
+    if rows is not None and len(tokens) == rows.rows > 1:
+        middle = rows.rows // 2
+        return (
+            msgspec.structs.replace(
+                first,
+                prompt_logprobs=prompt,
+                token_ids=tokens[:middle],
+                logprobs=rows.part(0, middle),
+            ),
+            msgspec.structs.replace(
+                second,
+                prompt_logprobs=None,
+                token_ids=tokens[middle:],
+                logprobs=rows.part(middle, rows.rows),
+            ),
+        )
+    if prompt is not None and rows is not None:
+        return (
+            msgspec.structs.replace(first, prompt_logprobs=prompt),
+            msgspec.structs.replace(second, prompt_logprobs=None),
+        )
+    return None
+
+
+def _nothing_of(delta: TokenDelta) -> TokenDelta:
+    return TokenDelta(request_id=delta.request_id, token_ids=[], prefill=delta.prefill)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):

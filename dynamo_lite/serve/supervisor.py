@@ -123,7 +123,7 @@ class Supervisor:
                 continue
             model = keeper.facts.get("model", "MODEL")
             print(f"ready {url}", flush=True)
-            print(_EXAMPLE.format(url=url, model=model), flush=True)
+            print(_example(url, model, asks_key=bool(keeper.facts.get("asks_key"))), flush=True)
             return
         print(f"ready {' '.join(keeper.launch.name for keeper in self._keepers)}", flush=True)
 
@@ -167,10 +167,21 @@ class Supervisor:
 
 
 _EXAMPLE = """
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\{more}
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], \
 "max_tokens": 32}}'
 """
+
+
+def _example(url: str, model: str, *, asks_key: bool) -> str:
+    """A command for the user's shell, who knows the key and the certificate."""
+    more: list[str] = []
+    if url.startswith("https:"):
+        more.append('--cacert "$CERTIFICATE"')
+    if asks_key:
+        more.append('-H "Authorization: Bearer $API_KEY"')
+    lines = "".join(f"\n    {option} \\" for option in more)
+    return _EXAMPLE.format(url=url, model=model, more=lines)
 
 
 async def _all_of(events: Sequence[asyncio.Event], timeout_s: float) -> None:

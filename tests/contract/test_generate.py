@@ -1,6 +1,7 @@
 """GenerateClient and GenerateServer: over NATS and TCP, over memory and TCP, in one process."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -20,6 +21,7 @@ from dynamo_lite.protocol.generate import (
     Deltas,
     Hello,
     LogprobRows,
+    PrefillCounts,
     TokenDelta,
     Welcome,
     decode_worker_frame,
@@ -275,6 +277,38 @@ async def test_an_oversized_step_is_split_and_an_oversized_delta_is_an_error(rem
     assert remote.outputs.deltas[2] == tokens("c", finish="error")
     await remote.engine.until(lambda: remote.engine.aborted == ["c"])
     assert remote.server.in_flight == 2
+
+
+async def test_a_step_larger_than_a_frame_arrives_in_parts(remote: Setup):
+    """What 20 prompt logprobs of 40,000 tokens are, and the first token behind them."""
+    rows, width = 40_000, 21
+    rng = random.Random(1)
+    prompt = LogprobRows(
+        rows,
+        width,
+        rng.randbytes(8 * rows * width),
+        rng.randbytes(4 * rows * width),
+        rng.randbytes(8 * rows),
+    )
+    assert len(prompt.token_ids) + len(prompt.logprobs) > MAX_MESSAGE_BYTES
+    counts = PrefillCounts(rows, 0, 0)
+    first = TokenDelta(request_id="a", token_ids=[7], prefill=counts, prompt_logprobs=prompt)
+    await remote.client.submit(remote.member, request_of("a"))
+    remote.server.deliver([first, tokens("b", 1)])
+    remote.server.deliver([tokens("a", 8, finish="stop")])
+    await remote.outputs.until(
+        lambda: any(d.finish_reason is not None for d in remote.outputs.deltas)
+    )
+    got = remote.outputs.deltas
+    parts = [delta.prompt_logprobs for delta in got if delta.prompt_logprobs is not None]
+    assert len(parts) > 1
+    for name in ("token_ids", "logprobs", "ranks"):
+        assert b"".join(getattr(part, name) for part in parts) == getattr(prompt, name)
+    assert sum(part.rows for part in parts) == rows and {part.width for part in parts} == {width}
+    assert [delta.token_ids for delta in got if delta.token_ids] == [[7], [8]]
+    assert [delta.prefill for delta in got if delta.prefill is not None] == [counts]
+    assert got.index(next(d for d in got if d.token_ids)) == len(parts) - 1
+    assert remote.engine.aborted == []
 
 
 async def test_connections_to_members_that_left_close_when_idle(remote: Setup):

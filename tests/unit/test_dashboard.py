@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from dynamo_lite.components.dashboard import Dashboard, Viewers, is_loopback
 from dynamo_lite.components.http import HttpServer, bind, url_of
+from dynamo_lite.engine.vllm.http_options import HttpOptions
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.runtime.overview import Overview
 
@@ -74,7 +75,7 @@ async def serving(*, any_name: bool = False, stream_s: float = 60.0, **how: Any)
     viewers = Viewers(counting.open, **{"most": 2, "period_s": 0.02, "linger_s": 0.0, **how})
     sock = bind("127.0.0.1", 0)
     dashboard = Dashboard(vllm_app, viewers, any_name=any_name, stream_s=stream_s, send_s=0.3)
-    server = HttpServer(dashboard, sock, access_log=False, keep_alive_s=5)
+    server = HttpServer(dashboard, sock, HttpOptions(access_log=False))
     dashboard.hang_up = server.hang_up
     await server.start()
     try:

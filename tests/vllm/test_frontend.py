@@ -13,6 +13,7 @@ import pytest
 from dynamo_lite.components.config import ProcessorConfig
 from dynamo_lite.components.http import HttpServer, bind, url_of
 from dynamo_lite.components.processor import Processor
+from dynamo_lite.engine.vllm.http_options import HttpOptions
 from dynamo_lite.engine.vllm.openai_app import frontend_config, parse_args
 from dynamo_lite.engine.vllm.wire import sampling_from_bytes
 from dynamo_lite.protocol.errors import ConfigError, DeadlineExceeded, Refused, StartupError
@@ -45,7 +46,7 @@ async def front(model: Path, no_leaked_tasks) -> AsyncIterator[Front]:
 @asynccontextmanager
 async def listening(front: Front) -> AsyncIterator[tuple[HttpServer, str]]:
     sock = bind("127.0.0.1", 0)
-    server = HttpServer(front.app.asgi, sock, access_log=False, keep_alive_s=5)
+    server = HttpServer(front.app.asgi, sock, HttpOptions(access_log=False))
     front.app.state.server = server
     await server.start()
     try:

@@ -8,16 +8,15 @@ that fails before it has begun.
 import asyncio
 import json
 import math
-from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 
 from dynamo_lite.engine.vllm.http_trace import trace_http
+from dynamo_lite.engine.vllm.refusal import header, json_head, refuse
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -70,16 +69,19 @@ def http_error(error: DynamoLiteError) -> VLLMError:
     if isinstance(error, Refused):
         return VLLMValidationError(error.reason)
     if isinstance(error, DeadlineExceeded):
-        after_s = math.ceil(error.after_s * 10) / 10
-        return GracefulHTTPError(
-            f"The request was not done within its {after_s:g} s ({TIMEOUT_HEADER})",
-            HTTPStatus.GATEWAY_TIMEOUT,
-        )
+        return GracefulHTTPError(late_message(error.after_s), HTTPStatus.GATEWAY_TIMEOUT)
     if isinstance(error, Unavailable) and (context := current_context()) is not None:
         context.retry_after_s = error.retry_after_s
     if isinstance(error, Overloaded):
         return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
     return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def late_message(after_s: float) -> str:
+    """What a client is told whose request had `after_s` seconds."""
+    return (
+        f"The request was not done within its {math.ceil(after_s * 10) / 10:g} s ({TIMEOUT_HEADER})"
+    )
 
 
 class Edge:
@@ -119,7 +121,7 @@ class Edge:
         try:
             timeout_s = self._timeout_s(scope)
         except ValueError as exc:
-            return await _refuse(send, str(exc))
+            return await refuse(send, HTTPStatus.BAD_REQUEST, str(exc), param=TIMEOUT_HEADER)
         context = RequestContext(
             timeout_s, deadline=now + timeout_s, session=_session(scope), trace=trace
         )
@@ -131,7 +133,7 @@ class Edge:
 
     def _timeout_s(self, scope: Scope) -> float:
         """Raises ValueError with a message for the client."""
-        text = _header(scope, TIMEOUT_HEADER)
+        text = header(scope, TIMEOUT_HEADER.encode())
         if text is None:
             return self._default_timeout_s
         try:
@@ -146,13 +148,8 @@ class Edge:
         return min(timeout_s, self._max_timeout_s)
 
 
-def _header(scope: Scope, name: str) -> bytes | None:
-    wanted = name.encode()
-    return next((value for key, value in scope["headers"] if key == wanted), None)
-
-
 def _session(scope: Scope) -> str | None:
-    value = _header(scope, SESSION_HEADER)
+    value = header(scope, SESSION_HEADER.encode())
     return value.decode("latin-1")[:_MAX_SESSION] if value else None
 
 
@@ -186,7 +183,7 @@ class _Answer:
                 self._replaced = True
                 status, body = early
                 message = {"type": "http.response.body", "body": body}
-                head = self._with_retry_after(_json_head(status, body, head.get("headers", ())))
+                head = self._with_retry_after(json_head(status, body, head.get("headers", ())))
             await self._send(head)
         await self._send(message)
 
@@ -215,26 +212,3 @@ def _early_error(event: bytes) -> tuple[int, bytes] | None:
     except (ValueError, KeyError, TypeError):
         return None
     return (status, body) if status in _EARLY else None
-
-
-async def _refuse(send: Send, message: str) -> None:
-    """A 400 in the form of vLLM's own."""
-    error: dict[str, Any] = {
-        "message": message,
-        "type": "BadRequestError",
-        "param": TIMEOUT_HEADER,
-        "code": HTTPStatus.BAD_REQUEST.value,
-    }
-    body = json.dumps({"error": error}).encode()
-    await send(_json_head(HTTPStatus.BAD_REQUEST, body))
-    await send({"type": "http.response.body", "body": body})
-
-
-def _json_head(status: int, body: bytes, others: Iterable[tuple[bytes, bytes]] = ()) -> Message:
-    """others: headers that are kept unless they speak of another body."""
-    headers = [
-        *((key, value) for key, value in others if not key.lower().startswith(b"content-")),
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    return {"type": "http.response.start", "status": int(status), "headers": headers}

@@ -15,20 +15,27 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import vllm.envs as envs
+from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.types import ASGIApp
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.generate.factories import get_generate_invocation_types
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.exceptions import VLLMError
 from vllm.reasoning import ReasoningParserManager
+from vllm.tasks import SupportedTask
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from dynamo_lite.engine.vllm.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.engine.vllm.edge import Edge
+from dynamo_lite.engine.vllm.fail_fast import fail_fast_models, fail_fast_routes
+from dynamo_lite.engine.vllm.http_options import HttpOptions, http_options
+from dynamo_lite.engine.vllm.keys import KeyGuard
 from dynamo_lite.engine.vllm.remote_client import RemoteEngineClient
 from dynamo_lite.engine.vllm.remote_core import RemoteCore
 from dynamo_lite.protocol.errors import ConfigError, StartupError
@@ -48,7 +55,7 @@ class OpenAiApp:
 
     state: of vLLM's app; it wants to know its `server`.
     served_model: the first name under which the model is served.
-    api_key: the key that the app asks for, None when it asks for none.
+    api_key: a key that the app takes, None when it asks for none. http: for its server.
     """
 
     asgi: ASGIApp
@@ -56,8 +63,7 @@ class OpenAiApp:
     client: RemoteEngineClient
     served_model: str
     api_key: str | None
-    access_log: bool
-    keep_alive_s: int
+    http: HttpOptions
 
 
 def parse_args(flags: Sequence[str]) -> Namespace:
@@ -116,6 +122,22 @@ def _make_client(args: Namespace, core: RemoteCore) -> RemoteEngineClient:
     )
 
 
+def _build_app(
+    args: Namespace, tasks: tuple[SupportedTask, ...], model_config: ModelConfig
+) -> FastAPI:
+    """vLLM's app, whose validation ends at the first error of a list."""
+    fail_fast_models(kind for kind, _ in get_generate_invocation_types(tasks, model_config))
+    app = build_app(args, tasks, model_config)
+    fail_fast_routes(app)
+    return app
+
+
+def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int) -> ASGIApp:
+    """The key comes first: without it no body is received."""
+    guarded: ASGIApp = Bodies(app, BodyLimits(max_bytes=max_body_bytes))
+    return KeyGuard(guarded, keys, root_path) if keys else guarded
+
+
 @asynccontextmanager
 async def open_app(
     flags: Sequence[str],
@@ -123,25 +145,30 @@ async def open_app(
     *,
     default_timeout_s: float = 600.0,
     max_timeout_s: float = 3600.0,
+    max_body_bytes: int | None = None,
     tracer: Tracer | None = None,
 ) -> AsyncIterator[OpenAiApp]:
     """The app while the context lasts. Raises ConfigError or StartupError.
 
-    default_timeout_s, max_timeout_s, tracer: of one request; see `Edge`.
+    default_timeout_s, max_timeout_s, tracer: of one request; see `Edge`. max_body_bytes: of
+    a request; None for what `body_limit` says.
     """
     args = parse_args(flags)
+    http = http_options(args, envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
     # A model from the hub may have to be fetched first; the loop must go on meanwhile.
     client = await asyncio.to_thread(_make_client, args, core)
     client.start()
     try:
         tasks = await client.get_supported_tasks()
-        app = build_app(args, tasks, client.model_config)
+        app = _build_app(args, tasks, client.model_config)
         await init_app_state(client, app.state, args, tasks)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+        if max_body_bytes is None:
+            max_body_bytes = body_limit(client.model_config.max_model_len)
         yield OpenAiApp(
             # Around it, not among its middleware: vLLM has put that together already.
             asgi=Edge(
-                app,
+                _guarded(app, keys, args.root_path or "", max_body_bytes),
                 default_timeout_s=default_timeout_s,
                 max_timeout_s=max_timeout_s,
                 tracer=tracer,
@@ -150,8 +177,7 @@ async def open_app(
             client=client,
             served_model=(args.served_model_name or [args.model])[0],
             api_key=keys[0] if keys else None,
-            access_log=not args.disable_uvicorn_access_log,
-            keep_alive_s=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            http=http,
         )
     finally:
         await client.close()

@@ -25,6 +25,7 @@ from dynamo_lite.engine.vllm.request_trace import RequestTraces
 from dynamo_lite.engine.vllm.requests import generate_request
 from dynamo_lite.engine.vllm.wire import output_from_delta
 from dynamo_lite.policy.admission import Admission, Busy, Limits
+from dynamo_lite.policy.lanes import ClientPriority, granted_priority
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     DynamoLiteError,
@@ -52,7 +53,8 @@ class _Ended:
 
 
 class RemoteCore(EngineCoreClient):
-    """members: the live workers. limits: what this process takes.
+    """members: the live workers. limits: what this process takes. client_priority: what
+    clients may ask for.
 
     `on_deltas` and `on_ended` are the failover client's callbacks; `connect` must
     be called before the first request. `fail` is set by the engine client: it ends
@@ -69,6 +71,7 @@ class RemoteCore(EngineCoreClient):
         *,
         members: Callable[[], Sequence[EndpointRecord]],
         limits: Limits | None = None,
+        client_priority: ClientPriority = "lower-only",
         tracer: Tracer | None = None,
     ):
         self.resources = SimpleNamespace(engine_dead=False)
@@ -77,7 +80,7 @@ class RemoteCore(EngineCoreClient):
         self.causal = True
         self.refused: Counter[str] = Counter()
         self.admission = Admission(limits or Limits())
-        self._members = members
+        self._members, self._client_priority = members, client_priority
         self._traces = None if tracer is None else RequestTraces(tracer)
         self._failover: FailoverClient | None = None
         self._received: asyncio.Queue[list[TokenDelta] | _Ended] = asyncio.Queue()
@@ -114,6 +117,7 @@ class RemoteCore(EngineCoreClient):
         """
         if request.abort_immediately:
             return  # releases blocks of vLLM's own KV transfer, which is not used here
+        request.priority = granted_priority(request.priority, self._client_priority)
         try:
             message, plan = generate_request(
                 request, _time_left_s(), _session(), causal=self.causal

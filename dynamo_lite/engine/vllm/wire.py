@@ -47,13 +47,14 @@ _sampling_decoder = msgspec.msgpack.Decoder(SamplingParams, dec_hook=_undecodabl
 
 
 def sampling_to_bytes(params: SamplingParams) -> bytes:
-    """Raises ProtocolError when a parameter cannot travel (an array, an object).
+    """Raises ProtocolError when a parameter cannot travel (an array, an object, half of a
+    surrogate pair).
 
     `kv_transfer_params` are left out: a client must not steer block writes.
     """
     try:
         return _sampling_encoder.encode(_without_steering(params))
-    except (NotImplementedError, TypeError, OverflowError, RecursionError) as exc:
+    except (NotImplementedError, TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise ProtocolError(f"sampling parameters: {exc}") from exc
 
 

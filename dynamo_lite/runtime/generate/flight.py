@@ -38,7 +38,10 @@ class Flight:
         self._sent: list[int] = []
         # How many of the tokens sent on the current attempt has given, or was given.
         self._covered = 0
-        self._told_prompt = False
+        self._told_prefill = False
+        # Likewise, of the rows about the prompt.
+        self._prompt_rows_told = 0
+        self._prompt_rows_covered = 0
 
     @property
     def request_id(self) -> str:
@@ -61,6 +64,7 @@ class Flight:
     def attempt(self, wire_id: str, member: EndpointRecord, now: float) -> GenerateRequest:
         """Begins an attempt: the request as `member` shall get it at time `now`."""
         self.wire_id, self.member = wire_id, member
+        self._prompt_rows_covered = 0
         changes: dict[str, Any] = {}
         if wire_id != self.request_id:
             changes["request_id"] = wire_id
@@ -90,7 +94,8 @@ class Flight:
         self._covered += len(delta.token_ids)
         if again and again == len(delta.token_ids) and delta.finish_reason is None:
             return None
-        return self._cut(delta, again)
+        cut = self._cut(delta, again)
+        return None if cut is not delta and _says_nothing(cut) else cut
 
     def _compare(self, delta: TokenDelta, again: int) -> None:
         covered = self._covered + again
@@ -110,22 +115,26 @@ class Flight:
             changes["token_ids"] = delta.token_ids[again:]
             if delta.logprobs is not None:
                 changes["logprobs"] = rows_after(delta.logprobs, again)
-        if delta.prefill is not None or delta.prompt_logprobs is not None:
-            if self._told_prompt:
-                changes["prefill"] = changes["prompt_logprobs"] = None
-            self._told_prompt = True
+        if delta.prefill is not None:
+            if self._told_prefill:
+                changes["prefill"] = None
+            self._told_prefill = True
+        if (rows := delta.prompt_logprobs) is not None:
+            told = min(self._prompt_rows_told - self._prompt_rows_covered, rows.rows)
+            if told:
+                changes["prompt_logprobs"] = rows_after(rows, told)
+            self._prompt_rows_covered += rows.rows
+            self._prompt_rows_told = max(self._prompt_rows_told, self._prompt_rows_covered)
         return msgspec.structs.replace(delta, **changes) if changes else delta
+
+
+def _says_nothing(delta: TokenDelta) -> bool:
+    said = delta.token_ids or delta.finish_reason or delta.prefill or delta.prompt_logprobs
+    return not said
 
 
 def rows_after(rows: LogprobRows, count: int) -> LogprobRows | None:
     """Without the first `count` rows; None when none is left."""
     if rows.rows <= count:
         return None
-    cells = count * rows.width
-    return LogprobRows(
-        rows=rows.rows - count,
-        width=rows.width,
-        token_ids=rows.token_ids[8 * cells :],
-        logprobs=rows.logprobs[4 * cells :],
-        ranks=rows.ranks[8 * count :],
-    )
+    return rows.part(count, rows.rows)

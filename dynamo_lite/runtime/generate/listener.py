@@ -13,6 +13,7 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
     Welcome,
     decode_client_frame,
+    halves,
 )
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -50,6 +51,9 @@ class _ConnectionOutlet:
         if len(deltas) > 1:
             half = len(deltas) // 2
             return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
+        if (parts := halves(deltas[0])) is not None:
+            # In order: the second is only of use after the first.
+            return self.deliver([parts[0]]) or self.deliver([parts[1]])
         request_id = deltas[0].request_id
         _log.error("request %s: a delta of %d bytes is too large", request_id, len(payload))
         failed = TokenDelta(request_id=request_id, token_ids=[], finish_reason="error")

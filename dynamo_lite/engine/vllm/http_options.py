@@ -1,0 +1,135 @@
+"""What vLLM's arguments say about the HTTP server: TLS, its log, limits on a request's head.
+
+vLLM gives these to uvicorn itself; here the Frontend's own server takes them.
+"""
+
+import logging
+import ssl
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+
+#: vLLM's defaults.
+_HEAD_BYTES = 4 << 20
+_HEADERS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """certfile: PEM, with the key in it where keyfile is None. ca_certs: who has signed the
+    certificates of clients. cert_reqs: whether clients need one, as `ssl.VerifyMode`.
+    refresh: whether files that change are read again."""
+
+    certfile: str
+    keyfile: str | None = None
+    ca_certs: str | None = None
+    cert_reqs: int = ssl.CERT_NONE
+    ciphers: str | None = None
+    refresh: bool = False
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(path for path in (self.certfile, self.keyfile, self.ca_certs) if path)
+
+    def context(self) -> ssl.SSLContext:
+        """Raises StartupError when the files are missing or do not fit."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            self.load(context)
+            if self.ciphers:
+                context.set_ciphers(self.ciphers)
+            context.verify_mode = ssl.VerifyMode(self.cert_reqs)
+        except (OSError, ValueError) as exc:
+            raise StartupError(f"TLS of the HTTP server: {self._reason(exc)}") from exc
+        return context
+
+    def load(self, context: ssl.SSLContext) -> None:
+        """Reads the files. Raises OSError or ValueError (a key with a password, which nobody
+        is asked for)."""
+        context.load_cert_chain(self.certfile, self.keyfile, password=_no_password)
+        if self.ca_certs:
+            context.load_verify_locations(self.ca_certs)
+
+    def _reason(self, exc: Exception) -> str:
+        missing = [path for path in self.files if not Path(path).is_file()]
+        if missing:
+            return f"there is no file {missing[0]}"
+        if isinstance(exc, ssl.SSLError):
+            return f"{' and '.join(self.files)}: {exc.reason or exc}"
+        return str(exc)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """access_log: whether requests are logged; quiet_paths: but not for these.
+    keep_alive_s: how long an idle connection stays open. log_level: of uvicorn; None for
+    that of the process.
+    max_head_bytes, max_headers: of a request; more is a 400. tls: None for plain HTTP."""
+
+    access_log: bool = True
+    quiet_paths: frozenset[str] = frozenset()
+    keep_alive_s: int = 5
+    log_level: str | None = None
+    max_head_bytes: int = _HEAD_BYTES
+    max_headers: int = _HEADERS
+    tls: TlsOptions | None = None
+
+
+def http_options(args: Namespace, keep_alive_s: int) -> HttpOptions:
+    """Of parsed arguments of `vllm serve`. Raises ConfigError."""
+    quiet = (args.disable_access_log_for_endpoints or "").split(",")
+    return HttpOptions(
+        access_log=not args.disable_uvicorn_access_log,
+        quiet_paths=frozenset(path.strip() for path in quiet if path.strip()),
+        keep_alive_s=keep_alive_s,
+        log_level=args.uvicorn_log_level,
+        max_head_bytes=args.h11_max_incomplete_event_size,
+        max_headers=args.h11_max_header_count,
+        tls=tls_options(
+            {name.replace("_", "-"): value for name, value in vars(args).items() if "ssl" in name}
+        ),
+    )
+
+
+def tls_options(flags: Mapping[str, Any]) -> TlsOptions | None:
+    """Of vLLM's arguments in kebab-case. Raises ConfigError for some that would do nothing."""
+    certfile = flags.get("ssl-certfile")
+    others = ("ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers", "enable-ssl-refresh")
+    if not certfile:
+        if idle := [key for key in others if flags.get(key)]:
+            raise ConfigError([f"{key}: does nothing without ssl-certfile" for key in idle])
+        return None
+    cert_reqs = int(flags.get("ssl-cert-reqs") or 0)
+    if cert_reqs and not flags.get("ssl-ca-certs"):
+        raise ConfigError(["ssl-cert-reqs: needs ssl-ca-certs, which say whom to trust"])
+    if cert_reqs not in (0, 1, 2):
+        raise ConfigError([f"ssl-cert-reqs: expected 0, 1 or 2, got {cert_reqs}"])
+    return TlsOptions(
+        certfile=certfile,
+        keyfile=flags.get("ssl-keyfile") or None,
+        ca_certs=flags.get("ssl-ca-certs") or None,
+        cert_reqs=cert_reqs,
+        ciphers=flags.get("ssl-ciphers") or None,
+        refresh=bool(flags.get("enable-ssl-refresh")),
+    )
+
+
+class QuietPaths(logging.Filter):
+    """For the logger `uvicorn.access`, whose third argument is the path with its query."""
+
+    def __init__(self, paths: frozenset[str]):
+        super().__init__()
+        self._paths = paths
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args
+        path = args[2] if isinstance(args, tuple) and len(args) > 2 else ""
+        return str(path).partition("?")[0] not in self._paths
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password; give one without, readable by this user only")
