@@ -92,6 +92,10 @@ class _Protocol(HttpToolsProtocol):
             self._refuse()
 
     def on_headers_complete(self) -> None:
+        # The head may have come at one go, with the body behind it.
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self.max_head_bytes and not self._refused:
+            self._refuse()
         if not self._refused:
             super().on_headers_complete()
 
@@ -119,8 +123,15 @@ def _protocol(options: HttpOptions) -> type[asyncio.Protocol]:
 class HttpServer(uvicorn.Server):
     """`start` returns when connections are accepted; `stop` is idempotent."""
 
-    def __init__(self, app: Any, sock: socket.socket, options: HttpOptions | None = None):
-        self._options = options or HttpOptions()
+    def __init__(
+        self,
+        app: Any,
+        sock: socket.socket,
+        options: HttpOptions | None = None,
+        *,
+        refresh_s: float = _REFRESH_S,
+    ):
+        self._options, self._refresh_s = options or HttpOptions(), refresh_s
         super().__init__(
             uvicorn.Config(
                 app,
@@ -145,7 +156,9 @@ class HttpServer(uvicorn.Server):
         if (tls := self._options.tls) is not None:
             self.config.ssl = tls.context()
             if tls.refresh:
-                await self._stack.enter_async_context(_refreshed(self.config.ssl, tls))
+                await self._stack.enter_async_context(
+                    _refreshed(self.config.ssl, tls, self._refresh_s)
+                )
         if self._options.quiet_paths:
             quiet = QuietPaths(self._options.quiet_paths)
             logger = logging.getLogger("uvicorn.access")
@@ -193,7 +206,7 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _refreshed(
-    context: ssl.SSLContext, tls: TlsOptions, every_s: float = _REFRESH_S
+    context: ssl.SSLContext, tls: TlsOptions, every_s: float
 ) -> AsyncIterator[None]:
     """New connections get the certificate that the files hold by then."""
 

@@ -74,6 +74,11 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     retry_after_s: Seconds = 1.0
 
 
+#: Largest output of one request in one engine step. What exceeds a message goes in parts,
+#: but a connection queues no more than 64 MiB, and others use it, too.
+MAX_DELTA_BYTES = 32 << 20
+
+
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of `rows` positions, `width` candidates each.
 
@@ -86,6 +91,11 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: bytes
     logprobs: bytes
     ranks: bytes
+
+    @staticmethod
+    def size_of(rows: int, width: int) -> int:
+        """In bytes."""
+        return rows * (12 * width + 8)
 
     def part(self, start: int, stop: int) -> "LogprobRows":
         """The rows from `start` to before `stop`."""

@@ -207,6 +207,11 @@ class FrameConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._cancel_timer()
 
+    @property
+    def room_bytes(self) -> int:
+        """What may still be sent before the connection is closed for a peer that is too slow."""
+        return self._max_unsent_bytes - self._unsent()
+
     # Liveness
 
     def _unsent(self) -> int:

@@ -67,6 +67,7 @@ async def serve(request: ServeRequest) -> int:
         preflight.check_port(service)
         if service.service.flags != "none":
             preflight.check_model(service)
+            preflight.check_tls(service)
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.installed())
         directory = _lock_directory(request, stack)

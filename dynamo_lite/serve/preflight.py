@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from dynamo_lite.components.services import Service
-from dynamo_lite.engine.vllm.args import UNKNOWN_KEY, Mistake, vllm_version
+from dynamo_lite.engine.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version
+from dynamo_lite.engine.vllm.http_options import tls_options
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import (
     ServerAddress,
@@ -63,6 +64,12 @@ def check_model(service: ServiceConfig) -> None:
     if looks_like_path and not (path / "config.json").is_file():
         hint = "; `make setup` makes the tiny model" if path.name == "tiny" else ""
         raise StartupError(f"{service.service.name}.model: no model at {path}{hint}")
+
+
+def check_tls(service: ServiceConfig) -> None:
+    """Raises StartupError when the certificate of the service's HTTP server cannot be used."""
+    if (tls := tls_options(service.flags)) is not None:
+        tls.context()
 
 
 def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
@@ -152,7 +159,7 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
     if not version:
         raise StartupError("vLLM is not installed; run `make setup`")
     question = json.dumps(sections, default=str)
-    key = sha256(f"{version}\n{question}".encode()).hexdigest()
+    key = sha256(f"{version}\n{rules()}\n{question}".encode()).hexdigest()
     verdicts = _read_verdicts(cache)
     if key not in verdicts:
         verdicts[key] = _ask_vllm(question)

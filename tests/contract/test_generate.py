@@ -311,6 +311,19 @@ async def test_a_step_larger_than_a_frame_arrives_in_parts(remote: Setup):
     assert remote.engine.aborted == []
 
 
+async def test_a_step_that_would_fill_the_connection_fails_only_its_request(remote: Setup):
+    for request_id in ("a", "b"):
+        await remote.client.submit(remote.member, request_of(request_id))
+    rows = 1_000_000
+    huge = LogprobRows(rows, 3, bytes(24 * rows), bytes(12 * rows), bytes(8 * rows))
+    remote.server.deliver([TokenDelta(request_id="a", token_ids=[1], prompt_logprobs=huge)])
+    remote.server.deliver([tokens("b", 1)])
+    await remote.outputs.until(lambda: len(remote.outputs.deltas) == 2)
+    assert remote.outputs.deltas == [tokens("a", finish="error"), tokens("b", 1)]
+    await remote.engine.until(lambda: remote.engine.aborted == ["a"])
+    assert remote.outputs.lost == []
+
+
 async def test_connections_to_members_that_left_close_when_idle(remote: Setup):
     await remote.client.submit(remote.member, request_of("a"))
     remote.client.retain([])

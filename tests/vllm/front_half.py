@@ -13,9 +13,15 @@ from dynamo_lite.engine.vllm.openai_app import OpenAiApp, open_app
 from dynamo_lite.engine.vllm.remote_core import RemoteCore
 from dynamo_lite.engine.vllm.wire import sampling_from_bytes
 from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.lanes import ClientPriority
 from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol.errors import NoResponders
-from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
+from dynamo_lite.protocol.generate import (
+    GenerateRequest,
+    LogprobRows,
+    PrefillCounts,
+    TokenDelta,
+)
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.generate import FailoverClient
 
@@ -95,7 +101,8 @@ class Workers:
 
     refusals: lease id to what `submit` raises there. hold: no token after the
     first one, silent: none at all, until `release`. gate: the second token waits
-    for it. script: the text instead.
+    for it. pace_s: between tokens. script: the text instead. prompt_logprobs: told before
+    the first token, each in a delta of its own.
     """
 
     def __init__(self, lease_ids: Sequence[int] = (1,)):
@@ -103,7 +110,9 @@ class Workers:
         self.refusals: dict[int, Exception] = {}
         self.hold = self.silent = False
         self.gate: asyncio.Event | None = None
+        self.pace_s = 0.0
         self.script: bytes | None = None
+        self.prompt_logprobs: list[LogprobRows] = []
         self.logprobs: Callable[[int], object] | None = None
         self.asked: list[tuple[int, GenerateRequest]] = []
         self.aborted: list[str] = []
@@ -170,6 +179,9 @@ class Workers:
             tokens.append(_SPECIAL)  # an end of text, which no client sees
         if self.silent:
             await self._released.wait()
+        for rows in self.prompt_logprobs:
+            said = TokenDelta(request_id=request.request_id, token_ids=[], prompt_logprobs=rows)
+            self._failover.take_deltas([said])
         for i, token in enumerate(tokens[len(request.output_token_ids) :]):
             last = i == len(tokens) - 1 - len(request.output_token_ids)
             reason = ("stop" if token == _SPECIAL else "length") if last else None
@@ -191,7 +203,7 @@ class Workers:
                 await self._released.wait()
             if self.gate:
                 await self.gate.wait()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pace_s)
         self._tasks.pop(request.request_id, None)
 
 
@@ -216,11 +228,19 @@ class Front:
 
 @asynccontextmanager
 async def open_front(
-    model: Path, *extra: str, leases=(1,), limits: Limits | None = None, **times: float
+    model: Path,
+    *extra: str,
+    leases=(1,),
+    limits: Limits | None = None,
+    client_priority: ClientPriority = "lower-only",
+    max_body_bytes: int | None = None,
+    **times: float,
 ) -> AsyncIterator[Front]:
     """times: `default_timeout_s` and `max_timeout_s` of the app."""
     workers = Workers(leases)
-    core = RemoteCore(members=lambda: workers.members, limits=limits)
+    core = RemoteCore(
+        members=lambda: workers.members, limits=limits, client_priority=client_priority
+    )
     async with (
         FailoverClient(
             members=lambda: workers.members,
@@ -229,7 +249,7 @@ async def open_front(
             on_ended=core.on_ended,
             move_wait_s=0.5,
         ) as failover,
-        open_app([*flags(model), *extra], core, **times) as app,
+        open_app([*flags(model), *extra], core, max_body_bytes=max_body_bytes, **times) as app,
     ):
         workers.connect(failover)
         core.connect(failover)

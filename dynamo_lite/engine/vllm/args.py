@@ -8,11 +8,18 @@ It is a process of its own because importing vLLM's parsers takes seconds.
 
 import argparse
 import difflib
+import hashlib
 import io
 import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any, TypedDict
+
+from dynamo_lite.engine.vllm import accepted_args, http_options
+from dynamo_lite.engine.vllm.accepted_args import groups_of, refusal
+from dynamo_lite.engine.vllm.http_options import tls_options
+from dynamo_lite.protocol.errors import ConfigError
 
 #: The message about a key that is none of vLLM's.
 UNKNOWN_KEY = "unknown key"
@@ -75,14 +82,41 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
     mistakes: list[Mistake] = []
     for section, content in sections.items():
         kind = content["kind"]
-        parser = parsers.setdefault(kind, _parser(kind))
+        if kind not in parsers:
+            parsers[kind] = _parser(kind)
+        groups = groups_of(parsers[kind])
         for key, value in content["args"].items():
-            message, nearest = _judge(parser, key, value)
+            message, nearest = _judge(parsers[kind], key, value)
+            message = message or refusal(kind, key, groups[key])
             if message:
                 mistakes.append(
                     {"section": section, "key": key, "message": message, "nearest": nearest}
                 )
+        if kind == "frontend":
+            mistakes += _tls_mistakes(section, content["args"])
     return mistakes
+
+
+def rules() -> str:
+    """Changes whenever this version may judge otherwise than another one."""
+    digest = hashlib.sha256()
+    for module in (sys.modules[__name__], accepted_args, http_options):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()
+
+
+def _tls_mistakes(section: str, args: dict[str, Any]) -> list[Mistake]:
+    try:
+        tls_options(args)
+    except ConfigError as exc:
+        parts = (mistake.partition(": ") for mistake in exc.mistakes)
+        return [
+            {"section": section, "key": key, "message": message, "nearest": []}
+            for key, _, message in parts
+        ]
+    except (TypeError, ValueError):
+        return []  # of a wrong type, which has been judged by itself
+    return []
 
 
 def _parser(kind: str) -> argparse.ArgumentParser:

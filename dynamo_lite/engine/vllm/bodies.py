@@ -1,8 +1,9 @@
 """Request bodies: how large, how long, how many at a time, and whether they are text.
 
 vLLM's app parses and validates a body on the event loop that also hands out everybody's
-tokens: 0.02 to 0.3 s per MiB. So a body is received here first, within limits, and large
-ones reach the app one at a time, with pauses in which the streams go on.
+tokens (0.02 to 0.3 s per MiB), and tokenizes all prompts in one thread. So a body is received
+here first, within limits, and large ones reach the app one at a time, with pauses in which
+the streams go on.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from http import HTTPStatus
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo_lite.engine.vllm.edge import current_context, late_message
-from dynamo_lite.engine.vllm.loop_turns import LoopTurns
+from dynamo_lite.engine.vllm.loop_turns import LoopTurns, Turn
 from dynamo_lite.engine.vllm.refusal import header, refuse
 
 #: More cannot be served: a request travels to its worker in at most 8 MiB of msgpack.
@@ -22,7 +23,7 @@ MAX_BODY_BYTES = 32 << 20
 
 #: After a refusal, how long and how far a client that is still sending is heard out, so
 #: that it reads the answer before the connection is closed.
-_LINGER_S = 0.5
+_LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -91,19 +92,18 @@ class Bodies:
             whole = b"".join(body.chunks)
             body.chunks.clear()
             _check_text(scope, whole)
-            turns = self._turns if body.size >= self._limits.large_bytes else None
-            if turns is not None:
-                await self._wait_for_turn(turns, receive)
+            large = body.size >= self._limits.large_bytes
+            turn = await self._wait_for_turn(receive) if large else None
         except _Refusal as refusal:
             return await _hang_up(refusal, receive, send)
         except _Gone:
             return
         finally:
             self._held -= body.held
-        handing = _Handing(whole, receive, turns)
+        handing = _Handing(whole, receive, send, turn)
         del whole
         try:
-            await self._app(scope, handing.receive, send)
+            await self._app(scope, handing.receive, send if turn is None else handing.send)
         finally:
             handing.close()
 
@@ -154,12 +154,12 @@ class Bodies:
             " the limit here (the Frontend's `max-body-bytes`)",
         )
 
-    async def _wait_for_turn(self, turns: LoopTurns, receive: Receive) -> None:
+    async def _wait_for_turn(self, receive: Receive) -> Turn:
         """Raises _Refusal when the request's time is up, _Gone when nobody waits for it."""
         context = current_context()
         try:
             async with asyncio.timeout_at(None if context is None else context.deadline):
-                await turns.wait()
+                turn = await self._turns.wait()
         except TimeoutError as exc:
             assert context is not None
             message = late_message(context.timeout_s)
@@ -168,30 +168,36 @@ class Bodies:
             if await _has_gone(receive):
                 raise _Gone
         except BaseException:
-            turns.give_up()
+            turn.end()
             raise
+        return turn
 
 
 class _Handing:
-    """Gives a body to the app. turns: where it is this body's turn, None for a small one."""
+    """Gives a body to the app. turn: of a large one, over when a worker is asked or the
+    answer begins: until then it is parsed and tokenized."""
 
-    def __init__(self, whole: bytes, receive: Receive, turns: LoopTurns | None):
+    def __init__(self, whole: bytes, receive: Receive, send: Send, turn: Turn | None):
         self._whole: bytes | None = whole
-        self._receive, self._turns = receive, turns
+        self._receive, self._send, self._turn = receive, send, turn
 
     async def receive(self) -> Message:
         if (whole := self._whole) is None:
             return await self._receive()
         self._whole = None
-        if self._turns is not None:
-            self._turns.begin()
+        if self._turn is not None:
+            self._turn.handed_over()
+            if (context := current_context()) is not None:
+                context.on_placing = self._turn.end
         return {"type": "http.request", "body": whole, "more_body": False}
 
+    async def send(self, message: Message) -> None:
+        self.close()
+        await self._send(message)
+
     def close(self) -> None:
-        """The app has answered; it may not have read the body."""
-        if self._whole is not None and self._turns is not None:
-            self._turns.give_up()
-        self._whole = None
+        if self._turn is not None:
+            self._turn.end()
 
 
 def _check_text(scope: Scope, body: bytes) -> None:

@@ -8,6 +8,7 @@ that fails before it has begun.
 import asyncio
 import json
 import math
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -45,7 +46,8 @@ class RequestContext:
     """One HTTP request. timeout_s: its time; deadline: its end, by the event loop's clock.
 
     retry_after_s: what its client is told after a refusal. session: what it says that it
-    belongs to. trace: where it is in a trace; None where it is not traced.
+    belongs to. trace: where it is in a trace; None where it is not traced. on_placing: is
+    called when a worker is looked for, each time.
     """
 
     timeout_s: float
@@ -53,6 +55,7 @@ class RequestContext:
     retry_after_s: float = 1.0
     session: str | None = None
     trace: TraceContext | None = None
+    on_placing: Callable[[], None] = lambda: None
 
 
 #: Tasks that the app starts for a request inherit it.

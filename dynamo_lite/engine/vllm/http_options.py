@@ -17,6 +17,11 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 _HEAD_BYTES = 4 << 20
 _HEADERS = 256
 
+_TLS_KEYS = (
+    *("ssl-certfile", "ssl-keyfile", "ssl-ca-certs"),
+    *("ssl-cert-reqs", "ssl-ciphers", "enable-ssl-refresh"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
@@ -59,7 +64,7 @@ class TlsOptions:
         if missing:
             return f"there is no file {missing[0]}"
         if isinstance(exc, ssl.SSLError):
-            return f"{' and '.join(self.files)}: {exc.reason or exc}"
+            return f"{' and '.join(self.files)}: {getattr(exc, 'reason', '') or exc}"
         return str(exc)
 
 
@@ -89,18 +94,15 @@ def http_options(args: Namespace, keep_alive_s: int) -> HttpOptions:
         log_level=args.uvicorn_log_level,
         max_head_bytes=args.h11_max_incomplete_event_size,
         max_headers=args.h11_max_header_count,
-        tls=tls_options(
-            {name.replace("_", "-"): value for name, value in vars(args).items() if "ssl" in name}
-        ),
+        tls=tls_options({key: getattr(args, key.replace("-", "_")) for key in _TLS_KEYS}),
     )
 
 
 def tls_options(flags: Mapping[str, Any]) -> TlsOptions | None:
     """Of vLLM's arguments in kebab-case. Raises ConfigError for some that would do nothing."""
     certfile = flags.get("ssl-certfile")
-    others = ("ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers", "enable-ssl-refresh")
     if not certfile:
-        if idle := [key for key in others if flags.get(key)]:
+        if idle := [key for key in _TLS_KEYS if flags.get(key)]:
             raise ConfigError([f"{key}: does nothing without ssl-certfile" for key in idle])
         return None
     cert_reqs = int(flags.get("ssl-cert-reqs") or 0)

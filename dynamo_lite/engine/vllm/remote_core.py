@@ -129,6 +129,8 @@ class RemoteCore(EngineCoreClient):
             raise self._refusal(_overloaded(verdict), "limit")
         if self._traces is not None:
             message = self._traces.begin(message, request.sampling_params, _trace())
+        if (context := current_context()) is not None:
+            context.on_placing()
         try:
             await self.failover.submit(message, movable=plan)
         except DynamoLiteError as exc:

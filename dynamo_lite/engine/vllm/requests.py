@@ -22,7 +22,7 @@ from dynamo_lite.engine.vllm.wire import (
 from dynamo_lite.policy.migration import Plan
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError, Refused
-from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.generate import MAX_REQUEST_ID
@@ -93,6 +93,14 @@ def _sampling(request: EngineCoreRequest) -> SamplingParams:
         raise VLLMValidationError(
             f"The request id may have at most {MAX_REQUEST_ID} characters",
             parameter="request_id",
+        )
+    asked = params.prompt_logprobs or 0
+    size = LogprobRows.size_of(len(request.prompt_token_ids or ()), asked + 1)
+    if asked > 0 and size > MAX_DELTA_BYTES:
+        raise VLLMValidationError(
+            f"prompt_logprobs of {asked} for this prompt are {size} bytes; at most"
+            f" {MAX_DELTA_BYTES} are served: ask for fewer, or for a shorter prompt",
+            parameter="prompt_logprobs",
         )
     return params
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.protocol.generate import (
+    MAX_DELTA_BYTES,
     Cancel,
     Deltas,
     Hello,
@@ -51,8 +52,9 @@ class _ConnectionOutlet:
         if len(deltas) > 1:
             half = len(deltas) // 2
             return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
-        if (parts := halves(deltas[0])) is not None:
-            # In order: the second is only of use after the first.
+        fits = len(payload) <= min(MAX_DELTA_BYTES, self._connection.room_bytes // 2)
+        if fits and (parts := halves(deltas[0])) is not None:
+            # The second is only of use after the first.
             return self.deliver([parts[0]]) or self.deliver([parts[1]])
         request_id = deltas[0].request_id
         _log.error("request %s: a delta of %d bytes is too large", request_id, len(payload))

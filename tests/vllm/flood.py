@@ -1,0 +1,80 @@
+"""Clients that send what a Frontend should not have to suffer from; a process of its own.
+
+`python -m tests.vllm.flood URL KIND COUNT BYTES [LIMIT]` prints, as JSON, how many were
+answered with each status ("none": the connection ended without an answer).
+"""
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from urllib.parse import urlsplit
+
+_CHUNK = 64 << 10
+
+
+def body(kind: str, size: int) -> tuple[str, bytes]:
+    """Path and JSON of at most `size` bytes."""
+    if kind == "ids":
+        start, item, end = b'{"model":"tiny","max_tokens":1,"prompt":[', b"1,", b"1]}"
+        return "/v1/completions", start + item * ((size - 64) // len(item)) + end
+    if kind == "bad messages":
+        start, item, end = b'{"model":"tiny","messages":[', b"{},", b"{}]}"
+        return "/v1/chat/completions", start + item * ((size - 64) // len(item)) + end
+    start, item, end = b'{"model":"tiny","prompt":"', b"a b", b'"}'
+    return "/tokenize", start + item * ((size - 64) // len(item)) + end
+
+
+async def ask(url: str, kind: str, size: int) -> str:
+    """Sends until there is an answer. slow: a byte now and then; deaf: does not read."""
+    host = urlsplit(url)
+    reader, writer = await asyncio.open_connection(host.hostname, host.port)
+    writer.transport.set_write_buffer_limits(0)
+    try:
+        if kind in ("slow", "length", "chunked"):
+            path, whole = "/v1/completions", b""
+        else:
+            path, whole = body("text" if kind == "deaf" else kind, size)
+        length = len(whole) or size
+        framing = "transfer-encoding: chunked" if kind == "chunked" else f"content-length: {length}"
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{framing}"
+        writer.write(f"{head}\r\n\r\n".encode())
+        sending = asyncio.create_task(send(writer, kind, whole, size))
+        try:
+            if kind == "deaf":
+                await sending
+                await asyncio.sleep(3600)
+            status = (await reader.readline()).split()
+            return status[1].decode() if len(status) > 1 else "none"
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+    except ConnectionError:
+        return "none"
+    finally:
+        writer.transport.abort()
+
+
+async def send(writer: asyncio.StreamWriter, kind: str, whole: bytes, size: int) -> None:
+    if whole:
+        writer.write(whole)
+        return await writer.drain()
+    chunk = b" " * (1 if kind == "slow" else _CHUNK)
+    sent = 0
+    while sent < size:
+        framed = b"%x\r\n%s\r\n" % (len(chunk), chunk) if kind == "chunked" else chunk
+        writer.write(framed)
+        sent += len(chunk)
+        await writer.drain()
+        if kind == "slow":
+            await asyncio.sleep(0.1)
+
+
+async def main(url: str, kind: str, count: int, size: int) -> None:
+    print("begun", flush=True)
+    answers = await asyncio.gather(*(ask(url, kind, size) for _ in range(count)))
+    print(json.dumps(Counter(answers)), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

@@ -1,0 +1,486 @@
+"""What may come in at the Frontend: keys, sizes, text, priorities; vLLM's app over scripted
+workers, most of it without a socket."""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from starlette.routing import Route
+
+from dynamo_lite.components.http import HttpServer, bind, url_of
+from dynamo_lite.engine.vllm.bodies import MAX_BODY_BYTES, Bodies, BodyLimits, body_limit
+from dynamo_lite.engine.vllm.http_options import HttpOptions
+from dynamo_lite.engine.vllm.keys import OPEN_PATHS
+from dynamo_lite.policy.lanes import ClientPriority
+from dynamo_lite.protocol.generate import LogprobRows
+from tests.vllm import flood as flooding
+from tests.vllm.front_half import CHAT, TEXT, Front, byte_id, open_front, write_model
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def front(model: Path, no_leaked_tasks) -> AsyncIterator[Front]:
+    async with open_front(model) as front:
+        yield front
+
+
+async def post_bytes(front: Front, path: str, body: bytes) -> httpx.Response:
+    return await front.http.post(path, content=body, headers=JSON)
+
+
+# Keys
+
+
+def routes(front: Front) -> list[tuple[str, str]]:
+    """Every method and path that the app answers."""
+    app = front.app.asgi
+    while not hasattr(app, "routes"):
+        app = app._app
+    return [
+        (method, route.path)
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    ]
+
+
+async def test_every_route_but_the_open_ones_asks_for_the_key(model: Path, no_leaked_tasks):
+    async with open_front(model, "--api-key", "secret", "other") as front:
+        asked = set()
+        for method, path in routes(front):
+            url = path.replace("{", "").replace("}", "")
+            answer = await front.http.request(method, url, json={})
+            is_open = path in OPEN_PATHS and method in ("GET", "HEAD")
+            assert (answer.status_code != 401) == is_open, (method, path, answer.status_code)
+            asked.add(path)
+        assert asked >= {
+            *("/v1/completions", "/invocations", "/tokenize", "/detokenize", "/load", "/docs"),
+            *("/openapi.json", "/scale_elastic_ep", "/generative_scoring", "/v1/messages"),
+        }
+        assert not front.workers.asked
+        for path in ("/none-such", "/V1/completions", "//v1/completions", "/health/../load"):
+            assert (await front.http.get(path)).status_code == 401, path
+        options = await front.http.request("OPTIONS", "/v1/completions")
+        assert options.status_code != 401
+
+
+@pytest.mark.parametrize(
+    ("header", "welcome"),
+    [
+        ("Bearer secret", True),
+        ("bearer other", True),
+        ("Bearer secre", False),
+        ("Bearer secrets", False),
+        ("Bearer", False),
+        ("Basic secret", False),
+        ("secret", False),
+        ("", False),
+    ],
+)
+async def test_which_keys_are_taken(model: Path, header: str, welcome: bool):
+    async with open_front(model, "--api-key", "secret", "other") as front:
+        for path, body in (("/v1/completions", TEXT), ("/invocations", CHAT)):
+            answer = await front.post(path, body, authorization=header)
+            assert answer.status_code == (200 if welcome else 401)
+            if not welcome:
+                error = answer.json()["error"]
+                assert error["code"] == 401 and "API key" in error["message"]
+                assert answer.headers["www-authenticate"] == "Bearer"
+        await front.idle()
+
+
+async def test_open_paths_under_a_root_path(model: Path):
+    async with open_front(model, "--api-key=secret", "--root-path=/llm") as front:
+        for path, status in (("/health", 200), ("/llm/health", 200), ("/llm/load", 401)):
+            assert (await front.http.get(path)).status_code == status
+
+
+async def test_without_a_key_nothing_asks_for_one(front: Front):
+    for path, body in (("/v1/completions", TEXT), ("/invocations", CHAT)):
+        assert (await front.post(path, body)).status_code == 200
+
+
+# Sizes
+
+
+def test_the_limit_follows_the_models_length():
+    assert body_limit(256) < 3 << 20
+    # A prompt of six bytes for each character and six characters for each token fits.
+    assert body_limit(32_768) > 36 * 32_768
+    assert body_limit(10_000_000) == MAX_BODY_BYTES == 32 << 20
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_beyond_the_limit_is_a_413(model: Path, chunked: bool, no_leaked_tasks):
+    async with open_front(model, max_body_bytes=10_000) as front:
+        for size, status in ((9_900, 200), (10_100, 413)):
+            body = json.dumps(TEXT | {"user": ""}).encode()
+            body = body.replace(b'"user": ""', b'"user": "%s"' % (b"a" * (size - len(body))))
+
+            async def parts(body: bytes = body) -> AsyncIterator[bytes]:
+                for start in range(0, len(body), 1000):
+                    yield body[start : start + 1000]
+
+            content = parts() if chunked else body
+            answer = await front.http.post("/v1/completions", content=content, headers=JSON)
+            assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert error["code"] == 413 and "more than 10000 bytes" in error["message"]
+        assert "max-body-bytes" in error["message"]
+        assert answer.headers["connection"] == "close"
+        assert len(front.workers.asked) == 1
+
+
+async def test_a_length_that_is_too_large_is_refused_before_anything_is_sent(model: Path):
+    async with open_front(model, max_body_bytes=10_000) as front, listening(front) as url:
+        _, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n"
+        writer.write(f"{head}expect: 100-continue\r\n\r\n".encode())
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 413") and b"100 Continue" not in answer
+        writer.close()
+
+
+class Recorder:
+    """An app that reads its body, or does not, and says how long it was."""
+
+    def __init__(self, *, reads: bool = True):
+        self.reads = reads
+        self.sizes: list[int] = []
+
+    async def __call__(self, scope, receive, send) -> None:
+        size = 0
+        if self.reads:
+            message = await receive()
+            size = len(message["body"])
+            assert not message["more_body"]
+        self.sizes.append(size)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+def client_of(app: Recorder, **limits: float) -> tuple[Bodies, httpx.AsyncClient]:
+    bodies = Bodies(app, BodyLimits(**{"max_bytes": 1000, "large_bytes": 100, **limits}))
+    transport = httpx.ASGITransport(app=bodies)
+    return bodies, httpx.AsyncClient(transport=transport, base_url="http://app")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_large_bodies_take_turns_whether_they_are_read_or_not(reads: bool):
+    app = Recorder(reads=reads)
+    bodies, http = client_of(app)
+    async with http, asyncio.timeout(10):
+        answers = await asyncio.gather(*(http.post("/", content=500 * b" ") for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert app.sizes == 20 * [500 if reads else 0] and bodies._held == 0
+
+
+async def test_large_bodies_that_wait_are_bounded():
+    app = Recorder()
+    bodies, http = client_of(app, held_bytes=1500, body_s=60.0)
+    more = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield 500 * b" "
+        await more.wait()
+        yield b" "
+
+    async with http, asyncio.timeout(10):
+        waiting = [asyncio.create_task(http.post("/", content=slowly())) for _ in range(3)]
+        while bodies._held < 1500:
+            await asyncio.sleep(0)
+        refused = await http.post("/", content=500 * b" ")
+        assert refused.status_code == 503 and "waiting already" in refused.text
+        # Small ones do not count.
+        assert (await http.post("/", content=50 * b" ")).status_code == 200
+        more.set()
+        statuses = [(await task).status_code for task in waiting]
+        # The first byte over it is refused; what the others had is free again then.
+        assert sorted(statuses, reverse=True)[0] == 503 and 200 in (*statuses, 200)
+        assert (await http.post("/", content=500 * b" ")).status_code == 200
+        assert bodies._held == 0
+
+
+async def test_a_body_that_does_not_come_is_given_up():
+    app = Recorder()
+    bodies, http = client_of(app, body_s=0.05)
+
+    async def never() -> AsyncIterator[bytes]:
+        yield 500 * b" "
+        await asyncio.sleep(3600)
+
+    async with http, asyncio.timeout(10):
+        answer = await http.post("/", content=never())
+        assert answer.status_code == 408 and "within 0.05 s" in answer.text
+        assert bodies._held == 0 and app.sizes == []
+
+
+# Text
+
+BAD_TEXT = ("\ud800", "a\udfffb", "\udc00\ud800", "\ud83d\ud83d\ude00")
+
+
+@pytest.mark.parametrize("text", BAD_TEXT, ids=ascii)
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("prompt", "user", "stop", "cache_salt", "request_id", "model", "suffix"),
+        *("vllm_xargs", "logit_bias", "response_format", "kv_transfer_params", "unknown"),
+    ],
+)
+async def test_half_a_surrogate_pair_is_a_400_wherever_it_is(front: Front, field: str, text: str):
+    value: object = {"x": text} if field in ("vllm_xargs", "unknown") else text
+    if field == "logit_bias":
+        value = {text: 1}
+    for path in ("/v1/completions", "/invocations"):
+        answer = await post_bytes(front, path, json.dumps(TEXT | {field: value}).encode())
+        assert answer.status_code == 400, answer.text
+        assert "half of a surrogate pair" in answer.json()["error"]["message"]
+    assert not front.workers.asked
+
+
+async def test_half_a_surrogate_pair_in_messages_and_tools(front: Front):
+    tool = {"type": "function", "function": {"name": "f", "description": "\ud800"}}
+    for path, body in (
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "\ud800"}]}),
+        ("/v1/chat/completions", CHAT | {"tools": [tool]}),
+        ("/v1/messages", CHAT | {"messages": [{"role": "user", "content": "\ud800"}]}),
+        ("/v1/responses", {"model": "tiny", "input": "\ud800"}),
+        ("/tokenize", {"model": "tiny", "prompt": "\ud800"}),
+    ):
+        answer = await post_bytes(front, path, json.dumps(body).encode())
+        assert answer.status_code == 400 and "surrogate" in answer.text, path
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b'{"model":"tiny","prompt":"\xed\xa0\x80"}', id="encoded surrogate"),
+        pytest.param(b'{"model":"tiny","prompt":"\xff"}', id="no utf-8"),
+        pytest.param(json.dumps(TEXT).encode("utf-16"), id="utf-16"),
+        pytest.param(json.dumps(TEXT).encode("utf-32"), id="utf-32"),
+    ],
+)
+async def test_a_body_that_is_no_utf_8_is_a_400(front: Front, body: bytes):
+    answer = await post_bytes(front, "/v1/completions", body)
+    assert answer.status_code == 400 and "not valid text" in answer.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps(TEXT | {"prompt": "😀 \\ud800 \\\\"}).encode(),
+        json.dumps(TEXT | {"prompt": "😀\n\u00e9"}, ensure_ascii=False).encode(),
+        b"\xef\xbb\xbf" + json.dumps(TEXT).encode(),
+        json.dumps(TEXT | {"prompt": "\U0010ffff\\\U00010000"}).encode(),
+    ],
+)
+async def test_whole_pairs_and_escaped_backslashes_are_text(front: Front, body: bytes):
+    answer = await post_bytes(front, "/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+
+
+# Priorities
+
+
+@pytest.mark.parametrize(
+    ("rule", "granted"), [("ignore", [0, 0, 0]), ("lower-only", [0, 0, 3]), ("any", [-5, 0, 3])]
+)
+async def test_what_a_clients_priority_may_do(
+    model: Path, rule: ClientPriority, granted: list[int]
+):
+    messages = [{"role": "user", "content": "hi"}]
+    bodies = (
+        ("/v1/completions", TEXT),
+        ("/v1/chat/completions", CHAT),
+        ("/invocations", TEXT),
+        ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 2}),
+        ("/v1/completions", TEXT | {"n": 2, "temperature": 1}),
+        ("/v1/messages", {"model": "tiny", "messages": messages, "max_tokens": 2}),
+    )
+    async with open_front(model, client_priority=rule) as front:
+        for path, body in bodies:
+            for asked, expected in zip((-5, 0, 3), granted, strict=True):
+                front.workers.asked.clear()
+                answer = await front.post(path, body | {"priority": asked})
+                assert answer.status_code == 200, (path, answer.text)
+                got = {request.priority for _, request in front.workers.asked}
+                # vLLM's /v1/messages has no such field.
+                assert got == ({0} if path == "/v1/messages" else {expected}), path
+        await front.idle()
+
+
+# Validation
+
+
+async def test_the_first_error_of_a_list_ends_its_validation(front: Front):
+    """All errors of all elements would be 2.5 million, and hold the event loop for 17 s."""
+    body = json.dumps(CHAT | {"messages": [{}] * 150_000}).encode()
+    began = time.monotonic()
+    answer = await post_bytes(front, "/v1/chat/completions", body)
+    assert answer.status_code == 400 and time.monotonic() - began < 5
+    error = answer.json()["error"]
+    assert error["message"].startswith("15 validation errors") and "messages.0" in error["param"]
+    body = json.dumps({"model": "tiny", "input": [{}] * 100_000}).encode()
+    began = time.monotonic()
+    answer = await post_bytes(front, "/v1/responses", body)
+    assert answer.status_code == 400 and time.monotonic() - began < 5
+    body = json.dumps({"model": "tiny", "messages": [{}] * 150_000}).encode()
+    began = time.monotonic()
+    answer = await post_bytes(front, "/invocations", body)
+    assert answer.status_code == 400 and time.monotonic() - began < 5
+
+
+# Answers in parts
+
+
+async def test_prompt_logprobs_that_come_in_parts_are_one_answer(front: Front):
+    prompt = "hello"
+    rows = len(prompt) - 1
+    ids = np.array([[byte_id(ord(c))] for c in prompt[1:]], "<i8")
+    whole = LogprobRows(
+        rows,
+        1,
+        ids.tobytes(),
+        np.linspace(-1, -2, rows, dtype="<f4").tobytes(),
+        np.arange(1, rows + 1, dtype="<i8").tobytes(),
+    )
+    answers = []
+    for parts in ([whole], [whole.part(0, 1), whole.part(1, rows)]):
+        front.workers.prompt_logprobs = parts
+        answer = await front.post("/v1/completions", TEXT | {"prompt_logprobs": 0})
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        answers.append((choice["text"], choice["prompt_logprobs"]))
+    assert answers[0] == answers[1] and answers[0][0] == "abcde"
+    assert len(answers[0][1]) == len(prompt)
+
+
+# Floods
+
+
+@asynccontextmanager
+async def listening(front: Front) -> AsyncIterator[str]:
+    sock = bind("127.0.0.1", 0)
+    server = HttpServer(front.app.asgi, sock, HttpOptions(access_log=False))
+    front.app.state.server = server
+    await server.start()
+    try:
+        yield url_of(sock)
+    finally:
+        await server.stop(0.0)
+
+
+class Streams:
+    """Clients that read tokens, one after the other, and note the longest time without one."""
+
+    def __init__(self, url: str, count: int):
+        self._url, self._count = url, count
+        self.longest_s = 0.0
+        self.answers: list[str] = []
+        self._stop = False
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        async with (
+            httpx.AsyncClient(base_url=self._url, timeout=120) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(self._count):
+                group.create_task(self._read(http))
+            try:
+                yield
+            finally:
+                self._stop = True
+
+    async def _read(self, http: httpx.AsyncClient) -> None:
+        body = TEXT | {"max_tokens": 100, "stream": True}
+        while not self._stop:
+            text, last = "", time.monotonic()
+            async with http.stream("POST", "/v1/completions", json=body) as answer:
+                assert answer.status_code == 200
+                async for line in answer.aiter_lines():
+                    if not line or line == "data: [DONE]":
+                        continue
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    now = time.monotonic()
+                    self.longest_s, last = max(self.longest_s, now - last), now
+            self.answers.append(text)
+
+
+async def flood(url: str, kind: str, count: int, size: int) -> asyncio.subprocess.Process:
+    """Returns when it has begun."""
+    command = ("-m", "tests.vllm.flood", url, kind, str(count), str(size))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"begun\n"
+    return process
+
+
+async def time_of_one(front: Front, kind: str, size: int) -> float:
+    """How long such a request takes alone, in s."""
+    began = time.monotonic()
+    await post_bytes(front, *flooding.body(kind, size))
+    return time.monotonic() - began
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("kind", "count", "size", "answers"),
+    [
+        pytest.param("length", 100, 100_000_000, {"413"}, id="100 of 100 MB"),
+        pytest.param("chunked", 100, 100_000_000, {"413"}, id="100 of 100 MB in chunks"),
+        pytest.param("ids", 100, 300_000, {"400"}, id="100 of 300 kB token ids"),
+        pytest.param("bad messages", 100, 300_000, {"400"}, id="100 of 300 kB bad messages"),
+        pytest.param("slow", 100, 1_000_000, None, id="100 that send a byte now and then"),
+        pytest.param("deaf", 20, 300_000, None, id="20 that read nothing"),
+    ],
+)
+async def test_floods_cost_no_stream_a_token(
+    model: Path, kind: str, count: int, size: int, answers: set[str] | None, no_leaked_tasks
+):
+    expected = "".join(chr(97 + i % 26) for i in range(100))
+    async with open_front(model) as front, listening(front) as url:
+        alone = kind if kind in ("ids", "bad messages") else "text"
+        one_s = await time_of_one(front, alone, 300_000)
+        front.workers.pace_s = 0.005
+        streams = Streams(url, 8)
+        async with streams.reading():
+            while len(streams.answers) < 8:
+                await asyncio.sleep(0.01)
+            process = await flood(url, kind, count, size)
+            try:
+                before = len(streams.answers)
+                if answers is not None:
+                    async with asyncio.timeout(120):
+                        said, _ = await process.communicate()
+                    got = json.loads(said)
+                    assert set(got) <= answers | {"503"} and sum(got.values()) == count, got
+                    assert got[next(iter(answers))] >= count / 2
+                while len(streams.answers) < before + 16:
+                    await asyncio.sleep(0.01)
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.communicate()
+        assert set(streams.answers) == {expected}
+        # They wait for one at a time, not for all that are there; first tokens, too.
+        assert streams.longest_s < 1.0 + 4 * one_s, (streams.longest_s, one_s)
+        await front.idle()
