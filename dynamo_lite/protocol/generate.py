@@ -76,7 +76,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 #: Largest output of one request in one engine step. What exceeds a message goes in parts,
 #: but a connection queues no more than 64 MiB, and others use it, too.
-MAX_DELTA_BYTES = 32 << 20
+MAX_DELTA_BYTES = 40 << 20
 
 
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):

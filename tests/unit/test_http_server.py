@@ -19,6 +19,7 @@ import trustme
 from dynamo_lite.components.http import HttpServer, bind, url_of
 from dynamo_lite.engine.vllm.http_options import HttpOptions, TlsOptions, tls_options
 from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.serve.supervisor import _example
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -266,3 +267,14 @@ def test_a_socket_of_ipv6_has_brackets():
     with socket.socket(socket.AF_INET6) as sock:
         sock.bind(("::1", 0))
         assert url_of(sock, tls=True).startswith("https://[::1]:")
+
+
+def test_the_hint_knows_of_the_certificate_and_the_key():
+    plain = _example("http://h:1", "m", asks_key=False)
+    assert "--cacert" not in plain and "Authorization" not in plain and "\n\n" not in plain
+    both = _example("https://h:1", "m", asks_key=True)
+    assert "curl https://h:1/v1/chat/completions" in both
+    assert '--cacert "$CERTIFICATE"' in both and '"Authorization: Bearer $API_KEY"' in both
+    # One shell command: every line but the last goes on.
+    lines = both.strip().splitlines()
+    assert all(line.endswith("\\") for line in lines[:-1])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.lanes import PATIENCE, Turns, lane_of
+from dynamo_lite.policy.lanes import PATIENCE, Turns, granted_priority, lane_of
 from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.queue.base import QueueConfig
 
@@ -53,3 +53,10 @@ def test_earlier_lanes_go_first_and_others_now_and_then():
         taken.append(order[0])
         turns.took(order[0], order)
     assert taken == 2 * ([Lane.SHORT] * PATIENCE + [Lane.LONG])
+
+
+def test_what_clients_are_granted():
+    asked = (-(2**63), -1, 0, 7)
+    assert [granted_priority(p, "ignore") for p in asked] == [0, 0, 0, 0]
+    assert [granted_priority(p, "lower-only") for p in asked] == [0, 0, 0, 7]
+    assert [granted_priority(p, "any") for p in asked] == list(asked)

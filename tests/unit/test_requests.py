@@ -66,6 +66,23 @@ def test_a_canary_is_a_request_like_any_other():
     assert made.sampling_params.ignore_eos and made.sampling_params.temperature == 0.0
 
 
+def test_prompt_logprobs_that_no_connection_takes_are_refused_before_the_work():
+    params = SamplingParams(temperature=0, prompt_logprobs=20)
+    for tokens, fits in ((131_072, True), (200_000, False)):
+        request = core_request(params, prompt_token_ids=[1] * tokens)
+        if fits:
+            generate_request(request, 2.5)
+            continue
+        with pytest.raises(VLLMValidationError, match="ask for fewer"):
+            generate_request(request, 2.5)
+
+
+def test_text_that_cannot_be_encoded_is_refused():
+    for params in (SamplingParams(stop=["\ud800"]), SamplingParams(extra_args={"x": "\udfff"})):
+        with pytest.raises(VLLMValidationError, match="surrogates not allowed"):
+            generate_request(core_request(params), 2.5)
+
+
 def test_a_request_arrives_as_it_was():
     sent, plan = generate_request(core_request(SamplingParams(temperature=0)), 2.5)
     assert sent.timeout_s == 2.5 and isinstance(plan, Continue)

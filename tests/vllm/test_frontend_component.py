@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import trustme
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.components.frontend import Frontend
@@ -52,6 +55,8 @@ class Cluster:
         self.store = MemoryStore()
         self.messaging = MemoryMessaging()
         self.registry = CollectorRegistry()  # the Frontend's
+        self.extra: list[str] = []  # its arguments of vLLM's
+        self.facts: dict[str, Any] = {}  # what it said when it was ready
 
     @asynccontextmanager
     async def host(self, spec: ProcessSpec) -> AsyncIterator[Host]:
@@ -94,12 +99,12 @@ class Cluster:
 
     @asynccontextmanager
     async def frontend(self, model: Path) -> AsyncIterator[tuple[Frontend, str]]:
-        spec = replace(self.spec, engine_args=flags(model))
+        spec = replace(self.spec, engine_args=[*flags(model), *self.extra])
         async with self.host(spec) as host:
             component = Frontend(spec.config, spec)
             try:
-                facts = await component.start(host)
-                yield component, facts["url"]
+                self.facts = await component.start(host)
+                yield component, self.facts["url"]
             finally:
                 await component.close()
 
@@ -227,6 +232,40 @@ async def test_a_limit_that_is_set_while_it_runs(cluster: Cluster, model: Path):
         assert (await http.post("/v1/completions", json=TEXT)).status_code == 200
         await tuning.write(*where, tuning.parse_unsets([cluster.spec.component])["Frontend"])
         await answered(http, 200, siblings)
+
+
+async def test_https_with_a_key_and_the_options_of_the_door(
+    cluster: Cluster, model: Path, tmp_path: Path
+):
+    issued = trustme.CA()
+    server = issued.issue_cert("127.0.0.1")
+    server.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    server.private_key_pem.write_to_path(tmp_path / "key.pem")
+    trust = ssl.create_default_context()
+    issued.configure_trust(trust)
+    config = {"max_body_bytes": 5000, "client_priority": "any"}
+    cluster.spec = replace(cluster.spec, config={**cluster.spec.config, **config})
+    cluster.extra = [
+        *(f"--ssl-certfile={tmp_path}/cert.pem", f"--ssl-keyfile={tmp_path}/key.pem"),
+        "--api-key=secret",
+    ]
+    key = {"authorization": "Bearer secret"}
+    async with (
+        cluster.worker() as worker,
+        cluster.frontend(model) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=20, verify=trust) as http,
+    ):
+        assert url.startswith("https://127.0.0.1:") and cluster.facts["asks_key"] is True
+        assert (await http.post("/invocations", json=TEXT)).status_code == 401
+        for path in ("/health", "/metrics", "/dashboard"):
+            assert (await http.get(path)).status_code == 200, path
+        http.headers.update(key)
+        assert (await answered(http, 200)).json()["usage"]["completion_tokens"] == 4
+        large = await http.post("/v1/completions", json=TEXT | {"user": "a" * 6000})
+        assert large.status_code == 413 and "5000 bytes" in large.text
+        assert worker.in_flight == 0
+        async with http.stream("GET", "/dashboard/events") as events:
+            assert (await anext(events.aiter_lines())).startswith("data: ")
 
 
 async def test_endpoints_are_announced_and_the_processor_answers(cluster: Cluster, model: Path):

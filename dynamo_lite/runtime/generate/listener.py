@@ -52,7 +52,7 @@ class _ConnectionOutlet:
         if len(deltas) > 1:
             half = len(deltas) // 2
             return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
-        fits = len(payload) <= min(MAX_DELTA_BYTES, self._connection.room_bytes // 2)
+        fits = len(payload) <= min(MAX_DELTA_BYTES, self._connection.room_bytes * 3 // 4)
         if fits and (parts := halves(deltas[0])) is not None:
             # The second is only of use after the first.
             return self.deliver([parts[0]]) or self.deliver([parts[1]])
