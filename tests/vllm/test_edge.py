@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import socket
+import sys
 import time
 
 import httpx
@@ -123,6 +124,37 @@ async def test_a_client_that_leaves_mid_stream_frees_the_engine(disagg: Graph):
     )
     (after,) = await disagg.pools()
     assert after.free_blocks == before.free_blocks
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "size", "status"),
+    [("length", 100, 100_000_000, "413"), ("ids", 40, 300_000, "400")],
+    ids=["beyond the limit", "below it"],
+)
+async def test_many_large_bodies_cost_nobody_a_lease_or_a_token(
+    disagg: Graph, reference: PlainServer, kind: str, count: int, size: int, status: str
+):
+    async def leases() -> set[tuple[str, int]]:
+        return {(record.component, record.lease_id) for record in await disagg.records()}
+
+    request = {"prompt": prompt_ids(40, seed=340), "max_tokens": 150, "temperature": 0}
+    expected = ask(reference.url, "completions", request)
+    before = await leases()
+    command = (sys.executable, "-m", "tests.vllm.flood", disagg.url, kind, str(count), str(size))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None and await process.stdout.readline()
+    try:
+        while process.returncode is None:
+            asked = (asyncio.to_thread(ask, disagg.url, "completions", request) for _ in range(4))
+            for answer in await asyncio.gather(*asked):
+                assert_same(answer, expected)
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert msgspec.json.decode(said) == {status: count}
+    assert await leases() == before
 
 
 async def test_cancelled_remote_prefills_give_their_blocks_back(

@@ -80,7 +80,8 @@ class RemoteCore(EngineCoreClient):
         self.causal = True
         self.refused: Counter[str] = Counter()
         self.admission = Admission(limits or Limits())
-        self._members, self._client_priority = members, client_priority
+        self._members = members
+        self._client_priority: ClientPriority = client_priority
         self._traces = None if tracer is None else RequestTraces(tracer)
         self._failover: FailoverClient | None = None
         self._received: asyncio.Queue[list[TokenDelta] | _Ended] = asyncio.Queue()
