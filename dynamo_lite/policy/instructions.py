@@ -61,11 +61,15 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Ended:
-    """For the books: the request's remote prefill is over, one way or another."""
+    """For the books: the request's remote prefill is over, one way or another.
+
+    detail: what its writer has said of it; empty where the writer did not end it.
+    """
 
     request_id: str
     attempt: str
     outcome: Outcome
+    detail: str = ""
 
 
 Instruction = DeleteJob | CancelWriter | Hold | Release | GiveUp | Ended

@@ -201,12 +201,14 @@ class Ledger:
         written: bool,
         number: int = 0,
         outcome: Outcome = Outcome.WRITER_FAILED,
+        detail: str = "",
     ) -> list[Instruction]:
         """The writer says that by its claims up to `number` it will not touch the blocks again.
 
         It may say so of an attempt whose claim never arrived: the job is over. Of
         one that another writer holds, or itself by a later claim, it says nothing.
         outcome: of the remote prefill, where it is not written.
+        detail: why it was not written, in its words.
         """
         entry = self._attempts.get(attempt)
         if entry is None or (entry.writer is None and written):
@@ -217,7 +219,7 @@ class Ledger:
             del self._attempts[attempt]
             return [Release(attempt)]
         entry.writer_done = True
-        return [] if written else self._withdraw(entry, outcome)
+        return [] if written else self._withdraw(entry, outcome, detail)
 
     def writer_died(self, attempt: str, writer_lease_id: int, now: float) -> list[Instruction]:
         """The writer's engine is dead: it starts no write, but what it started may still land."""
@@ -315,7 +317,7 @@ class Ledger:
         entry.cancel_at = now + self.writer_grace_s
         return [CancelWriter(entry.writer, entry.attempt)]
 
-    def _withdraw(self, entry: _Entry, outcome: Outcome) -> list[Instruction]:
+    def _withdraw(self, entry: _Entry, outcome: Outcome, detail: str = "") -> list[Instruction]:
         del self._by_request[entry.request_id]
         out: list[Instruction] = []
         if entry.state is State.CLAIMED and not entry.writer_done:
@@ -328,5 +330,5 @@ class Ledger:
         if entry.sequence is not None:
             out.append(DeleteJob(entry.sequence))
         out.append(GiveUp(entry.request_id, entry.attempt))
-        out.append(Ended(entry.request_id, entry.attempt, outcome))
+        out.append(Ended(entry.request_id, entry.attempt, outcome, detail))
         return out

@@ -60,12 +60,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What came of asking for a remote prefill.
 
     outcome: see `policy/instructions.py`; empty while it is under way. stages_s: how long
-    its stages took, as far as they came (see `handover_clock.py`).
+    its stages took, as far as they came (see `handover_clock.py`). detail: why its writer
+    did not write, in its words; empty where another outcome than the writer's ended it.
     """
 
     attempt: Attempt
     outcome: Word = ""
     stages_s: dict[str, float] = {}
+    detail: str = ""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

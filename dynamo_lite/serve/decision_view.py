@@ -61,6 +61,8 @@ def as_text(taken: Taken) -> str:
     if d.asked is not None:
         outcome = d.asked.outcome or "under way"
         lines.append(f"  attempt     {d.asked.attempt}: {outcome}{_stages(d.asked.stages_s)}")
+        if d.asked.detail:
+            lines.append(f"  its writer  {d.asked.detail}")
     return "\n".join(lines)
 
 

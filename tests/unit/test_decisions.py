@@ -159,6 +159,17 @@ async def test_one_that_came_to_nothing_is_told_as_far_as_it_came(decode: Decode
     await decode.done(attempt, "abandoned")
 
 
+async def test_what_a_writer_says_of_its_failure_is_told(decode: Decode):
+    attempt = await decode.ask("r1", claimed=True)
+    await decode.done(attempt, "failed", detail="write ended in state ERR" + 500 * "!")
+    decode.half.build_step()
+    [remote] = taken(decode)
+    assert remote.decision.asked is not None
+    assert remote.decision.asked.outcome == "writer_failed"
+    assert remote.decision.asked.detail == "write ended in state ERR" + 476 * "!"
+    assert "  its writer  write ended in state ERR!" in decision_view.as_text(remote)
+
+
 async def test_what_is_computed_here_is_measured(decode: Decode, clock: Clock):
     decode.half._tuning.change(VllmWorkerTuning(max_local_prefill_length=1000), 1)
     decode.admit(prompt("r1", 100))

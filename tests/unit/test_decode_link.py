@@ -258,8 +258,10 @@ class Decode:
         stays = WriterStays(attempt=attempt, writer_lease_id=writer, for_s=3.0, number=number)
         return decode_stay_reply(await self.net._on_stays(encode_sealed(stays)))
 
-    async def done(self, attempt: str, outcome: Any = "written", writer: int = WRITER) -> None:
-        done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer)
+    async def done(
+        self, attempt: str, outcome: Any = "written", writer: int = WRITER, **more: Any
+    ) -> None:
+        done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer, **more)
         await self.net._on_done(encode_sealed(done))
 
     async def cancels(self, *attempts: str) -> None:
@@ -465,6 +467,33 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
     decode.assert_clean()
     await decode.done(attempt)
     decode.assert_clean()
+
+
+async def test_a_writer_that_is_heard_after_its_requests_end_is_counted_all_the_same(
+    decode: Decode,
+):
+    """What is counted leaves with a step: until then the engine goes on, without requests."""
+    attempt = await decode.ask("r1", claimed=True)
+    decode.output("r1")
+    decode.finish("r1")
+    decode.half.build_step()
+    assert decode.half.busy
+    await decode.done(attempt, took_s=0.0)
+    assert len(decode.half.stats.data["stage/notice"]) == 1
+    assert decode.half.busy
+    decode.half.build_step()
+    assert not decode.half.busy
+    decode.assert_clean()
+
+
+async def test_a_writer_that_is_never_heard_does_not_keep_the_engine_busy(decode: Decode):
+    await decode.ask("r1", claimed=True)
+    decode.output("r1")
+    decode.finish("r1")
+    decode.half.build_step()
+    assert decode.half.busy
+    decode.clock.now += 5.0
+    assert not decode.half.busy
 
 
 async def test_an_unclaimed_job_is_given_up_at_its_deadline(decode: Decode):

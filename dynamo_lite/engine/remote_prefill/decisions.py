@@ -33,7 +33,7 @@ MOST, LONGEST_S = 4096, 900.0
 
 @dataclass(slots=True)
 class _Entry:
-    """rates: as they were known. outcome, stages_s: of its remote prefill."""
+    """rates: as they were known. outcome, stages_s, detail: of its remote prefill."""
 
     request_id: str
     prompt_tokens: int
@@ -41,6 +41,7 @@ class _Entry:
     rates: Rates
     attempt: str = ""
     outcome: str = ""
+    detail: str = ""
     stages_s: Mapping[str, float] | None = None
     computed_s: float | None = None
 
@@ -79,12 +80,17 @@ class DecisionLog:
         self._open[request_id].attempt = attempt
 
     def ended(
-        self, request_id: str, attempt: str, outcome: Outcome, stages_s: Mapping[str, float]
+        self,
+        request_id: str,
+        attempt: str,
+        outcome: Outcome,
+        stages_s: Mapping[str, float],
+        detail: str = "",
     ) -> None:
-        """A remote prefill is over."""
+        """A remote prefill is over. detail: see `Ended`."""
         entry = self._open.get(request_id)
         if entry is not None and entry.attempt == attempt:
-            entry.outcome, entry.stages_s = outcome.value, stages_s
+            entry.outcome, entry.stages_s, entry.detail = outcome.value, stages_s, detail
 
     def resumed(self, request_id: str, seconds: float) -> None:
         """The engine goes on with a request, so long after its KV came."""
@@ -166,6 +172,7 @@ def _in_words(entry: _Entry, now: float) -> Decision:
             attempt=entry.attempt,
             outcome=entry.outcome,
             stages_s=dict(entry.stages_s or {}),
+            detail=entry.detail,
         )
         if entry.attempt
         else None,

@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 #: How often the queue's depth is read; the broker itself holds the hard cap.
 _VIEW_PERIOD_S = 0.25
+#: Characters of what a writer says that are kept for `explain`.
+_MAX_DETAIL = 500
 
 
 class DecodeLinkSession:
@@ -214,8 +216,7 @@ class DecodeLinkSession:
             logger.info("request %s: attempt %s: its writer says: %s: %s", *about)
         writer = done.writer_lease_id
         self._check_writer(done.attempt, writer)
-        if written and done.took_s is not None:
-            self._clock.written(done.attempt, done.took_s)
+        self._clock.done(done.attempt, done.took_s if written else None)
         if done.outcome == "died":
             now = self._now()
             await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))
@@ -225,7 +226,12 @@ class DecodeLinkSession:
             outcome = Outcome.WRITER_UNUSABLE if unusable else Outcome.WRITER_FAILED
             await self._settle(
                 lambda ledger: ledger.writer_done(
-                    done.attempt, writer, written=written, number=done.number, outcome=outcome
+                    done.attempt,
+                    writer,
+                    written=written,
+                    number=done.number,
+                    outcome=outcome,
+                    detail=done.detail[:_MAX_DETAIL],
                 )
             )
 

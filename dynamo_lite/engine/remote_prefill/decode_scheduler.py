@@ -165,6 +165,7 @@ class DecodeScheduler:
         assert self._pool is not None
         self._stepped_at = self._now()
         self._passing.end_step(self._pool.get_num_free_blocks())
+        self._clock.stepped()
         self._log.step(scheduled or {})
         self._offers.step(filling)
         self._push()
@@ -211,7 +212,8 @@ class DecodeScheduler:
 
     @property
     def busy(self) -> bool:
-        return self._book.busy or bool(self._step.give_up or self._net.listening)
+        waits = bool(self._step.give_up or self._net.listening)
+        return waits or self._book.busy or self._clock.busy
 
     def _ask(
         self, request: Prompt, block_ids: Sequence[int], external: int, decided: Decided
@@ -284,7 +286,7 @@ class DecodeScheduler:
         stages_s = self._clock.ended(
             attempt, request_id, committed=committed, outcome=outcome.value
         )
-        self._log.ended(request_id, attempt, outcome, stages_s)
+        self._log.ended(request_id, attempt, outcome, stages_s, ended.detail)
 
     def _status(self) -> EngineStatus | None:
         """Runs on the bridge's thread; reads of single numbers only."""

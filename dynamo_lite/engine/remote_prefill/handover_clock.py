@@ -18,11 +18,14 @@ from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
 #: Remote prefills whose writers have not said yet that they are done.
 _MAX_UNTOLD = 1024
+#: An engine makes steps for so long after a commit, until the writer has said so.
+_TELLS_WITHIN_S = 5.0
 
 
 @dataclass
 class _Handover:
-    """trace: of the attempt's span; above: of the request's. took_s: see `WriterDone`."""
+    """trace: of the attempt's span; above: of the request's. told: its writer has said that
+    it is done; took_s: see `WriterDone`."""
 
     decided: float
     asked: float
@@ -32,6 +35,7 @@ class _Handover:
     pulled: float = 0.0
     granted: float = 0.0
     received: float = 0.0
+    told: bool = False
     took_s: float | None = None
 
     def stages(self) -> dict[str, tuple[float, float]]:
@@ -52,7 +56,7 @@ class _Handover:
 
 
 class HandoverClock:
-    """Called on the engine's thread, but for `published`, `granted` and `written` (the
+    """Called on the engine's thread, but for `published`, `granted` and `done` (the
     bridge's).
 
     stats: takes the durations of what ended well, and spans; nothing is told of the rest.
@@ -63,6 +67,7 @@ class HandoverClock:
         self._open: dict[str, _Handover] = {}
         self._received: dict[str, tuple[float, TraceContext | None]] = {}
         self._untold: OrderedDict[str, _Handover] = OrderedDict()
+        self._noted = False
         self._lock = threading.Lock()  # an attempt goes from one to the other
 
     def asked(
@@ -86,15 +91,36 @@ class HandoverClock:
             now = self._now()
             handover.pulled, handover.granted = max(handover.asked, now - held_s), now
 
-    def written(self, attempt: str, took_s: float) -> None:
-        """Its writer says so; took_s: from the claim to the end of its last write."""
+    def done(self, attempt: str, took_s: float | None) -> None:
+        """Its writer says so. took_s: from the claim to the end of its last write; None
+        where that is not known, or did not come."""
         with self._lock:
             if (handover := self._open.get(attempt)) is not None:
-                handover.took_s = took_s
+                handover.told, handover.took_s = True, took_s
                 return
-            handover = self._untold.pop(attempt, None)
+            handover = self._untold.get(attempt)
         if handover is not None:
-            self._tell_notice(handover, took_s)
+            if took_s is not None:
+                self._tell_notice(handover, took_s)
+            with self._lock:
+                self._untold.pop(attempt, None)
+                self._noted = True
+
+    def stepped(self) -> None:
+        """The engine begins a step, which takes along what was counted and noted so far."""
+        self._noted = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must make steps: counts and notes leave it with a step only.
+
+        The writer's last message may come when the request has ended already.
+        """
+        with self._lock:
+            if self._noted or not self._untold:
+                return self._noted
+            last = next(reversed(self._untold.values()))
+            return self._now() - last.received < _TELLS_WITHIN_S
 
     def ended(
         self, attempt: str, request_id: str, *, committed: bool, outcome: str = ""
@@ -111,7 +137,7 @@ class HandoverClock:
                 return {}
             if committed and handover.granted:
                 handover.received = now
-                if handover.took_s is None:
+                if not handover.told:
                     self._untold[attempt] = handover
                     if len(self._untold) > _MAX_UNTOLD:
                         self._untold.popitem(last=False)
