@@ -4,11 +4,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Gauge, Info, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
 
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -139,6 +139,7 @@ class _Process:
         )
         self.host.probes = probes = Probes(self._live, self._ready_for_work)
         add_gauges(registry, self._spec, lease, messaging)
+        stack.enter_context(count_reconnects(registry, messaging))
         status = await stack.enter_async_context(
             around.open_status(self._spec, self._health, probes, registry, drops)
         )
@@ -274,6 +275,24 @@ def add_gauges(
     remaining.set_function(lease.remaining_s)
     connected = Gauge("dynamo_lite_nats_connected", "1 while NATS is connected.", registry=registry)
     connected.set_function(lambda: float(messaging.connected))
+
+
+def count_reconnects(
+    registry: CollectorRegistry, messaging: Messaging
+) -> AbstractContextManager[None]:
+    """Counts them while the context lasts. A short outage falls between two scrapes of the gauge
+    `dynamo_lite_nats_connected`."""
+    reconnects = Counter(
+        "dynamo_lite_nats_reconnects",
+        "How often the connection to NATS was lost and established again.",
+        registry=registry,
+    )
+
+    def on_connection(connected: bool) -> None:
+        if connected:
+            reconnects.inc()
+
+    return messaging.watch_connection(on_connection)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -147,6 +147,9 @@ async def test_status_is_served() -> None:
     run.worker.healthy = True
     run.messaging.set_connected(False)
     assert (await get(f"{url}/health"))[0] == 503
+    run.messaging.set_connected(True)
+    _, body = await get(f"{url}/metrics")
+    assert b"dynamo_lite_nats_reconnects_total 1.0" in body
     assert run.worker.host
     run.worker.host.stop("enough")
     assert await exit_code == 0
