@@ -5,6 +5,7 @@ import logging
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
+from dynamo_lite.components import claiming
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
@@ -15,7 +16,6 @@ from dynamo_lite.protocol.prefill import (
     Granted,
     RemotePrefillRequest,
     WriterDone,
-    decode_claim_reply,
 )
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
@@ -24,6 +24,7 @@ from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
 
+#: For one answer; see `claiming.ask`.
 _CLAIM_S = 2.0
 #: How long the end of a job waits for the broker.
 _TELL_S = 5.0
@@ -79,9 +80,8 @@ class Claims:
         )
         subject = names.claim_subject(self._namespace, request.engine_id)
         asked, asked_wall = self._now(), self._wall()
-        reply = await self._messaging.request(subject, encode_sealed(claim), timeout_s=_CLAIM_S)
         try:
-            answer = decode_claim_reply(reply)
+            answer = await claiming.ask(self._messaging, subject, claim, timeout_s=_CLAIM_S)
         except ProtocolError:
             self._on_drop("claim_reply")
             raise

@@ -99,6 +99,7 @@ class VllmWorker:
             self._beat.stop()
         if self._server is not None:
             self._server.refuse_new("this worker is draining")
+            logger.info("%d requests are finished before the end", self._server.in_flight)
         if self._host is not None and self._engine is not None:
             await self._tell_engine_to_leave(self._host, self._engine)
         if self._server is not None and not await self._server.wait_idle(grace_s):

@@ -193,7 +193,7 @@ async def test_who_reads_nothing_is_hung_up_on(caplog: pytest.LogCaptureFixture)
         port = int(page.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as idle:
             idle.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            await until(lambda: page.viewers.count == 1, "it looks")
+            await until(lambda: page.counting.opened == 1, "it looks")
             await until(lambda: page.viewers.count == 0, "it is let go")
             idle.settimeout(PATIENCE_S)
             await asyncio.to_thread(_read_to_the_end, idle)

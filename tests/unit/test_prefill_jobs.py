@@ -326,6 +326,20 @@ async def test_a_claim_whose_answer_a_lost_connection_swallows_is_taken_back(mon
         assert rig.done[0].number == rig.claims[0].number
 
 
+async def test_a_claim_that_is_answered_late_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(claims, "_CLAIM_S", 0.2)
+    late = asyncio.Event()
+    async with working() as rig:
+        rig.on_claim = late.wait
+        await rig.push(job())
+        await eventually(lambda: len(rig.claims) == 2)
+        late.set()
+        await rig.answered("ack")
+        await eventually(lambda: rig.done)
+        assert rig.told == [("a1", "written")]
+        assert rig.engine.attempts == ["a1"]
+
+
 async def test_a_job_whose_engine_does_not_answer_yet_is_tried_again():
     async with working(serving=False) as rig:
         await rig.push(job())

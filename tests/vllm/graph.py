@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
@@ -268,20 +268,28 @@ class Graph(Command):
         return [decode_json(value, EndpointRecord) for _, value in sorted(found.items())]
 
     async def pools(self) -> list[EngineStatus]:
-        """How the decode engines' blocks stand, asked from the engines themselves.
+        """How the decode engines' blocks stand; see `asking_pools`."""
+        async with self.asking_pools() as ask:
+            return await ask()
 
-        Not of killed ones, whose keys live as long as their lease.
+    @contextlib.asynccontextmanager
+    async def asking_pools(self) -> AsyncIterator[Callable[[], Awaitable[list[EngineStatus]]]]:
+        """To ask the decode engines themselves, as quickly as they answer.
+
+        Not killed ones, whose keys live as long as their lease.
         """
-        async with EtcdStore(self.etcd_url) as store:
-            found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
-        engines = [decode_engine(value).engine_id for value in found.values()]
-        replies: list[bytes] = []
-        async with NatsMessaging(self.nats_url) as messaging:
-            for engine in engines:
-                subject = names.describe_subject(NAMESPACE, engine)
-                with contextlib.suppress(NoResponders):
-                    replies.append(await messaging.request(subject, b"", timeout_s=5.0))
-        return [decode_engine_status(reply) for reply in replies]
+        async with EtcdStore(self.etcd_url) as store, NatsMessaging(self.nats_url) as messaging:
+
+            async def ask() -> list[EngineStatus]:
+                replies: list[bytes] = []
+                found = await store.get_prefix(names.nixl_metadata_prefix(NAMESPACE))
+                for value in found.values():
+                    subject = names.describe_subject(NAMESPACE, decode_engine(value).engine_id)
+                    with contextlib.suppress(NoResponders):
+                        replies.append(await messaging.request(subject, b"", timeout_s=5.0))
+                return [decode_engine_status(reply) for reply in replies]
+
+            yield ask
 
     async def settled(self, free_blocks: int | None = None, *, timeout_s: float = 30.0) -> None:
         """Returns when no decode engine holds, awaits or sees queued anything.
@@ -290,9 +298,9 @@ class Graph(Command):
         """
         found: list[tuple[int | None, ...]] = []
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), self.asking_pools() as ask:
                 while True:
-                    pools = await self.pools()
+                    pools = await ask()
                     found = [(p.free_blocks, p.waiting, p.quarantined, p.queue_jobs) for p in pools]
                     free = sum(pool.free_blocks for pool in pools)
                     quiet = all(state[1:] == (0, 0, 0) for state in found)

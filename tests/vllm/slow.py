@@ -59,12 +59,12 @@ def throttled(pid: int) -> Iterator[None]:
 
 
 async def until(graph: Graph, wanted: Callable[..., bool], *, timeout_s: float = 20) -> None:
-    """Waits for a state of the decode engine (EngineStatus)."""
+    """Waits for a state of the decode engine (EngineStatus). It must last for seconds."""
     status: EngineStatus | None = None
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s), graph.asking_pools() as ask:
             while status is None or not wanted(status):
-                (status,) = await graph.pools()
+                (status,) = await ask()
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise AssertionError(f"not within {timeout_s:g} s: {status}") from None

@@ -65,11 +65,14 @@ def tree(spans: list[Seen], client: TraceContext) -> set[tuple[str, str, str]]:
 def trace_of(
     collector: Collector, client: TraceContext, expected: set[tuple[str, str, str]]
 ) -> list[Seen]:
-    def complete() -> list[Seen]:
-        found = collector.spans(client.trace_id)
-        return found if expected <= tree(found, client) else []
+    def missing() -> set[tuple[str, str, str]]:
+        return expected - tree(collector.spans(client.trace_id), client)
 
-    eventually(complete, timeout_s=20, what="all stages are exported")
+    try:
+        eventually(lambda: not missing(), timeout_s=20, what="all stages are exported")
+    except AssertionError as exc:
+        told = [(span.name, span.attributes) for span in collector.spans(client.trace_id)]
+        raise AssertionError(f"{exc}: {missing()} are missing beside {told}") from None
     spans = collector.spans(client.trace_id)
     assert tree(spans, client) == expected
     return spans
