@@ -330,7 +330,8 @@ class PlainServer(Command):
     """Stock `vllm serve` with the engine arguments of a configuration's VllmWorker.
 
     It is started as vLLM's module: the `vllm` program asks for the version of a
-    package of that name, which the CPU build is not. flags: more of them.
+    package of that name, which the CPU build is not. Whoever asks for its `url` waits until it
+    is ready, so that it may start beside a graph. flags: more of them.
     """
 
     def __init__(
@@ -344,12 +345,13 @@ class PlainServer(Command):
         config = resolve(load_graph(name), document).get("VllmWorker")
         document.raise_mistakes()
         assert config is not None
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self._url = f"http://127.0.0.1:{free_port()}"
+        self._was_ready = False
         super().__init__(
             directory,
             [
                 *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
-                *("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]),
+                *("--host", "127.0.0.1", "--port", self._url.rpartition(":")[2]),
                 *engine_flags({**config.flags, **TOOL_FLAGS, **flags}),
             ],
             env={**config.env[0], "VLLM_NO_USAGE_STATS": "1", **UNCOMPILED},
@@ -357,15 +359,21 @@ class PlainServer(Command):
 
     def __enter__(self) -> Self:
         self.start()
-        self.wait_until(self.is_ready, _READY_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    @property
+    def url(self) -> str:
+        if not self._was_ready:
+            self.wait_until(self.is_ready, _READY_S)
+            self._was_ready = True
+        return self._url
+
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            return httpx.get(f"{self._url}/health", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
 
