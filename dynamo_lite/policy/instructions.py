@@ -12,6 +12,7 @@ class Outcome(enum.Enum):
     REFUSED = "refused"  # the queue did not take it
     DEADLINE = "deadline"
     WRITER_FAILED = "writer_failed"
+    WRITER_ABANDONED = "writer_abandoned"  # it gave the job back without writing it
     WRITER_UNUSABLE = "writer_unusable"  # its link to this engine has failed
     WRITER_LOST = "writer_lost"  # its keys are gone
     WRITER_SILENT = "writer_silent"  # no beats, or its engine does not work

@@ -207,8 +207,8 @@ class Ledger:
 
         It may say so of an attempt whose claim never arrived: the job is over. Of
         one that another writer holds, or itself by a later claim, it says nothing.
-        outcome: of the remote prefill, where it is not written.
-        detail: why it was not written, in its words.
+        outcome: of the remote prefill where it is not written; detail: why not, in the
+        writer's words.
         """
         entry = self._attempts.get(attempt)
         if entry is None or (entry.writer is None and written):

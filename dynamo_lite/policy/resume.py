@@ -36,6 +36,7 @@ class Stay:
 #: Ends that are the writer's own, and whether it may be among the usable ones.
 _OF_THE_WRITER = {
     Outcome.WRITER_FAILED: True,
+    Outcome.WRITER_ABANDONED: True,
     Outcome.WRITER_UNUSABLE: False,
     Outcome.WRITER_LOST: False,
     Outcome.WRITER_SILENT: False,

@@ -25,6 +25,7 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
         (Outcome.WRITER_FAILED, {"usable": 2}, Again(Reason.WRITER_LOST)),
         # It may well be the one that responds.
         (Outcome.WRITER_FAILED, {}, Stay(Reason.NO_OTHER)),
+        (Outcome.WRITER_ABANDONED, {"usable": 2}, Again(Reason.WRITER_LOST)),
         (Outcome.WRITER_LOST, {"usable": 0}, Stay(Reason.NO_OTHER)),
         (Outcome.WRITER_LOST, {"tries": 2}, Stay(Reason.TRIED)),
         (Outcome.WRITER_LOST, {"left_s": 4.9}, Stay(Reason.LATE)),

@@ -221,9 +221,12 @@ class DecodeLinkSession:
             now = self._now()
             await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))
         else:
-            # Who has a failed link is not among those that may be asked for the rest.
-            unusable = bool(self._links.trouble(writer))
-            outcome = Outcome.WRITER_UNUSABLE if unusable else Outcome.WRITER_FAILED
+            outcome = Outcome.WRITER_FAILED
+            if self._links.trouble(writer):
+                # Who has a failed link is not among those that may be asked for the rest.
+                outcome = Outcome.WRITER_UNUSABLE
+            elif done.outcome == "abandoned":
+                outcome = Outcome.WRITER_ABANDONED
             await self._settle(
                 lambda ledger: ledger.writer_done(
                     done.attempt,
