@@ -15,25 +15,21 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import vllm.envs as envs
-from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.types import ASGIApp
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.generate.factories import get_generate_invocation_types
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.exceptions import VLLMError
 from vllm.reasoning import ReasoningParserManager
-from vllm.tasks import SupportedTask
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_lite.engine.vllm.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.engine.vllm.edge import Edge
-from dynamo_lite.engine.vllm.fail_fast import fail_fast_models, fail_fast_routes
 from dynamo_lite.engine.vllm.http_options import HttpOptions, http_options
 from dynamo_lite.engine.vllm.keys import KeyGuard
 from dynamo_lite.engine.vllm.remote_client import RemoteEngineClient
@@ -122,16 +118,6 @@ def _make_client(args: Namespace, core: RemoteCore) -> RemoteEngineClient:
     )
 
 
-def _build_app(
-    args: Namespace, tasks: tuple[SupportedTask, ...], model_config: ModelConfig
-) -> FastAPI:
-    """vLLM's app, whose validation ends at the first error of a list."""
-    fail_fast_models(kind for kind, _ in get_generate_invocation_types(tasks, model_config))
-    app = build_app(args, tasks, model_config)
-    fail_fast_routes(app)
-    return app
-
-
 def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int) -> ASGIApp:
     """The key comes first: without it no body is received."""
     guarded: ASGIApp = Bodies(app, BodyLimits(max_bytes=max_body_bytes))
@@ -160,7 +146,7 @@ async def open_app(
     client.start()
     try:
         tasks = await client.get_supported_tasks()
-        app = _build_app(args, tasks, client.model_config)
+        app = build_app(args, tasks, client.model_config)
         await init_app_state(client, app.state, args, tasks)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         if max_body_bytes is None:
