@@ -24,7 +24,7 @@ if "HANGS" in os.environ:
         sys.exit(2)
 sys.exit(int(os.environ.get(part, "0")))
 """
-PLAIN = "-m pytest -m not vllm --numprocesses 3 --dist loadfile"
+PLAIN = "-m pytest -m not vllm --numprocesses 4 --dist loadfile"
 ENGINES = "-m pytest -m vllm"
 
 

@@ -58,12 +58,12 @@ def test_a_process_that_dies_between_two_portions_costs_nothing():
 
 
 def test_a_seed_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dynamo_lite.sim.runner._SEED_S", 0.5)
     with closing(play_many(range(2), jobs=1)) as outcomes:
         played = next(outcomes)
         assert isinstance(played, Played)
         [child] = multiprocessing.active_children()
         os.kill(child.pid or 0, signal.SIGSTOP)
+        monkeypatch.setattr("dynamo_lite.sim.runner._SEED_S", 0.5)
         lost = next(outcomes)
     # It may have been quicker than the signal.
     assert isinstance(lost, Played) or "no end after 0.5 s" in lost.why
