@@ -86,6 +86,21 @@ class Bodies:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        try:
+            whole, turn = await self._take(scope, receive)
+        except _Refusal as refusal:
+            return await _hang_up(refusal, receive, send)
+        except _Gone:
+            return
+        handing = _Handing(whole, receive, send, turn)
+        del whole
+        try:
+            await self._app(scope, handing.receive, send if turn is None else handing.send)
+        finally:
+            handing.close()
+
+    async def _take(self, scope: Scope, receive: Receive) -> tuple[bytes, Turn | None]:
+        """The body, and a large one's turn. Raises _Refusal, _Gone."""
         body = _Body()
         try:
             await self._receive(scope, receive, body)
@@ -93,19 +108,11 @@ class Bodies:
             body.chunks.clear()
             _check_text(scope, whole)
             large = body.size >= self._limits.large_bytes
-            turn = await self._wait_for_turn(receive) if large else None
-        except _Refusal as refusal:
-            return await _hang_up(refusal, receive, send)
-        except _Gone:
-            return
+            return whole, await self._wait_for_turn(receive) if large else None
         finally:
+            # Nothing of it is kept while a client that is refused is heard out.
+            body.chunks.clear()
             self._held -= body.held
-        handing = _Handing(whole, receive, send, turn)
-        del whole
-        try:
-            await self._app(scope, handing.receive, send if turn is None else handing.send)
-        finally:
-            handing.close()
 
     async def _receive(self, scope: Scope, receive: Receive, body: _Body) -> None:
         """Raises _Refusal, _Gone."""
