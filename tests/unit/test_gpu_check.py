@@ -12,8 +12,11 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
+from dynamo_lite.serve.config import resolve
+from dynamo_lite.serve.document import read_document
+from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.transfer.base import Transfer
-from gpu_check import kernels, transfers
+from gpu_check import graph, kernels, transfers
 from gpu_check.__main__ import arguments, check
 from gpu_check.bench import Bench, find_bench
 from gpu_check.descriptors import counts_per_job, descriptors, used_pool
@@ -140,6 +143,25 @@ def test_where_two_servers_differ(found, said):
         assert difference is None
     else:
         assert difference is not None and re.search(said, difference), difference
+
+
+@pytest.mark.parametrize(
+    ("bench", "seen", "gpus"),
+    [
+        (Bench("cuda", "G", 1), None, ["0", "0"]),
+        (Bench("cuda", "G", 2), None, ["0", "1"]),
+        (Bench("cuda", "G", 2), "3,5", ["3", "5"]),
+    ],
+)
+def test_workers_have_a_gpu_each_where_there_are_two(bench, seen, gpus, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    document = read_document(Path(graph._CONFIGS["cuda"]), graph._placement(bench))
+    config = resolve(load_graph(graph._GRAPH), document)
+    document.raise_mistakes()
+    workers = [config.get(name) for name in ("VllmWorker", "PrefillWorker")]
+    assert [str(each.env[0]["CUDA_VISIBLE_DEVICES"]) for each in workers if each] == gpus
 
 
 # How parts end
