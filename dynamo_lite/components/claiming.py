@@ -17,9 +17,10 @@ async def ask(
     """The answer of the decode engine. timeout_s: of each try.
 
     All tries are the same claim: the engine grants it again to whoever holds it. Raises
-    Unavailable: it was not granted. Raises DeadlineExceeded or ProtocolError: it may have
-    been granted, and must be taken back. That holds for a refusal behind a try that was not
-    answered, too: that one may have been granted, and withdrawn since.
+    NoResponders: it was not granted. Raises DeadlineExceeded, BrokerUnavailable or
+    ProtocolError: it may have been granted, and must be taken back. A refusal that follows a
+    try without an answer raises DeadlineExceeded: that try may have been granted, and
+    withdrawn since.
     """
     unanswered: DeadlineExceeded | None = None
     for tried in range(TRIES):

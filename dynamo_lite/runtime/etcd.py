@@ -163,7 +163,8 @@ class EtcdStore:
             except (aetcd.ClientError, rpc.AioRpcError) as exc:
                 if lease is None or not _is_not_found(exc) or await lease.verify() is not None:
                     raise
-            # A store that was wiped has been given the lease again.
+            # A store that was wiped has been given the lease again, unless it is out of the
+            # reach of the thread that keeps the lease.
             return await client.call(lambda: send(client))
 
     async def _probe(self) -> None:
@@ -190,8 +191,11 @@ class EtcdStore:
         try:
             yield
         except (aetcd.ClientError, rpc.AioRpcError) as exc:
+            if lease is not None and lease.loss is not None:
+                raise LeaseLost(lease.id, lease.loss.value) from exc
             if lease is not None and _is_not_found(exc):
-                raise LeaseLost(lease.id, "etcd does not know it") from exc
+                what = f"lease {lease.id:x} is not known there yet"
+                raise StoreUnavailable(f"etcd at {self._url}: {what}") from exc
             raise StoreUnavailable(f"etcd at {self._url}: {_meaning(details(exc))}") from exc
         except TimeoutError as exc:
             raise StoreUnavailable(f"etcd at {self._url}: no answer in time") from exc

@@ -37,6 +37,7 @@ from dynamo_lite.protocol.prefill import (
     RemotePrefillRequest,
     StayAccepted,
     StayRefused,
+    WriterDone,
     decode_claim,
     decode_leave,
     decode_listen,
@@ -221,12 +222,7 @@ class DecodeLinkSession:
             now = self._now()
             await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))
         else:
-            outcome = Outcome.WRITER_FAILED
-            if self._links.trouble(writer):
-                # Who has a failed link is not among those that may be asked for the rest.
-                outcome = Outcome.WRITER_UNUSABLE
-            elif done.outcome == "abandoned":
-                outcome = Outcome.WRITER_ABANDONED
+            outcome = self._outcome_of(done)
             await self._settle(
                 lambda ledger: ledger.writer_done(
                     done.attempt,
@@ -237,6 +233,13 @@ class DecodeLinkSession:
                     detail=done.detail[:_MAX_DETAIL],
                 )
             )
+
+    def _outcome_of(self, done: WriterDone) -> Outcome:
+        """Of a remote prefill that its writer did not write."""
+        # Who has a failed link is not among those that may be asked for the rest.
+        if self._links.trouble(done.writer_lease_id):
+            return Outcome.WRITER_UNUSABLE
+        return Outcome.WRITER_ABANDONED if done.outcome == "abandoned" else Outcome.WRITER_FAILED
 
     async def _on_describe(self, _payload: bytes) -> bytes | None:
         status = self._status()
