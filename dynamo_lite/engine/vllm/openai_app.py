@@ -30,6 +30,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_lite.engine.vllm.bodies import Bodies, BodyLimits, body_limit
 from dynamo_lite.engine.vllm.edge import Edge
+from dynamo_lite.engine.vllm.fail_fast import fail_fast_routes
 from dynamo_lite.engine.vllm.http_options import HttpOptions, http_options
 from dynamo_lite.engine.vllm.keys import KeyGuard
 from dynamo_lite.engine.vllm.remote_client import RemoteEngineClient
@@ -147,6 +148,7 @@ async def open_app(
     try:
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
+        fail_fast_routes(app)
         await init_app_state(client, app.state, args, tasks)
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         if max_body_bytes is None:
