@@ -1,57 +1,48 @@
 """The part about descriptors: how many a job needs when the block pools are no longer fresh.
 
-Pure arithmetic. `used_pool` stands for an engine's block pool; what it hands out is a list
-of block ids for each job.
+The pools are vLLM's own, with the queue of free blocks that engines get from us. They serve
+the mixed load of `benchmarks/used_pools.py` first.
 """
 
-from collections import deque
+import statistics
 from collections.abc import Sequence
 
+from benchmarks.used_pools import JOB_BLOCKS, Job, Load
+from dynamo_lite.engine.vllm.free_blocks import hand_out_runs
 from dynamo_lite.protocol.records import KvRegion
 from dynamo_lite.transfer.block_map import BlockMap
 from gpu_check.bench import Bench
-from gpu_check.report import Figures
+from gpu_check.report import CheckFailed, Figures
 
 _LAYERS, _BLOCK_BYTES = 36, 128 << 10
-_JOB_BLOCKS, _JOBS = 128, 14
-#: Jobs that fit into the pool of a decode and of a prefill engine.
-_DECODE_JOBS, _PREFILL_JOBS = 6, 4
+_JOBS, _PROBES = 300, 20
+#: Mean of used pools by that of fresh ones.
+_MOST = 2.0
 
 
 def descriptors(_bench: Bench) -> Figures:
-    counts = counts_per_job(
-        used_pool(_PREFILL_JOBS * _JOB_BLOCKS, _JOB_BLOCKS, _JOBS),
-        used_pool(_DECODE_JOBS * _JOB_BLOCKS, _JOB_BLOCKS, _JOBS),
-    )
+    (fresh,) = counts_per_job(Load(jobs=1, seam=hand_out_runs, probes=1).run().found)
+    used = counts_per_job(Load(jobs=_JOBS, seam=hand_out_runs, probes=_PROBES).run().found)
+    mean = statistics.mean(used)
+    if mean > _MOST * fresh:
+        raise CheckFailed(
+            f"a job of {JOB_BLOCKS} blocks has {mean:.0f} descriptors on used pools and {fresh} on"
+            f" fresh ones, more than {_MOST:g} times as many"
+        )
     return {
-        "blocks per job": _JOB_BLOCKS,
+        "blocks per job": JOB_BLOCKS,
         "layers": _LAYERS,
-        "fresh pools": counts[0],
-        "used pools, most": max(counts),
-        "used pools, last job": counts[-1],
+        "fresh pools": fresh,
+        "used pools, mean": round(mean, 1),
+        "used pools, most": max(used),
     }
 
 
-def used_pool(blocks: int, job_blocks: int, jobs: int) -> list[list[int]]:
-    """The ids of each job's blocks, as vLLM's pool hands them out to one job after the other.
-
-    A job takes the blocks that were free for longest. Its own come back last block first.
-    """
-    free = deque(range(1, blocks + 1))
-    taken: list[list[int]] = []
-    for _ in range(jobs):
-        taken.append([free.popleft() for _ in range(job_blocks)])
-        free.extend(reversed(taken[-1]))
-    return taken
-
-
-def counts_per_job(here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]) -> list[int]:
+def counts_per_job(jobs: Sequence[Job]) -> list[int]:
     """Descriptors of each job, from its blocks here to its blocks there."""
     pools = _regions(1 << 40), _regions(1 << 44)
     blocks = BlockMap(list(zip(*pools, strict=True)), (0, 0))
-    return [
-        len(blocks.descriptors(local, remote)[0]) for local, remote in zip(here, there, strict=True)
-    ]
+    return [len(blocks.descriptors(job.local_ids, job.remote_ids)[0]) for job in jobs]
 
 
 def _regions(base: int) -> list[KvRegion]:

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
+from benchmarks.used_pools import Job
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.transfer.base import Transfer
+from gpu_check import descriptors as descriptors_part
 from gpu_check import graph, kernels, transfers
 from gpu_check.__main__ import arguments, check
 from gpu_check.bench import Bench, find_bench
-from gpu_check.descriptors import counts_per_job, descriptors, used_pool
+from gpu_check.descriptors import counts_per_job, descriptors
 from gpu_check.graph import first_difference
 from gpu_check.parts import PARTS, Part
 from gpu_check.report import CheckFailed, Outcome, Result, Skip, as_json, exit_code, line, summary
@@ -104,28 +104,17 @@ def test_another_checksum_is_seen(monkeypatch):
         kernels.checksums(CPU)
 
 
-def test_pools_are_used_up_as_vllm_does_it():
-    """With prefix caching, as engines run: each block that a job has filled stays cached."""
-    pool = BlockPool(1 + 24, True, 16)
-    found: list[list[int]] = []
-    for job in range(7):
-        taken = pool.get_new_blocks(8)
-        found.append([block.block_id for block in taken])
-        for number, block in enumerate(taken):
-            name = BlockHash(b"%032d" % (8 * job + number))
-            key = make_block_hash_with_group_id(name, 0)
-            block.set_block_hash(key)
-            pool.cached_block_hash_to_block.insert(key, block)
-        pool.free_blocks(reversed(taken))
-    assert used_pool(24, 8, 7) == found
-
-
 def test_descriptors_are_counted_per_job():
-    assert counts_per_job([[1, 2, 3], [5, 4, 9]], [[7, 8, 9], [1, 2, 3]]) == [36, 3 * 36]
+    jobs = [Job([1, 2, 3], [7, 8, 9]), Job([5, 4, 9], [1, 2, 3])]
+    assert counts_per_job(jobs) == [36, 3 * 36]
     figures = descriptors(CPU)
     assert figures["fresh pools"] == 36
-    most = figures["used pools, most"]
-    assert isinstance(most, int) and most >= 36
+
+
+def test_pools_that_hand_out_no_runs_are_seen(monkeypatch):
+    monkeypatch.setattr(descriptors_part, "hand_out_runs", lambda pool: None)
+    with pytest.raises(CheckFailed, match="descriptors on used pools and 36 on fresh"):
+        descriptors(CPU)
 
 
 @pytest.mark.parametrize(

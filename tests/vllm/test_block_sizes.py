@@ -10,7 +10,7 @@ from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.direct import Direct
 from tests.vllm.graph import Graph, PlainServer, together
 from tests.vllm.test_decisions import LIMIT
-from tests.vllm.test_parallel import Joined, corrupt
+from tests.vllm.test_parallel import Joined, failures, reasons
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -29,11 +29,12 @@ async def test_answers_are_the_same_across_block_sizes(
     blocks hold 32. When it has left, the graph's own does for a decode worker with 64."""
     prefill = Joined(tmp_path / "prefill", disagg, "PrefillWorker", OTHER)
     decode = Joined(tmp_path / "decode", disagg, "VllmWorker", OTHER)
+    before = failures(disagg)
     with together([prefill, decode]):
         await _ask_until(prefill, disagg, reference, of=disagg)
         prefill.stop()
         await _ask_until(decode, disagg, reference, of=decode)
-        assert corrupt(disagg, decode) == 0
+        assert failures(disagg, decode) == before, reasons(disagg, decode)
         assert not prefill.errors() + decode.errors()
     await disagg.settled()
 
