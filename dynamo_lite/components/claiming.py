@@ -1,5 +1,7 @@
 """Asking for a claim, again where there is no answer: an engine in a long step answers late."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from dynamo_lite.protocol.codec import encode_sealed
@@ -12,9 +14,15 @@ TRIES = 3
 
 
 async def ask(
-    messaging: Messaging, subject: str, claim: Claim, *, timeout_s: float
+    messaging: Messaging,
+    subject: str,
+    claim: Claim,
+    *,
+    timeout_s: float,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Granted | ClaimRefused:
-    """The answer of the decode engine. timeout_s: of each try.
+    """The answer of the decode engine. timeout_s: of each try. wanted: whether the claim still
+    is; if not, there is no further try.
 
     All tries are the same claim: the engine grants it again to whoever holds it. Raises
     NoResponders: it was not granted. Raises DeadlineExceeded, BrokerUnavailable or
@@ -24,6 +32,8 @@ async def ask(
     """
     unanswered: DeadlineExceeded | None = None
     for tried in range(TRIES):
+        if unanswered is not None and not wanted():
+            break
         now = msgspec.structs.replace(claim, held_s=claim.held_s + tried * timeout_s)
         try:
             reply = await messaging.request(subject, encode_sealed(now), timeout_s=timeout_s)

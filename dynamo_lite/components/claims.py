@@ -1,6 +1,7 @@
 """What a prefill worker says to decode engines about its jobs: claims, and how they ended."""
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
@@ -64,11 +65,13 @@ class Claims:
         self.held: dict[str, int] = {}
         self._number = 0
 
-    async def ask(self, request: RemotePrefillRequest, held_s: float) -> ClaimRefused | None:
+    async def ask(
+        self, request: RemotePrefillRequest, held_s: float, wanted: Callable[[], bool]
+    ) -> ClaimRefused | None:
         """None when granted. The caller takes the attempt out of `held` when its job is over.
 
-        held_s: since the job was pulled. Raises NoResponders: not granted; DeadlineExceeded,
-        BrokerUnavailable or ProtocolError: it may have been granted.
+        held_s: since the job was pulled. wanted: see `claiming.ask`. Raises NoResponders: not
+        granted; DeadlineExceeded, BrokerUnavailable or ProtocolError: it may have been granted.
         """
         self._number += 1
         self.held[request.attempt] = number = self._number
@@ -81,7 +84,9 @@ class Claims:
         subject = names.claim_subject(self._namespace, request.engine_id)
         asked, asked_wall = self._now(), self._wall()
         try:
-            answer = await claiming.ask(self._messaging, subject, claim, timeout_s=_CLAIM_S)
+            answer = await claiming.ask(
+                self._messaging, subject, claim, timeout_s=_CLAIM_S, wanted=wanted
+            )
         except ProtocolError:
             self._on_drop("claim_reply")
             raise

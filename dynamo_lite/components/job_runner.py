@@ -118,7 +118,9 @@ class JobRunner:
                 logger.info("request %s: attempt %s: left to others: %s", *_ids(request), why_not)
                 return JobEnd("left", f"it cannot be written into: {why_not}")
             asked = self._now()
-            refusal = await self._claims.ask(request, asked - pulled)
+            refusal = await self._claims.ask(
+                request, asked - pulled, lambda: request.attempt not in self._abandoned
+            )
         except (DeadlineExceeded, BrokerUnavailable) as exc:
             # It may have been granted to this worker, and then no other one gets it: take it back.
             return await self._hand_back(request, "abandoned", str(exc), "abandoned")

@@ -8,7 +8,7 @@ that failed is tried again after a while; one to an engine that does not fit is 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from prometheus_client import Counter
@@ -44,6 +44,8 @@ class Preflighter(Protocol):
     """The part of a prefill engine that links need."""
 
     async def preflight(self, target: EngineMetadata) -> LinkReport: ...
+
+    def forget(self, engine_ids: Sequence[str]) -> None: ...
 
 
 class _Link:
@@ -157,7 +159,8 @@ class Links:
 
     def _vanished(self, engine_id: str) -> None:
         if (link := self._links.get(engine_id)) is not None:
-            self._directory.forget_leases(frozenset({link.target.lease_id}))
+            leases = frozenset({link.target.lease_id})
+            self._engine.forget(self._directory.forget_leases(leases))
             self._forget(engine_id)
 
     def _forget(self, engine_id: str) -> None:

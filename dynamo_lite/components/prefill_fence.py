@@ -42,6 +42,11 @@ class FenceKeeper:
     async def keep(self) -> None:
         lease = self._host.lease
         while lease.loss is None and not self.leaving.is_set():
+            if 0.0 < self._open_until <= self._now():
+                # This event loop has stalled for the lease's time-to-live. The lease lives on in
+                # its thread, but decode engines may have taken this worker for dead since.
+                for request, _ in self._claimed():
+                    await self._abandon(request, "this worker stood still for too long")
             self._open(lease.remaining_s())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.leaving.wait(), lease.ttl_s / 10)
@@ -89,8 +94,11 @@ class FenceKeeper:
             if not isinstance(answer, StayRefused):
                 return True
             why = answer.reason
+        await self._abandon(request, f"its engine did not accept the promise: {why}")
+        return False
+
+    async def _abandon(self, request: RemotePrefillRequest, why: str) -> None:
         what = f"request {request.request_id}: attempt {request.attempt}"
-        logger.warning("%s: abandoned, its engine did not accept the promise: %s", what, why)
+        logger.warning("%s: abandoned, %s", what, why)
         if self.jobs is not None:
             await self.jobs.abandon(request.attempt)
-        return False

@@ -149,8 +149,7 @@ class PrefillJobs:
             return
         if request.attempt in self.working:
             # Delivered again while it is being worked on: extending it failed for long.
-            again = job.deliveries_left >= 0
-            await _answer(job.nak(delay_s=self._ack_wait_s) if again else job.term())
+            await _answer(job.nak(delay_s=self._ack_wait_s))
             return
         trace = None if self._tracer is None else trace_job(self._tracer, request, self._now())
         if trace is not None:

@@ -221,13 +221,25 @@ class Host:
         self.stop(f"{task.get_name()} failed: {exc}", EXIT_OWNED_TASK_FAILED)
 
     async def _watch_own(self, key: str) -> None:
-        """Watches an own key: its deletion is the first sign of a revoked lease."""
+        """Watches an own key: its deletion is the first sign of a revoked lease.
+
+        When that key is released, another one is watched, as long as there are any.
+        """
+        watched: str | None = key
+        while watched is not None:
+            if not await self._watch_one(watched):
+                return
+            watched = next(iter(self._held), None)
+
+    async def _watch_one(self, key: str) -> bool:
+        """Returns True when the key was released, False when the lease is gone."""
         async with self.store.watch(key) as events:
             async for event in events:
                 if key not in self._held:
-                    return
+                    return True
                 if _shows_absent(event, key) and not await self._restore():
-                    return
+                    return False
+        return False
 
     async def _restore(self) -> bool:
         """Puts vanished keys back while the lease is held. Whether to go on guarding."""

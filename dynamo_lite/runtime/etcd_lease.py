@@ -2,8 +2,8 @@
 
 etcd says that a lease is gone by a time-to-live of 0, not by an error. Besides,
 a lease that could not be refreshed for its whole time-to-live counts as lost by
-this process's own monotonic clock, whatever the server says later: others may
-have seen it expire.
+this host's CLOCK_BOOTTIME, whatever the server says later: others may have seen it
+expire. That clock counts the time in which the host was suspended.
 
 A store that lost its data, or went back to a backup, does not know the lease
 either. Nobody asked this process to leave then, so it takes the same id again.

@@ -78,7 +78,8 @@ class ThreadedLease:
 
     def holds(self, key: bytes, revision: int) -> None:
         """See `EtcdLease.holds`."""
-        self._portal.start_task_soon(self._inner.holds, key, revision)
+        if self._loss is None:
+            self._portal.start_task_soon(self._inner.holds, key, revision)
 
     def end(self, loss: LeaseLoss) -> None:
         """Marks the lease as gone, here and in its thread; the first reason stays."""
@@ -104,6 +105,7 @@ async def lease_in_thread(
         try:
             lease = ThreadedLease(await _call(portal, keeper.open), portal)
             kept = portal.start_task_soon(keeper.keep, owner, lease.end, max(hung_s, ttl_s))
+            kept.add_done_callback(_log_failure)
             try:
                 yield lease
             finally:
@@ -173,6 +175,12 @@ class _Keeper:
                 self._lease.end(LeaseLoss.EXPIRED)
                 return
             await asyncio.sleep(self._lease.ttl_s / 10)
+
+
+def _log_failure(kept: Future[None]) -> None:
+    """Without its keeper the lease expires."""
+    if not kept.cancelled() and (failure := kept.exception()) is not None:
+        logger.error("the lease is not kept alive any more", exc_info=failure)
 
 
 async def _call(portal: BlockingPortal, function: Callable[..., Awaitable[T]], *args: Any) -> T:

@@ -57,6 +57,13 @@ async def test_it_ends():
     assert len(heard) == claiming.TRIES
 
 
+async def test_a_claim_that_is_not_wanted_any_more_is_not_made_again():
+    async with engine(None, GRANTED) as (messaging, heard):
+        with pytest.raises(DeadlineExceeded):
+            await claiming.ask(messaging, "claim", CLAIM, timeout_s=TRY_S, wanted=lambda: not heard)
+    assert len(heard) == 1
+
+
 async def test_a_refusal_behind_a_silence_may_follow_a_grant():
     async with engine(None, WITHDRAWN) as (messaging, _):
         with pytest.raises(DeadlineExceeded):

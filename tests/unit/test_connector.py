@@ -43,9 +43,19 @@ def test_the_ranks_failures_are_joined():
 
 
 @pytest.mark.parametrize(
-    ("cuda", "mla", "wish"), [(False, False, "LBHNC"), (True, False, "BLHNC"), (True, True, None)]
+    ("cuda", "mla", "block_size", "wish"),
+    [
+        (False, False, 32, "LBHNC"),
+        (True, False, 64, "BLHNC"),
+        # vLLM must be able to split these for FlashInfer.
+        (True, False, 128, "LBHNC"),
+        (True, True, 64, None),
+    ],
 )
-def test_the_layout_that_transfers_like_best(monkeypatch, cuda, mla, wish):
+def test_the_layout_that_transfers_like_best(monkeypatch, cuda, mla, block_size, wish):
     monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
-    config = SimpleNamespace(model_config=SimpleNamespace(use_mla=mla))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=mla),
+        cache_config=SimpleNamespace(block_size=block_size),
+    )
     assert DynamoLiteConnector.get_required_kvcache_layout(cast("Any", config)) == wish

@@ -41,6 +41,15 @@ def test_any_spans_are_read_in_their_order(spans, limit):
     assert b"".join(gathered(gather_bytes=limit)(spans)) == one_by_one(spans)
 
 
+def test_a_device_without_spare_memory_is_read_span_by_span(monkeypatch):
+    def full(self, base, length, addresses):
+        raise torch.OutOfMemoryError("no memory to gather into")
+
+    monkeypatch.setattr(GatheredReads, "_rows", full)
+    spans = [(tensor.data_ptr() + 7, 40) for tensor in STORAGES]
+    assert b"".join(gathered()(spans)) == one_by_one(spans)
+
+
 def test_spans_of_nothing_are_nothing():
     assert b"".join(gathered()([])) == b""
 

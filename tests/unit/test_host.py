@@ -22,7 +22,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.host import Host, ProcessSpec, Surroundings, run_process
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.runtime.store import Lease, LeaseLoss, Snapshot
+from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -242,6 +242,26 @@ async def test_all_keys_come_back_to_a_store_that_was_wiped() -> None:
     run.worker.host.stop("enough")
     assert await exit_code == 0
     assert await run.store.get_prefix("n/") == {}
+
+
+@pytest.mark.parametrize("released", [0, 1])
+async def test_keys_come_back_whichever_was_released_before(released: int) -> None:
+    run = Run(lease_ttl_s=60.0)
+    run.worker.on_start = hold_another
+    exit_code = run.start()
+    await run.until("ready")
+    host = run.worker.host
+    assert host is not None
+    gone = list(host._held)[released]
+    await host.release(gone)
+    (left,) = await run.store.get_prefix("n/")
+    async with run.store.watch(left) as events, asyncio.timeout(5):
+        await anext(events)
+        await run.store.delete(left)
+        assert await anext(events) == Delete(left)
+        assert isinstance(await anext(events), Put)
+    host.stop("enough")
+    assert await exit_code == 0
 
 
 async def test_a_start_survives_a_store_that_is_away_for_a_moment() -> None:

@@ -1,7 +1,7 @@
 """A prefill worker's links: tried before use, kept in the store, given up and found again."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -66,6 +66,10 @@ class Engine:
         self.tried: list[str] = []
         self.may_end = asyncio.Event()
         self.may_end.set()
+        self.forgotten: list[str] = []
+
+    def forget(self, engine_ids: Sequence[str]) -> None:
+        self.forgotten += engine_ids
 
     async def preflight(self, target: EngineMetadata) -> LinkReport:
         self.tried.append(target.engine_id)
@@ -180,6 +184,15 @@ async def test_a_decode_engine_listens_while_it_is_tried_and_no_longer(rig: Rig)
     target = await rig.add("d1")
     assert await rig.links.usable(target) is None
     assert rig.heard["d1"] == [3.0, 0.0]
+
+
+async def test_the_prefill_engine_forgets_an_engine_whose_record_is_gone(rig: Rig):
+    """Its worker's own record may be seen to go only later."""
+    await rig.add("d1")
+    rig.host.spawn(rig.links.run(), "links")
+    await rig.recorded("d1", ok=True)
+    await rig.store.delete(names.nixl_metadata_key("t", "d1"))
+    await eventually(lambda: rig.engine.forgotten == ["d1"])
 
 
 async def test_a_job_waits_for_the_first_try(rig: Rig):

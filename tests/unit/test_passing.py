@@ -136,6 +136,17 @@ def engine(
     return Engine(config, request.param)
 
 
+def test_one_that_is_admitted_although_it_was_skipped_harms_nobody():
+    """vLLM goes on with a prompt that must not read the prefix cache, whatever it is told."""
+    passing = Passing()
+    passing.told("a", 5)
+    passing.end_step(0)
+    assert passing.skips("a", 1)
+    passing.allocated("a")
+    passing.end_step(0)
+    assert not passing.skips("a", 1)
+
+
 def test_short_prompts_pass_one_that_finds_no_blocks(engine: Engine):
     engine.add("first", 30)
     assert engine.step() == ["first"]

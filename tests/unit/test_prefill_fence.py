@@ -150,6 +150,18 @@ async def test_a_lease_that_is_not_refreshed_is_not_stretched(worker):
     assert 0 < worker.fence.deadlines[-1] - asked_at < TTL_S
 
 
+async def test_a_worker_that_stood_still_until_its_fence_closed_abandons_what_it_has_claimed(
+    worker,
+):
+    """Its lease lives on in a thread of its own; decode engines may have given up on it."""
+    worker.work("a1")
+    await eventually(worker.reader.open)
+    worker.keeper._now = lambda: boottime() + 2 * TTL_S
+    await eventually(lambda: worker.abandoned == ["a1"])
+    await eventually(worker.reader.open)
+    assert worker.abandoned == ["a1"]
+
+
 async def test_an_expired_lease_lowers_the_fence_for_good(worker):
     await eventually(worker.reader.open)
     assert not worker.keeper.closed.is_set()

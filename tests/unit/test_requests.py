@@ -77,6 +77,15 @@ def test_prompt_logprobs_that_no_connection_takes_are_refused_before_the_work():
             generate_request(request, 2.5)
 
 
+def test_prompt_logprobs_of_the_whole_vocabulary_are_limited_by_its_size(monkeypatch):
+    whole = message(prompt_logprobs=-1)
+    model = SimpleNamespace(**vars(MODEL) | {"max_logprobs": -1})
+    assert generation(whole, cast("ModelConfig", model)).params.prompt_logprobs == -1
+    model.get_vocab_size = lambda: 40_000_000
+    with pytest.raises(Refused, match=r"prompt_logprobs of 40000000 .*ask for fewer"):
+        generation(whole, cast("ModelConfig", model))
+
+
 def test_text_that_cannot_be_encoded_is_refused():
     for params in (SamplingParams(stop=["\ud800"]), SamplingParams(extra_args={"x": "\udfff"})):
         with pytest.raises(VLLMValidationError, match="surrogates not allowed"):

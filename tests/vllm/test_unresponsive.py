@@ -171,7 +171,12 @@ async def test_nobody_waits_for_a_prefill_worker_that_stands_still(
             assert since() == {"local/no_prefill_worker": 2}
             assert graph.count("VllmWorker", REMOTE, outcome="writer_silent") > silent
             assert graph.count("VllmWorker", REMOTE, outcome="no_writer") >= nobody
-            assert graph.count("VllmWorker", "dynamo_lite_prefill_workers_unresponsive") == 2
+            # Workers ask their engines for it now and then; it stays so while it stands still.
+            await until(
+                lambda: graph.count("VllmWorker", "dynamo_lite_prefill_workers_unresponsive") == 2,
+                10,
+                "both decode workers show that it does not respond",
+            )
     await graph.settled(free)
     await until(
         lambda: graph.count("VllmWorker", "dynamo_lite_prefill_workers_unresponsive") == 0,

@@ -120,7 +120,10 @@ class DecodeScheduler:
         if request.request_id in self._decided:
             return 0, False
         assert self._pool is not None
-        if self._passing.skips(request.request_id, self._pool.get_num_free_blocks()):
+        # vLLM does not heed None for a request that must not read the prefix cache.
+        if transferable and self._passing.skips(
+            request.request_id, self._pool.get_num_free_blocks()
+        ):
             return None, False
         if self._flights.waits(request.request_id, cached):
             return None, False
@@ -129,8 +132,9 @@ class DecodeScheduler:
         if self._flights.joins(request, cached, decided.verdict, decided.tuned.single_flight):
             return None, False
         self._verdicts[request.request_id] = decided
-        blocks = -(-request.num_prompt_tokens // self._block_size)
-        self._passing.told(request.request_id, blocks + self._kept_free)
+        if transferable:
+            blocks = -(-request.num_prompt_tokens // self._block_size)
+            self._passing.told(request.request_id, blocks + self._kept_free)
         if isinstance(decided.verdict, Local):
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True

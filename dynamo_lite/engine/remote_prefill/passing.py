@@ -59,7 +59,8 @@ class Passing:
         self._asked = None
         self._short.pop(request_id, None)
         for passed in self._skipped:
-            self._short[passed].passed += 1
+            if passed in self._short:
+                self._short[passed].passed += 1
 
     def end_step(self, free: int) -> None:
         """The engine asks nobody any more. free: blocks, now."""

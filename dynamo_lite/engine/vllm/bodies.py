@@ -27,12 +27,14 @@ _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-#: Escapes one by one: a pair of surrogates, or (group 1) one that has no partner, or any other.
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+#: As far as there is no half of a surrogate pair. It is one match, because a loop over millions
+#: of escapes would hold the event loop.
+_PAIRED = re.compile(
+    rb"(?:[^\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|\\(?!u[dD][89a-fA-F][0-9a-fA-F]{2}).)*+",
     re.DOTALL,
 )
+_LONE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 
 def body_limit(max_model_len: int) -> int:
@@ -224,7 +226,8 @@ def _check_text(scope: Scope, body: bytes) -> None:
         except UnicodeDecodeError as exc:
             problem = f"byte {exc.start} is not UTF-8"
     if not problem and _SURROGATE.search(body):
-        lone = next((match for match in _ESCAPE.finditer(body) if match.group(1)), None)
+        paired = _PAIRED.match(body)
+        lone = _LONE.match(body, paired.end() if paired else 0)
         if lone is not None:
             escape = lone.group().decode()
             problem = f"{escape} at byte {lone.start()} is half of a surrogate pair, no character"

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _BRIDGE_START_S = 15.0
+#: Tokens per block that every attention kernel on CUDA takes without splitting the block.
+_SMALLEST_KERNEL_BLOCK = 64
 
 
 def _die_with_parent() -> None:
@@ -286,11 +288,15 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         """Heads outermost in a block, so that it can be cut; and all layers of a block together
         where CUDA's backends know that, so that it is one descriptor. A wish: vLLM drops it
-        where the attention backend has no such layout."""
+        where the attention backend has no such layout. Where all layers of a block are together
+        vLLM cannot split blocks for kernels that take smaller ones."""
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
-        wish = KVCacheLayout.BLHNC if current_platform.is_cuda() else KVCacheLayout.LBHNC
-        return wish.name
+        together = (
+            current_platform.is_cuda()
+            and vllm_config.cache_config.block_size <= _SMALLEST_KERNEL_BLOCK
+        )
+        return (KVCacheLayout.BLHNC if together else KVCacheLayout.LBHNC).name
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         half = self._scheduler if self._rank is None else self._rank

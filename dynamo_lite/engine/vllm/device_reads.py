@@ -56,9 +56,14 @@ class GatheredReads:
         for address, length in spans:
             base = max(start for start in self._storages if start <= address)
             groups.setdefault((base, length), []).append(address)
-        with torch.cuda.stream(self._stream):
-            rows = [self._rows(*key, addresses).view(-1) for key, addresses in groups.items()]
-            found = (rows[0] if len(rows) == 1 else torch.cat(rows)).cpu().numpy()
+        try:
+            with torch.cuda.stream(self._stream):
+                rows = [self._rows(*key, addresses).view(-1) for key, addresses in groups.items()]
+                found = (rows[0] if len(rows) == 1 else torch.cat(rows)).cpu().numpy()
+        except torch.OutOfMemoryError:
+            # One copy for each span takes no memory of the device.
+            yield from map(self._one, spans)
+            return
         # `cpu` has waited for this stream alone.
         if len(rows) == 1:
             yield found.tobytes()
@@ -69,6 +74,15 @@ class GatheredReads:
             key = max(start for start in self._storages if start <= address), length
             yield found[where[key] : where[key] + length].tobytes()
             where[key] += length
+
+    def _one(self, span: Span) -> bytes:
+        address, length = span
+        base = max(start for start in self._storages if start <= address)
+        storage = self._storages[base]
+        with torch.cuda.stream(self._stream):
+            row = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            row.set_(storage, address - base, (length,), (1,))  # type: ignore[call-overload]
+            return row.cpu().numpy().tobytes()
 
     def _rows(self, base: int, length: int, addresses: Sequence[int]) -> torch.Tensor:
         """uint8 [addresses, length], of one storage: one gather.

@@ -74,8 +74,10 @@ def fingerprint(
 
 
 def _config_print(model: ModelConfig) -> str:
-    """A hash of the model's configuration with all that was laid over it (`hf-overrides`)."""
-    text = json.dumps(_of_the_model(model.hf_config.to_dict()), sort_keys=True, default=str)
+    """A hash of the model's configuration with all that was laid over it: `hf-overrides`, and
+    `override-generation-config`, by which Llama 4 chooses its attention temperature."""
+    parts = [model.hf_config.to_dict(), model.override_generation_config]
+    text = json.dumps(_of_the_model(parts), sort_keys=True, default=str)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -121,7 +121,9 @@ def _make_client(args: Namespace, core: RemoteCore) -> RemoteEngineClient:
 
 def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int) -> ASGIApp:
     """The key comes first: without it no body is received."""
-    guarded: ASGIApp = Bodies(app, BodyLimits(max_bytes=max_body_bytes))
+    held_bytes = max(BodyLimits().held_bytes, max_body_bytes)
+    limits = BodyLimits(max_bytes=max_body_bytes, held_bytes=held_bytes)
+    guarded: ASGIApp = Bodies(app, limits)
     return KeyGuard(guarded, keys, root_path) if keys else guarded
 
 

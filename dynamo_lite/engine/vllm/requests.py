@@ -94,15 +94,23 @@ def _sampling(request: EngineCoreRequest) -> SamplingParams:
             f"The request id may have at most {MAX_REQUEST_ID} characters",
             parameter="request_id",
         )
-    asked = params.prompt_logprobs or 0
-    size = LogprobRows.size_of(len(request.prompt_token_ids or ()), asked + 1)
-    if asked > 0 and size > MAX_DELTA_BYTES:
-        raise VLLMValidationError(
-            f"prompt_logprobs of {asked} for this prompt are {size} bytes; at most"
-            f" {MAX_DELTA_BYTES} are served: ask for fewer, or for a shorter prompt",
-            parameter="prompt_logprobs",
-        )
+    # -1 stands for the vocabulary, which the worker knows; see `generation`.
+    if (asked := params.prompt_logprobs or 0) > 0:
+        tokens = len(request.prompt_token_ids or ())
+        if too_many := _too_many_logprobs(tokens, asked):
+            raise VLLMValidationError(too_many, parameter="prompt_logprobs")
     return params
+
+
+def _too_many_logprobs(tokens: int, asked: int) -> str | None:
+    """Why log-probabilities of `asked` candidates for each prompt token cannot be sent."""
+    size = LogprobRows.size_of(tokens, asked + 1)
+    if size <= MAX_DELTA_BYTES:
+        return None
+    return (
+        f"prompt_logprobs of {asked} for this prompt are {size} bytes; at most"
+        f" {MAX_DELTA_BYTES} are served: ask for fewer, or for a shorter prompt"
+    )
 
 
 def generation(
@@ -120,6 +128,10 @@ def generation(
         sampling.verify(model, None, None, None)
     except (ProtocolError, VLLMError, ValueError) as exc:
         raise Refused(str(exc), elsewhere=False) from exc
+    if sampling.prompt_logprobs == -1:
+        tokens = len(request.prompt_token_ids)
+        if too_many := _too_many_logprobs(tokens, model.get_vocab_size()):
+            raise Refused(too_many, elsewhere=False)
     if sampling.n != 1:
         raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
     _check_prompt(request.prompt_token_ids, model)
