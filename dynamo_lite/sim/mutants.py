@@ -75,9 +75,9 @@ class NoQuarantine(Shipped):
 
 
 class _NoQuarantine(Ledger):
-    def _withdraw(self, entry: Any, outcome: Outcome) -> list[Instruction]:
+    def _withdraw(self, entry: Any, outcome: Outcome, detail: str = "") -> list[Instruction]:
         entry.writer_done = True
-        return super()._withdraw(entry, outcome)
+        return super()._withdraw(entry, outcome, detail)
 
 
 class _NoPrefixHold(DecodeScheduler):
