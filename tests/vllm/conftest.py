@@ -32,7 +32,11 @@ _DISAGG_OPTIONS = (
         f"--{service}.ServiceArgs.env.OTEL_BSP_SCHEDULE_DELAY=100"
         for service in ("Frontend", "VllmWorker", "PrefillWorker")
     ),
-    *(f"--VllmWorker.ServiceArgs.env.{key}={value}" for key, value in UNCOMPILED.items()),
+    *(
+        f"--{service}.ServiceArgs.env.{key}={value}"
+        for service in ("VllmWorker", "PrefillWorker")
+        for key, value in UNCOMPILED.items()
+    ),
     "--Graph.trace-ratio=0",
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.asking import prompt_ids, tokens_of
-from tests.vllm.graph import MODEL, Graph, PlainServer, together
+from tests.vllm.graph import MODEL, UNCOMPILED, Graph, PlainServer, together
 from tests.vllm.test_decisions import LIMIT, REMOTE
 from tests.vllm.test_membership import JOBS
 
@@ -24,7 +24,12 @@ MAX_ROUNDS = 12
 SHARE = 4
 SEEDS = count(700)
 
-TENSOR: dict[str, Any] = {"tensor-parallel-size": 2}
+#: Two ranks that compile what vLLM compiles even with enforce-eager, beside all others on a
+#: small machine, can stop everything for longer than a lease lives.
+TENSOR: dict[str, Any] = {
+    "tensor-parallel-size": 2,
+    **{f"ServiceArgs.env.{key}": value for key, value in UNCOMPILED.items()},
+}
 EARLY: dict[str, Any] = {"stream-layers": True}
 #: vLLM's CPU build runs stages behind the first only after its warm-up for compiled models.
 PIPELINE: dict[str, Any] = {
