@@ -184,11 +184,12 @@ async def test_a_drain_beyond_its_grace_moves_the_rest(
     pair: Graph, reference: PlainServer, tmp_path: Path
 ):
     requests = [
-        _text(30 + i, 720 + i, temperature=0, max_tokens=1000, ignore_eos=True) for i in range(6)
+        _text(30 + i, 720 + i, temperature=0, max_tokens=2000, ignore_eos=True) for i in range(6)
     ]
     right = await _answers(reference.url, _streams(requests))
     servers = ["--nats-url", pair.nats_url, "--etcd-url", pair.etcd_url]
-    options = [*servers, "--Graph.grace-s=2"]
+    # Less than their answers take on any machine.
+    options = [*servers, "--Graph.grace-s=0.5"]
     with Graph(tmp_path, options=options, service="VllmWorker") as joined:
         before, leaving = _moved(pair), joined.process("VllmWorker")
         async with _under_way(pair, requests, leaving) as answers:
