@@ -773,7 +773,9 @@ async def test_without_a_writer_that_responds_prompts_stay_here(
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/no_writer") == 1
     assert (await decode.queue.depth()).total == 0
-    pushed = await decode.ask("r2")  # decided before the view is new
+    assert decode.net.view.prefill_workers == 0, "the next decision knows at once"
+    decode.sees()  # a decision that was made just before the worker fell silent
+    pushed = await decode.ask("r2")
     assert decode.half.build_step().give_up == [(pushed, "r2")]
     async with watching_queue(decode):
         while decode.net.view.prefill_workers:

@@ -90,7 +90,8 @@ async def test_what_is_queued_is_given_up_with_the_last_usable_worker():
         await scene.given_up_within(0.1, queued)
         assert scene.counted("no_writer") == 1 and (await scene.decode.queue.depth()).total == 0
         assert held not in scene.given_up, "its writer may have begun before"
-        pushed = await scene.ask("r3")  # decided before the bridge looked again
+        scene.decode.sees()  # a decision that was made just before
+        pushed = await scene.ask("r3")
         await scene.given_up_within(0.1, pushed)
         scene.decode.output("r1")
         assert scene.counted("committed") == 1

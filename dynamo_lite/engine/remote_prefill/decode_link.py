@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from dynamo_lite.engine.remote_prefill.book import LockedLedger
 from dynamo_lite.engine.remote_prefill.demand import DemandExchange
@@ -118,7 +119,7 @@ class DecodeLinkSession:
                     on_drop=self._on_drop,
                 )
             )
-            await enter(self._links.follow(store, self._withdraw_if_nobody_is_usable))
+            await enter(self._links.follow(store, self._on_usable_change))
             for name, where, handler in (
                 (names.claim_subject, "claim", self._on_claim),
                 (names.writer_done_subject, "writer_done", self._on_done),
@@ -292,21 +293,27 @@ class DecodeLinkSession:
             for lease_id in left:
                 self._book.ledger.writer_gone(lease_id, self._now())
         self._links.forget(left)
-        self._withdraw_if_nobody_is_usable()
+        self._on_usable_change()
 
     def _on_health(self, back: frozenset[int], lost: frozenset[int]) -> None:
         for lease_id in lost:
             self._settle_soon(lambda ledger, writer=lease_id: ledger.writer_silent(writer))
-        self._withdraw_if_nobody_is_usable()
+        self._on_usable_change()
 
     def _on_queue_lost(self) -> None:
         """What was queued is gone; nobody will claim it before its deadline."""
         self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST))
 
-    def _withdraw_if_nobody_is_usable(self) -> None:
+    def _on_usable_change(self) -> None:
+        """Decisions see the new counts of prefill workers at once, not with the next view."""
         assert self._health is not None
-        self._links.warn_if_none_usable(self._health.responsive)
-        if not self._usable:
+        alive, usable = self._health.responsive, self._usable
+        if self.view is not None:
+            self.view = replace(
+                self.view, prefill_workers=len(usable), prefill_workers_alive=len(alive)
+            )
+        self._links.warn_if_none_usable(alive)
+        if not usable:
             self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
 
     def _settle_soon(self, event: Callable[[Ledger], list[Instruction]]) -> None:
