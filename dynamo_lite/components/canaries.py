@@ -82,7 +82,7 @@ class Canaries:
         While it streams a canary shows no more, and might wait behind them for room.
         """
         if first:
-            self._health.acquit(lease_id)
+            self._health.mark_healthy(lease_id)
         if self._health.is_responsive(lease_id):
             self._heard[lease_id] = _now()
 
@@ -135,11 +135,11 @@ class Canaries:
             self._count.labels("failed").inc()
             if self._health.beats(member.lease_id):
                 why = str(exc) or f"no answer within {self._options.timeout_s:g} s"
-                self._health.condemn(member.lease_id, f"a canary failed: {why}")
+                self._health.mark_unhealthy(member.lease_id, f"a canary failed: {why}")
         else:
             self._count.labels("ok").inc()
             self._seconds.observe(_now() - began)
-            self._health.acquit(member.lease_id)
+            self._health.mark_healthy(member.lease_id)
         finally:
             self._heard[member.lease_id] = _now()
 

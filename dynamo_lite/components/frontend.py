@@ -24,14 +24,14 @@ from dynamo_lite.policy.kv_routing import KvPicker
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.protocol.tuning import FrontendTuning
+from dynamo_lite.protocol.tuning import FrontendLiveOptions
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.generate import (
-    Chooser,
     FailoverClient,
     OnDeltas,
     OnEnded,
     RemoteGenerateClient,
+    WorkerSelector,
 )
 from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.host import Host, ProcessSpec
@@ -54,10 +54,10 @@ class Frontend:
         self._stack = AsyncExitStack()
         self._roster: Roster | None = None
         self._workers: HealthMonitor | None = None
-        self._picker: Picker | Chooser = RoundRobin()
+        self._picker: Picker | WorkerSelector = RoundRobin()
         self._app: OpenAiApp | None = None
         self._server: HttpServer | None = None
-        self._options: ComponentOptions[FrontendTuning] | None = None
+        self._options: ComponentOptions[FrontendLiveOptions] | None = None
         self._viewers: Viewers | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -102,19 +102,19 @@ class Frontend:
         config = self._config
         core = RemoteCore(
             members=self._candidates,
-            limits=limits(config, FrontendTuning()),
+            limits=limits(config, FrontendLiveOptions()),
             client_priority=config.client_priority,
             tracer=host.tracer,
         )
         failover = await self._open_failover(host, core.on_deltas, core.on_ended)
         core.connect(failover)
 
-        def apply(values: FrontendTuning) -> None:
+        def apply(values: FrontendLiveOptions) -> None:
             core.admission.limit(limits(config, values))
             if isinstance(self._picker, KvPicker):
                 self._picker.options = weights(config.kv_router, values)
 
-        self._options = options = ComponentOptions(host, config, FrontendTuning(), apply)
+        self._options = options = ComponentOptions(host, config, FrontendLiveOptions(), apply)
         await self._stack.enter_async_context(options.following)
         host.registry.register(RequestMetrics(failover.stats, core.refused, core.admission))
         return await self._stack.enter_async_context(
@@ -176,7 +176,7 @@ class Frontend:
         """The workers that a request may be given to: those that respond; if none does, all."""
         return self._workers.members_or_all if self._workers is not None else ()
 
-    async def _open_picker(self, host: Host) -> Picker | Chooser:
+    async def _open_picker(self, host: Host) -> Picker | WorkerSelector:
         """Long before HTTP is served, so that it knows the workers by then."""
         assert self._roster is not None
         match self._config.router:

@@ -10,13 +10,13 @@ from msgspec import UNSET
 from dynamo_lite.components.config import KvRouterOptions
 from dynamo_lite.components.frontend_metrics import RouterMetrics
 from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
-from dynamo_lite.protocol.tuning import RouterTuning
+from dynamo_lite.protocol.tuning import RouterLiveOptions
 from dynamo_lite.runtime.host import Host
 from dynamo_lite.runtime.kv import KvFollower
 from dynamo_lite.runtime.roster import Roster
 
 
-def weights(options: KvRouterOptions, values: RouterTuning) -> KvRoutingOptions:
+def weights(options: KvRouterOptions, values: RouterLiveOptions) -> KvRoutingOptions:
     """options: what the file says. values: what was set since."""
     changed: dict[str, Any] = {}
     for field in fields(KvRoutingOptions):
@@ -46,7 +46,7 @@ async def open_kv_picker(
     )
     picker = KvPicker(
         follower,
-        weights(options, RouterTuning()),
+        weights(options, RouterLiveOptions()),
         now=host.clock.monotonic,
         uniform=rng.random,
     )

@@ -40,7 +40,7 @@ _STORE_PAUSE_S = 1.0
 _BACKOFF = Backoff(first_s=1.0, longest_s=60.0)
 
 
-class Preflighter(Protocol):
+class LinkTester(Protocol):
     """The part of a prefill engine that links need."""
 
     async def preflight(self, target: EngineMetadata) -> LinkReport: ...
@@ -48,7 +48,7 @@ class Preflighter(Protocol):
     def forget(self, engine_ids: Sequence[str]) -> None: ...
 
 
-class _Link:
+class _PeerLink:
     """failure: of the last try. tested: it is known. recorded: the first try is over, and its
     record in the store. again: it is to be tried at once, or the engine has left (`gone`).
     broken: how many tries in a row found a broken way. final: it can never work."""
@@ -62,14 +62,14 @@ class _Link:
         self.broken = 0
 
 
-class Links:
+class PeerLinks:
     """host: owns the tasks, and holds the records."""
 
-    def __init__(self, host: Host, engine: Preflighter, directory: MetadataDirectory):
+    def __init__(self, host: Host, engine: LinkTester, directory: MetadataDirectory):
         self._host, self._engine, self._directory = host, engine, directory
         self._namespace, self._lease_id = host.spec.namespace, host.lease.id
         self._prefix = names.nixl_metadata_prefix(self._namespace)
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, _PeerLink] = {}
         self._listed = asyncio.Event()
         self._outcomes = Counter(
             "dynamo_lite_preflights",
@@ -88,7 +88,7 @@ class Links:
     async def first_tries(self, timeout_s: float) -> list[str]:
         """Waits until the way to each engine that is there now has been tried, and what was
         found is in the store. Returns the engines of which that was not so in time."""
-        waited: list[_Link] = []
+        waited: list[_PeerLink] = []
         try:
             async with asyncio.timeout(timeout_s):
                 await self._listed.wait()
@@ -150,10 +150,10 @@ class Links:
         if target is not None:
             self._meet(target)
 
-    def _meet(self, target: EngineMetadata) -> _Link:
+    def _meet(self, target: EngineMetadata) -> _PeerLink:
         link = self._links.get(target.engine_id)
         if link is None:
-            link = self._links[target.engine_id] = _Link(target)
+            link = self._links[target.engine_id] = _PeerLink(target)
             self._host.spawn(self._keep(link), f"link {target.engine_id}")
         return link
 
@@ -168,7 +168,7 @@ class Links:
             link.gone = True
             link.again.set()
 
-    async def _keep(self, link: _Link) -> None:
+    async def _keep(self, link: _PeerLink) -> None:
         """From the first try until the engine has left."""
         while not link.gone:
             link.again.clear()
@@ -185,7 +185,7 @@ class Links:
         link.recorded.set()
         await self._host.release(self._key(link))
 
-    async def _try(self, link: _Link) -> LinkReport:
+    async def _try(self, link: _PeerLink) -> LinkReport:
         target, outcome = link.target, "failed"
         try:
             async with self._listening(target.engine_id):
@@ -227,7 +227,7 @@ class Links:
         subject = names.listen_subject(self._namespace, engine_id)
         await self._host.messaging.request(subject, encode_sealed(listen), timeout_s=_ASK_S)
 
-    async def _record(self, link: _Link, report: LinkReport) -> None:
+    async def _record(self, link: _PeerLink, report: LinkReport) -> None:
         """Without a store it is told later, unless there is something newer then."""
         record = LinkRecord(
             prefill_lease_id=self._lease_id,
@@ -252,11 +252,11 @@ class Links:
                 async with asyncio.timeout(_STORE_PAUSE_S):
                     await link.again.wait()
 
-    def _key(self, link: _Link) -> str:
+    def _key(self, link: _PeerLink) -> str:
         return names.link_key(self._namespace, self._lease_id, link.target.engine_id)
 
 
-def _pause_s(link: _Link) -> float | None:
+def _pause_s(link: _PeerLink) -> float | None:
     """Until the next try; None: there is none. What was only not heard, for NATS may be
     away, is tried again soon."""
     if link.final or link.failure is None:

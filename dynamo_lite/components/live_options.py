@@ -13,7 +13,7 @@ from prometheus_client import Gauge
 
 from dynamo_lite.components.config import FrontendConfig, RouterConfig, VllmWorkerConfig
 from dynamo_lite.policy.admission import Limits
-from dynamo_lite.protocol.tuning import FrontendTuning, VllmWorkerTuning
+from dynamo_lite.protocol.tuning import FrontendLiveOptions, VllmWorkerLiveOptions
 from dynamo_lite.runtime.host import Host
 from dynamo_lite.runtime.live_options import LiveOptions
 
@@ -74,7 +74,7 @@ class ComponentOptions(Generic[T]):
 
 
 def limits(
-    config: FrontendConfig | VllmWorkerConfig, values: FrontendTuning | VllmWorkerTuning
+    config: FrontendConfig | VllmWorkerConfig, values: FrontendLiveOptions | VllmWorkerLiveOptions
 ) -> Limits:
     """config: what the file says. values: what was set since."""
     in_flight, tokens = values.max_in_flight_requests, values.max_queued_tokens

@@ -13,7 +13,7 @@ from dynamo_lite.runtime.fence import Fence
 from dynamo_lite.runtime.host import Host
 
 
-class WorkerParts(Protocol):
+class WorkerBackend(Protocol):
     async def prepare(self) -> None:
         """Whatever takes long and needs nothing from outside."""
         ...

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _PROMISE_S = 3.0
 
 
-class FenceKeeper:
+class FenceUpdater:
     """leaving: set it when the worker begins to leave. closed: the engine never may write
     again. jobs: None until there can be any."""
 

@@ -11,20 +11,20 @@ from prometheus_client import Gauge
 
 from dynamo_lite.components.config import PrefillWorkerConfig
 from dynamo_lite.components.engine_probe import NOT_LOADED, EngineProbe
-from dynamo_lite.components.links import Links
-from dynamo_lite.components.parts import WorkerParts
-from dynamo_lite.components.prefill_fence import FenceKeeper
+from dynamo_lite.components.links import PeerLinks
+from dynamo_lite.components.parts import WorkerBackend
+from dynamo_lite.components.prefill_fence import FenceUpdater
 from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.components.queue_tokens import show_queue_tokens
-from dynamo_lite.components.vllm_parts import VllmParts
+from dynamo_lite.components.vllm_parts import VllmBackend
 from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.policy.lanes import BEFORE_LONG
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.queue.base import PrefillQueue
-from dynamo_lite.runtime.beat import HealthBeat
-from dynamo_lite.runtime.demand import DemandFollower
+from dynamo_lite.runtime.beat import HeartbeatPublisher
+from dynamo_lite.runtime.demand import BacklogFollower
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
@@ -47,23 +47,23 @@ class PrefillWorker:
         self,
         config: Mapping[str, Any] | PrefillWorkerConfig,
         spec: ProcessSpec,
-        parts: WorkerParts | None = None,
+        parts: WorkerBackend | None = None,
     ):
         self._config = msgspec.convert(config, PrefillWorkerConfig)
         self._spec = spec
-        self._parts = parts or VllmParts(spec)
+        self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
         self._jobs: PrefillJobs | None = None
-        self._links: Links | None = None
-        self._fence: FenceKeeper | None = None
+        self._links: PeerLinks | None = None
+        self._fence: FenceUpdater | None = None
         self._probe: EngineProbe | None = None
-        self._beat: HealthBeat | None = None
+        self._beat: HeartbeatPublisher | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
         fence = self._parts.open_fence(host)
         self._stack.callback(fence.close)
-        self._fence = keeper = FenceKeeper(host, fence)
+        self._fence = keeper = FenceUpdater(host, fence)
         host.spawn(keeper.keep(), "lease-fence")
         host.progress("loading the model")
         enter = self._stack.enter_async_context
@@ -79,7 +79,7 @@ class PrefillWorker:
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
         directory = await self._open_directory(host, engine)
-        self._links = links = Links(host, engine, directory)
+        self._links = links = PeerLinks(host, engine, directory)
         self._jobs = keeper.jobs = jobs = PrefillJobs(
             namespace=self._spec.namespace,
             lease_id=host.lease.id,
@@ -100,7 +100,7 @@ class PrefillWorker:
         await enter(host.messaging.serve(cancel, on_cancel))
         await self._try_links(host, links)
         await host.register("prefill", model=engine.model)
-        self._beat = HealthBeat(
+        self._beat = HeartbeatPublisher(
             host.messaging,
             namespace=self._spec.namespace,
             component=self._spec.component,
@@ -115,7 +115,7 @@ class PrefillWorker:
             for index in range(self._config.short_slots):
                 host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
         host.spawn(_watch_depth(host, queue), "queue-depth")
-        demand = DemandFollower(self._spec.namespace, host.clock.monotonic, on_drop=host.drops)
+        demand = BacklogFollower(self._spec.namespace, host.clock.monotonic, on_drop=host.drops)
         show_queue_tokens(host, demand)
         await enter(demand.follow(host.messaging))
         return {"model": engine.model}
@@ -141,7 +141,7 @@ class PrefillWorker:
             return NOT_LOADED
         return {**self._probe.facts(), "jobs": len(self._jobs.working)}
 
-    async def _try_links(self, host: Host, links: Links) -> None:
+    async def _try_links(self, host: Host, links: PeerLinks) -> None:
         """So that decode engines which this worker cannot write into know it from the start."""
         host.spawn(links.run(), "links")
         host.progress("trying the links to decode engines")

@@ -2,11 +2,11 @@
 
 from prometheus_client import Gauge
 
-from dynamo_lite.runtime.demand import DemandFollower
+from dynamo_lite.runtime.demand import BacklogFollower
 from dynamo_lite.runtime.host import Host
 
 
-def show_queue_tokens(host: Host, demand: DemandFollower) -> None:
+def show_queue_tokens(host: Host, demand: BacklogFollower) -> None:
     Gauge(
         "dynamo_lite_prefill_queue_tokens",
         "Prompt tokens that decode workers wait for: on the prefill queue, or pulled and not"

@@ -7,7 +7,7 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter
 
-from dynamo_lite.policy.routing import Picked, Picker
+from dynamo_lite.policy.routing import Picker, Selection
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
@@ -18,9 +18,9 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.protocol.routing import Chosen, Fates, PickRequest, decode_pick_reply
+from dynamo_lite.protocol.routing import Chosen, PickRequest, RequestOutcomes, decode_pick_reply
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.generate import Chooser
+from dynamo_lite.runtime.generate import WorkerSelector
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.roster import Roster
 
@@ -31,7 +31,7 @@ ANSWER_S = 0.5
 REST_S = 1.0
 
 
-class RemoteRouter(Chooser):
+class RemoteRouter(WorkerSelector):
     """Asks the first router of a roster that answers. Async context manager, over an open roster.
 
     So all Frontends ask the same one, and it knows of all requests. fallback: chooses
@@ -74,7 +74,9 @@ class RemoteRouter(Chooser):
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def choose(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
+    async def choose(
+        self, members: Sequence[EndpointRecord], request: GenerateRequest
+    ) -> Selection:
         if not members:
             raise NoWorkers("no live worker")
         for router in self._awake():
@@ -120,7 +122,7 @@ class RemoteRouter(Chooser):
 
     async def _ask(
         self, router: EndpointRecord, members: Sequence[EndpointRecord], request: GenerateRequest
-    ) -> Picked:
+    ) -> Selection:
         """What it has placed although we do not hear of it, it is told to forget.
 
         Each question has an id of its own: what is said of one is about no other.
@@ -150,14 +152,14 @@ class RemoteRouter(Chooser):
             self.released(request.request_id)
             raise
 
-    def _picked(self, reply: bytes, members: Sequence[EndpointRecord]) -> Picked:
+    def _picked(self, reply: bytes, members: Sequence[EndpointRecord]) -> Selection:
         chosen = decode_pick_reply(reply)
         if not isinstance(chosen, Chosen):
             raise Unavailable("it knows none of the workers")
         member = next((m for m in members if m.lease_id == chosen.lease_id), None)
         if member is None:
             raise ProtocolError("it has chosen a worker that was not to be had")
-        return Picked(member, chosen.reason)
+        return Selection(member, chosen.reason)
 
     def _note(self, router: int) -> tuple[list[str], list[str]]:
         self._told.set()
@@ -170,7 +172,9 @@ class RemoteRouter(Chooser):
             self._told.clear()
             fates, self._fates = self._fates, {}
             for router, (answered, released) in fates.items():
-                notice = Fates(client=self._lease_id, answered=answered, released=released)
+                notice = RequestOutcomes(
+                    client=self._lease_id, answered=answered, released=released
+                )
                 subject = names.fates_subject(self._namespace, router)
                 try:
                     await self._messaging.publish(subject, encode(notice))

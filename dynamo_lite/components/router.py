@@ -18,13 +18,13 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.routing import (
     Chosen,
-    Fates,
     NobodyKnown,
     PickRequest,
+    RequestOutcomes,
     decode_fates,
     decode_pick_request,
 )
-from dynamo_lite.protocol.tuning import RouterTuning
+from dynamo_lite.protocol.tuning import RouterLiveOptions
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.host import Host, ProcessSpec
 from dynamo_lite.runtime.roster import Roster
@@ -42,7 +42,7 @@ class Router:
         self._stack = AsyncExitStack()
         self._workers: Roster | None = None
         self._picker: KvPicker | None = None
-        self._options: ComponentOptions[RouterTuning] | None = None
+        self._options: ComponentOptions[RouterLiveOptions] | None = None
         self._placed: dict[int, set[str]] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
 
@@ -56,10 +56,10 @@ class Router:
             self._stack, host, self._workers, config.kv_router, random.Random()
         )
 
-        def apply(values: RouterTuning) -> None:
+        def apply(values: RouterLiveOptions) -> None:
             picker.options = weights(config.kv_router, values)
 
-        self._options = options = ComponentOptions(host, config, RouterTuning(), apply)
+        self._options = options = ComponentOptions(host, config, RouterLiveOptions(), apply)
         await enter(options.following)
         frontends = await enter(
             Roster(host.store, names.endpoint_prefix(namespace, "Frontend", "http"), host.drops)
@@ -143,7 +143,7 @@ class Router:
                 self._picker.released(request_id)
 
 
-def _check_version(message: PickRequest | Fates) -> None:
+def _check_version(message: PickRequest | RequestOutcomes) -> None:
     if message.wire_version != WIRE_VERSION:
         raise ProtocolError(f"wire version {message.wire_version} is not spoken")
 

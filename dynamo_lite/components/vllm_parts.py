@@ -18,15 +18,19 @@ from dynamo_lite.runtime.fence import Fence, FenceHolder
 from dynamo_lite.runtime.host import Host, ProcessSpec
 
 if TYPE_CHECKING:
-    from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
+    from dynamo_lite.engine.remote_prefill.link import (
+        DecodeEngineConfig,
+        EngineConfig,
+        PrefillEngineConfig,
+    )
     from dynamo_lite.engine.vllm.core import VllmEngine
 
 #: Whose members write KV for decode workers.
 PREFILL_COMPONENT = "PrefillWorker"
 
 
-class VllmParts:
-    """Implements WorkerParts."""
+class VllmBackend:
+    """Implements WorkerBackend."""
 
     def __init__(self, spec: ProcessSpec):
         self._spec = spec
@@ -48,11 +52,11 @@ class VllmParts:
         )
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> "VllmEngine":
-        from dynamo_lite.engine.remote_prefill.link import DecodeLink
+        from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig
 
         if not config.remote_prefill:
             return self._engine(host, None, tells_kv=config.kv_events)
-        role = DecodeLink(
+        role = DecodeEngineConfig(
             max_local_prefill_length_tokens=config.max_local_prefill_length,
             max_prefill_queue_size=config.max_prefill_queue_size,
             max_prefill_queue_tokens=config.max_prefill_queue_tokens,
@@ -70,10 +74,10 @@ class VllmParts:
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
     ) -> "VllmEngine":
-        from dynamo_lite.engine.remote_prefill.link import PrefillLink
+        from dynamo_lite.engine.remote_prefill.link import PrefillEngineConfig
 
         assert isinstance(fence, FenceHolder)
-        role = PrefillLink(
+        role = PrefillEngineConfig(
             fence_path=str(fence.path),
             kv_checksum_rate=config.kv_checksum_rate,
             min_prefix_read_length_tokens=config.min_prefix_read_length,
@@ -85,12 +89,12 @@ class VllmParts:
         return self._engine(host, self._link(host, role, config.transfer_thread))
 
     def _link(
-        self, host: Host, role: "DecodeLink | PrefillLink", thread: TransferThread
-    ) -> "EngineLink":
+        self, host: Host, role: "DecodeEngineConfig | PrefillEngineConfig", thread: TransferThread
+    ) -> "EngineConfig":
         """The link of a new engine incarnation: its id is fresh."""
-        from dynamo_lite.engine.remote_prefill.link import EngineLink
+        from dynamo_lite.engine.remote_prefill.link import EngineConfig
 
-        return EngineLink(
+        return EngineConfig(
             namespace=self._spec.namespace,
             engine_id=str(uuid.uuid4()),
             lease_id=host.lease.id,
@@ -102,7 +106,7 @@ class VllmParts:
         )
 
     def _engine(
-        self, host: Host, link: "EngineLink | None", *, tells_kv: bool = False
+        self, host: Host, link: "EngineConfig | None", *, tells_kv: bool = False
     ) -> "VllmEngine":
         from dynamo_lite.engine.vllm.core import VllmEngine
 

@@ -13,20 +13,20 @@ from dynamo_lite.components.config import VllmWorkerConfig
 from dynamo_lite.components.engine_probe import NOT_LOADED, EngineProbe
 from dynamo_lite.components.generation_trace import TracedGeneration
 from dynamo_lite.components.live_options import ComponentOptions, limits
-from dynamo_lite.components.parts import WorkerParts
+from dynamo_lite.components.parts import WorkerBackend
 from dynamo_lite.components.queue_tokens import show_queue_tokens
-from dynamo_lite.components.vllm_parts import VllmParts
+from dynamo_lite.components.vllm_parts import VllmBackend
 from dynamo_lite.engine.base import DecodeEngine, KvEvents
-from dynamo_lite.policy.demand import Totals
+from dynamo_lite.policy.demand import BacklogTotals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_listen
 from dynamo_lite.protocol.records import encode_engine
-from dynamo_lite.protocol.tuning import VllmWorkerTuning
-from dynamo_lite.runtime.beat import HealthBeat
-from dynamo_lite.runtime.demand import DemandFollower
+from dynamo_lite.protocol.tuning import VllmWorkerLiveOptions
+from dynamo_lite.runtime.beat import HeartbeatPublisher
+from dynamo_lite.runtime.demand import BacklogFollower
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.generate import GenerateServer
 from dynamo_lite.runtime.host import Host, ProcessSpec
@@ -44,20 +44,20 @@ class VllmWorker:
         self,
         config: Mapping[str, Any] | VllmWorkerConfig,
         spec: ProcessSpec,
-        parts: WorkerParts | None = None,
+        parts: WorkerBackend | None = None,
     ):
         self._config = msgspec.convert(config, VllmWorkerConfig)
         self._spec = spec
-        self._parts = parts or VllmParts(spec)
+        self._parts = parts or VllmBackend(spec)
         self._stack = AsyncExitStack()
         self._engine: DecodeEngine | None = None
         self._server: GenerateServer | None = None
         self._host: Host | None = None
         self._probe: EngineProbe | None = None
-        self._beat: HealthBeat | None = None
-        self._options: ComponentOptions[VllmWorkerTuning] | None = None
+        self._beat: HeartbeatPublisher | None = None
+        self._options: ComponentOptions[VllmWorkerLiveOptions] | None = None
         self._publisher: KvPublisher | None = None
-        self._demand: DemandFollower | None = None
+        self._demand: BacklogFollower | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
@@ -80,7 +80,7 @@ class VllmWorker:
         self._options = options = ComponentOptions(
             host,
             self._config,
-            VllmWorkerTuning(),
+            VllmWorkerLiveOptions(),
             lambda values: server.limit(limits(self._config, values)),
         )
         await self._stack.enter_async_context(options.following)
@@ -129,7 +129,7 @@ class VllmWorker:
         host: Host,
         engine: DecodeEngine,
         server: GenerateServer,
-        options: ComponentOptions[VllmWorkerTuning],
+        options: ComponentOptions[VllmWorkerLiveOptions],
     ) -> None:
         gauges = PoolGauges(host.registry) if engine.metadata is not None else None
 
@@ -146,7 +146,7 @@ class VllmWorker:
             step_timeout_s=self._config.step_timeout_s,
             on_status=on_status,
         )
-        self._beat = beat = HealthBeat(
+        self._beat = beat = HeartbeatPublisher(
             host.messaging,
             namespace=self._spec.namespace,
             component=self._spec.component,
@@ -157,7 +157,7 @@ class VllmWorker:
         host.spawn(beat.run(), "health-beat")
 
     async def _follow_demand(self, host: Host) -> None:
-        self._demand = DemandFollower(
+        self._demand = BacklogFollower(
             self._spec.namespace,
             host.clock.monotonic,
             on_demand=lambda *_: self._publisher and self._publisher.stirred(),
@@ -230,7 +230,7 @@ class VllmWorker:
 
     def _load(self, engine: DecodeEngine, server: GenerateServer) -> Load:
         said = engine.load
-        wanted = Totals() if self._demand is None else self._demand.totals()
+        wanted = BacklogTotals() if self._demand is None else self._demand.totals()
         return Load(
             running=said.running,
             waiting=said.waiting,

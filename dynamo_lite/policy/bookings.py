@@ -19,7 +19,7 @@ _MAX_BLOCKS = 1_000_000
 
 
 @dataclass(slots=True)
-class _Booking:
+class _PendingRequest:
     """prompt_tokens, and prefill_tokens of them that have to be computed: 0 once there is a
     first token."""
 
@@ -30,7 +30,7 @@ class _Booking:
 
 
 @dataclass(slots=True)
-class Account:
+class PendingWork:
     """One worker. prompt_tokens, prefill_tokens: of requests without a first token.
 
     expected: how many bookings count on each block.
@@ -46,12 +46,12 @@ class Account:
         return not self.requests and not self.expected
 
 
-class Bookings:
+class PendingRequests:
     """Requests are known by their ids, and unknown ones are ignored. `now`: monotonic seconds."""
 
     def __init__(self) -> None:
-        self._booked: dict[str, _Booking] = {}
-        self._accounts: dict[int, Account] = {}
+        self._booked: dict[str, _PendingRequest] = {}
+        self._accounts: dict[int, PendingWork] = {}
         self._expected = KvIndex(_MAX_BLOCKS)
         self._lingering: deque[tuple[float, int, Sequence[ChainHash]]] = deque()
 
@@ -61,9 +61,9 @@ class Bookings:
     def __len__(self) -> int:
         return len(self._booked)
 
-    def of(self, worker: int) -> Account:
+    def of(self, worker: int) -> PendingWork:
         """To read only."""
-        return self._accounts.get(worker) or Account()
+        return self._accounts.get(worker) or PendingWork()
 
     def match(self, hashes: Sequence[ChainHash]) -> dict[int, int]:
         """How many of the first blocks each worker will hold by what it was given."""
@@ -82,8 +82,8 @@ class Bookings:
         """The worker is given the request; whoever had it before, has not."""
         self._settle(now)
         self.released(request_id)
-        self._booked[request_id] = _Booking(worker, hashes, prompt_tokens, prefill_tokens)
-        account = self._accounts.setdefault(worker, Account())
+        self._booked[request_id] = _PendingRequest(worker, hashes, prompt_tokens, prefill_tokens)
+        account = self._accounts.setdefault(worker, PendingWork())
         account.requests += 1
         account.prompt_tokens += prompt_tokens
         account.prefill_tokens += prefill_tokens
@@ -111,7 +111,7 @@ class Bookings:
         self._accounts[booking.worker].requests -= 1
         self._expect_no_longer(booking.worker, booking.hashes)
 
-    def _computed(self, booking: _Booking) -> None:
+    def _computed(self, booking: _PendingRequest) -> None:
         account = self._accounts[booking.worker]
         account.prompt_tokens -= booking.prompt_tokens
         account.prefill_tokens -= booking.prefill_tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dynamo_lite.policy.cost import FadingMean
 from dynamo_lite.policy.lanes import BEFORE_LONG
-from dynamo_lite.protocol.demand import Demand, Lane
+from dynamo_lite.protocol.demand import Backlog, Lane
 
 #: An engine that was not heard for so long is gone; it says something every second.
 SILENCE_S = 3.0
@@ -19,8 +19,8 @@ _RATE_KEEPS_S = 60.0
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Of one engine, or of all; see `Demand`."""
+class BacklogTotals:
+    """Of one engine, or of all; see `Backlog`."""
 
     queued_jobs: int = 0
     queued_tokens: Mapping[Lane, int] = field(default_factory=dict[Lane, int])
@@ -36,8 +36,8 @@ class Totals:
         """Outstanding: on the queue, or pulled and not all here."""
         return sum(self.queued_tokens.values()) + self.claimed_tokens
 
-    def __add__(self, other: "Totals") -> "Totals":
-        return Totals(
+    def __add__(self, other: "BacklogTotals") -> "BacklogTotals":
+        return BacklogTotals(
             self.queued_jobs + other.queued_jobs,
             {
                 lane: self.queued_tokens.get(lane, 0) + other.queued_tokens.get(lane, 0)
@@ -62,17 +62,17 @@ _UP_TO = {lane: tuple(Lane)[: i + 1] for i, lane in enumerate(Lane)}
 
 @dataclass
 class _Heard:
-    demand: Demand
+    demand: Backlog
     at: float
 
 
-class Demands:
+class Backlogs:
     """What engines have said. now: monotonic seconds, on the listener's clock."""
 
     def __init__(self) -> None:
         self._heard: dict[str, _Heard] = {}
 
-    def hear(self, demand: Demand, now: float) -> int | None:
+    def hear(self, demand: Backlog, now: float) -> int | None:
         """Returns the tokens that have come since its last notice; None for a stale one."""
         before = self._heard.get(demand.engine_id)
         if before is not None and demand.number <= before.demand.number:
@@ -84,10 +84,10 @@ class Demands:
             self._heard[demand.engine_id] = _Heard(demand, now)
         return 0 if before is None else max(demand.done_tokens - before.demand.done_tokens, 0)
 
-    def totals(self, now: float) -> Totals:
+    def totals(self, now: float) -> BacklogTotals:
         """Of all that are not silent."""
         self._forget(now)
-        return sum((_totals(heard.demand) for heard in self._heard.values()), Totals())
+        return sum((_totals(heard.demand) for heard in self._heard.values()), BacklogTotals())
 
     def _forget(self, now: float) -> None:
         for engine_id, heard in list(self._heard.items()):
@@ -95,8 +95,8 @@ class Demands:
                 del self._heard[engine_id]
 
 
-def _totals(demand: Demand) -> Totals:
-    return Totals(
+def _totals(demand: Backlog) -> BacklogTotals:
+    return BacklogTotals(
         demand.queued_jobs, demand.queued_tokens, demand.claimed_jobs, demand.claimed_tokens
     )
 
@@ -133,7 +133,7 @@ class DrainRate:
         return self._mean.value
 
 
-def wait_s(totals: Totals, lane: Lane, *, rate: float | None, workers: int) -> float | None:
+def wait_s(totals: BacklogTotals, lane: Lane, *, rate: float | None, workers: int) -> float | None:
     """Until a new job in this lane is begun; rate: see `DrainRate`."""
     if not rate or not workers:
         return None

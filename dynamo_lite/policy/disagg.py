@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 
-class Reason(enum.Enum):
+class DecisionReason(enum.Enum):
     """Why a verdict came out as it did; the label of the decision counter."""
 
     LONG = "long"
@@ -30,14 +30,14 @@ class Reason(enum.Enum):
 class Local:
     """Prefill in the decode engine, in chunks beside its decodes."""
 
-    reason: Reason
+    reason: DecisionReason
 
 
 @dataclass(frozen=True)
 class Remote:
     """Ask a prefill worker."""
 
-    reason: Reason
+    reason: DecisionReason
 
 
 Verdict = Local | Remote
@@ -104,17 +104,17 @@ def decide(
     # The last token is always computed here: it is the one that is sampled from.
     limit = max(thresholds.max_local_prefill_length_tokens, 1)
     if uncached <= limit:
-        return Local(Reason.CACHED if prompt_tokens > limit else Reason.SHORT)
+        return Local(DecisionReason.CACHED if prompt_tokens > limit else DecisionReason.SHORT)
     queue = fresh(queue, thresholds, now)
     if queue is None:
-        return Local(Reason.QUEUE_UNKNOWN)
+        return Local(DecisionReason.QUEUE_UNKNOWN)
     if queue.prefill_workers == 0:
-        return Local(Reason.NO_PREFILL_WORKER)
+        return Local(DecisionReason.NO_PREFILL_WORKER)
     if queue.jobs >= thresholds.max_prefill_queue_size:
-        return Local(Reason.QUEUE_FULL)
+        return Local(DecisionReason.QUEUE_FULL)
     if 0 < thresholds.max_prefill_queue_tokens <= queue.tokens:
-        return Local(Reason.QUEUE_TOKENS)
+        return Local(DecisionReason.QUEUE_TOKENS)
     # The wait only: how long it takes itself is known from other jobs, mostly shorter ones.
     if time_left_s <= 0 or (queue.wait_s is not None and queue.wait_s > time_left_s):
-        return Local(Reason.TOO_LATE)
-    return Remote(Reason.LONG)
+        return Local(DecisionReason.TOO_LATE)
+    return Remote(DecisionReason.LONG)

@@ -74,7 +74,7 @@ class _Block:
     behind: int = 0
 
 
-class ChainBook:
+class BlockHashes:
     """Which blocks one engine holds: its own names for them, and ours.
 
     An engine may hold a block twice, and says so each time; it is gone when it was

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_lite.policy.bookings import Bookings
+from dynamo_lite.policy.bookings import PendingRequests
 from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
 from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.routing import Picked
+from dynamo_lite.policy.routing import Selection
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
@@ -128,13 +128,13 @@ class KvPicker:
         self.matched_tokens = 0
         self._view, self.options = view, options
         self._now, self._uniform = now, uniform
-        self._bookings = Bookings()
+        self._bookings = PendingRequests()
         self._others: dict[int, tuple[int, int]] = {}
         self._turns: dict[int, int] = {}
         self._turn = 0
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
-    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
+    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Selection:
         if not members:
             raise NoWorkers("no live worker")
         self._forget_others(members)
@@ -159,7 +159,7 @@ class KvPicker:
             prefill_tokens=len(prompt) - chosen.matched,
             now=self._now(),
         )
-        return Picked(
+        return Selection(
             chosen.member,
             f"{reason}: it holds {chosen.matched} of {len(prompt)} tokens, and"
             f" {chosen.load} are before them; {len(members)} to choose from",

@@ -40,7 +40,7 @@ def lane_of(tokens: int, priority: int, short_length_tokens: int) -> Lane:
     return Lane.SHORT if priority == 0 and tokens <= short_length_tokens else Lane.LONG
 
 
-class Turns:
+class LaneTurns:
     """One puller's memory of what it has taken."""
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ from dynamo_lite.policy.instructions import (
 _MAX_GONE = 1024
 
 
-class State(enum.Enum):
+class AttemptState(enum.Enum):
     QUEUED = "queued"
     CLAIMED = "claimed"
     QUARANTINED = "quarantined"
@@ -72,7 +72,7 @@ class _Entry:
     attempt: str
     block_ids: tuple[int, ...]
     deadline: float
-    state: State = State.QUEUED
+    state: AttemptState = AttemptState.QUEUED
     sequence: int | None = None
     writer: int | None = None
     claim: int = 0
@@ -111,7 +111,7 @@ class Ledger:
         """Attempts whose blocks are held back."""
         return len(self._attempts) - len(self._by_request)
 
-    def state(self, attempt: str) -> State | None:
+    def state(self, attempt: str) -> AttemptState | None:
         entry = self._attempts.get(attempt)
         return entry.state if entry else None
 
@@ -141,12 +141,12 @@ class Ledger:
         if entry is None:
             return [DeleteJob(sequence)]
         entry.sequence = sequence
-        return [DeleteJob(sequence)] if entry.state is State.QUARANTINED else []
+        return [DeleteJob(sequence)] if entry.state is AttemptState.QUARANTINED else []
 
     def not_published(self, attempt: str) -> list[Instruction]:
         """The queue refused, or did not answer. A claim shows that it has it after all."""
         entry = self._attempts.get(attempt)
-        if entry is None or entry.state is not State.QUEUED:
+        if entry is None or entry.state is not AttemptState.QUEUED:
             return []
         return self._withdraw(entry, Outcome.REFUSED)
 
@@ -160,7 +160,7 @@ class Ledger:
         entry = self._attempts.get(attempt)
         if entry is None:
             return Refusal("unknown or ended attempt")
-        if entry.state is State.QUARANTINED:
+        if entry.state is AttemptState.QUARANTINED:
             return Refusal("withdrawn")
         if now >= entry.deadline:
             return Refusal("past its deadline")
@@ -168,11 +168,11 @@ class Ledger:
             return Refusal("the writer's lease is gone", elsewhere=True)
         if entry.writer_done:
             return Refusal("written already")
-        if entry.state is State.CLAIMED and entry.writer != writer_lease_id:
+        if entry.state is AttemptState.CLAIMED and entry.writer != writer_lease_id:
             return Refusal(f"claimed by {entry.writer:x}", elsewhere=True)
         if number < entry.claim:
             return Refusal("claimed again since")
-        entry.state, entry.writer, entry.claim = State.CLAIMED, writer_lease_id, number
+        entry.state, entry.writer, entry.claim = AttemptState.CLAIMED, writer_lease_id, number
         return None
 
     def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
@@ -215,7 +215,7 @@ class Ledger:
             return []
         if entry.writer is not None and (entry.writer != writer_lease_id or number < entry.claim):
             return []
-        if entry.state is State.QUARANTINED:
+        if entry.state is AttemptState.QUARANTINED:
             del self._attempts[attempt]
             return [Release(attempt)]
         entry.writer_done = True
@@ -287,7 +287,7 @@ class Ledger:
     def withdraw_queued(self, outcome: Outcome) -> list[Instruction]:
         """Nobody will claim what is still queued: no writer, no queue, or we leave."""
         out: list[Instruction] = []
-        for entry in [e for e in self._by_request.values() if e.state is State.QUEUED]:
+        for entry in [e for e in self._by_request.values() if e.state is AttemptState.QUEUED]:
             out += self._withdraw(entry, outcome)
         return out
 
@@ -299,7 +299,7 @@ class Ledger:
                 out += self._withdraw(entry, Outcome.DEADLINE)
             elif entry.lost_at is not None and now >= entry.lost_at and not entry.writer_done:
                 out += self._withdraw(entry, Outcome.WRITER_LOST)
-        for entry in [e for e in self._attempts.values() if e.state is State.QUARANTINED]:
+        for entry in [e for e in self._attempts.values() if e.state is AttemptState.QUARANTINED]:
             if entry.release_at is not None and now >= entry.release_at:
                 del self._attempts[entry.attempt]
                 out.append(Release(entry.attempt))
@@ -320,9 +320,9 @@ class Ledger:
     def _withdraw(self, entry: _Entry, outcome: Outcome, detail: str = "") -> list[Instruction]:
         del self._by_request[entry.request_id]
         out: list[Instruction] = []
-        if entry.state is State.CLAIMED and not entry.writer_done:
+        if entry.state is AttemptState.CLAIMED and not entry.writer_done:
             assert entry.writer is not None
-            entry.state = State.QUARANTINED
+            entry.state = AttemptState.QUARANTINED
             out.append(Hold(entry.attempt, entry.block_ids))
             out.append(CancelWriter(entry.writer, entry.attempt))
         else:

@@ -8,7 +8,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Reason(enum.Enum):
+class PrefixReason(enum.Enum):
     LONG = "long"
     SHORT = "short"
     CACHED = "cached"  # the prefill engine has all of it
@@ -20,14 +20,14 @@ class Read:
     """Load `tokens` tokens, beyond those that are cached, from the decode engine."""
 
     tokens: int
-    reason: Reason
+    reason: PrefixReason
 
 
 @dataclass(frozen=True)
 class Compute:
     """Compute whatever is not cached."""
 
-    reason: Reason
+    reason: PrefixReason
 
 
 def read_or_compute(
@@ -40,10 +40,10 @@ def read_or_compute(
     min_read_tokens: from how many on a read pays.
     """
     if held_tokens == 0:
-        return Compute(Reason.NOT_HELD)
+        return Compute(PrefixReason.NOT_HELD)
     missing = held_tokens - cached_tokens
     if missing <= 0:
-        return Compute(Reason.CACHED)
+        return Compute(PrefixReason.CACHED)
     if missing < min_read_tokens:
-        return Compute(Reason.SHORT)
-    return Read(missing, Reason.LONG)
+        return Compute(PrefixReason.SHORT)
+    return Read(missing, PrefixReason.LONG)

@@ -2,10 +2,10 @@
 
 import math
 
-from dynamo_lite.policy.disagg import Local, QueueView, Reason, Thresholds, Verdict, decide
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Thresholds, Verdict, decide
 
 #: No threshold has a say in these.
-_FIXED = (Reason.LEAVING, Reason.NOT_TRANSFERABLE)
+_FIXED = (DecisionReason.LEAVING, DecisionReason.NOT_TRANSFERABLE)
 
 
 def replay(
@@ -33,5 +33,7 @@ def replay(
         now=now,
         time_left_s=time_left_s,
     )
-    waited = taken.reason is Reason.SINGLE_FLIGHT and verdict.reason is Reason.CACHED
-    return Local(Reason.SINGLE_FLIGHT) if waited else verdict
+    waited = (
+        taken.reason is DecisionReason.SINGLE_FLIGHT and verdict.reason is DecisionReason.CACHED
+    )
+    return Local(DecisionReason.SINGLE_FLIGHT) if waited else verdict

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dynamo_lite.policy.instructions import Outcome
 
 
-class Reason(enum.Enum):
+class ResumeReason(enum.Enum):
     WRITER_LOST = "writer_lost"
     NOT_THE_WRITER = "not_the_writer"  # another one would end the same way
     TRIED = "tried"  # often enough
@@ -20,17 +20,17 @@ class Reason(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Again:
+class AskAgain:
     """Another prefill worker may be asked."""
 
-    reason: Reason
+    reason: ResumeReason
 
 
 @dataclass(frozen=True)
-class Stay:
+class PrefillHere:
     """The engine computes the rest."""
 
-    reason: Reason
+    reason: ResumeReason
 
 
 #: Ends that are the writer's own, and whether it may be among the usable ones.
@@ -45,18 +45,18 @@ _OF_THE_WRITER = {
 
 def again(
     outcome: Outcome, *, tries: int, max_tries: int, usable: int, spent_s: float, left_s: float
-) -> Again | Stay:
+) -> AskAgain | PrefillHere:
     """Whether a prompt may ask once more.
 
     tries: how often it has; usable: prefill workers that respond and can write here, as far
     as is known; spent_s: since it asked first; left_s: until it must be done.
     """
     if outcome not in _OF_THE_WRITER:
-        return Stay(Reason.NOT_THE_WRITER)
+        return PrefillHere(ResumeReason.NOT_THE_WRITER)
     if tries >= max_tries:
-        return Stay(Reason.TRIED)
+        return PrefillHere(ResumeReason.TRIED)
     if usable - _OF_THE_WRITER[outcome] < 1:
-        return Stay(Reason.NO_OTHER)
+        return PrefillHere(ResumeReason.NO_OTHER)
     if left_s < spent_s:
-        return Stay(Reason.LATE)
-    return Again(Reason.WRITER_LOST)
+        return PrefillHere(ResumeReason.LATE)
+    return AskAgain(ResumeReason.WRITER_LOST)

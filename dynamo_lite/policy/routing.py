@@ -14,7 +14,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 
 
 @dataclass(frozen=True)
-class Picked:
+class Selection:
     """The chosen member and why, for logs."""
 
     member: EndpointRecord
@@ -24,7 +24,7 @@ class Picked:
 class Picker(Protocol):
     """Is told what becomes of the requests that it has placed, by their own ids."""
 
-    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
+    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Selection:
         """Places the request. Raises NoWorkers when `members` is empty."""
         ...
 
@@ -57,13 +57,13 @@ class RoundRobin(_Forgetful):
     def __init__(self) -> None:
         self._last = -1
 
-    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
+    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Selection:
         if not members:
             raise NoWorkers("no live worker")
         later = [member for member in members if member.lease_id > self._last]
         member = min(later or members, key=_lease_id)
         self._last = member.lease_id
-        return Picked(member, f"round-robin among {len(members)}")
+        return Selection(member, f"round-robin among {len(members)}")
 
 
 class Random(_Forgetful):
@@ -75,10 +75,10 @@ class Random(_Forgetful):
     def __init__(self, below: Callable[[int], int]):
         self._below = below
 
-    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
+    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Selection:
         if not members:
             raise NoWorkers("no live worker")
-        return Picked(members[self._below(len(members))], f"random among {len(members)}")
+        return Selection(members[self._below(len(members))], f"random among {len(members)}")
 
 
 def _lease_id(member: EndpointRecord) -> int:

@@ -10,14 +10,18 @@ prefix after which most of its work is still to do.
 import enum
 from dataclasses import dataclass
 
-from dynamo_lite.policy.disagg import Reason as Decision
-from dynamo_lite.policy.disagg import Verdict
+from dynamo_lite.policy.disagg import DecisionReason, Verdict
 
 #: Whoever gets one of these would ask for a remote prefill if it could.
-_LONG = (Decision.LONG, Decision.QUEUE_FULL, Decision.QUEUE_TOKENS, Decision.TOO_LATE)
+_LONG = (
+    DecisionReason.LONG,
+    DecisionReason.QUEUE_FULL,
+    DecisionReason.QUEUE_TOKENS,
+    DecisionReason.TOO_LATE,
+)
 
 
-class Reason(enum.Enum):
+class FlightReason(enum.Enum):
     SHARED = "shared"
     NOT_LONG = "not_long"  # the verdict does not depend on what others compute
     NOTHING_SHARED = "nothing_shared"
@@ -31,18 +35,18 @@ class Reason(enum.Enum):
 class Wait:
     """Until the leader's remote prefill is over."""
 
-    reason: Reason
+    reason: FlightReason
 
 
 @dataclass(frozen=True)
 class GoOn:
     """With the verdict as it is."""
 
-    reason: Reason
+    reason: FlightReason
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class SingleFlightThresholds:
     """min_shared_tokens: shared uncached tokens from which on waiting pays.
 
     max_waits: how often one request waits at most. One leader that fails is no
@@ -60,7 +64,7 @@ def follow(
     shared_tokens: int,
     leader_tokens: int,
     waits: int,
-    thresholds: Thresholds,
+    thresholds: SingleFlightThresholds,
 ) -> Wait | GoOn:
     """Whether a prompt with this verdict waits for a remote prefill in flight.
 
@@ -69,15 +73,15 @@ def follow(
     """
     # In all other cases the prompt is short, or the leader may wait in vain as well.
     if verdict.reason not in _LONG:
-        return GoOn(Reason.NOT_LONG)
+        return GoOn(FlightReason.NOT_LONG)
     if shared_tokens <= 0:
-        return GoOn(Reason.NOTHING_SHARED)
+        return GoOn(FlightReason.NOTHING_SHARED)
     if waits >= thresholds.max_waits:
-        return GoOn(Reason.WAITED)
+        return GoOn(FlightReason.WAITED)
     if shared_tokens < thresholds.min_shared_tokens:
-        return GoOn(Reason.SHARED_SHORT)
+        return GoOn(FlightReason.SHARED_SHORT)
     if 2 * shared_tokens < uncached_tokens:
-        return GoOn(Reason.MOSTLY_ITS_OWN)
+        return GoOn(FlightReason.MOSTLY_ITS_OWN)
     if 2 * shared_tokens < leader_tokens:
-        return GoOn(Reason.LEADER_LONGER)
-    return Wait(Reason.SHARED)
+        return GoOn(FlightReason.LEADER_LONGER)
+    return Wait(FlightReason.SHARED)

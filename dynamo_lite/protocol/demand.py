@@ -21,7 +21,7 @@ class Lane(Enum):
     LONG = "long"
 
 
-class Demand(msgspec.Struct, frozen=True, kw_only=True):
+class Backlog(msgspec.Struct, frozen=True, kw_only=True):
     """One decode engine, whenever it changed, and every second.
 
     number: one more than the last one's. queued_*: of remote prefills that nobody has
@@ -42,4 +42,4 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     wire_version: int = WIRE_VERSION
 
 
-decode_demand: Decoder[Demand] = Decoder(Demand)
+decode_demand: Decoder[Backlog] = Decoder(Backlog)

@@ -7,7 +7,7 @@ import msgspec
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """One worker, a second after its last one.
 
     number: grows with each beat of a process, so that a late or repeated one is
@@ -22,4 +22,4 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     wire_version: int = WIRE_VERSION
 
 
-decode_beat: Decoder[Beat] = Decoder(Beat)
+decode_heartbeat: Decoder[Heartbeat] = Decoder(Heartbeat)

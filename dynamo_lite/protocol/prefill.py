@@ -142,7 +142,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: LeaseId
 
 
-class Preflight(msgspec.Struct, frozen=True, kw_only=True):
+class LinkTest(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill worker to its own engine: try the way to this decode engine.
 
     order: names this try; no other one of any worker has the same name.
@@ -245,6 +245,6 @@ decode_writer_stays: Decoder[WriterStays] = SealedDecoder(WriterStays)
 decode_stay_reply: Decoder[StayAccepted | StayRefused] = Decoder(StayAccepted | StayRefused)
 decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)
 decode_leave: Decoder[Leave] = SealedDecoder(Leave)
-decode_preflight: Decoder[Preflight] = SealedDecoder(Preflight)
+decode_preflight: Decoder[LinkTest] = SealedDecoder(LinkTest)
 decode_listen: Decoder[Listen] = SealedDecoder(Listen)
 decode_notice: Decoder[Committed | Landed] = SealedDecoder(Committed | Landed)

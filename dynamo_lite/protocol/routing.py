@@ -35,7 +35,7 @@ class NobodyKnown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The router knows none of the candidates."""
 
 
-class Fates(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOutcomes(msgspec.Struct, frozen=True, kw_only=True):
     """Frontend to router: what became of requests that it was asked about.
 
     answered: their first tokens are there. released: they have ended, or were not taken.
@@ -49,4 +49,4 @@ class Fates(msgspec.Struct, frozen=True, kw_only=True):
 
 decode_pick_request: Decoder[PickRequest] = Decoder(PickRequest)
 decode_pick_reply: Decoder[Chosen | NobodyKnown] = Decoder(Chosen | NobodyKnown)
-decode_fates: Decoder[Fates] = Decoder(Fates)
+decode_fates: Decoder[RequestOutcomes] = Decoder(RequestOutcomes)

@@ -26,7 +26,7 @@ Weight = Annotated[float, at.Ge(0), at.Le(_HEAVIEST), msgspec.Meta(ge=0, le=_HEA
 Share = Annotated[float, at.Gt(0), at.Le(1), msgspec.Meta(gt=0, le=1)]
 
 
-class VllmWorkerTuning(
+class VllmWorkerLiveOptions(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -52,7 +52,7 @@ def _weight(option: str) -> Any:
     return msgspec.field(default=UNSET, name=f"kv-router.{option}")
 
 
-class RouterTuning(
+class RouterLiveOptions(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -69,10 +69,10 @@ class RouterTuning(
     max_kv_usage: Share | UnsetType = _weight("max-kv-usage")
 
 
-class FrontendTuning(RouterTuning, frozen=True, kw_only=True):
+class FrontendLiveOptions(RouterLiveOptions, frozen=True, kw_only=True):
     """See `FrontendConfig`, whose fields these are. UNSET: as in the file.
 
-    What is `RouterTuning`'s holds with `router: kv`.
+    What is `RouterLiveOptions`'s holds with `router: kv`.
     """
 
     max_in_flight_requests: Positive | UnsetType = UNSET
@@ -81,13 +81,17 @@ class FrontendTuning(RouterTuning, frozen=True, kw_only=True):
 
 #: Component to what of its options can be changed.
 TUNABLE: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
-    {"VllmWorker": VllmWorkerTuning, "Frontend": FrontendTuning, "Router": RouterTuning}
+    {
+        "VllmWorker": VllmWorkerLiveOptions,
+        "Frontend": FrontendLiveOptions,
+        "Router": RouterLiveOptions,
+    }
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class TuningRecord(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+class LiveOptionsRecord(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """At `names.tuning_key(namespace, component)`.
 
     version: one more with each change. by: USER@HOST of the last one; at: seconds
@@ -100,7 +104,7 @@ class TuningRecord(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     at: float = 0.0
 
 
-def encode_tuning(record: TuningRecord[T]) -> bytes:
+def encode_tuning(record: LiveOptionsRecord[T]) -> bytes:
     """Raises ProtocolError when whoever reads it would refuse it."""
     data = encode_json(record)
     if decode_tuning(data, type(record.values)) != record:
@@ -108,6 +112,6 @@ def encode_tuning(record: TuningRecord[T]) -> bytes:
     return data
 
 
-def decode_tuning(data: bytes, kind: type[T]) -> TuningRecord[T]:
+def decode_tuning(data: bytes, kind: type[T]) -> LiveOptionsRecord[T]:
     """Raises ProtocolError."""
-    return decode_json(data, TuningRecord[kind])
+    return decode_json(data, LiveOptionsRecord[kind])

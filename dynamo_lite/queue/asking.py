@@ -34,13 +34,13 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False)
-class Request:
+class PullRequest:
     """until: when it is over, answered or not."""
 
     until: float
 
 
-class Asking:
+class LanePull:
     """on_change: something was answered. on_missing: the consumer is gone, or out of reach.
 
     requests: unanswered ones. arrived: jobs that nobody has taken yet.
@@ -64,7 +64,7 @@ class Asking:
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{topology.stream}.{consumer_name(lane)}"
         self._inbox = client.new_inbox()
         self._subscription: Subscription | None = None
-        self.requests: deque[Request] = deque()
+        self.requests: deque[PullRequest] = deque()
         self.arrived: deque[JetStreamJob] = deque()
         self.pulling = 0
 
@@ -85,7 +85,7 @@ class Asking:
         while self.arrived:
             await give_back(self.arrived.popleft())
 
-    async def ask(self, timeout_s: float) -> Request | None:
+    async def ask(self, timeout_s: float) -> PullRequest | None:
         """Asks the broker for one job, which has so long to come. None: it is out of reach."""
         life_s = min(timeout_s, _REQUEST_S)
         ask: dict[str, int | bool] = {"batch": 1}
@@ -93,7 +93,7 @@ class Asking:
             ask["expires"] = int(life_s * 1e9)
         else:
             ask["no_wait"] = True
-        request = Request(loop_time() + max(life_s, 0.0) + GRACE_S)
+        request = PullRequest(loop_time() + max(life_s, 0.0) + GRACE_S)
         self.requests.append(request)
         try:
             await self._client.publish(self._next, msgspec.json.encode(ask), self._inbox)

@@ -26,7 +26,7 @@ from dynamo_lite.queue.puller import Puller
 from dynamo_lite.queue.topology import Topology, consumer_name
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.patience import patiently
+from dynamo_lite.runtime.patience import retry_while_unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class JetStreamQueue:
             client = self._connection.client
             self._js = client.jetstream(timeout=_API_TIMEOUT_S)
             try:
-                await patiently(self._ensure)
+                await retry_while_unavailable(self._ensure)
             except BrokerUnavailable as exc:
                 raise StartupError(f"JetStream cannot be used: {exc}") from exc
             self._puller = Puller(client, self._topology, self._missing.set, self._on_drop)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Self
 
-from dynamo_lite.policy.lanes import Turns
+from dynamo_lite.policy.lanes import LaneTurns
 from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, QueueFull, StartupError
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
@@ -130,7 +130,7 @@ class MemoryQueue:
         self._config = config or QueueConfig()
         self._stream = Stream(self._config, contextvars.copy_context())
         self._incarnations = Incarnations()
-        self._turns = Turns()
+        self._turns = LaneTurns()
         self._held: list[MemoryJob] = []
         self._stopped = False
 

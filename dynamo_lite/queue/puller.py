@@ -10,9 +10,9 @@ from typing import Self
 
 from nats.aio.client import Client
 
-from dynamo_lite.policy.lanes import Turns
+from dynamo_lite.policy.lanes import LaneTurns
 from dynamo_lite.protocol.demand import Lane
-from dynamo_lite.queue.asking import GRACE_S, Asking, give_back, loop_time
+from dynamo_lite.queue.asking import GRACE_S, LanePull, give_back, loop_time
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.topology import Topology
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -35,7 +35,7 @@ class Puller:
         self._on_missing = on_missing
         self._held: set[JetStreamJob] = set()  # pulled, not answered
         self._lanes = {
-            lane: Asking(
+            lane: LanePull(
                 client,
                 topology,
                 lane,
@@ -46,7 +46,7 @@ class Puller:
             )
             for lane in topology.config.lanes
         }
-        self._turns = Turns()
+        self._turns = LaneTurns()
         self._ready = True
         self._stopped = False
         self._change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -95,7 +95,7 @@ class Puller:
         return None
 
     async def _wait_for_one(
-        self, chosen: list[Asking], deadline: float, *, asked: bool
+        self, chosen: list[LanePull], deadline: float, *, asked: bool
     ) -> JetStreamJob | None:
         """asked: whether a job that waits already would have been found."""
         while not self._stopped:
@@ -116,7 +116,7 @@ class Puller:
             await self._wait(chosen, change, deadline)
         return None
 
-    def _may_ask(self, asking: Asking) -> bool:
+    def _may_ask(self, asking: LanePull) -> bool:
         """Where there are lanes, one at a time: whoever asks at all of them takes one job, and
         what comes from another must wait for the next pull."""
         most = asking.pulling if len(self._lanes) == 1 else 1
@@ -144,7 +144,7 @@ class Puller:
         self.pause()
         self._on_missing()
 
-    def _take(self, chosen: Iterable[Asking]) -> JetStreamJob | None:
+    def _take(self, chosen: Iterable[LanePull]) -> JetStreamJob | None:
         """The oldest arrived job that is still ours."""
         for asking in chosen:
             while asking.arrived:
@@ -156,7 +156,7 @@ class Puller:
         return None
 
     async def _wait(
-        self, chosen: list[Asking], change: asyncio.Future[None], deadline: float
+        self, chosen: list[LanePull], change: asyncio.Future[None], deadline: float
     ) -> None:
         """Until something changes, a request is overdue, or the deadline."""
         until, now = deadline, loop_time()

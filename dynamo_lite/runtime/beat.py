@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import Unavailable
-from dynamo_lite.protocol.health import Beat
+from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.runtime.messaging import Messaging
 
-BEAT_PERIOD_S = 1.0
+HEARTBEAT_PERIOD_S = 1.0
 
 #: Whether the worker can work, and what is wrong if not.
 Verdict = tuple[bool, str]
 
 
-class HealthBeat:
+class HeartbeatPublisher:
     """One worker's beats. `run` is to be owned by the process; it ends with `stop`."""
 
     def __init__(
@@ -27,7 +27,7 @@ class HealthBeat:
         component: str,
         lease_id: int,
         verdict: Callable[[], Verdict],
-        period_s: float = BEAT_PERIOD_S,
+        period_s: float = HEARTBEAT_PERIOD_S,
     ):
         self._messaging, self._lease_id = messaging, lease_id
         self._subject = names.health_subject(namespace, component)
@@ -38,7 +38,7 @@ class HealthBeat:
         number = 0
         while not self._stopped.is_set():
             ok, detail = self._verdict()
-            beat = Beat(lease_id=self._lease_id, number=number, ok=ok, detail=detail[:512])
+            beat = Heartbeat(lease_id=self._lease_id, number=number, ok=ok, detail=detail[:512])
             number += 1
             with contextlib.suppress(Unavailable):  # then nobody blames us for the silence
                 await self._messaging.publish(self._subject, encode(beat))

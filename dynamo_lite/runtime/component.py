@@ -18,7 +18,7 @@ from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.patience import START_WAIT_S, patiently
+from dynamo_lite.runtime.patience import START_WAIT_S, retry_while_unavailable
 from dynamo_lite.runtime.readiness import Probes
 from dynamo_lite.runtime.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
@@ -165,7 +165,9 @@ class Host:
     async def hold(self, key: str, value: bytes, *, within_s: float = START_WAIT_S) -> None:
         """Puts `key` under the lease, and puts it back when it vanishes under a live one:
         the store may lose its data. Raises LeaseLost, or StoreUnavailable after `within_s`."""
-        await patiently(lambda: self.store.put(key, value, lease=self.lease), within_s=within_s)
+        await retry_while_unavailable(
+            lambda: self.store.put(key, value, lease=self.lease), within_s=within_s
+        )
         self._held[key] = value
         if self._guard is None or self._guard.done():
             self._guard = self.spawn(self._watch_own(key), f"guard {key}")

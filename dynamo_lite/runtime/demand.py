@@ -3,18 +3,18 @@
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from dynamo_lite.policy.demand import Demands, Totals
+from dynamo_lite.policy.demand import Backlogs, BacklogTotals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION
-from dynamo_lite.protocol.demand import Demand, decode_demand
+from dynamo_lite.protocol.demand import Backlog, decode_demand
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 
 #: Takes a notice that was news, and the tokens that have come since the one before.
-OnDemand = Callable[[Demand, int], None]
+OnDemand = Callable[[Backlog, int], None]
 
 
-class DemandFollower:
+class BacklogFollower:
     """now: monotonic. own: an engine whose notices do not count."""
 
     def __init__(
@@ -28,7 +28,7 @@ class DemandFollower:
     ):
         self.subject = names.demand_subject(namespace)
         self._now, self._own, self._on_demand, self._on_drop = now, own, on_demand, on_drop
-        self._demands = Demands()
+        self._demands = Backlogs()
 
     @contextlib.asynccontextmanager
     async def follow(self, messaging: Messaging) -> AsyncIterator[None]:
@@ -37,7 +37,7 @@ class DemandFollower:
         async with messaging.serve(self.subject, handler):
             yield
 
-    def totals(self) -> Totals:
+    def totals(self) -> BacklogTotals:
         """Of all engines that were heard lately."""
         return self._demands.totals(self._now())
 

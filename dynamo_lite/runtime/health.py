@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.health import Beat, decode_beat
+from dynamo_lite.protocol.health import Heartbeat, decode_heartbeat
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.member_health import MemberHealth
 from dynamo_lite.runtime.messaging import Messaging
@@ -111,13 +111,13 @@ class HealthMonitor:
         member = self._members.get(lease_id)
         return member is not None and member.ok and not member.silent
 
-    def condemn(self, lease_id: int, why: str) -> None:
-        """A canary failed there: it is unresponsive until `acquit`, whatever its beats say."""
+    def mark_unhealthy(self, lease_id: int, why: str) -> None:
+        """A canary failed there: it is unresponsive until `mark_healthy`, whatever it says."""
         if (member := self._members.get(lease_id)) is not None:
             before, member.failed = member.responsive, why
             self._weigh(lease_id, member, before)
 
-    def acquit(self, lease_id: int) -> None:
+    def mark_healthy(self, lease_id: int) -> None:
         """It has answered a request."""
         member = self._members.get(lease_id)
         if member is not None and member.failed:
@@ -160,7 +160,7 @@ class HealthMonitor:
 
     async def _on_beat(self, payload: bytes) -> None:
         try:
-            beat = decode_beat(payload)
+            beat = decode_heartbeat(payload)
             if beat.wire_version != WIRE_VERSION:
                 raise ProtocolError(f"wire version {beat.wire_version} is not spoken")
         except ProtocolError:
@@ -178,7 +178,7 @@ class HealthMonitor:
         if self._dropped is not None:
             self._dropped.labels(reason).inc()
 
-    def _heard(self, lease_id: int, beat: Beat | None) -> None:
+    def _heard(self, lease_id: int, beat: Heartbeat | None) -> None:
         member = self._members.get(lease_id)
         if member is None:
             return

@@ -18,7 +18,7 @@ from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.logs import hold_lease
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.patience import patiently
+from dynamo_lite.runtime.patience import retry_while_unavailable
 from dynamo_lite.runtime.readiness import Answer, Probes, liveness, readiness
 from dynamo_lite.runtime.status import StatusServer
 from dynamo_lite.runtime.stop import (
@@ -31,7 +31,7 @@ from dynamo_lite.runtime.stop import (
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tracing import Tracer, open_tracer
 
-__all__ = ["Component", "Host", "ProcessSpec", "Report", "Surroundings", "run_process"]
+__all__ = ["Component", "Host", "ProcessEnvironment", "ProcessSpec", "Report", "run_process"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Status(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class ProcessEnvironment:
     """What a process runs in: the servers, its own status server, the clock."""
 
     open_store: Callable[[ProcessSpec], AbstractAsyncContextManager[Store]] = lambda spec: (
@@ -72,7 +72,7 @@ async def run_process(
     spec: ProcessSpec,
     component: Component,
     report: Report,
-    surroundings: Surroundings | None = None,
+    surroundings: ProcessEnvironment | None = None,
 ) -> int:
     """Runs `component` until it is told to stop. Returns the exit code (see `stop.py`).
 
@@ -81,7 +81,7 @@ async def run_process(
     stop = StopRequest()
     with stop_on_signals(stop):
         async with AsyncExitStack() as stack:
-            process = _Process(spec, component, report, stop, surroundings or Surroundings())
+            process = _Process(spec, component, report, stop, surroundings or ProcessEnvironment())
             try:
                 async with stop.interrupts():
                     await process.open(stack)
@@ -103,7 +103,7 @@ class _Process:
         component: Component,
         report: Report,
         stop: StopRequest,
-        surroundings: Surroundings,
+        surroundings: ProcessEnvironment,
     ):
         self._surroundings = surroundings
         self._spec = spec
@@ -123,7 +123,7 @@ class _Process:
         store = await stack.enter_async_context(around.open_store(self._spec))
         messaging = await stack.enter_async_context(around.open_messaging(self._spec, drops))
         ttl_s = self._spec.lease_ttl_s
-        lease = await patiently(lambda: stack.enter_async_context(store.lease(ttl_s)))
+        lease = await retry_while_unavailable(lambda: stack.enter_async_context(store.lease(ttl_s)))
         hold_lease(lease.id)
         self.host = Host(
             self._spec,

@@ -26,7 +26,7 @@ from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
 from dynamo_lite.runtime.nats_client import PersistentClient
 from dynamo_lite.runtime.nats_tls import TlsClient, TlsMismatch
-from dynamo_lite.runtime.patience import patiently
+from dynamo_lite.runtime.patience import retry_while_unavailable
 from dynamo_lite.runtime.tls import tls_refusal
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class NatsMessaging:
             reply = self._reply_to(message.reply) if message.reply else None
             await dispatcher.submit(message.data, reply)
 
-        subscription = await patiently(lambda: self._subscribe(subject, deliver))
+        subscription = await retry_while_unavailable(lambda: self._subscribe(subject, deliver))
         try:
             yield
         except BaseException:

@@ -14,7 +14,9 @@ _PAUSE_S = 0.1
 T = TypeVar("T")
 
 
-async def patiently(call: Callable[[], Awaitable[T]], *, within_s: float = START_WAIT_S) -> T:
+async def retry_while_unavailable(
+    call: Callable[[], Awaitable[T]], *, within_s: float = START_WAIT_S
+) -> T:
     """Calls again while that raises Unavailable; what it raises after `within_s` seconds,
     and everything else, passes through. The call must be one that may be repeated."""
     loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.policy.disagg import Local, QueueView, Reason, Remote, Thresholds, Verdict
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Thresholds, Verdict
 from dynamo_lite.policy.replay import replay
 from dynamo_lite.protocol.decisions import Decision, QueueSeen
 from dynamo_lite.serve.decisions import Taken
@@ -117,7 +117,7 @@ def verdict_with(decision: Decision, edit: Mapping[str, Any]) -> Verdict:
     # Of a prompt that had asked before, less time was left than it says here.
     left_s = 0.0 if decision.reason == "too_late" else followed.remote_prefill_timeout_s
     return replay(
-        make(Reason(decision.reason)),
+        make(DecisionReason(decision.reason)),
         prompt_tokens=decision.prompt_tokens,
         cached_tokens=decision.cached_tokens,
         queue=queue

@@ -16,7 +16,7 @@ from dynamo_lite.serve.run_state import ProcessState
 _LOG_TAIL_LINES = 12
 
 
-class Keeper:
+class InstanceSupervisor:
     """One instance: a loop of spawn, watch, and perhaps wait and spawn again.
 
     state: its line in run.json; `on_change` is called after each change.

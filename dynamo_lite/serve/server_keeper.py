@@ -33,7 +33,7 @@ class Server(Protocol):
         ...
 
 
-class ServerKeeper:
+class ServerSupervisor:
     """state: its line in run.json; `on_change` is called after each change.
 
     graph_ends: set it when nobody needs to hear any more that the server stays away.
@@ -47,7 +47,7 @@ class ServerKeeper:
         self._on_change = on_change
 
     def __repr__(self) -> str:
-        return f"ServerKeeper({self.state})"
+        return f"ServerSupervisor({self.state})"
 
     async def keep(self) -> None:
         """Runs until it is cancelled. Raises StartupError when the server cannot be started."""

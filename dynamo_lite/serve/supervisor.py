@@ -9,10 +9,10 @@ from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.stop import StopRequest
 from dynamo_lite.serve.child_process import Launch
-from dynamo_lite.serve.keeper import Keeper
+from dynamo_lite.serve.keeper import InstanceSupervisor
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile
-from dynamo_lite.serve.server_keeper import Server, ServerKeeper
+from dynamo_lite.serve.server_keeper import Server, ServerSupervisor
 
 EXIT_DRAINED = 0
 EXIT_FORCED = 130
@@ -68,10 +68,11 @@ class Supervisor:
     ):
         policy = backoff or Backoff()
         self._tiers = [
-            [Keeper(launch, policy, progress, self._on_change) for launch in tier] for tier in tiers
+            [InstanceSupervisor(launch, policy, progress, self._on_change) for launch in tier]
+            for tier in tiers
         ]
         self._keepers = [keeper for tier in self._tiers for keeper in tier]
-        self._servers = [ServerKeeper(server, progress, self._on_change) for server in servers]
+        self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
         self._run = run
         self._signals = signals
         self._progress = progress

@@ -17,11 +17,11 @@ from msgspec import UNSET, UnsetType, inspect
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, Unavailable
-from dynamo_lite.protocol.tuning import TUNABLE, TuningRecord, decode_tuning, encode_tuning
+from dynamo_lite.protocol.tuning import TUNABLE, LiveOptionsRecord, decode_tuning, encode_tuning
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store
 from dynamo_lite.serve.fields import unknown_key
 
-Record = TuningRecord[Any]
+Record = LiveOptionsRecord[Any]
 #: Option (kebab-case) to its value; UNSET: as in the file again.
 Edit = Mapping[str, Any]
 
@@ -108,7 +108,7 @@ def checked(component: str, option: str, value: Any) -> Any:
     """The value as it will be stored. Raises ConfigError with the accepted range."""
     try:
         values = msgspec.convert({option: value}, TUNABLE[component])
-        encode_tuning(TuningRecord(values=values, version=1))
+        encode_tuning(LiveOptionsRecord(values=values, version=1))
     except (msgspec.ValidationError, ProtocolError) as exc:
         said = f"{component}.{option}: expected {accepted(component, option)}, got {value!r}"
         raise ConfigError([said]) from exc
@@ -154,7 +154,7 @@ async def write(store: Store, namespace: str, component: str, edit: Edit) -> Cha
             old.values if old else TUNABLE[component](),
             **{fields[option]: value for option, value in edit.items()},
         )
-        new = TuningRecord(
+        new = LiveOptionsRecord(
             values=values, version=old.version + 1 if old else 1, by=_whoami(), at=time.time()
         )
         if await store.swap(key, data, encode_tuning(new)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dynamo_lite.engine.sim.assembly import Engine
 from dynamo_lite.engine.sim.halves import DecodeHalves
 from dynamo_lite.engine.sim.request import SimRequest, Status
-from dynamo_lite.policy.ledger import State
+from dynamo_lite.policy.ledger import AttemptState
 from dynamo_lite.protocol.prefill import decode_cancel_attempt
 
 
@@ -37,7 +37,7 @@ class CancelWatch:
                 continue
             attempt, state = halves.stage(request)
             self.counts[f"abort {_place(request, state)}"] += 1
-            if state is State.CLAIMED and attempt is not None and halves.writes(attempt):
+            if state is AttemptState.CLAIMED and attempt is not None and halves.writes(attempt):
                 self.counts["cancels sent to writers"] += 1
                 began = self.began_at(request)
                 self._under_way[attempt] = self.now() if began is None else began
@@ -58,7 +58,7 @@ class CancelWatch:
         return list(self._under_way)
 
 
-def _place(request: SimRequest, state: State | None) -> str:
+def _place(request: SimRequest, state: AttemptState | None) -> str:
     """A state of the ledger, or where in the engine a request is that it does not know."""
     if state is not None:
         return state.value

@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo_lite.components.prefill_worker import PrefillWorker
 from dynamo_lite.engine.remote_prefill.counts import MISMATCH
-from dynamo_lite.engine.remote_prefill.link import DecodeLink
+from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig
 from dynamo_lite.engine.sim.assembly import Engine
 from dynamo_lite.engine.sim.halves import DecodeHalves, PrefillHalves
 from dynamo_lite.engine.sim.model import first_wrong
@@ -102,7 +102,7 @@ class Judge:
     def stepped(self, engine: Engine, scheduled_at: float) -> None:
         """After a step: whoever has waited for remote KV long enough waits no more."""
         role = engine.setup.link.role
-        if not isinstance(role, DecodeLink):
+        if not isinstance(role, DecodeEngineConfig):
             return
         for request in engine.core.scheduler.waiting_for_kv():
             over_s = scheduled_at - request.parked_at - role.remote_prefill_timeout_s

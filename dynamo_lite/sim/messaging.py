@@ -18,7 +18,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.runtime.dispatch import Dispatcher
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
-from dynamo_lite.runtime.patience import patiently
+from dynamo_lite.runtime.patience import retry_while_unavailable
 from dynamo_lite.sim.link import LinkDown, ServerLink
 from dynamo_lite.sim.nats import PORT
 from dynamo_lite.sim.network import Network
@@ -127,7 +127,7 @@ class SimMessaging:
         self._numbers += 1
         number = self._numbers
         subscription = _Subscription(self, subject, dispatcher)
-        await patiently(lambda: self._subscribe(number, subscription))
+        await retry_while_unavailable(lambda: self._subscribe(number, subscription))
         try:
             yield
         except BaseException:

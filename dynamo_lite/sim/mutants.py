@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.components.job_runner import JobEnd
-from dynamo_lite.components.parts import WorkerParts
+from dynamo_lite.components.parts import WorkerBackend
 from dynamo_lite.components.prefill_worker import PrefillWorker
 from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.engine.remote_prefill.decider import Decided
@@ -114,7 +114,7 @@ class MetadataByAddress(Shipped):
     incarnation it is."""
 
     def prefill_worker(
-        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerParts
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
     ) -> PrefillWorker:
         return _ByAddressWorker(config, spec, parts)
 
@@ -172,7 +172,7 @@ class SilentlyUsedUp(Shipped):
     """A job that was delivered too often is dropped, and nobody is told."""
 
     def prefill_worker(
-        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerParts
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
     ) -> PrefillWorker:
         return _SilentWorker(config, spec, parts)
 

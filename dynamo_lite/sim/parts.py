@@ -9,7 +9,11 @@ from typing import Any
 
 from dynamo_lite.components.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
 from dynamo_lite.components.vllm_parts import PREFILL_COMPONENT, queue_config
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
+from dynamo_lite.engine.remote_prefill.link import (
+    DecodeEngineConfig,
+    EngineConfig,
+    PrefillEngineConfig,
+)
 from dynamo_lite.engine.sim.assembly import EngineSetup
 from dynamo_lite.engine.sim.core import SimModelConfig
 from dynamo_lite.engine.sim.engine import SimEngine
@@ -17,7 +21,7 @@ from dynamo_lite.engine.sim.mover import Fabric
 from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.runtime.fence import Fence, MemoryFence
-from dynamo_lite.runtime.host import Host, ProcessSpec, Surroundings
+from dynamo_lite.runtime.host import Host, ProcessEnvironment, ProcessSpec
 from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.sim.invariants import Judge
@@ -99,7 +103,7 @@ class Pulls:
 
 @dataclass(frozen=True, kw_only=True)
 class SimParts:
-    """Implements WorkerParts for one incarnation of a worker."""
+    """Implements WorkerBackend for one incarnation of a worker."""
 
     network: Network
     fabric: Fabric
@@ -123,7 +127,7 @@ class SimParts:
         return self.shipped.queue(Pulls(opened, self.judge, host.lease.id))
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
-        role = DecodeLink(
+        role = DecodeEngineConfig(
             max_local_prefill_length_tokens=config.max_local_prefill_length,
             max_prefill_queue_size=config.max_prefill_queue_size,
             max_prefill_queue_tokens=config.max_prefill_queue_tokens,
@@ -141,7 +145,7 @@ class SimParts:
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
     ) -> SimEngine:
         assert isinstance(fence, MemoryFence)
-        role = PrefillLink(
+        role = PrefillEngineConfig(
             fence_path="",
             kv_checksum_rate=config.kv_checksum_rate,
             min_prefix_read_length_tokens=config.min_prefix_read_length,
@@ -149,10 +153,10 @@ class SimParts:
         return self._engine(host, role, fence)
 
     def _engine(
-        self, host: Host, role: DecodeLink | PrefillLink, fence: MemoryFence | None
+        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, fence: MemoryFence | None
     ) -> SimEngine:
         spec = host.spec
-        link = EngineLink(
+        link = EngineConfig(
             namespace=spec.namespace,
             engine_id=_uuid(self.rng),
             lease_id=host.lease.id,
@@ -206,7 +210,9 @@ class _NoStatus:
     url = "http://nowhere"
 
 
-def surroundings(network: Network, process: SimProcess, hear: Hear, said: Hear) -> Surroundings:
+def surroundings(
+    network: Network, process: SimProcess, hear: Hear, said: Hear
+) -> ProcessEnvironment:
     """hear: sees what the process is told, before it does. said: sees what it publishes."""
 
     @asynccontextmanager
@@ -219,7 +225,7 @@ def surroundings(network: Network, process: SimProcess, hear: Hear, said: Hear) 
     def open_messaging(*_: Any) -> AbstractAsyncContextManager[Messaging]:
         return _HeardMessaging(network, hear, said)
 
-    return Surroundings(
+    return ProcessEnvironment(
         open_store=open_store,
         open_messaging=open_messaging,
         open_status=no_status,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
-from dynamo_lite.policy.lanes import Turns
+from dynamo_lite.policy.lanes import LaneTurns
 from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.errors import BrokerUnavailable, PushAmbiguous, StartupError
 from dynamo_lite.queue.base import QueueConfig, QueueDepth
@@ -66,7 +66,7 @@ class SimQueue:
         self._request_number = 0
         self._arrived: deque[SimJob] = deque()
         self._held: dict[SimJob, None] = {}  # pulled, not answered
-        self._turns = Turns()
+        self._turns = LaneTurns()
         self._pulling = 0
         self._ready = self._stopped = False
         self._change: asyncio.Future[None] = self._loop.create_future()

@@ -3,7 +3,7 @@
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from dynamo_lite.components.parts import WorkerParts
+from dynamo_lite.components.parts import WorkerBackend
 from dynamo_lite.components.prefill_worker import PrefillWorker
 from dynamo_lite.engine.sim.assembly import Assembly
 from dynamo_lite.queue.base import PrefillQueue
@@ -15,7 +15,7 @@ class Shipped(Assembly):
     """Engines, components and queue as they are shipped."""
 
     def prefill_worker(
-        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerParts
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
     ) -> PrefillWorker:
         return PrefillWorker(config, spec, parts)
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence, Set
 
 from dynamo_lite.transfer.block_map import BlockMap
-from dynamo_lite.transfer.sharding import Lane
+from dynamo_lite.transfer.sharding import ShardMapping
 
 
 class LayerMaps:
     """lanes: to the peer. devices: as a `BlockMap` has them. Maps are made when first
     asked for, and kept."""
 
-    def __init__(self, lanes: Sequence[Lane], devices: tuple[int, int]):
+    def __init__(self, lanes: Sequence[ShardMapping], devices: tuple[int, int]):
         self._lanes, self._devices = lanes, devices
         self.layers = frozenset(lane.local.layer for lane in lanes)
         self._maps: dict[frozenset[str], BlockMap] = {}

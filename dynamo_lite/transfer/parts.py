@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import KvRegion
-from dynamo_lite.transfer.sharding import Lane, cut
+from dynamo_lite.transfer.sharding import ShardMapping, cut
 
 
-def parts_of(lanes: Sequence[Lane]) -> list[Part]:
+def parts_of(lanes: Sequence[ShardMapping]) -> list[Part]:
     """What lies at the far end of the lanes, neighbouring regions in one part."""
     parts: list[Part] = []
     for lane in lanes:

@@ -18,7 +18,7 @@ from dynamo_lite.protocol.records import KvRegion, RankMetadata
 
 
 @dataclass(frozen=True)
-class Lane:
+class ShardMapping:
     """Block i of `local` goes to the block of `remote` that it stands for; same size.
 
     index: which of the decode rank's regions `remote` is cut from; offset: its
@@ -38,7 +38,7 @@ class Lane:
 
 #: (prefill rank, decode rank) -> its lanes in the order of the decode rank's regions;
 #: pairs that have none are absent.
-Lanes = dict[tuple[int, int], list[Lane]]
+Lanes = dict[tuple[int, int], list[ShardMapping]]
 
 
 def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata]) -> Lanes:
@@ -91,7 +91,7 @@ def cut(region: KvRegion, offset: int, length: int) -> KvRegion:
     )
 
 
-def _lane(local: KvRegion, region: KvRegion, index: int, heads: range) -> Lane:
+def _lane(local: KvRegion, region: KvRegion, index: int, heads: range) -> ShardMapping:
     """These heads from a prefill rank's region to a decode rank's."""
     remote, offset = region, 0
     if region.head_bytes:
@@ -99,11 +99,11 @@ def _lane(local: KvRegion, region: KvRegion, index: int, heads: range) -> Lane:
         offset = (heads.start - region.first_head) * region.head_bytes
         remote = cut(region, offset, length)
     if not _same_order(local, region):
-        return Lane(local, remote, index, offset, heads, staged=True)
+        return ShardMapping(local, remote, index, offset, heads, staged=True)
     if region.head_bytes:
         own_offset = (heads.start - local.first_head) * region.head_bytes
         local = cut(local, own_offset, remote.block_bytes)
-    return Lane(local, remote, index, offset, heads)
+    return ShardMapping(local, remote, index, offset, heads)
 
 
 def _all_staged(peer: str, own: Sequence[RankMetadata], lanes: Lanes) -> Lanes:

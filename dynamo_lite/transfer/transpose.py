@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamo_lite.protocol.records import KvArray, KvRegion
-from dynamo_lite.transfer.sharding import Lane
+from dynamo_lite.transfer.sharding import ShardMapping
 
 #: The widest words that copies are made of.
 _WORD_BYTES = 8
@@ -89,7 +89,7 @@ class Units:
     padding: int
 
 
-def slot_layout(lanes: Sequence[Lane], slot_bytes: int) -> Layout:
+def slot_layout(lanes: Sequence[ShardMapping], slot_bytes: int) -> Layout:
     """For staged lanes, into one rank or several. Raises ValueError where no block fits."""
     block_bytes = sum(lane.remote.block_bytes for lane in lanes)
     capacity = slot_bytes // block_bytes

@@ -16,8 +16,8 @@ import numpy as np
 
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
+    LinkTestOrder,
     PrefillStep,
-    PreflightOrder,
     RankLink,
 )
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
@@ -81,7 +81,7 @@ def preflight(
 ) -> list[object]:
     """By rank: what it has found."""
     step = PrefillStep(
-        preflights=[PreflightOrder("1.1", engine_id)], targets={engine_id: target}, own=own
+        preflights=[LinkTestOrder("1.1", engine_id)], targets={engine_id: target}, own=own
     )
     for rank in ranks:
         rank.step(step, lambda: True)

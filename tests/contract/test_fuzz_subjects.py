@@ -23,14 +23,14 @@ from dynamo_lite.protocol.codec import Decoder, encode_sealed
 from dynamo_lite.protocol.decisions import decode_explain
 from dynamo_lite.protocol.demand import decode_demand
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
-from dynamo_lite.protocol.health import decode_beat
+from dynamo_lite.protocol.health import decode_heartbeat
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
     Committed,
     Leave,
+    LinkTest,
     Listen,
-    Preflight,
     RemotePrefillRequest,
     WriterDone,
     WriterStays,
@@ -89,7 +89,7 @@ DECODERS: dict[str, Decoder[Any]] = {
     "preflight": decode_preflight,
     "explain": decode_explain,
     "cancel": decode_cancel_attempt,
-    "beat": decode_beat,
+    "beat": decode_heartbeat,
     "demand": decode_demand,
     "job": decode_job,
     "notice": decode_notice,
@@ -128,7 +128,7 @@ class Attack:
         self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)
         for where, message in FOREIGN:
             self._remember(where, encode_sealed(message))
-        preflight = Preflight(order="foreign", target=metadata)
+        preflight = LinkTest(order="foreign", target=metadata)
         self._remember("preflight", encode_sealed(preflight))
         self._listen()
 
@@ -259,7 +259,7 @@ class Attack:
     def _is_its_beat(self, payload: bytes) -> bool:
         """It may take the worker out of rotation: that is what beats are for, and they are
         not sealed."""
-        return self._judge("beat", payload) and decode_beat(payload).lease_id == 2
+        return self._judge("beat", payload) and decode_heartbeat(payload).lease_id == 2
 
 
 async def ask(pair: Pair, rng: Random) -> dict[str, list[int]]:

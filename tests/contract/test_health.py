@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.protocol.codec import encode, encode_json
-from dynamo_lite.protocol.health import Beat
+from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.protocol.names import (
     endpoint_key,
     endpoint_prefix,
@@ -19,7 +19,7 @@ from dynamo_lite.protocol.names import (
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime import health
-from dynamo_lite.runtime.beat import HealthBeat
+from dynamo_lite.runtime.beat import HeartbeatPublisher
 from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.runtime.messaging import Messaging
@@ -93,8 +93,8 @@ class Graph:
 
     def worker(
         self, lease_id: int, verdict: Callable[[], tuple[bool, str]] = lambda: (True, "")
-    ) -> HealthBeat:
-        return HealthBeat(
+    ) -> HeartbeatPublisher:
+        return HeartbeatPublisher(
             self.messaging,
             namespace=self.namespace,
             component="Worker",
@@ -113,7 +113,7 @@ class Graph:
             await asyncio.gather(task, return_exceptions=True)
 
     async def beat(self, lease_id: int, number: int, *, ok: bool = True, detail: str = "") -> None:
-        beat = Beat(lease_id=lease_id, number=number, ok=ok, detail=detail)
+        beat = Heartbeat(lease_id=lease_id, number=number, ok=ok, detail=detail)
         await self.send(encode(beat))
 
     async def send(self, payload: bytes) -> None:
@@ -213,8 +213,8 @@ async def test_bad_beats_are_counted_and_change_nothing(graph: Graph) -> None:
     await graph.beat(B, 0)
     await graph.dropped("unknown", 1)
     await graph.send(b"\xff{")
-    await graph.send(encode(Beat(lease_id=A, number=9, ok=True))[:-3])
-    await graph.send(encode(Beat(lease_id=A, number=9, ok=True, wire_version=99)))
+    await graph.send(encode(Heartbeat(lease_id=A, number=9, ok=True))[:-3])
+    await graph.send(encode(Heartbeat(lease_id=A, number=9, ok=True, wire_version=99)))
     await graph.dropped("malformed", 3)
     assert graph.responsive() == [] and graph.turned.empty()
     await graph.beat(A, 6)

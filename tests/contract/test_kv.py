@@ -10,7 +10,7 @@ from typing import Self, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.policy.kv_chain import ChainBook, chain_hashes, root_hash
+from dynamo_lite.policy.kv_chain import BlockHashes, chain_hashes, root_hash
 from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
@@ -85,7 +85,7 @@ class Worker:
         carrier = cast("Messaging", self.messaging)
         self.lease_id, self.load = lease_id, Load()
         self._store, self._namespace = store, namespace
-        self.book = ChainBook()
+        self.book = BlockHashes()
         self._held: list[bytes] = []
         self._stack = AsyncExitStack()
         self.publisher = KvPublisher(

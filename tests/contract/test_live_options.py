@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.tuning import TuningRecord, VllmWorkerTuning, encode_tuning
+from dynamo_lite.protocol.tuning import LiveOptionsRecord, VllmWorkerLiveOptions, encode_tuning
 from dynamo_lite.runtime.etcd import EtcdStore
 from dynamo_lite.runtime.live_options import LiveOptions
 from dynamo_lite.runtime.memory import MemoryStore
@@ -35,18 +35,18 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
 class Follower:
     def __init__(self, store: Store, namespace: str):
         self.drops: Counter[str] = Counter()
-        self.told: list[tuple[VllmWorkerTuning, int]] = []
+        self.told: list[tuple[VllmWorkerLiveOptions, int]] = []
         self.news = asyncio.Event()
         self.live = LiveOptions(
             store,
             namespace,
             COMPONENT,
-            VllmWorkerTuning(),
+            VllmWorkerLiveOptions(),
             on_change=self.take,
             on_drop=self.drop,
         )
 
-    def take(self, values: VllmWorkerTuning, version: int) -> None:
+    def take(self, values: VllmWorkerLiveOptions, version: int) -> None:
         self.told.append((values, version))
         self.news.set()
 
@@ -70,15 +70,15 @@ async def test_a_follower_has_what_was_set_before_and_hears_what_is_set(
         assert (live.values.max_local_prefill_length, live.version) == (100, 1)
         await tuning.write(store, namespace, COMPONENT, {LENGTH: 200, SIZE: 3})
         await follower.until(lambda: live.version == 2)
-        assert live.values == VllmWorkerTuning(
+        assert live.values == VllmWorkerLiveOptions(
             max_local_prefill_length=200, max_prefill_queue_size=3
         )
         await tuning.write(store, namespace, COMPONENT, {LENGTH: UNSET})
         await follower.until(lambda: live.version == 3)
-        assert live.values == VllmWorkerTuning(max_prefill_queue_size=3)
+        assert live.values == VllmWorkerLiveOptions(max_prefill_queue_size=3)
         await store.delete(names.tuning_key(namespace, COMPONENT))
         await follower.until(lambda: live.version == 0)
-        assert live.values == VllmWorkerTuning()
+        assert live.values == VllmWorkerLiveOptions()
     assert [version for _, version in follower.told] == [1, 2, 3, 0]
 
 
@@ -116,7 +116,7 @@ async def test_what_is_no_record_is_refused_as_a_whole_and_counted(store: Store,
         edits = tuning.parse_unsets([COMPONENT])
         await tuning.write(store, namespace, COMPONENT, edits[COMPONENT])
         await follower.until(lambda: not live.refused)
-        assert live.values == VllmWorkerTuning()
+        assert live.values == VllmWorkerLiveOptions()
     assert len(follower.told) == 2
 
 
@@ -124,12 +124,12 @@ async def test_a_follower_that_starts_on_a_bad_record_has_its_file(store: Store,
     await store.put(names.tuning_key(namespace, COMPONENT), b"nonsense")
     follower = Follower(store, namespace)
     async with follower.live as live:
-        assert (live.values, live.version) == (VllmWorkerTuning(), 0)
+        assert (live.values, live.version) == (VllmWorkerLiveOptions(), 0)
         assert live.refused and follower.drops == {"config": 1} and not follower.told
 
 
 async def test_a_component_whose_name_begins_alike_is_another(store: Store, namespace: str):
-    other = TuningRecord(values=VllmWorkerTuning(max_local_prefill_length=1), version=7)
+    other = LiveOptionsRecord(values=VllmWorkerLiveOptions(max_local_prefill_length=1), version=7)
     follower = Follower(store, namespace)
     async with follower.live as live:
         await store.put(names.tuning_key(namespace, f"{COMPONENT}2"), encode_tuning(other))

@@ -17,9 +17,9 @@ from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.protocol.routing import Fates, PickRequest
-from dynamo_lite.protocol.tuning import RouterTuning, TuningRecord, encode_tuning
-from dynamo_lite.runtime.host import ProcessSpec, Surroundings, run_process
+from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes
+from dynamo_lite.protocol.tuning import LiveOptionsRecord, RouterLiveOptions, encode_tuning
+from dynamo_lite.runtime.host import ProcessEnvironment, ProcessSpec, run_process
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats import NatsMessaging
@@ -96,7 +96,7 @@ class Cluster:
             watch_component=COMPONENT,
         )
         router = Router({"kv_router": {"request_load_tokens": 0}}, spec)
-        around = Surroundings(
+        around = ProcessEnvironment(
             open_store=lambda _: contextlib.nullcontext(self.store),
             open_messaging=lambda *_: contextlib.nullcontext(self.messaging),
         )
@@ -218,7 +218,7 @@ async def test_a_release_that_overtakes_its_question_counts(cluster: Cluster) ->
     async with cluster.router() as router:
         lease_id = cluster.routers.members[0].lease_id
         fates = names.fates_subject(cluster.namespace, lease_id)
-        early = Fates(client=FRONTEND, released=["x"])
+        early = RequestOutcomes(client=FRONTEND, released=["x"])
         await cluster.messaging.publish(fates, encode(early))
         await cluster.messaging.publish(fates, b"\xc1")  # and nothing that is malformed
         question = PickRequest(
@@ -245,7 +245,7 @@ async def test_what_it_weighs_changes_while_it_runs(cluster: Cluster) -> None:
 
         assert await chosen() == {1}
         key = names.tuning_key(cluster.namespace, "Router")
-        record = TuningRecord(values=RouterTuning(kv_weight=0.0), version=4)
+        record = LiveOptionsRecord(values=RouterLiveOptions(kv_weight=0.0), version=4)
         await cluster.store.put(key, encode_tuning(record))
         await until(lambda: router.health()["options"]["version"] == 4)
         assert await chosen() == {1, 2}, "prefixes count for nothing, so they take turns"

@@ -11,7 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.components.prefill_jobs import PrefillJobs
 from dynamo_lite.engine.remote_prefill.counts import DROPPED
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
+from dynamo_lite.engine.remote_prefill.link import (
+    DecodeEngineConfig,
+    EngineConfig,
+    PrefillEngineConfig,
+)
 from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.engine.sim.core import SimModelConfig
 from dynamo_lite.engine.sim.engine import SimEngine
@@ -26,7 +30,7 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
-from dynamo_lite.runtime.beat import HealthBeat
+from dynamo_lite.runtime.beat import HeartbeatPublisher
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
@@ -96,8 +100,8 @@ class Pair:
             else:
                 self.counts[name] = self.counts.get(name, 0) + value
 
-    async def engine(self, name: str, role: DecodeLink | PrefillLink) -> SimEngine:
-        link = EngineLink(
+    async def engine(self, name: str, role: DecodeEngineConfig | PrefillEngineConfig) -> SimEngine:
+        link = EngineConfig(
             namespace="t",
             engine_id=f"00000000-0000-4000-8000-{len(name):012x}",
             lease_id=len(name),
@@ -129,7 +133,7 @@ class Pair:
     async def start(self) -> None:
         store = self.servers.store()
         await _register(store, "PrefillWorker", "prefill", 2)
-        role = DecodeLink(
+        role = DecodeEngineConfig(
             max_local_prefill_length_tokens=12,
             max_prefill_queue_size=8,
             remote_prefill_timeout_s=10.0,
@@ -142,7 +146,7 @@ class Pair:
         key = names.nixl_metadata_key("t", self.decode.metadata.engine_id)
         await store.put(key, encode_engine(self.decode.metadata))
         self.prefill = await self.engine(
-            "prefill", PrefillLink(fence_path="", min_prefix_read_length_tokens=4)
+            "prefill", PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=4)
         )
         self.jobs = PrefillJobs(
             namespace="t",
@@ -159,7 +163,7 @@ class Pair:
         on_cancel = counted(self.jobs.on_cancel, "cancel", self._drop)
         cancel = names.cancel_subject("t", 2)
         await self.stack.enter_async_context(self.servers.messaging().serve(cancel, on_cancel))
-        beat = HealthBeat(
+        beat = HeartbeatPublisher(
             self.servers.messaging(),
             namespace="t",
             component="PrefillWorker",

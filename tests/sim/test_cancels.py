@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.ledger import State
+from dynamo_lite.policy.ledger import AttemptState
 from dynamo_lite.sim.mutants import MUTANTS
 from dynamo_lite.sim.play import play_scenario
 from dynamo_lite.sim.scenario import LOAD_FROM_S, Ask, Sampling, Scenario, draw
@@ -52,8 +52,8 @@ def _ask(scenario: Scenario, rng: random.Random, number: int) -> Ask:
     )
 
 
-def reached(tally: Tally) -> dict[State, int]:
-    return {state: tally.counts[f"abort {state.value}"] for state in State}
+def reached(tally: Tally) -> dict[AttemptState, int]:
+    return {state: tally.counts[f"abort {state.value}"] for state in AttemptState}
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from dynamo_lite.engine.remote_prefill import decisions
-from dynamo_lite.engine.remote_prefill.pace import Pace
+from dynamo_lite.engine.remote_prefill.pace import PrefillRate
 from dynamo_lite.policy.cost import Rates
-from dynamo_lite.policy.disagg import Local, Reason, Remote
+from dynamo_lite.policy.disagg import DecisionReason, Local, Remote
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Decision,
@@ -20,7 +20,7 @@ from dynamo_lite.protocol.decisions import (
 )
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import Granted
-from dynamo_lite.protocol.tuning import VllmWorkerTuning
+from dynamo_lite.protocol.tuning import VllmWorkerLiveOptions
 from dynamo_lite.serve import decision_view
 from dynamo_lite.serve.decisions import Taken
 from tests.unit.test_decode_link import (
@@ -79,11 +79,11 @@ async def test_a_verdict_without_blocks_is_no_decision(decode: Decode):
 
 async def test_options_that_change_move_the_next_decisions(decode: Decode):
     decode.admit(prompt("r1", 10))
-    decode.half._tuning.change(VllmWorkerTuning(max_local_prefill_length=20), 7)
+    decode.half._tuning.change(VllmWorkerLiveOptions(max_local_prefill_length=20), 7)
     decode.admit(prompt("r2", 10))
-    decode.half._tuning.change(VllmWorkerTuning(max_prefill_queue_size=0), 8)
+    decode.half._tuning.change(VllmWorkerLiveOptions(max_prefill_queue_size=0), 8)
     decode.admit(prompt("r3", 10))
-    decode.half._tuning.change(VllmWorkerTuning(), 9)
+    decode.half._tuning.change(VllmWorkerLiveOptions(), 9)
     decode.admit(prompt("r4", 10))
     assert [(d.verdict, d.reason, d.thresholds.version) for d in told(decode)] == [
         ("remote", "long", 0),
@@ -96,11 +96,11 @@ async def test_options_that_change_move_the_next_decisions(decode: Decode):
 async def test_a_changed_timeout_and_number_of_tries_hold_for_new_prompts(
     decode: Decode, clock: Clock
 ):
-    decode.half._tuning.change(VllmWorkerTuning(remote_prefill_timeout_s=1.5), 1)
+    decode.half._tuning.change(VllmWorkerLiveOptions(remote_prefill_timeout_s=1.5), 1)
     decode.admit(prompt("r1", 10))
     job = await decode.job_of_step()
     assert job.deadline == clock.wall() + 1.5
-    decode.half._tuning.change(VllmWorkerTuning(remote_prefill_timeout_s=60.0), 2)
+    decode.half._tuning.change(VllmWorkerLiveOptions(remote_prefill_timeout_s=60.0), 2)
     clock.now += 1.6
     assert decode.half.build_step().give_up == [(job.attempt, "r1")]
 
@@ -171,7 +171,7 @@ async def test_what_a_writer_says_of_its_failure_is_told(decode: Decode):
 
 
 async def test_what_is_computed_here_is_measured(decode: Decode, clock: Clock):
-    decode.half._tuning.change(VllmWorkerTuning(max_local_prefill_length=1000), 1)
+    decode.half._tuning.change(VllmWorkerLiveOptions(max_local_prefill_length=1000), 1)
     decode.admit(prompt("r1", 100))
     for tokens in (60, 40):
         decode.half.build_step((), {"r1": tokens, "other": 5})
@@ -191,7 +191,7 @@ async def test_what_is_computed_here_is_measured(decode: Decode, clock: Clock):
 
 
 def test_overlapping_steps_end_later():
-    pace = Pace(2)
+    pace = PrefillRate(2)
     pace.computes("r", 100, 0.0)
     assert pace.step({"r": 100}, 0.0) == []
     assert pace.step({"r": 1}, 0.0) == []
@@ -201,7 +201,7 @@ def test_overlapping_steps_end_later():
 
 
 def test_short_and_aborted_prompts_measure_nothing():
-    pace = Pace(1)
+    pace = PrefillRate(1)
     pace.computes("short", 5, 0.0)
     pace.computes("aborted", 100, 0.0)
     pace.step({"short": 5, "aborted": 50}, 0.0)
@@ -212,7 +212,7 @@ def test_short_and_aborted_prompts_measure_nothing():
 
 
 def test_rates_follow_what_changes():
-    pace = Pace(1)
+    pace = PrefillRate(1)
     for seconds in (1.0,) * 50 + (4.0,) * 50:
         pace.brought(100, seconds, 0.5)
     assert pace.rates.remote_tokens_per_s == pytest.approx(25, rel=0.05)
@@ -326,11 +326,11 @@ def test_a_verdict_by_tokens_or_time_is_shown_and_judged_again():
     shown = decision_view.as_text(Taken(0.0, 1, late))
     assert "1 job with 900 tokens to compute, a wait of about 1.50 s; 1 prefill worker" in shown
     assert "from 8 jobs or 1000 tokens in the queue on" in shown
-    assert decision_view.verdict_with(late, {}) == Local(Reason.TOO_LATE)
+    assert decision_view.verdict_with(late, {}) == Local(DecisionReason.TOO_LATE)
     longer = {"remote-prefill-timeout-s": 2.1}
-    assert decision_view.verdict_with(late, longer) == Remote(Reason.LONG)
+    assert decision_view.verdict_with(late, longer) == Remote(DecisionReason.LONG)
     fewer = {"max-prefill-queue-tokens": 900, "remote-prefill-timeout-s": 2.1}
-    assert decision_view.verdict_with(late, fewer) == Local(Reason.QUEUE_TOKENS)
+    assert decision_view.verdict_with(late, fewer) == Local(DecisionReason.QUEUE_TOKENS)
     assert decision_view.dry_run([Taken(0.0, 1, late)], {"remote-prefill-timeout-s": 2.1})[0] == (
         "1 of 1 decisions would have been another:"
     )

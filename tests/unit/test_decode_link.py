@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_lite.engine.remote_prefill import decode_link
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig, EngineConfig
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
 from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers
 from dynamo_lite.policy.disagg import QueueView
@@ -162,7 +162,7 @@ class Decode:
         self.queue = MemoryQueue(
             self.broker, stream="s", subject="s.jobs", config=self.queue_config
         )
-        role = DecodeLink(
+        role = DecodeEngineConfig(
             max_local_prefill_length_tokens=max_local,
             max_prefill_queue_size=QUEUE_SIZE,
             remote_prefill_timeout_s=TIMEOUT_S,
@@ -171,7 +171,7 @@ class Decode:
             queue=self.queue_config,
         )
         self.half = DecodeScheduler(
-            EngineLink(
+            EngineConfig(
                 namespace=NAMESPACE,
                 engine_id=ENGINE,
                 lease_id=1,

@@ -9,13 +9,13 @@ from dynamo_lite.engine.remote_prefill.request_time import time_limit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json, encode_sealed
 from dynamo_lite.protocol.decisions import Explain, decode_explained
-from dynamo_lite.protocol.demand import Demand, Lane, decode_demand
+from dynamo_lite.protocol.demand import Backlog, Lane, decode_demand
 from dynamo_lite.protocol.prefill import Granted, Leave
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.protocol.tuning import TuningRecord, VllmWorkerTuning, encode_tuning
+from dynamo_lite.protocol.tuning import LiveOptionsRecord, VllmWorkerLiveOptions, encode_tuning
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.memory import MemoryQueue
-from dynamo_lite.runtime.beat import HealthBeat
+from dynamo_lite.runtime.beat import HeartbeatPublisher
 from dynamo_lite.runtime.memory import MemoryStore
 from tests.unit.test_decode_link import ENGINE, NAMESPACE, WRITER, Decode, prompt
 from tests.unit.virtual import virtual
@@ -108,7 +108,7 @@ class Scene:
         )
         await self.store.put(names.endpoint_key(*name), encode_json(record))
         self.verdicts[writer] = True, ""
-        beat = HealthBeat(
+        beat = HeartbeatPublisher(
             self.decode.messaging,
             namespace=NAMESPACE,
             component="PrefillWorker",
@@ -219,8 +219,8 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
     async with Scene().open(WRITER) as scene:
         key = names.tuning_key(NAMESPACE, "VllmWorker")
         await scene.ask("r1")
-        changed = VllmWorkerTuning(max_local_prefill_length=20)
-        await scene.store.put(key, encode_tuning(TuningRecord(values=changed, version=3)))
+        changed = VllmWorkerLiveOptions(max_local_prefill_length=20)
+        await scene.store.put(key, encode_tuning(LiveOptionsRecord(values=changed, version=3)))
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r2", 10)) == 0
         await scene.store.put(key, b"nonsense")
@@ -247,7 +247,7 @@ class OtherEngine:
 
     def __init__(self, scene: Scene):
         self._messaging, self._number = scene.decode.messaging, 0
-        self.heard: list[tuple[float, Demand]] = []
+        self.heard: list[tuple[float, Backlog]] = []
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator["OtherEngine"]:
@@ -259,7 +259,7 @@ class OtherEngine:
 
     async def say(self, **fields: Any) -> None:
         self._number += 1
-        demand = Demand(engine_id="other", number=self._number, **fields)
+        demand = Backlog(engine_id="other", number=self._number, **fields)
         await self._messaging.publish(names.demand_subject(NAMESPACE), encode(demand))
 
 
@@ -300,7 +300,7 @@ async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
 @virtual
 async def test_what_others_have_on_the_queue_counts_and_is_forgotten_with_them():
     async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
-        scene.decode.half._tuning.change(VllmWorkerTuning(max_prefill_queue_tokens=100), 1)
+        scene.decode.half._tuning.change(VllmWorkerLiveOptions(max_prefill_queue_tokens=100), 1)
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: 60}, claimed_tokens=40)
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r1", 10)) == 0

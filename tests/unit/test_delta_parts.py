@@ -13,7 +13,7 @@ from dynamo_lite.protocol.generate import (
     halves,
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.generate.flight import Flight
+from dynamo_lite.runtime.generate.flight import MigratingRequest
 
 MEMBER = EndpointRecord(
     component="VllmWorker",
@@ -90,7 +90,7 @@ def test_rows_that_a_lost_worker_has_sent_are_not_sent_on_again():
     request = GenerateRequest(
         request_id="a", client_id="", prompt_token_ids=[1], sampling=b"", arrival_time=0.0
     )
-    flight = Flight(request, Continue(reason="greedy"), None)
+    flight = MigratingRequest(request, Continue(reason="greedy"), None)
 
     def take(start: int, stop: int, *tokens: int) -> TokenDelta | None:
         rows = whole.part(start, stop)

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.demand import SILENCE_S, Demands, DrainRate, Totals, wait_s
-from dynamo_lite.protocol.demand import Demand, Lane
+from dynamo_lite.policy.demand import SILENCE_S, Backlogs, BacklogTotals, DrainRate, wait_s
+from dynamo_lite.protocol.demand import Backlog, Lane
 
 
-def said(engine_id: str, number: int, **fields: object) -> Demand:
-    return Demand(engine_id=engine_id, number=number, **fields)  # type: ignore[arg-type]
+def said(engine_id: str, number: int, **fields: object) -> Backlog:
+    return Backlog(engine_id=engine_id, number=number, **fields)  # type: ignore[arg-type]
 
 
 @given(
@@ -18,7 +18,7 @@ def said(engine_id: str, number: int, **fields: object) -> Demand:
 def test_the_newest_notice_of_each_engine_counts_whatever_the_order(
     notices: list[tuple[str, int, int]],
 ):
-    demands, newest = Demands(), dict[str, tuple[int, int]]()
+    demands, newest = Backlogs(), dict[str, tuple[int, int]]()
     for engine_id, number, tokens in notices:
         demand = said(engine_id, number, claimed_tokens=tokens)
         news = demands.hear(demand, now=0.0) is not None
@@ -29,25 +29,25 @@ def test_the_newest_notice_of_each_engine_counts_whatever_the_order(
 
 
 def test_who_leaves_or_falls_silent_is_forgotten():
-    demands = Demands()
+    demands = Backlogs()
     for engine_id, now in (("a", 0.0), ("b", 1.0), ("c", 1.0)):
         demands.hear(said(engine_id, 1, queued_jobs=1, queued_tokens={Lane.SHORT: 5}), now)
-    assert demands.totals(1.0) == Totals(3, {Lane.SHORT: 15})
+    assert demands.totals(1.0) == BacklogTotals(3, {Lane.SHORT: 15})
     demands.hear(said("c", 2, leaving=True), 1.0)
     assert demands.totals(SILENCE_S).jobs == 2
     assert demands.totals(SILENCE_S + 0.5).jobs == 1
-    assert demands.totals(SILENCE_S + 1.5) == Totals()
+    assert demands.totals(SILENCE_S + 1.5) == BacklogTotals()
 
 
 def test_what_has_come_is_told_by_a_counter_that_grows():
-    demands = Demands()
+    demands = Backlogs()
     assert demands.hear(said("a", 1, done_tokens=500), 0.0) == 0
     assert demands.hear(said("a", 4, done_tokens=800), 0.1) == 300
     assert demands.hear(said("a", 3, done_tokens=700), 0.2) is None
 
 
 def test_who_waits_for_whom():
-    totals = Totals(
+    totals = BacklogTotals(
         3, {Lane.URGENT: 1, Lane.SHORT: 10, Lane.LONG: 100}, claimed_jobs=1, claimed_tokens=1000
     )
     assert totals.tokens == 1111

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.disagg import Local, QueueView, Reason, Remote, Thresholds, decide
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Thresholds, decide
 
 LIMITS = Thresholds(
     max_local_prefill_length_tokens=100, max_prefill_queue_size=4, queue_view_max_age_s=2.0
@@ -22,29 +22,29 @@ def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (verdict(101), Remote(Reason.LONG)),
-        (verdict(100), Local(Reason.SHORT)),
-        (verdict(1), Local(Reason.SHORT)),
+        (verdict(101), Remote(DecisionReason.LONG)),
+        (verdict(100), Local(DecisionReason.SHORT)),
+        (verdict(1), Local(DecisionReason.SHORT)),
         # A prefix hit shortens the prompt to what is left to compute.
-        (verdict(164, 64), Local(Reason.CACHED)),
-        (verdict(165, 64), Remote(Reason.LONG)),
-        (verdict(101, 96), Local(Reason.CACHED)),
-        (verdict(100, 96), Local(Reason.SHORT)),
-        (verdict(5000, 4992), Local(Reason.CACHED)),
+        (verdict(164, 64), Local(DecisionReason.CACHED)),
+        (verdict(165, 64), Remote(DecisionReason.LONG)),
+        (verdict(101, 96), Local(DecisionReason.CACHED)),
+        (verdict(100, 96), Local(DecisionReason.SHORT)),
+        (verdict(5000, 4992), Local(DecisionReason.CACHED)),
         # The queue has room for the fourth job, not for a fifth.
-        (verdict(101, jobs=3), Remote(Reason.LONG)),
-        (verdict(101, jobs=4), Local(Reason.QUEUE_FULL)),
-        (verdict(101, jobs=5), Local(Reason.QUEUE_FULL)),
-        (verdict(101, workers=0), Local(Reason.NO_PREFILL_WORKER)),
-        (verdict(101, workers=7), Remote(Reason.LONG)),
+        (verdict(101, jobs=3), Remote(DecisionReason.LONG)),
+        (verdict(101, jobs=4), Local(DecisionReason.QUEUE_FULL)),
+        (verdict(101, jobs=5), Local(DecisionReason.QUEUE_FULL)),
+        (verdict(101, workers=0), Local(DecisionReason.NO_PREFILL_WORKER)),
+        (verdict(101, workers=7), Remote(DecisionReason.LONG)),
         # A view is good up to its age limit, and no view is no help.
-        (verdict(101, age=2.0), Remote(Reason.LONG)),
-        (verdict(101, age=2.001), Local(Reason.QUEUE_UNKNOWN)),
-        (verdict(101, queue=False), Local(Reason.QUEUE_UNKNOWN)),
+        (verdict(101, age=2.0), Remote(DecisionReason.LONG)),
+        (verdict(101, age=2.001), Local(DecisionReason.QUEUE_UNKNOWN)),
+        (verdict(101, queue=False), Local(DecisionReason.QUEUE_UNKNOWN)),
         # Which reason is told when several hold.
-        (verdict(50, jobs=9, workers=0, age=9), Local(Reason.SHORT)),
-        (verdict(101, jobs=9, workers=0, age=9), Local(Reason.QUEUE_UNKNOWN)),
-        (verdict(101, jobs=9, workers=0), Local(Reason.NO_PREFILL_WORKER)),
+        (verdict(50, jobs=9, workers=0, age=9), Local(DecisionReason.SHORT)),
+        (verdict(101, jobs=9, workers=0, age=9), Local(DecisionReason.QUEUE_UNKNOWN)),
+        (verdict(101, jobs=9, workers=0), Local(DecisionReason.NO_PREFILL_WORKER)),
     ],
 )
 def test_verdicts(asked, expected):
@@ -55,17 +55,17 @@ def test_a_queue_of_size_zero_turns_remote_prefill_off():
     limits = Thresholds(
         max_local_prefill_length_tokens=0, max_prefill_queue_size=0, queue_view_max_age_s=2.0
     )
-    assert verdict(10_000, limits=limits) == Local(Reason.QUEUE_FULL)
+    assert verdict(10_000, limits=limits) == Local(DecisionReason.QUEUE_FULL)
 
 
 def test_a_local_length_of_zero_keeps_only_the_last_token_here():
     limits = Thresholds(
         max_local_prefill_length_tokens=0, max_prefill_queue_size=1, queue_view_max_age_s=2.0
     )
-    assert verdict(2, limits=limits) == Remote(Reason.LONG)
-    assert verdict(1, limits=limits) == Local(Reason.SHORT)
-    assert verdict(65, 64, limits=limits) == Local(Reason.CACHED)
-    assert verdict(64, 64, limits=limits) == Local(Reason.CACHED)
+    assert verdict(2, limits=limits) == Remote(DecisionReason.LONG)
+    assert verdict(1, limits=limits) == Local(DecisionReason.SHORT)
+    assert verdict(65, 64, limits=limits) == Local(DecisionReason.CACHED)
+    assert verdict(64, 64, limits=limits) == Local(DecisionReason.CACHED)
 
 
 def loaded(tokens: int = 0, wait_s: float | None = None, *, most: int = 1000, left_s: float = 5.0):
@@ -83,13 +83,13 @@ def loaded(tokens: int = 0, wait_s: float | None = None, *, most: int = 1000, le
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (loaded(999), Remote(Reason.LONG)),
-        (loaded(1000), Local(Reason.QUEUE_TOKENS)),
-        (loaded(10**9, most=0), Remote(Reason.LONG)),
-        (loaded(wait_s=5.0), Remote(Reason.LONG)),
-        (loaded(wait_s=5.1), Local(Reason.TOO_LATE)),
-        (loaded(wait_s=5.1, left_s=6.0), Remote(Reason.LONG)),
-        (loaded(1000, 5.1), Local(Reason.QUEUE_TOKENS)),
+        (loaded(999), Remote(DecisionReason.LONG)),
+        (loaded(1000), Local(DecisionReason.QUEUE_TOKENS)),
+        (loaded(10**9, most=0), Remote(DecisionReason.LONG)),
+        (loaded(wait_s=5.0), Remote(DecisionReason.LONG)),
+        (loaded(wait_s=5.1), Local(DecisionReason.TOO_LATE)),
+        (loaded(wait_s=5.1, left_s=6.0), Remote(DecisionReason.LONG)),
+        (loaded(1000, 5.1), Local(DecisionReason.QUEUE_TOKENS)),
     ],
 )
 def test_too_many_tokens_and_too_little_time_keep_a_prompt_here(asked, expected):

@@ -7,19 +7,19 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from dynamo_lite.engine.remote_prefill.link import EngineLink, PrefillLink
+from dynamo_lite.engine.remote_prefill.link import EngineConfig, PrefillEngineConfig
 from dynamo_lite.engine.vllm.engine_config import engine_config
 from dynamo_lite.protocol.errors import StartupError
 from tests.vllm.front_half import write_model
 
-LINK = EngineLink(
+LINK = EngineConfig(
     namespace="t",
     engine_id="e1",
     lease_id=1,
     lease_ttl_s=30.0,
     nats_url="",
     etcd_url="",
-    role=PrefillLink(fence_path="", min_prefix_read_length_tokens=1),
+    role=PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=1),
 )
 
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def made(model: Path, link: EngineLink | None, *flags: str) -> Any:
+def made(model: Path, link: EngineConfig | None, *flags: str) -> Any:
     flags = (f"--model={model}", "--kv-cache-memory-bytes=1048576", *flags)
     return engine_config(list(flags), link, model / "link.json", None)
 

@@ -20,7 +20,7 @@ from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
 from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.host import Host, ProcessSpec, Surroundings, run_process
+from dynamo_lite.runtime.host import Host, ProcessEnvironment, ProcessSpec, run_process
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
 
@@ -76,7 +76,7 @@ class Run:
                 self.spec,
                 self.worker,
                 self.reports.put_nowait,
-                Surroundings(
+                ProcessEnvironment(
                     open_store=lambda _: contextlib.nullcontext(self.store),
                     open_messaging=lambda *_: contextlib.nullcontext(self.messaging),
                 ),
@@ -390,7 +390,7 @@ async def test_a_missing_server_is_a_failed_start() -> None:
         yield
 
     code = await run_process(
-        run.spec, run.worker, run.reports.put_nowait, Surroundings(open_store=missing)
+        run.spec, run.worker, run.reports.put_nowait, ProcessEnvironment(open_store=missing)
     )
     assert code == 1
     assert (await run.until("failed"))["error"] == "cannot use etcd at http://x"

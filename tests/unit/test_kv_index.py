@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from dynamo_lite.policy.kv_chain import ChainBook, chain_hashes, root_hash
+from dynamo_lite.policy.kv_chain import BlockHashes, chain_hashes, root_hash
 from dynamo_lite.policy.kv_index import KvIndex
 
 BLOCK = 2
@@ -25,7 +25,7 @@ class Engine:
 
     def __init__(self, index: KvIndex, worker: int):
         self.index, self.worker = index, worker
-        self.book = ChainBook()
+        self.book = BlockHashes()
         self.held: Counter[tuple[int, ...]] = Counter()
         self.deaf = False  # its events are lost
 
@@ -222,7 +222,7 @@ GOLDEN_SALTED = [492882088872172, 66445697828549307]
 
 
 def test_the_book_refuses_what_does_not_fit():
-    book, root = ChainBook(), root_hash()
+    book, root = BlockHashes(), root_hash()
     with pytest.raises(ValueError, match="3 tokens"):
         book.stored([b"a"], None, [1, 2, 3], 2, root)
     with pytest.raises(ValueError, match="token ids"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy.bookings import LINGER_S, Bookings
+from dynamo_lite.policy.bookings import LINGER_S, PendingRequests
 from dynamo_lite.policy.kv_chain import chain_hashes
 from dynamo_lite.policy.kv_index import KvIndex
 from dynamo_lite.policy.kv_routing import (
@@ -251,7 +251,7 @@ def test_parts():
 @pytest.mark.parametrize("seed", range(20))
 def test_bookings_come_to_nothing(seed: int):
     """Whatever the order of answers and ends, nothing stays; meanwhile the sums are right."""
-    rng, bookings, now = random.Random(seed), Bookings(), 0.0
+    rng, bookings, now = random.Random(seed), PendingRequests(), 0.0
     truth: dict[str, list[int]] = {}
     for n in range(200):
         now += rng.random() / 4

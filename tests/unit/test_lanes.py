@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.lanes import PATIENCE, Turns, granted_priority, lane_of
+from dynamo_lite.policy.lanes import PATIENCE, LaneTurns, granted_priority, lane_of
 from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.queue.base import QueueConfig
 
@@ -34,7 +34,7 @@ def test_a_queue_in_order_of_arrival_has_one_lane():
 @given(st.lists(st.sets(st.sampled_from(Lane), min_size=1), min_size=1, max_size=60))
 def test_a_lane_with_jobs_is_passed_over_a_few_times_only(rounds: list[set[Lane]]):
     """rounds: which lanes have jobs when somebody pulls."""
-    turns, passed = Turns(), dict.fromkeys(Lane, 0)
+    turns, passed = LaneTurns(), dict.fromkeys(Lane, 0)
     for waiting in rounds:
         order = turns.order(tuple(Lane))
         assert sorted(order, key=list(Lane).index) == list(Lane)
@@ -47,7 +47,7 @@ def test_a_lane_with_jobs_is_passed_over_a_few_times_only(rounds: list[set[Lane]
 
 
 def test_earlier_lanes_go_first_and_others_now_and_then():
-    turns, taken = Turns(), []
+    turns, taken = LaneTurns(), []
     for _ in range(2 * (PATIENCE + 1)):
         order = turns.order((Lane.SHORT, Lane.LONG))
         taken.append(order[0])

@@ -17,9 +17,9 @@ from dynamo_lite.policy.instructions import (
     Release,
 )
 from dynamo_lite.policy.ledger import (
+    AttemptState,
     Ledger,
     Refusal,
-    State,
 )
 
 GRACE, LEAVING = 10.0, 1.0
@@ -93,7 +93,7 @@ def test_a_claim_proves_that_the_queue_has_the_job_after_all(empty):
     empty.allocated("r", "a", BLOCKS, deadline=100.0)
     assert empty.claim("a", WRITER, now=1.0) is None
     assert empty.not_published("a") == []
-    assert empty.state("a") is State.CLAIMED
+    assert empty.state("a") is AttemptState.CLAIMED
 
 
 def test_a_cancelled_queued_attempt_is_over_at_once(queued):
@@ -112,7 +112,7 @@ def test_a_job_that_is_published_after_its_withdrawal_is_deleted(empty):
     empty.claim("a", WRITER, now=1.0)
     assert empty.request_finished("r") == held(Outcome.CANCELLED, sequence=None)
     assert empty.published("a", 9) == [DeleteJob(9)]
-    assert empty.state("a") is State.QUARANTINED
+    assert empty.state("a") is AttemptState.QUARANTINED
 
 
 def test_the_deadline_of_a_queued_attempt(queued):
@@ -125,7 +125,7 @@ def test_the_deadline_of_a_queued_attempt(queued):
 def test_writers_that_leave_do_not_touch_a_queued_attempt(queued):
     queued.writer_gone(WRITER, now=1.0)
     assert queued.tick(50.0) == []
-    assert queued.state("a") is State.QUEUED
+    assert queued.state("a") is AttemptState.QUEUED
 
 
 @pytest.mark.parametrize("why", [Outcome.LEAVING, Outcome.NO_WRITER, Outcome.QUEUE_LOST])
@@ -134,7 +134,7 @@ def test_what_nobody_claimed_is_taken_back_when_nobody_will(queued, why):
     queued.claim("b", WRITER, now=1.0)
     assert queued.withdraw_queued(why) == [DeleteJob(9), *withdrawn(why)]
     assert queued.withdraw_queued(why) == []
-    assert queued.state("b") is State.CLAIMED
+    assert queued.state("b") is AttemptState.CLAIMED
 
 
 def test_a_worker_whose_claim_never_arrived_may_give_the_job_back(queued):
@@ -146,7 +146,7 @@ def test_a_worker_whose_claim_never_arrived_may_give_the_job_back(queued):
 
 def test_nobody_can_have_written_a_queued_attempt(queued):
     assert queued.writer_done("a", WRITER, written=True) == []
-    assert queued.state("a") is State.QUEUED
+    assert queued.state("a") is AttemptState.QUEUED
 
 
 # claim
@@ -359,7 +359,7 @@ def test_nobody_waits_for_a_silent_writer_but_its_blocks_stay(claimed):
     claimed.claim("b", OTHER, now=1.0)
     assert claimed.writer_silent(WRITER) == held(Outcome.WRITER_SILENT)
     assert claimed.writer_silent(WRITER) == []
-    assert claimed.state("b") is State.CLAIMED
+    assert claimed.state("b") is AttemptState.CLAIMED
     assert claimed.claim("a", WRITER, now=2.0) == Refusal("withdrawn")
     assert claimed.tick(2.0 + LEAVING + GRACE) == []
     assert claimed.writer_done("a", WRITER, written=True) == [Release("a")]
@@ -406,7 +406,7 @@ def test_a_late_commit_and_a_late_end_change_nothing(quarantined):
     assert quarantined.received("r") == []
     assert quarantined.request_finished("r") == []
     assert quarantined.not_published("a") == []
-    assert quarantined.state("a") is State.QUARANTINED
+    assert quarantined.state("a") is AttemptState.QUARANTINED
 
 
 def test_a_gone_writer_releases_after_the_grace(quarantined):
@@ -433,7 +433,7 @@ def test_time_alone_never_releases_but_the_writer_is_told_again(quarantined):
     assert quarantined.tick(10.0 + GRACE) == [CancelWriter(WRITER, "a")]
     assert quarantined.tick(10.0 + GRACE + 0.001) == []
     assert quarantined.tick(1e9) == [CancelWriter(WRITER, "a")]
-    assert quarantined.state("a") is State.QUARANTINED
+    assert quarantined.state("a") is AttemptState.QUARANTINED
 
 
 # Random lives

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.components import links
-from dynamo_lite.components.links import Links
+from dynamo_lite.components.links import PeerLinks
 from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol import names
@@ -85,7 +85,7 @@ class Rig:
     def __init__(self, host: Host, store: MemoryStore, messaging: MemoryMessaging):
         self.host, self.store, self.messaging = host, store, messaging
         self.engine, self.directory = Engine(), MetadataDirectory(store, "t")
-        self.links = Links(host, self.engine, self.directory)
+        self.links = PeerLinks(host, self.engine, self.directory)
         self.heard: dict[str, list[float]] = {}
 
     async def add(self, engine_id: str, lease_id: int = 7) -> EngineMetadata:

@@ -17,7 +17,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, write_link
+from dynamo_lite.engine.remote_prefill.link import (
+    DecodeEngineConfig,
+    EngineConfig,
+    write_engine_config,
+)
 from dynamo_lite.engine.remote_prefill.passing import MAX_PASSED, MAX_SKIPPED, RETRY_STEPS, Passing
 from dynamo_lite.engine.vllm import connector
 from dynamo_lite.engine.vllm.transfer_config import transfer_config
@@ -104,14 +108,14 @@ def engine(
     init_none_hash(sha256)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(LLAMA))
-    link = EngineLink(
+    link = EngineConfig(
         namespace="n",
         engine_id="e",
         lease_id=1,
         lease_ttl_s=10.0,
         nats_url="",
         etcd_url="",
-        role=DecodeLink(
+        role=DecodeEngineConfig(
             max_local_prefill_length_tokens=MODEL_TOKENS,
             max_prefill_queue_size=1,
             remote_prefill_timeout_s=10.0,
@@ -120,7 +124,7 @@ def engine(
             queue=QueueConfig(max_depth=1),
         ),
     )
-    write_link(tmp_path / "link.json", link)
+    write_engine_config(tmp_path / "link.json", link)
     args = EngineArgs(
         model=str(tmp_path / "model"),
         skip_tokenizer_init=True,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_lite.components import prefill_fence
-from dynamo_lite.components.prefill_fence import FenceKeeper
+from dynamo_lite.components.prefill_fence import FenceUpdater
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import (
@@ -106,7 +106,7 @@ class Worker:
             clock=SYSTEM_CLOCK,
             spec=SimpleNamespace(namespace="t"),
         )
-        self.keeper = FenceKeeper(host, self.fence)
+        self.keeper = FenceUpdater(host, self.fence)
         self.keeper.jobs = self
         self.keeping = asyncio.create_task(self.keeper.keep())
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo_lite.engine.remote_prefill.link import EngineLink, PrefillLink
+from dynamo_lite.engine.remote_prefill.link import EngineConfig, PrefillEngineConfig
 from dynamo_lite.engine.remote_prefill.messages import (
     PrefillStep,
     PrefixRead,
@@ -184,14 +184,14 @@ def test_ranks_of_any_number_read_what_each_of_them_holds(here, there, heads):
 
 class Half:
     def __init__(self) -> None:
-        link = EngineLink(
+        link = EngineConfig(
             namespace="t",
             engine_id="p1",
             lease_id=1,
             lease_ttl_s=5.0,
             nats_url="",
             etcd_url="",
-            role=PrefillLink(fence_path="", min_prefix_read_length_tokens=8),
+            role=PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=8),
         )
         self.half = PrefillScheduler(
             link,

@@ -1,10 +1,10 @@
 """Orders and answers of preflights, slots of scratch memory."""
 
-from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, Counts
+from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, Counters
 from dynamo_lite.engine.remote_prefill.introductions import Introductions
 from dynamo_lite.engine.remote_prefill.messages import PrefillStep, RankLink
-from dynamo_lite.engine.remote_prefill.preflight_book import PreflightBook
-from dynamo_lite.protocol.prefill import Preflight
+from dynamo_lite.engine.remote_prefill.preflight_book import LinkTestScheduler
+from dynamo_lite.protocol.prefill import LinkTest
 from dynamo_lite.protocol.records import EngineMetadata, Scratch
 from dynamo_lite.transfer.scratch import pattern, pick_slots
 
@@ -14,9 +14,9 @@ ENGINE = EngineMetadata(
 
 
 def test_an_order_ends_when_all_ranks_have_answered():
-    stats = Counts()
-    book = PreflightBook(stats, Introductions(lambda: b"own"))
-    book.ask(Preflight(order="1.1", target=ENGINE))
+    stats = Counters()
+    book = LinkTestScheduler(stats, Introductions(lambda: b"own"))
+    book.ask(LinkTest(order="1.1", target=ENGINE))
     assert book.busy
     step = PrefillStep()
     book.announce(step)
@@ -30,8 +30,8 @@ def test_an_order_ends_when_all_ranks_have_answered():
 
 
 def test_links_of_one_rank_do_not_name_it():
-    stats = Counts()
-    book = PreflightBook(stats, Introductions(lambda: b"own"))
+    stats = Counters()
+    book = LinkTestScheduler(stats, Introductions(lambda: b"own"))
     book.answered({"1.1": {0: RankLink("rank 0: broken")}}, 1)
     assert stats.take() == {PREFLIGHT: [["1.1", "rank 0: broken", 0, 0.0, 0.0]]}
 

@@ -8,8 +8,8 @@ import pytest
 
 from dynamo_lite.engine.remote_prefill import preflights
 from dynamo_lite.engine.remote_prefill.messages import (
+    LinkTestOrder,
     PrefillStep,
-    PreflightOrder,
     RankLink,
     WorkerReport,
 )
@@ -96,7 +96,7 @@ class Prefill(Engine):
 
     def start(self, target: Engine, order: str = "1.1") -> None:
         step = PrefillStep(
-            preflights=[PreflightOrder(order, target.name)],
+            preflights=[LinkTestOrder(order, target.name)],
             targets={target.name: encode(target.metadata())},
             own=encode(self.metadata()),
         )

@@ -45,9 +45,9 @@ from dynamo_lite.protocol.prefill import (
     Granted,
     Landed,
     Leave,
+    LinkTest,
     Listen,
     Part,
-    Preflight,
     RemotePrefillRequest,
     StayAccepted,
     StayRefused,
@@ -239,7 +239,7 @@ LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3, queue_jobs=
 # (message, its decoder, its bytes)
 GOLDEN = [
     (
-        demand.Demand(
+        demand.Backlog(
             engine_id="e1",
             number=7,
             queued_jobs=2,
@@ -318,7 +318,7 @@ GOLDEN = [
         b"\x81\xa4type\xabNobodyKnown",
     ),
     (
-        routing.Fates(client=10, answered=["a"], released=["b"]),
+        routing.RequestOutcomes(client=10, answered=["a"], released=["b"]),
         routing.decode_fates,
         b"\x84\xa6client\x0a\xa8answered\x91\xa1a\xa8released\x91\xa1b\xacwire_version\x05",
     ),
@@ -344,8 +344,8 @@ GOLDEN = [
         b"\xacwire_version\x05",
     ),
     (
-        health.Beat(lease_id=10, number=3, ok=False, detail="stuck"),
-        health.decode_beat,
+        health.Heartbeat(lease_id=10, number=3, ok=False, detail="stuck"),
+        health.decode_heartbeat,
         b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x05",
     ),
     (
@@ -474,7 +474,7 @@ GOLDEN = [
         b"\x81\xa8lease_id\x1f",
     ),
     (
-        Preflight(order="1f.1", target=ENGINE),
+        LinkTest(order="1f.1", target=ENGINE),
         prefill.decode_preflight,
         b"\x82\xa5order\xa41f.1\xa6target" + ENGINE_PACKED,
     ),

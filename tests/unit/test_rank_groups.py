@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dynamo_lite.engine.remote_prefill.counts import BYTES, LATE, MISMATCH, Counts
+from dynamo_lite.engine.remote_prefill.counts import BYTES, LATE, MISMATCH, Counters
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
@@ -314,7 +314,7 @@ class Lost:
 
     def cached_blocks(self, *, last_first: bool = False) -> int:
         """What the scheduler half gives to the prefix cache, however late it hears of what."""
-        resumes = Resumes(8, Counts(), lambda: 1)
+        resumes = Resumes(8, Counters(), lambda: 1)
         request = SimpleNamespace(request_id="r-a1")
         resumes.asked(request, 0, now=0.0, timeout_s=30.0, max_tries=1)  # type: ignore[arg-type]
         resumes.ended("r-a1", Outcome.WRITER_LOST)

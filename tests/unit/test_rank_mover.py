@@ -5,15 +5,19 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
+from dynamo_lite.engine.remote_prefill.link import (
+    DecodeEngineConfig,
+    EngineConfig,
+    PrefillEngineConfig,
+)
 from dynamo_lite.engine.vllm import rank_mover
 from dynamo_lite.engine.vllm.rank_mover import open_mover
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 from tests.unit.test_polled import Wire, eventually, write
 
-PREFILL = PrefillLink(fence_path="", min_prefix_read_length_tokens=1)
-DECODE = DecodeLink(
+PREFILL = PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=1)
+DECODE = DecodeEngineConfig(
     max_local_prefill_length_tokens=1,
     max_prefill_queue_size=1,
     remote_prefill_timeout_s=1,
@@ -33,8 +37,10 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return devices
 
 
-def link(role: DecodeLink | PrefillLink, thread: bool | None = None) -> EngineLink:
-    return EngineLink(
+def link(
+    role: DecodeEngineConfig | PrefillEngineConfig, thread: bool | None = None
+) -> EngineConfig:
+    return EngineConfig(
         namespace="n",
         engine_id="e",
         lease_id=1,

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_lite.policy.cost import Rates
-from dynamo_lite.policy.disagg import Local, QueueView, Reason, Remote, Thresholds, decide
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Thresholds, decide
 from dynamo_lite.policy.replay import replay
 
 THRESHOLDS = st.builds(
@@ -47,7 +47,7 @@ def test_it_is_what_would_have_been_decided(
     assert replay(taken, **inputs, thresholds=now, now=0.0) == decide(
         **inputs, thresholds=now, now=0.0
     )
-    for fixed in (Local(Reason.LEAVING), Local(Reason.NOT_TRANSFERABLE)):
+    for fixed in (Local(DecisionReason.LEAVING), Local(DecisionReason.NOT_TRANSFERABLE)):
         assert replay(fixed, **inputs, thresholds=now, now=0.0) == fixed
 
 
@@ -58,9 +58,9 @@ def test_who_waited_for_another_one_keeps_that_reason_or_goes_elsewhere():
         "queue": QueueView(jobs=0, prefill_workers=1, read_at=0.0),
         "now": 0.0,
     }
-    taken = Local(Reason.SINGLE_FLIGHT)
+    taken = Local(DecisionReason.SINGLE_FLIGHT)
     assert replay(taken, **inputs, thresholds=Thresholds(20, 4, 2.0)) == taken
-    assert replay(taken, **inputs, thresholds=Thresholds(5, 4, 2.0)) == Remote(Reason.LONG)
+    assert replay(taken, **inputs, thresholds=Thresholds(5, 4, 2.0)) == Remote(DecisionReason.LONG)
 
 
 def test_costs_are_not_known_before_they_were_measured():

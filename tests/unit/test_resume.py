@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_lite.engine.remote_prefill.messages import RankResults, WorkerReport
 from dynamo_lite.policy.instructions import Outcome
-from dynamo_lite.policy.resume import Again, Reason, Stay, again
+from dynamo_lite.policy.resume import AskAgain, PrefillHere, ResumeReason, again
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
 from dynamo_lite.transfer.memory import MemoryFabric
@@ -20,18 +20,18 @@ from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
 @pytest.mark.parametrize(
     ("outcome", "facts", "verdict"),
     [
-        (Outcome.WRITER_SILENT, {}, Again(Reason.WRITER_LOST)),
-        (Outcome.WRITER_LOST, {}, Again(Reason.WRITER_LOST)),
-        (Outcome.WRITER_FAILED, {"usable": 2}, Again(Reason.WRITER_LOST)),
+        (Outcome.WRITER_SILENT, {}, AskAgain(ResumeReason.WRITER_LOST)),
+        (Outcome.WRITER_LOST, {}, AskAgain(ResumeReason.WRITER_LOST)),
+        (Outcome.WRITER_FAILED, {"usable": 2}, AskAgain(ResumeReason.WRITER_LOST)),
         # It may well be the one that responds.
-        (Outcome.WRITER_FAILED, {}, Stay(Reason.NO_OTHER)),
-        (Outcome.WRITER_ABANDONED, {"usable": 2}, Again(Reason.WRITER_LOST)),
-        (Outcome.WRITER_LOST, {"usable": 0}, Stay(Reason.NO_OTHER)),
-        (Outcome.WRITER_LOST, {"tries": 2}, Stay(Reason.TRIED)),
-        (Outcome.WRITER_LOST, {"left_s": 4.9}, Stay(Reason.LATE)),
-        (Outcome.DEADLINE, {}, Stay(Reason.NOT_THE_WRITER)),
-        (Outcome.CORRUPT, {}, Stay(Reason.NOT_THE_WRITER)),
-        (Outcome.REFUSED, {}, Stay(Reason.NOT_THE_WRITER)),
+        (Outcome.WRITER_FAILED, {}, PrefillHere(ResumeReason.NO_OTHER)),
+        (Outcome.WRITER_ABANDONED, {"usable": 2}, AskAgain(ResumeReason.WRITER_LOST)),
+        (Outcome.WRITER_LOST, {"usable": 0}, PrefillHere(ResumeReason.NO_OTHER)),
+        (Outcome.WRITER_LOST, {"tries": 2}, PrefillHere(ResumeReason.TRIED)),
+        (Outcome.WRITER_LOST, {"left_s": 4.9}, PrefillHere(ResumeReason.LATE)),
+        (Outcome.DEADLINE, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
+        (Outcome.CORRUPT, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
+        (Outcome.REFUSED, {}, PrefillHere(ResumeReason.NOT_THE_WRITER)),
     ],
 )
 def test_another_writer_is_asked_when_one_is_lost_in_time(outcome, facts, verdict):

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 from dynamo_lite.components.rotation import Rotation
 from dynamo_lite.protocol.codec import encode, encode_json
-from dynamo_lite.protocol.health import Beat
+from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, health_subject
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.beat import HealthBeat
+from dynamo_lite.runtime.beat import HeartbeatPublisher
 from dynamo_lite.runtime.health import HealthMonitor
 from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.runtime.roster import Roster
@@ -77,7 +77,7 @@ class Frontend:
         await self.store.delete(endpoint_key("t", "W", "generate", lease_id))
 
     def start(self, lease_id: int) -> None:
-        beat = HealthBeat(
+        beat = HeartbeatPublisher(
             self.messaging,
             namespace="t",
             component="W",
@@ -93,7 +93,7 @@ class Frontend:
         return now()
 
     async def says(self, lease_id: int, number: int, *, ok: bool) -> None:
-        beat = Beat(lease_id=lease_id, number=number, ok=ok, detail="stuck")
+        beat = Heartbeat(lease_id=lease_id, number=number, ok=ok, detail="stuck")
         await self.messaging.publish(health_subject("t", "W"), encode(beat))
 
     def picks_from(self) -> list[int]:

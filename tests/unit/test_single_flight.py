@@ -8,7 +8,13 @@ import pytest
 
 from dynamo_lite.policy import disagg
 from dynamo_lite.policy.disagg import Local, Remote
-from dynamo_lite.policy.single_flight import GoOn, Reason, Thresholds, Wait, follow
+from dynamo_lite.policy.single_flight import (
+    FlightReason,
+    GoOn,
+    SingleFlightThresholds,
+    Wait,
+    follow,
+)
 from tests.unit.test_decode_link import (
     BLOCK,
     QUEUE_SIZE,
@@ -21,8 +27,8 @@ from tests.unit.test_decode_link import decode as decode
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-LONG = Remote(disagg.Reason.LONG)
-FULL = Local(disagg.Reason.QUEUE_FULL)
+LONG = Remote(disagg.DecisionReason.LONG)
+FULL = Local(disagg.DecisionReason.QUEUE_FULL)
 
 
 def follows(verdict=LONG, uncached=1000, shared=1000, leader=1000, waits=0):
@@ -32,34 +38,34 @@ def follows(verdict=LONG, uncached=1000, shared=1000, leader=1000, waits=0):
         shared_tokens=shared,
         leader_tokens=leader,
         waits=waits,
-        thresholds=Thresholds(min_shared_tokens=100),
+        thresholds=SingleFlightThresholds(min_shared_tokens=100),
     )
 
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (follows(), Wait(Reason.SHARED)),
+        (follows(), Wait(FlightReason.SHARED)),
         # What would stay here only for want of room on the queue waits as well.
-        (follows(FULL), Wait(Reason.SHARED)),
-        (follows(Local(disagg.Reason.SHORT)), GoOn(Reason.NOT_LONG)),
-        (follows(Local(disagg.Reason.CACHED)), GoOn(Reason.NOT_LONG)),
-        (follows(Local(disagg.Reason.NOT_TRANSFERABLE)), GoOn(Reason.NOT_LONG)),
+        (follows(FULL), Wait(FlightReason.SHARED)),
+        (follows(Local(disagg.DecisionReason.SHORT)), GoOn(FlightReason.NOT_LONG)),
+        (follows(Local(disagg.DecisionReason.CACHED)), GoOn(FlightReason.NOT_LONG)),
+        (follows(Local(disagg.DecisionReason.NOT_TRANSFERABLE)), GoOn(FlightReason.NOT_LONG)),
         # The leader may be waiting in vain.
-        (follows(Local(disagg.Reason.QUEUE_UNKNOWN)), GoOn(Reason.NOT_LONG)),
-        (follows(Local(disagg.Reason.NO_PREFILL_WORKER)), GoOn(Reason.NOT_LONG)),
-        (follows(Local(disagg.Reason.LEAVING)), GoOn(Reason.NOT_LONG)),
-        (follows(shared=0), GoOn(Reason.NOTHING_SHARED)),
-        (follows(shared=-64), GoOn(Reason.NOTHING_SHARED)),
-        (follows(uncached=150, shared=100, leader=100), Wait(Reason.SHARED)),
-        (follows(uncached=150, shared=99, leader=100), GoOn(Reason.SHARED_SHORT)),
+        (follows(Local(disagg.DecisionReason.QUEUE_UNKNOWN)), GoOn(FlightReason.NOT_LONG)),
+        (follows(Local(disagg.DecisionReason.NO_PREFILL_WORKER)), GoOn(FlightReason.NOT_LONG)),
+        (follows(Local(disagg.DecisionReason.LEAVING)), GoOn(FlightReason.NOT_LONG)),
+        (follows(shared=0), GoOn(FlightReason.NOTHING_SHARED)),
+        (follows(shared=-64), GoOn(FlightReason.NOTHING_SHARED)),
+        (follows(uncached=150, shared=100, leader=100), Wait(FlightReason.SHARED)),
+        (follows(uncached=150, shared=99, leader=100), GoOn(FlightReason.SHARED_SHORT)),
         # At least half of its own work, and at least half of the leader's.
-        (follows(uncached=1000, shared=500, leader=600), Wait(Reason.SHARED)),
-        (follows(uncached=1001, shared=500, leader=600), GoOn(Reason.MOSTLY_ITS_OWN)),
-        (follows(uncached=600, shared=500, leader=1000), Wait(Reason.SHARED)),
-        (follows(uncached=600, shared=500, leader=1001), GoOn(Reason.LEADER_LONGER)),
-        (follows(waits=1), Wait(Reason.SHARED)),
-        (follows(waits=2), GoOn(Reason.WAITED)),
+        (follows(uncached=1000, shared=500, leader=600), Wait(FlightReason.SHARED)),
+        (follows(uncached=1001, shared=500, leader=600), GoOn(FlightReason.MOSTLY_ITS_OWN)),
+        (follows(uncached=600, shared=500, leader=1000), Wait(FlightReason.SHARED)),
+        (follows(uncached=600, shared=500, leader=1001), GoOn(FlightReason.LEADER_LONGER)),
+        (follows(waits=1), Wait(FlightReason.SHARED)),
+        (follows(waits=2), GoOn(FlightReason.WAITED)),
     ],
 )
 def test_decisions(asked, expected):

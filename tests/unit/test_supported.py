@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from dynamo_lite.engine.remote_prefill.link import PrefillLink, read_link
+from dynamo_lite.engine.remote_prefill.link import PrefillEngineConfig, read_engine_config
 from dynamo_lite.engine.vllm import supported
 from dynamo_lite.engine.vllm.supported import check_args, check_config, check_kv, hearing, telling
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
@@ -80,8 +80,8 @@ def test_other_kv_is_refused_with_the_reason(specs, reason):
         check_kv(kv(*specs), BLOCK)
 
 
-WHOLE = PrefillLink(fence_path="", min_prefix_read_length_tokens=1)
-LAYERS = PrefillLink(fence_path="", min_prefix_read_length_tokens=1, stream_layers=True)
+WHOLE = PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=1)
+LAYERS = PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=1, stream_layers=True)
 
 
 def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | None = None) -> Any:
@@ -205,7 +205,7 @@ def test_a_rank_that_cannot_read_its_link_says_where_and_why(tmp_path: Path):
     link = tmp_path / "VllmWorker-0.engine.json"
     with pytest.raises(StartupError, match="must be on the host of its component"), hearing(link):
         with pytest.raises(StartupError, match=f"{link}: No such file"), telling(link):
-            read_link(str(link))
+            read_engine_config(str(link))
         raise RuntimeError("Engine core initialization failed")
 
 
@@ -215,4 +215,4 @@ def test_the_reason_is_raised_also_where_it_cannot_be_left(tmp_path: Path):
         pytest.raises(StartupError, match="cannot read its link"),
         telling(link := tmp_path / "elsewhere" / "VllmWorker-0.engine.json"),
     ):
-        read_link(str(link))
+        read_engine_config(str(link))

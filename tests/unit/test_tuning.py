@@ -11,16 +11,16 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.components.config import FrontendConfig, KvRouterOptions, VllmWorkerConfig
 from dynamo_lite.components.kv_picking import weights
 from dynamo_lite.components.live_options import ComponentOptions, limits
-from dynamo_lite.engine.remote_prefill.link import DecodeLink
-from dynamo_lite.engine.remote_prefill.tuning import Tuning
+from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig
+from dynamo_lite.engine.remote_prefill.tuning import LiveThresholds
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.tuning import (
-    FrontendTuning,
-    RouterTuning,
-    TuningRecord,
-    VllmWorkerTuning,
+    FrontendLiveOptions,
+    LiveOptionsRecord,
+    RouterLiveOptions,
+    VllmWorkerLiveOptions,
     decode_tuning,
     encode_tuning,
 )
@@ -34,9 +34,9 @@ WORKER = "VllmWorker"
 @pytest.mark.parametrize(
     ("configs", "live"),
     [
-        ([VllmWorkerConfig], VllmWorkerTuning),
-        ([FrontendConfig, KvRouterOptions], FrontendTuning),
-        ([KvRouterOptions], RouterTuning),
+        ([VllmWorkerConfig], VllmWorkerLiveOptions),
+        ([FrontendConfig, KvRouterOptions], FrontendLiveOptions),
+        ([KvRouterOptions], RouterLiveOptions),
     ],
 )
 def test_live_options_have_the_ranges_of_the_file(configs: list[type], live: type):
@@ -121,18 +121,18 @@ def test_a_component_stands_for_all_of_its_keys():
 
 
 def test_a_record_is_this_json_and_comes_back():
-    values = VllmWorkerTuning(max_local_prefill_length=256, single_flight_min_length=None)
-    record = TuningRecord(values=values, version=3, by="me@here", at=1.5)
+    values = VllmWorkerLiveOptions(max_local_prefill_length=256, single_flight_min_length=None)
+    record = LiveOptionsRecord(values=values, version=3, by="me@here", at=1.5)
     data = encode_tuning(record)
     assert data == (
         b'{"values":{"max-local-prefill-length":256,"single-flight-min-length":null},'
         b'"version":3,"by":"me@here","at":1.5}'
     )
-    assert decode_tuning(data, VllmWorkerTuning) == record
+    assert decode_tuning(data, VllmWorkerLiveOptions) == record
 
 
-def role(**fields: Any) -> DecodeLink:
-    return DecodeLink(
+def role(**fields: Any) -> DecodeEngineConfig:
+    return DecodeEngineConfig(
         max_local_prefill_length_tokens=50,
         max_prefill_queue_size=8,
         remote_prefill_timeout_s=30.0,
@@ -144,26 +144,26 @@ def role(**fields: Any) -> DecodeLink:
 
 
 def test_an_engine_takes_what_was_set_and_its_link_for_the_rest():
-    tuned = Tuning(role(), block_size=16)
+    tuned = LiveThresholds(role(), block_size=16)
     assert tuned.now.single_flight.min_shared_tokens == 48
     before = tuned.now
-    tuned.change(VllmWorkerTuning(max_local_prefill_length=20, queue_view_max_age_s=1.0), 4)
+    tuned.change(VllmWorkerLiveOptions(max_local_prefill_length=20, queue_view_max_age_s=1.0), 4)
     assert before.version == 0 and tuned.now.version == 4
     assert tuned.now.disagg.max_local_prefill_length_tokens == 20
     assert tuned.now.disagg.max_prefill_queue_size == 8
     assert tuned.now.disagg.queue_view_max_age_s == 1.0
     assert tuned.now.single_flight.min_shared_tokens == 16
     assert (tuned.now.remote_prefill_timeout_s, tuned.now.max_remote_prefills) == (30.0, 2)
-    tuned.change(VllmWorkerTuning(), 5)
+    tuned.change(VllmWorkerLiveOptions(), 5)
     assert tuned.now.disagg == before.disagg
 
 
 def test_null_is_a_value_of_its_own():
-    tuned = Tuning(role(single_flight_min_length_tokens=5), block_size=16)
+    tuned = LiveThresholds(role(single_flight_min_length_tokens=5), block_size=16)
     assert tuned.now.single_flight.min_shared_tokens == 5
-    tuned.change(VllmWorkerTuning(single_flight_min_length=None), 1)
+    tuned.change(VllmWorkerLiveOptions(single_flight_min_length=None), 1)
     assert tuned.now.single_flight.min_shared_tokens == 48
-    tuned.change(VllmWorkerTuning(single_flight_min_length=0), 2)
+    tuned.change(VllmWorkerLiveOptions(single_flight_min_length=0), 2)
     assert tuned.now.single_flight.min_shared_tokens == 0
 
 
@@ -174,8 +174,8 @@ def worker(version: int | None, engine: int | None = None, refused: str = "") ->
 
 
 def test_who_follows_is_shown_and_who_does_not():
-    record = TuningRecord(
-        values=VllmWorkerTuning(max_local_prefill_length=7), version=2, by="me@here", at=0.0
+    record = LiveOptionsRecord(
+        values=VllmWorkerLiveOptions(max_local_prefill_length=7), version=2, by="me@here", at=0.0
     )
     workers = [worker(2, 2), worker(2), worker(2, 1), worker(1, 1, "bad"), worker(None)]
     shown = tuning_view.as_text(WORKER, record, workers)
@@ -196,9 +196,9 @@ def test_who_follows_is_shown_and_who_does_not():
 
 
 def test_a_change_is_one_line_for_each_value():
-    old = TuningRecord(values=VllmWorkerTuning(max_local_prefill_length=7), version=1)
-    new = TuningRecord(
-        values=VllmWorkerTuning(single_flight_min_length=None), version=2, by="me@here"
+    old = LiveOptionsRecord(values=VllmWorkerLiveOptions(max_local_prefill_length=7), version=1)
+    new = LiveOptionsRecord(
+        values=VllmWorkerLiveOptions(single_flight_min_length=None), version=2, by="me@here"
     )
     assert tuning_view.change_lines(tuning.Change(WORKER, old, new)) == [
         "VllmWorker.max-local-prefill-length: 7 -> (file)  (version 2 by me@here)",
@@ -221,7 +221,7 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
     )
     config = FrontendConfig(max_queued_tokens=7, kv_router=KvRouterOptions(kv_weight=3.0))
     options = ComponentOptions(
-        host, config, FrontendTuning(), lambda values: applied.append(limits(config, values))
+        host, config, FrontendLiveOptions(), lambda values: applied.append(limits(config, values))
     )
     async with options.following, asyncio.timeout(5):
         assert options.facts() == {
@@ -255,10 +255,10 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
 
 def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
     file = KvRouterOptions(kv_weight=3.0, max_kv_usage=0.5)
-    assert weights(file, RouterTuning()).kv_weight == 3.0
+    assert weights(file, RouterLiveOptions()).kv_weight == 3.0
     values = decode_tuning(
         b'{"values":{"kv-router.kv-weight":0.5,"kv-router.temperature":2},"version":1}',
-        RouterTuning,
+        RouterLiveOptions,
     ).values
     made = weights(file, values)
     assert (made.kv_weight, made.temperature, made.max_kv_usage) == (0.5, 2.0, 0.5)

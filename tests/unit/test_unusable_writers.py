@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.links import Links
+from dynamo_lite.components.links import PeerLinks
 from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.protocol import names
@@ -208,7 +208,7 @@ async def linked(scene: Scene, own: EngineMetadata, target: EngineMetadata) -> A
             stop=StopRequest(),
         )
         directory = MetadataDirectory(scene.store, NAMESPACE)
-        links = Links(host, PrefillEngine(own), directory)
+        links = PeerLinks(host, PrefillEngine(own), directory)
         host.spawn(links.run(), "links")
         try:
             assert await links.first_tries(5.0) == []

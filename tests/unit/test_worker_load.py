@@ -8,9 +8,9 @@ from dynamo_lite.components.vllm_worker import VllmWorker
 from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.demand import Demand, Lane
+from dynamo_lite.protocol.demand import Backlog, Lane
 from dynamo_lite.protocol.kv import Load
-from dynamo_lite.runtime.demand import DemandFollower
+from dynamo_lite.runtime.demand import BacklogFollower
 from dynamo_lite.runtime.memory import MemoryMessaging
 
 
@@ -22,10 +22,10 @@ async def test_the_queue_is_part_of_it_where_there_is_one():
     assert worker._load(engine, server) == without
     messaging = MemoryMessaging()
     now, drops = [0.0], list[str]()
-    worker._demand = follower = DemandFollower("t", lambda: now[0], on_drop=drops.append)
+    worker._demand = follower = BacklogFollower("t", lambda: now[0], on_drop=drops.append)
     async with follower.follow(messaging):
         for engine_id in ("a", "b"):
-            demand = Demand(
+            demand = Backlog(
                 engine_id=engine_id,
                 number=1,
                 queued_jobs=1,

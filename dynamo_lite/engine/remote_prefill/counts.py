@@ -29,7 +29,7 @@ WRITTEN = "written"  # a list of [attempt, when its last write ended, monotonic]
 ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 
 
-class Counts:
+class Counters:
     """data: name -> number, or list of numbers. Any thread may add to it."""
 
     def __init__(self) -> None:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from dynamo_lite.engine.remote_prefill.counts import Counts
-from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession
+from dynamo_lite.engine.remote_prefill.counts import Counters
+from dynamo_lite.engine.remote_prefill.decode_link import ControlSession
 from dynamo_lite.engine.remote_prefill.request_time import time_left_s
 from dynamo_lite.engine.remote_prefill.seams import Prompt
 from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight
 from dynamo_lite.engine.remote_prefill.span_notes import note_child
-from dynamo_lite.engine.remote_prefill.tuning import Tuned, Tuning
-from dynamo_lite.policy.disagg import Local, QueueView, Reason, Remote, Verdict, decide
+from dynamo_lite.engine.remote_prefill.tuning import EffectiveThresholds, LiveThresholds
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict, decide
 from dynamo_lite.protocol.trace import TraceContext
 
 
@@ -26,7 +26,7 @@ class Decided(NamedTuple):
     at: float
     cached_tokens: int
     queue: QueueView | None
-    tuned: Tuned
+    tuned: EffectiveThresholds
 
 
 class Decider:
@@ -34,8 +34,8 @@ class Decider:
 
     def __init__(
         self,
-        net: DecodeLinkSession,
-        tuning: Tuning,
+        net: ControlSession,
+        tuning: LiveThresholds,
         flights: SingleFlight,
         now: Callable[[], float],
     ):
@@ -50,9 +50,9 @@ class Decider:
         at, tuned = self._now(), self._tuning.now
         queue = self._queue_view(request.num_prompt_tokens - cached, request.priority)
         if not transferable or request.prompt_token_ids is None:
-            verdict = Local(Reason.NOT_TRANSFERABLE)
+            verdict = Local(DecisionReason.NOT_TRANSFERABLE)
         elif self._net.leaving:
-            verdict = Local(Reason.LEAVING)
+            verdict = Local(DecisionReason.LEAVING)
         else:
             verdict = decide(
                 prompt_tokens=request.num_prompt_tokens,
@@ -65,8 +65,8 @@ class Decider:
                     time_left_s(request, at),
                 ),
             )
-        if verdict.reason is Reason.CACHED and self._flights.served(request.request_id):
-            verdict = Local(Reason.SINGLE_FLIGHT)
+        if verdict.reason is DecisionReason.CACHED and self._flights.served(request.request_id):
+            verdict = Local(DecisionReason.SINGLE_FLIGHT)
         return Decided(verdict, at, cached, queue, tuned)
 
     def asked(self, now: float) -> None:
@@ -86,7 +86,7 @@ class Decider:
 
 
 def note_decision(
-    stats: Counts, above: TraceContext, request: Prompt, decided: Decided, now: float
+    stats: Counters, above: TraceContext, request: Prompt, decided: Decided, now: float
 ) -> None:
     """What was decided about a prompt, from what; it holds since `now`."""
     verdict = decided.verdict

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dynamo_lite.engine.remote_prefill.decider import Decided
-from dynamo_lite.engine.remote_prefill.link import EngineLink
-from dynamo_lite.engine.remote_prefill.pace import Pace
+from dynamo_lite.engine.remote_prefill.link import EngineConfig
+from dynamo_lite.engine.remote_prefill.pace import PrefillRate
 from dynamo_lite.engine.remote_prefill.seams import Prompt
 from dynamo_lite.engine.request_ids import is_of
 from dynamo_lite.policy.cost import Rates
@@ -49,12 +49,12 @@ class _Entry:
 class DecisionLog:
     """Runs on the engine's thread, but for `answer`.
 
-    overlapping_steps: see `Pace`.
+    overlapping_steps: see `PrefillRate`.
     """
 
-    def __init__(self, link: EngineLink, overlapping_steps: int, clock: Clock):
+    def __init__(self, link: EngineConfig, overlapping_steps: int, clock: Clock):
         self._link, self._now = link, clock.monotonic
-        self._pace = Pace(overlapping_steps)
+        self._pace = PrefillRate(overlapping_steps)
         self._lock = threading.Lock()
         self._kept: deque[_Entry] = deque(maxlen=MOST)
         self._open: dict[str, _Entry] = {}  # of requests that have not ended

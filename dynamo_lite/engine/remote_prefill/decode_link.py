@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from dynamo_lite.engine.remote_prefill.book import LockedLedger
-from dynamo_lite.engine.remote_prefill.demand import DemandExchange
-from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
-from dynamo_lite.engine.remote_prefill.listening import Listening
-from dynamo_lite.engine.remote_prefill.outside import Outside
-from dynamo_lite.engine.remote_prefill.tuning import Tuning
+from dynamo_lite.engine.remote_prefill.demand import BacklogExchange
+from dynamo_lite.engine.remote_prefill.handover_clock import StageTimer
+from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig, EngineConfig
+from dynamo_lite.engine.remote_prefill.listening import PollWindow
+from dynamo_lite.engine.remote_prefill.outside import ServerClients
+from dynamo_lite.engine.remote_prefill.tuning import LiveThresholds
 from dynamo_lite.engine.remote_prefill.writer_links import WriterLinks
 from dynamo_lite.policy.disagg import QueueView, fresh
 from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
@@ -59,7 +59,7 @@ _VIEW_PERIOD_S = 0.25
 _MAX_DETAIL = 500
 
 
-class DecodeLinkSession:
+class ControlSession:
     """Use `session()` as the bridge's context.
 
     status, explain: make the answers to `describe` and `explain` (called on the bridge's
@@ -69,19 +69,19 @@ class DecodeLinkSession:
 
     def __init__(
         self,
-        link: EngineLink,
+        link: EngineConfig,
         book: LockedLedger,
-        clock: HandoverClock,
+        clock: StageTimer,
         status: Callable[[], EngineStatus | None],
         explain: Callable[[bytes], bytes],
-        tuning: Tuning,
+        tuning: LiveThresholds,
         *,
-        outside: Outside,
+        outside: ServerClients,
         now: Callable[[], float],
         wall: Callable[[], float],
         on_drop: OnDrop = uncounted,
     ):
-        assert isinstance(link.role, DecodeLink)
+        assert isinstance(link.role, DecodeEngineConfig)
         self._link, self._role, self._book, self._status = link, link.role, book, status
         self._clock, self._outside, self._tuning = clock, outside, tuning
         self._now, self._wall = now, wall
@@ -94,9 +94,9 @@ class DecodeLinkSession:
         self._links = WriterLinks(link.namespace, link.engine_id, on_drop)
         self._tasks: asyncio.TaskGroup | None = None
         self.view: QueueView | None = None
-        self.demand = DemandExchange(link, lambda: self.usable_writers, now, on_drop)
+        self.demand = BacklogExchange(link, lambda: self.usable_writers, now, on_drop)
         self.leaving = False
-        self.listening = Listening(now)
+        self.listening = PollWindow(now)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:

@@ -10,8 +10,8 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from dynamo_lite.engine.remote_prefill.counts import LATE, MISMATCH, Counts
-from dynamo_lite.engine.remote_prefill.landings import Notices, share_error, whole_blocks
+from dynamo_lite.engine.remote_prefill.counts import LATE, MISMATCH, Counters
+from dynamo_lite.engine.remote_prefill.landings import PartialCommits, share_error, whole_blocks
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import decode_notice
@@ -35,7 +35,7 @@ class _Awaited:
 
     request_id: str
     blocks: tuple[int, ...]
-    notices: Notices
+    notices: PartialCommits
 
 
 class DecodeRank:
@@ -47,9 +47,9 @@ class DecodeRank:
 
     def __init__(self, mover: Mover, own: RankMetadata | None = None, read: ReadMemory = read_dram):
         self._mover, self._own, self._read = mover, own, read
-        self.stats = Counts()
+        self.stats = Counters()
         self._awaited: dict[str, _Awaited] = {}
-        self._early: OrderedDict[str, Notices] = OrderedDict()
+        self._early: OrderedDict[str, PartialCommits] = OrderedDict()
         self._given_up: OrderedDict[str, None] = OrderedDict()
         self._log_limit = LogLimit()
         self._received: set[str] = set()
@@ -59,7 +59,7 @@ class DecodeRank:
     def step(self, step: DecodeStep) -> None:
         """Takes the scheduler half's word, and the notices that have come."""
         for attempt, request_id in step.expect.items():
-            early = self._early.pop(attempt, None) or Notices()
+            early = self._early.pop(attempt, None) or PartialCommits()
             self._awaited[attempt] = _Awaited(request_id, step.blocks.get(attempt, ()), early)
         if step.poll or self._awaited:
             for notice in self._mover.notices():
@@ -103,7 +103,7 @@ class DecodeRank:
         elif said.attempt in self._given_up:
             self.stats.add(LATE)
         else:
-            self._early.setdefault(said.attempt, Notices()).add(said)
+            self._early.setdefault(said.attempt, PartialCommits()).add(said)
             if len(self._early) > _MAX_EARLY:
                 self._early.popitem(last=False)
                 self.stats.add(LATE)

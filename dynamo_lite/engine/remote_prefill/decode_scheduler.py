@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dynamo_lite.engine.remote_prefill.book import LockedLedger
 from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
-from dynamo_lite.engine.remote_prefill.counts import DECISION, REMOTE, Counts
+from dynamo_lite.engine.remote_prefill.counts import DECISION, REMOTE, Counters
 from dynamo_lite.engine.remote_prefill.decider import Decided, Decider, note_decision
 from dynamo_lite.engine.remote_prefill.decisions import DecisionLog
-from dynamo_lite.engine.remote_prefill.decode_link import DecodeLinkSession
-from dynamo_lite.engine.remote_prefill.handover_clock import HandoverClock
+from dynamo_lite.engine.remote_prefill.decode_link import ControlSession
+from dynamo_lite.engine.remote_prefill.handover_clock import StageTimer
 from dynamo_lite.engine.remote_prefill.held_blocks import HeldBlocks
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig, EngineConfig
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults, WorkerReport
-from dynamo_lite.engine.remote_prefill.outside import Outside
+from dynamo_lite.engine.remote_prefill.outside import ServerClients
 from dynamo_lite.engine.remote_prefill.passing import Passing
 from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers, first_awaited
 from dynamo_lite.engine.remote_prefill.request_time import time_left_s
 from dynamo_lite.engine.remote_prefill.resumes import CacheBlocks, Resumes
 from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
 from dynamo_lite.engine.remote_prefill.single_flight import SingleFlight
-from dynamo_lite.engine.remote_prefill.tuning import Tuning
+from dynamo_lite.engine.remote_prefill.tuning import LiveThresholds
 from dynamo_lite.policy.disagg import Local, Remote
 from dynamo_lite.policy.instructions import (
     CancelWriter,
@@ -52,10 +52,10 @@ class DecodeScheduler:
 
     def __init__(
         self,
-        link: EngineLink,
+        link: EngineConfig,
         block_size: int,
         *,
-        outside: Outside,
+        outside: ServerClients,
         open_bridge: OpenBridge,
         clock: Clock = SYSTEM_CLOCK,
         ledger: Ledger | None = None,
@@ -63,16 +63,16 @@ class DecodeScheduler:
         hash_block_size: int | None = None,
         overlapping_steps: int = 1,
     ):
-        assert isinstance(link.role, DecodeLink)
+        assert isinstance(link.role, DecodeEngineConfig)
         self._link, self._block_size = link, block_size
-        self._tuning = tuning = Tuning(link.role, block_size)
+        self._tuning = tuning = LiveThresholds(link.role, block_size)
         self._time, self._now, self._new_attempt = clock.wall, clock.monotonic, new_attempt
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=link.lease_ttl_s))
-        self.stats = Counts()
-        self._clock = HandoverClock(self.stats, clock)
+        self.stats = Counters()
+        self._clock = StageTimer(self.stats, clock)
         self._flights = SingleFlight(hash_block_size, self.stats, self._now)
         self._log = DecisionLog(link, overlapping_steps, clock)
-        self._net = DecodeLinkSession(
+        self._net = ControlSession(
             link,
             self._book,
             self._clock,

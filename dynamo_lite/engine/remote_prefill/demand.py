@@ -12,14 +12,14 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
-from dynamo_lite.policy.demand import DrainRate, Totals, wait_s
+from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig, EngineConfig
+from dynamo_lite.policy.demand import BacklogTotals, DrainRate, wait_s
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.demand import Demand, Lane
+from dynamo_lite.protocol.demand import Backlog, Lane
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
-from dynamo_lite.runtime.demand import DemandFollower
+from dynamo_lite.runtime.demand import BacklogFollower
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _IDLE_PERIOD_S, _PERIOD_S = 1.0, 0.02
 
 
-class OwnDemand:
+class OwnBacklog:
     """What the ledger holds in numbers. Any thread."""
 
     def __init__(self) -> None:
@@ -54,18 +54,18 @@ class OwnDemand:
             tokens = self._claimed.pop(attempt, 0)
             self._done_tokens += tokens if brought else 0
 
-    def look(self) -> tuple[Totals, int]:
+    def look(self) -> tuple[BacklogTotals, int]:
         """What is wanted, and the tokens that have come so far."""
         with self._lock:
             tokens: dict[Lane, int] = {}
             for lane, count in self._queued.values():
                 tokens[lane] = tokens.get(lane, 0) + count
             claimed = self._claimed.values()
-            totals = Totals(len(self._queued), tokens, len(claimed), sum(claimed))
+            totals = BacklogTotals(len(self._queued), tokens, len(claimed), sum(claimed))
             return totals, self._done_tokens
 
 
-class DemandExchange:
+class BacklogExchange:
     """On the bridge's thread, but for what says that it is not.
 
     workers: how many prefill workers respond. now: monotonic.
@@ -73,19 +73,19 @@ class DemandExchange:
 
     def __init__(
         self,
-        link: EngineLink,
+        link: EngineConfig,
         workers: Callable[[], int],
         now: Callable[[], float],
         on_drop: OnDrop = uncounted,
     ):
-        assert isinstance(link.role, DecodeLink)
+        assert isinstance(link.role, DecodeEngineConfig)
         self._engine_id, self._queue = link.engine_id, link.role.queue
         self._workers, self._now = workers, now
-        self._own = OwnDemand()
-        self._follower = DemandFollower(
+        self._own = OwnBacklog()
+        self._follower = BacklogFollower(
             link.namespace, now, own=link.engine_id, on_demand=self._heard, on_drop=on_drop
         )
-        self._others = Totals()
+        self._others = BacklogTotals()
         self._drain = DrainRate()
         self._number = self._done_tokens = 0
         self._changed = asyncio.Event()
@@ -139,7 +139,7 @@ class DemandExchange:
         self._done_tokens = done_tokens
         self._changed.set()
 
-    def _totals(self) -> Totals:
+    def _totals(self) -> BacklogTotals:
         """Of all engines: exactly of this one, of others as they said last."""
         return self._own.look()[0] + self._others
 
@@ -151,7 +151,7 @@ class DemandExchange:
             workers=self._workers(),
         )
 
-    def _heard(self, demand: Demand, done_tokens: int) -> None:
+    def _heard(self, demand: Backlog, done_tokens: int) -> None:
         self._others = self._follower.totals()
         self._moved(done_tokens)
         if demand.hello:
@@ -176,7 +176,7 @@ class DemandExchange:
         totals, done_tokens = self._own.look()
         self._number += 1
         hello, self._hello = self._hello, False
-        demand = Demand(
+        demand = Backlog(
             engine_id=self._engine_id,
             number=self._number,
             queued_jobs=totals.queued_jobs,

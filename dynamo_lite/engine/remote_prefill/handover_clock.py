@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from dynamo_lite.engine.remote_prefill.counts import Counts
+from dynamo_lite.engine.remote_prefill.counts import Counters
 from dynamo_lite.engine.remote_prefill.span_notes import note_child, note_span
 from dynamo_lite.protocol.trace import TraceContext
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -23,7 +23,7 @@ _TELLS_WITHIN_S = 5.0
 
 
 @dataclass
-class _Handover:
+class _Stages:
     """trace: of the attempt's span; above: of the request's. told: its writer has said that
     it is done; took_s: see `WriterDone`."""
 
@@ -55,18 +55,18 @@ class _Handover:
         return min(self.published or self.pulled, self.pulled)
 
 
-class HandoverClock:
+class StageTimer:
     """Called on the engine's thread, but for `published`, `granted` and `done` (the
     bridge's).
 
     stats: takes the durations of what ended well, and spans; nothing is told of the rest.
     """
 
-    def __init__(self, stats: Counts, clock: Clock = SYSTEM_CLOCK):
+    def __init__(self, stats: Counters, clock: Clock = SYSTEM_CLOCK):
         self._stats, self._now = stats, clock.monotonic
-        self._open: dict[str, _Handover] = {}
+        self._open: dict[str, _Stages] = {}
         self._received: dict[str, tuple[float, TraceContext | None]] = {}
-        self._untold: OrderedDict[str, _Handover] = OrderedDict()
+        self._untold: OrderedDict[str, _Stages] = OrderedDict()
         self._noted = False
         self._lock = threading.Lock()  # an attempt goes from one to the other
 
@@ -78,7 +78,7 @@ class HandoverClock:
         above: where its request is traced. Returns where the attempt is.
         """
         trace = None if above is None else above.child()
-        self._open[attempt] = _Handover(decided, self._now(), trace, above)
+        self._open[attempt] = _Stages(decided, self._now(), trace, above)
         return trace
 
     def published(self, attempt: str) -> None:
@@ -168,7 +168,7 @@ class HandoverClock:
     def forget(self, request_id: str) -> None:
         self._received.pop(request_id, None)
 
-    def _tell_notice(self, handover: _Handover, took_s: float) -> None:
+    def _tell_notice(self, handover: _Stages, took_s: float) -> None:
         fill_s = handover.received - handover.granted
         notice_s = max(0.0, fill_s - took_s)
         self._stats.add_stage("notice", notice_s)
@@ -176,7 +176,7 @@ class HandoverClock:
             start = handover.received - notice_s
             note_child(self._stats, "notice", handover.trace, start, handover.received)
 
-    def _trace(self, handover: _Handover, attempt: str, now: float, outcome: str) -> None:
+    def _trace(self, handover: _Stages, attempt: str, now: float, outcome: str) -> None:
         trace, above = handover.trace, handover.above
         if trace is None or above is None:
             return

@@ -16,7 +16,7 @@ from dynamo_lite.transfer.parts import hole, regions_of_parts
 
 
 @dataclass
-class Notices:
+class PartialCommits:
     """By writing rank: a doubled notice counts once. landed: also by first block."""
 
     commits: dict[int, Committed] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Notices:
 
 
 def whole_blocks(
-    notices: Notices, blocks: Sequence[int], regions: Sequence[KvRegion], read: ReadMemory
+    notices: PartialCommits, blocks: Sequence[int], regions: Sequence[KvRegion], read: ReadMemory
 ) -> int:
     """How many of the attempt's blocks, from the first on, hold their KV for certain."""
     said: list[Committed | Landed] = [*notices.commits.values()]
@@ -77,7 +77,7 @@ def _checked(regions: Sequence[KvRegion], notice: Committed | Landed) -> list[Pa
 
 
 def _run(
-    notices: Notices,
+    notices: PartialCommits,
     rank: int,
     blocks: Sequence[int],
     regions: Sequence[KvRegion],

@@ -8,12 +8,12 @@ least one, and starts when all the others have ended.
 from collections.abc import Callable, Mapping, Sequence
 
 from dynamo_lite.engine.remote_prefill.messages import BlockWrite
-from dynamo_lite.engine.remote_prefill.outgoing import Attempt, Ready
-from dynamo_lite.engine.remote_prefill.peers import PeerRank, Peers
+from dynamo_lite.engine.remote_prefill.outgoing import OutgoingAttempt, Ready
+from dynamo_lite.engine.remote_prefill.peers import RemoteRank, RemoteRanks
 from dynamo_lite.transfer.block_map import BlockMap
 
 #: Starts to bring blocks of an attempt to a peer, without a notice.
-Start = Callable[[Attempt, BlockWrite, PeerRank, BlockMap], None]
+Start = Callable[[OutgoingAttempt, BlockWrite, RemoteRank, BlockMap], None]
 
 #: Attempt, and the first of its blocks that the write brings.
 _Key = tuple[str, int]
@@ -24,8 +24,8 @@ class LayerStream:
 
     def __init__(
         self,
-        attempts: Mapping[str, Attempt],
-        peers: Peers,
+        attempts: Mapping[str, OutgoingAttempt],
+        peers: RemoteRanks,
         alive: Callable[[], bool],
         start: Start,
     ):
@@ -55,7 +55,7 @@ class LayerStream:
         """Whether layers of its blocks were started before it."""
         return any(self._begun.get(_key(write), {}).values())
 
-    def rest(self, write: BlockWrite, peer: PeerRank) -> BlockMap:
+    def rest(self, write: BlockWrite, peer: RemoteRank) -> BlockMap:
         """What the write after the step still has to bring to the peer.
 
         Its layers that wait are among it, and start no more.
@@ -70,7 +70,7 @@ class LayerStream:
         for key in [key for key in self._begun if key[0] in attempts]:
             del self._begun[key]
 
-    def _free(self, attempt: Attempt) -> bool:
+    def _free(self, attempt: OutgoingAttempt) -> bool:
         """Whether layers of it may go by themselves. Not where a write waits: after their step
         they go with that one, and before an earlier step's blocks they would hold those up.
         Nor where blocks are put together in staging memory, all layers at once."""
@@ -80,7 +80,9 @@ class LayerStream:
             return False
         return attempt.target in self._peers and self._alive()
 
-    def _begin(self, attempt: Attempt, write: BlockWrite, peer: PeerRank, layer: str) -> None:
+    def _begin(
+        self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank, layer: str
+    ) -> None:
         begun = self._begun.setdefault(_key(write), {}).setdefault(peer.name, set())
         left = peer.maps.layers - begun
         if layer in left and len(left) > 1:

@@ -15,10 +15,10 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.queue.base import QueueConfig
 
 #: Key of `kv_connector_extra_config` that holds the file's path.
-LINK_FILE = "dynamo_lite_link"
+ENGINE_CONFIG_FILE = "dynamo_lite_link"
 
 
-class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class DecodeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A decode engine. Times in seconds; see `VllmWorkerConfig` for the thresholds.
 
     component: whose engine it is, and whose live options it follows.
@@ -38,7 +38,7 @@ class DecodeLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     component: str = "VllmWorker"
 
 
-class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PrefillEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prefill engine. fence_path: the lease's fence (`runtime/fence.py`).
 
     kv_checksum_rate: share of the blocks whose contents a commit vouches for.
@@ -53,7 +53,7 @@ class PrefillLink(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     short_length_tokens: int | None = None
 
 
-class EngineLink(msgspec.Struct, frozen=True, kw_only=True):
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """lease_id, lease_ttl_s: of the component that runs the engine. transfer_thread: whether
     ranks move transfers on by a thread; None: those whose KV is on a GPU."""
 
@@ -63,17 +63,17 @@ class EngineLink(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl_s: float
     nats_url: str
     etcd_url: str
-    role: DecodeLink | PrefillLink
+    role: DecodeEngineConfig | PrefillEngineConfig
     transfer_thread: bool | None = None
 
 
-def write_link(path: Path, link: EngineLink) -> None:
+def write_engine_config(path: Path, link: EngineConfig) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(encode_json(link))
 
 
-def read_link(path: str) -> EngineLink:
+def read_engine_config(path: str) -> EngineConfig:
     """Raises StartupError where the file cannot be read, ProtocolError for other contents."""
     try:
         content = Path(path).read_bytes()
@@ -82,4 +82,4 @@ def read_link(path: str) -> EngineLink:
             f"this engine process, on host {socket.gethostname()}, cannot read its link"
             f" {path}: {exc.strerror}; all ranks of an engine must be on the host of its component"
         ) from exc
-    return decode_json(content, EngineLink)
+    return decode_json(content, EngineConfig)

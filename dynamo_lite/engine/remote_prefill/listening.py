@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dynamo_lite.protocol.prefill import Listen
 
 
-class Listening:
+class PollWindow:
     """now: monotonic."""
 
     def __init__(self, now: Callable[[], float]):

@@ -61,7 +61,7 @@ class PrefixRead:
 
 
 @dataclass
-class PreflightOrder:
+class LinkTestOrder:
     """Try the way to an engine; see `Preflight`."""
 
     order: str
@@ -88,7 +88,7 @@ class PrefillStep:
     forget: list[str] = field(default_factory=list)
     ended: list[tuple[str, str, bool]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    preflights: list[PreflightOrder] = field(default_factory=list)
+    preflights: list[LinkTestOrder] = field(default_factory=list)
 
 
 @dataclass

@@ -13,7 +13,7 @@ Ready = Callable[[], bool]
 
 
 @dataclass
-class Flight:
+class InFlightWrite:
     """A write under way. last: no write of the attempt was started after it. slot: that
     it reads from; None where it reads blocks. of: None for one layer of a step."""
 
@@ -25,17 +25,17 @@ class Flight:
 
 
 @dataclass
-class Attempt:
+class OutgoingAttempt:
     """target: the engine. local_ids: by position in the attempt, where blocks are equal.
 
-    slot: of the first write in the queue. vouched: see `WriteNotices`. again: the
+    slot: of the first write in the queue. vouched: see `WriteNotifications`. again: the
     next write brings blocks of earlier ones anew, and must follow them. written: when
     one was last seen to have ended. began: of the step that was noted last.
     """
 
     target: str
     queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
-    flying: list[Flight] = field(default_factory=list)
+    flying: list[InFlightWrite] = field(default_factory=list)
     local_ids: dict[int, int] = field(default_factory=dict)
     slot: Slot | None = None
     vouched: dict[str, int] = field(default_factory=dict)

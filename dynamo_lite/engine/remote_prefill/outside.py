@@ -3,7 +3,7 @@
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from dynamo_lite.engine.remote_prefill.link import EngineLink
+from dynamo_lite.engine.remote_prefill.link import EngineConfig
 from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
@@ -13,7 +13,7 @@ from dynamo_lite.runtime.nats import NatsMessaging
 from dynamo_lite.runtime.store import Store
 
 
-class Outside(Protocol):
+class ServerClients(Protocol):
     def messaging(self) -> AbstractAsyncContextManager[Messaging]: ...
 
     def store(self) -> AbstractAsyncContextManager[Store]: ...
@@ -24,7 +24,7 @@ class Outside(Protocol):
 class Servers:
     """Implements Outside: NATS and etcd at the link's URLs."""
 
-    def __init__(self, link: EngineLink):
+    def __init__(self, link: EngineConfig):
         self._link = link
 
     def messaging(self) -> NatsMessaging:

@@ -19,7 +19,7 @@ class _Computing:
     steps: int
 
 
-class Pace:
+class PrefillRate:
     """Runs on the engine's thread; `now` is monotonic.
 
     overlapping_steps: how many may be under way at a time. rates: replaced as a whole.

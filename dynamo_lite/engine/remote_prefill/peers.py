@@ -15,14 +15,14 @@ from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.layer_maps import LayerMaps
 from dynamo_lite.transfer.parts import parts_of
-from dynamo_lite.transfer.sharding import Lane, join, writers
+from dynamo_lite.transfer.sharding import ShardMapping, join, writers
 from dynamo_lite.transfer.transpose import Layout
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class PeerRank:
+class RemoteRank:
     """A rank that some of this rank's heads and layers belong to.
 
     name: the mover's. scratch: its scratch memory, on `device`. writers: how many prefill
@@ -35,7 +35,7 @@ class PeerRank:
     memory: str
     device: int
     scratch: Scratch | None
-    lanes: list[Lane]
+    lanes: list[ShardMapping]
     blocks: BlockMap
     parts: list[Part]
     writers: int
@@ -52,7 +52,7 @@ class Source:
     blocks: BlockMap
 
 
-class Peers:
+class RemoteRanks:
     """own: this rank's memory; rank: its index in its engine; staging: for those whose
     blocks differ."""
 
@@ -62,7 +62,7 @@ class Peers:
         self.unknown: set[str] = set()
         self._told: dict[str, bytes] = {}
         self._siblings = b""
-        self._met: dict[str, list[PeerRank]] = {}
+        self._met: dict[str, list[RemoteRank]] = {}
         self._layouts: dict[str, Layout] = {}
         self._known: dict[str, list[str]] = {}
         self._engines: dict[str, tuple[Sequence[RankMetadata], Sequence[RankMetadata]]] = {}
@@ -71,7 +71,7 @@ class Peers:
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._met
 
-    def of(self, engine_id: str) -> list[PeerRank]:
+    def of(self, engine_id: str) -> list[RemoteRank]:
         """Whom to write to; nobody where other ranks bring all. Raises TransferError."""
         found = self._met.get(engine_id)
         if found is None:
@@ -146,7 +146,7 @@ class Peers:
         mine = {index: lanes[self._rank, index] for rank, index in lanes if rank == self._rank}
         every = [lane for found in mine.values() for lane in found]
         layout = self._staging.layout(engine_id, every) if every and every[0].staged else None
-        met: list[PeerRank] = []
+        met: list[RemoteRank] = []
         for index, found in mine.items():
             rank = remote[index]
             devices, slot = (self._own.device, rank.device), []
@@ -157,7 +157,7 @@ class Peers:
             if slot:
                 pairs = [(at, lane.remote) for at, lane in zip(slot, found, strict=True)]
             met.append(
-                PeerRank(
+                RemoteRank(
                     name=self._add(engine_id, index, rank),
                     memory=rank.memory,
                     device=rank.device,

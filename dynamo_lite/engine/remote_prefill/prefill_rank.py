@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED, Counts
+from dynamo_lite.engine.remote_prefill.counts import BYTES, DESCRIPTORS, FENCED, Counters
 from dynamo_lite.engine.remote_prefill.layer_stream import LayerStream
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
@@ -22,12 +22,12 @@ from dynamo_lite.engine.remote_prefill.messages import (
     RankResults,
     WorkerReport,
 )
-from dynamo_lite.engine.remote_prefill.outgoing import Attempt, Flight, Ready
-from dynamo_lite.engine.remote_prefill.peers import PeerRank, Peers
+from dynamo_lite.engine.remote_prefill.outgoing import InFlightWrite, OutgoingAttempt, Ready
+from dynamo_lite.engine.remote_prefill.peers import RemoteRank, RemoteRanks
 from dynamo_lite.engine.remote_prefill.prefix_reads import PrefixReads
-from dynamo_lite.engine.remote_prefill.preflights import Preflights
+from dynamo_lite.engine.remote_prefill.preflights import LinkTestRank
 from dynamo_lite.engine.remote_prefill.staging import OpenTransposer, Staging, split
-from dynamo_lite.engine.remote_prefill.write_notices import WriteNotices
+from dynamo_lite.engine.remote_prefill.write_notices import WriteNotifications
 from dynamo_lite.engine.remote_prefill.write_times import WriteTimes
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
@@ -68,20 +68,20 @@ class PrefillRank:
     ):
         self._now = clock.monotonic
         self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
-        self.stats = Counts()
+        self.stats = Counters()
         self._times = WriteTimes(self.stats, rank)
         self.on_gpu = own.memory == "VRAM"
         self._staging = Staging(mover, own, open_transposer)
-        self._notices = WriteNotices(rank, checksum_rate, read, self._staging)
-        self._peers = Peers(mover, own, rank, self._staging)
-        self._attempts: dict[str, Attempt] = {}
+        self._notices = WriteNotifications(rank, checksum_rate, read, self._staging)
+        self._peers = RemoteRanks(mover, own, rank, self._staging)
+        self._attempts: dict[str, OutgoingAttempt] = {}
         self._ended: dict[str, str] = {}
         self._failures: dict[str, str] = {}
         self._layers = LayerStream(
             self._attempts, self._peers, lambda: self._alive(), self._start_layer
         )
         self._reads = PrefixReads(mover, own, self._peers, lambda: self._alive(), self.stats)
-        self._preflights = Preflights(
+        self._preflights = LinkTestRank(
             mover, own, rank, scratch, self._peers, lambda: self._alive(), self._now
         )
 
@@ -177,8 +177,8 @@ class PrefillRank:
     def _start_read(self, read: PrefixRead) -> None:
         self._reads.start(read)
 
-    def _open(self, write: BlockWrite) -> Attempt:
-        attempt = self._attempts.setdefault(write.attempt, Attempt(write.target_engine))
+    def _open(self, write: BlockWrite) -> OutgoingAttempt:
+        attempt = self._attempts.setdefault(write.attempt, OutgoingAttempt(write.target_engine))
         if attempt.failure is None:
             attempt.failure = self._peers.greet(write.target_engine)
         return attempt
@@ -193,7 +193,7 @@ class PrefillRank:
                 pass
             self._poll(attempt)
 
-    def _start_next(self, attempt: Attempt) -> bool:
+    def _start_next(self, attempt: OutgoingAttempt) -> bool:
         """Starts the attempt's next write if it may start now."""
         write, ready = attempt.queue[0]
         alone = write.last or attempt.again or self._layers.begun(write)
@@ -211,7 +211,7 @@ class PrefillRank:
         self._let_go(attempt)
         return True
 
-    def _staged(self, attempt: Attempt, write: BlockWrite) -> bool:
+    def _staged(self, attempt: OutgoingAttempt, write: BlockWrite) -> bool:
         """Whether the write's bytes are where it reads them; if not, sees to it."""
         layout = self._peers.layout(write.target_engine)
         if layout is None:
@@ -220,7 +220,7 @@ class PrefillRank:
             attempt.slot = self._staging.fill(layout, write)
         return attempt.slot is not None and attempt.slot.filled()
 
-    def _start(self, attempt: Attempt, write: BlockWrite) -> None:
+    def _start(self, attempt: OutgoingAttempt, write: BlockWrite) -> None:
         started = self._now()
         self._times.started(attempt, write, started)
         peers = self._peers.of(write.target_engine)
@@ -232,22 +232,22 @@ class PrefillRank:
             last = write.last and peer is peers[-1]
             rest = self._layers.rest(write, peer)
             transfer = self._write(write, peer, rest, says=True)
-            attempt.flying.append(Flight(transfer, started, last, attempt.slot, write))
+            attempt.flying.append(InFlightWrite(transfer, started, last, attempt.slot, write))
             if attempt.slot is not None:
                 attempt.slot.users += 1
         if write.last:
             self._see_off(attempt)
 
-    def _clear(self, attempt: Attempt) -> None:
+    def _clear(self, attempt: OutgoingAttempt) -> None:
         """Nothing that waits is written any more."""
         attempt.queue.clear()
         self._let_go(attempt)
 
-    def _let_go(self, attempt: Attempt) -> None:
+    def _let_go(self, attempt: OutgoingAttempt) -> None:
         self._staging.let_go(attempt.slot)
         attempt.slot = None
 
-    def _see_off(self, attempt: Attempt) -> None:
+    def _see_off(self, attempt: OutgoingAttempt) -> None:
         """Polls a last write for a moment: its notice leaves only when we see it done.
 
         The engine's next step may be a millisecond away, and the peer's client waits.
@@ -257,16 +257,18 @@ class PrefillRank:
             self._poll(attempt)
 
     def _start_layer(
-        self, attempt: Attempt, write: BlockWrite, peer: PeerRank, blocks: BlockMap
+        self, attempt: OutgoingAttempt, write: BlockWrite, peer: RemoteRank, blocks: BlockMap
     ) -> None:
         started = self._now()
         try:
             layer = self._write(write, peer, blocks, says=False)
-            attempt.flying.append(Flight(layer, started, last=False, slot=None))
+            attempt.flying.append(InFlightWrite(layer, started, last=False, slot=None))
         except (TransferError, ValueError) as exc:
             self._fail(attempt, exc)
 
-    def _write(self, write: BlockWrite, peer: PeerRank, where: BlockMap, *, says: bool) -> Transfer:
+    def _write(
+        self, write: BlockWrite, peer: RemoteRank, where: BlockMap, *, says: bool
+    ) -> Transfer:
         attempt = self._attempts[write.attempt]
         local_ids = write.local_ids if attempt.slot is None else range(len(write.remote_ids))
         local_side, remote_side = where.descriptors(local_ids, write.remote_ids)
@@ -278,11 +280,11 @@ class PrefillRank:
         memory = (self._own.memory, peer.memory)
         return self._mover.write(peer.name, local_side, remote_side, memory=memory, notice=notice)
 
-    def _poll(self, attempt: Attempt) -> None:
+    def _poll(self, attempt: OutgoingAttempt) -> None:
         if not self._alive():
             # Polling moves the data on, in some transports.
             return
-        still: list[Flight] = []
+        still: list[InFlightWrite] = []
         for flight in attempt.flying:
             try:
                 if not flight.write.done():
@@ -294,7 +296,7 @@ class PrefillRank:
             self._staging.let_go(flight.slot)
         attempt.flying = still
 
-    def _fail(self, attempt: Attempt, why: Exception) -> None:
+    def _fail(self, attempt: OutgoingAttempt, why: Exception) -> None:
         """A failed peer is forgotten: it may be dead, and is met again at its next job."""
         attempt.failure = str(why)
         self._clear(attempt)

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynamo_lite.engine.remote_prefill.bridge import OpenBridge
-from dynamo_lite.engine.remote_prefill.counts import COMPUTED, ENDED, Counts
+from dynamo_lite.engine.remote_prefill.counts import COMPUTED, ENDED, Counters
 from dynamo_lite.engine.remote_prefill.introductions import Introductions
-from dynamo_lite.engine.remote_prefill.link import EngineLink, PrefillLink
+from dynamo_lite.engine.remote_prefill.link import EngineConfig, PrefillEngineConfig
 from dynamo_lite.engine.remote_prefill.messages import (
     BlockWrite,
     PrefillStep,
@@ -22,8 +22,8 @@ from dynamo_lite.engine.remote_prefill.messages import (
     RankResults,
     WorkerReport,
 )
-from dynamo_lite.engine.remote_prefill.outside import Outside
-from dynamo_lite.engine.remote_prefill.preflight_book import PreflightBook
+from dynamo_lite.engine.remote_prefill.outside import ServerClients
+from dynamo_lite.engine.remote_prefill.preflight_book import LinkTestScheduler
 from dynamo_lite.engine.remote_prefill.seams import BlockPool, Prompt
 from dynamo_lite.engine.remote_prefill.span_notes import note_child
 from dynamo_lite.policy.prefix import Compute, read_or_compute
@@ -69,20 +69,20 @@ class PrefillScheduler:
 
     def __init__(
         self,
-        link: EngineLink,
+        link: EngineConfig,
         block_size: int,
         *,
-        outside: Outside,
+        outside: ServerClients,
         open_bridge: OpenBridge,
         clock: Clock = SYSTEM_CLOCK,
     ):
-        assert isinstance(link.role, PrefillLink)
+        assert isinstance(link.role, PrefillEngineConfig)
         self._link, self._role, self._block_size = link, link.role, block_size
         self._outside, self._now = outside, clock.monotonic
         self.bridge = open_bridge(self._session)
-        self.stats = Counts()
+        self.stats = Counters()
         self._introductions = Introductions(self._own_metadata)
-        self._preflights = PreflightBook(self.stats, self._introductions)
+        self._preflights = LinkTestScheduler(self.stats, self._introductions)
         self.metadata: EngineMetadata | None = None
         self._block_ids: BlockIds | None = None
         self._pool: BlockPool | None = None

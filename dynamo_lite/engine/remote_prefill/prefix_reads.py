@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dynamo_lite.engine.remote_prefill.counts import PREFIX_BYTES, PREFIX_READ, Counts
+from dynamo_lite.engine.remote_prefill.counts import PREFIX_BYTES, PREFIX_READ, Counters
 from dynamo_lite.engine.remote_prefill.messages import PrefixRead, RankResults
-from dynamo_lite.engine.remote_prefill.peers import Peers, Source
+from dynamo_lite.engine.remote_prefill.peers import RemoteRanks, Source
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover, Transfer
@@ -34,9 +34,9 @@ class PrefixReads:
         self,
         mover: Mover,
         own: RankMetadata,
-        peers: Peers,
+        peers: RemoteRanks,
         alive: Callable[[], bool],
-        stats: Counts,
+        stats: Counters,
     ):
         self._mover, self._own, self._peers, self._alive = mover, own, peers, alive
         self._stats = stats

@@ -6,19 +6,19 @@
 from collections import deque
 from collections.abc import Mapping
 
-from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, Counts
+from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, Counters
 from dynamo_lite.engine.remote_prefill.introductions import Introductions
-from dynamo_lite.engine.remote_prefill.messages import PrefillStep, PreflightOrder, RankLink
+from dynamo_lite.engine.remote_prefill.messages import LinkTestOrder, PrefillStep, RankLink
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.prefill import Preflight
+from dynamo_lite.protocol.prefill import LinkTest
 
 
-class PreflightBook:
+class LinkTestScheduler:
     """stats: takes how each order ended; see `LinkReport`."""
 
-    def __init__(self, stats: Counts, introductions: Introductions):
+    def __init__(self, stats: Counters, introductions: Introductions):
         self._stats, self._introductions = stats, introductions
-        self._asked: deque[Preflight] = deque()
+        self._asked: deque[LinkTest] = deque()
         self._answers: dict[str, dict[int, RankLink]] = {}
 
     @property
@@ -26,7 +26,7 @@ class PreflightBook:
         """Whether steps are needed, though there may be nothing to compute."""
         return bool(self._asked or self._answers)
 
-    def ask(self, preflight: Preflight) -> None:
+    def ask(self, preflight: LinkTest) -> None:
         self._asked.append(preflight)
 
     def announce(self, step: PrefillStep) -> None:
@@ -35,7 +35,7 @@ class PreflightBook:
             preflight = self._asked.popleft()
             engine_id = preflight.target.engine_id
             self._answers[preflight.order] = {}
-            step.preflights.append(PreflightOrder(preflight.order, engine_id))
+            step.preflights.append(LinkTestOrder(preflight.order, engine_id))
             # A test of the way there depends on nothing that ranks remember.
             target = encode(preflight.target)
             self._introductions.introduce(step, engine_id, target, again=True)

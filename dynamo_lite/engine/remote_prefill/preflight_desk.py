@@ -6,12 +6,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from dynamo_lite.engine.base import LinkReport
-from dynamo_lite.engine.remote_prefill.link import EngineLink
+from dynamo_lite.engine.remote_prefill.link import EngineConfig
 from dynamo_lite.engine.remote_prefill.preflights import LIMIT_S
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, Unavailable
-from dynamo_lite.protocol.prefill import Listen, Preflight
+from dynamo_lite.protocol.prefill import LinkTest, Listen
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.messaging import Messaging
 
@@ -22,11 +22,13 @@ _ASK_S = 2.0
 _ANSWER_S = LIMIT_S + 5.0
 
 
-class PreflightDesk:
+class LinkTestClient:
     """wake: has an engine that is idle look whether there is something to do. It may
     return late: an engine that is not idle first ends its step."""
 
-    def __init__(self, link: EngineLink, messaging: Messaging, wake: Callable[[], Awaitable[None]]):
+    def __init__(
+        self, link: EngineConfig, messaging: Messaging, wake: Callable[[], Awaitable[None]]
+    ):
         self._link, self._messaging, self._wake = link, messaging, wake
         self._numbers = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[LinkReport]] = {}
@@ -39,7 +41,7 @@ class PreflightDesk:
         ended: asyncio.Future[LinkReport] = asyncio.get_running_loop().create_future()
         self._waiting[order] = ended
         try:
-            preflight = encode_sealed(Preflight(order=order, target=target))
+            preflight = encode_sealed(LinkTest(order=order, target=target))
             await self._messaging.request(subject, preflight, timeout_s=_ASK_S)
             self._wake_soon()
             async with asyncio.timeout(_ANSWER_S):

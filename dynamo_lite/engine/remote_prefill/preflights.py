@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_lite.engine.remote_prefill.messages import PreflightOrder, RankLink
-from dynamo_lite.engine.remote_prefill.peers import PeerRank, Peers
+from dynamo_lite.engine.remote_prefill.messages import LinkTestOrder, RankLink
+from dynamo_lite.engine.remote_prefill.peers import RemoteRank, RemoteRanks
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover, Transfer
@@ -32,7 +32,7 @@ class _Exchange:
     """With one rank. slots: of the peer, one for each try. own: of this rank, to write from
     and to read into; None until there are any."""
 
-    peer: PeerRank
+    peer: RemoteRank
     name: str
     slots: list[int]
     own: tuple[int, int] | None = None
@@ -50,13 +50,13 @@ class _Exchange:
 class _Open:
     """An order that has not ended. began: by the monotonic clock."""
 
-    order: PreflightOrder
+    order: LinkTestOrder
     began: float
     exchanges: list[_Exchange] = field(default_factory=list[_Exchange])
     failure: str | None = None
 
 
-class Preflights:
+class LinkTestRank:
     """own: this rank's memory, rank: its index, scratch: its scratch memory, if it has any."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Preflights:
         own: RankMetadata,
         rank: int,
         scratch: ScratchMemory | None,
-        peers: Peers,
+        peers: RemoteRanks,
         alive: Callable[[], bool],
         now: Callable[[], float],
     ):
@@ -85,7 +85,7 @@ class Preflights:
         """Whose ways are being tried."""
         return {opened.order.target_engine for opened in self._open}
 
-    def start(self, order: PreflightOrder) -> None:
+    def start(self, order: LinkTestOrder) -> None:
         opened = _Open(order, self._now())
         self._open.append(opened)
         opened.failure = self._peers.greet(order.target_engine)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_lite.engine.remote_prefill.counts import RESUME, Counts
+from dynamo_lite.engine.remote_prefill.counts import RESUME, Counters
 from dynamo_lite.engine.remote_prefill.seams import Prompt
 from dynamo_lite.policy.instructions import Outcome
-from dynamo_lite.policy.resume import Again, again
+from dynamo_lite.policy.resume import AskAgain, again
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Asked:
 class Resumes:
     """usable: how many prefill workers are; see `again`."""
 
-    def __init__(self, block_size: int, stats: Counts, usable: Callable[[], int]):
+    def __init__(self, block_size: int, stats: Counters, usable: Callable[[], int]):
         self._size, self._stats = block_size, stats
         self._usable = usable
         self._asked: dict[str, _Asked] = {}
@@ -111,7 +111,7 @@ class Resumes:
             verdict,
         )
         self._stats.add(f"{RESUME}/{verdict.reason.value}")
-        if isinstance(verdict, Again):
+        if isinstance(verdict, AskAgain):
             return True
         del self._asked[request_id]
         return False

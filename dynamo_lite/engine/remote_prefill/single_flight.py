@@ -13,16 +13,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from dynamo_lite.engine.remote_prefill.counts import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counts
+from dynamo_lite.engine.remote_prefill.counts import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counters
 from dynamo_lite.engine.remote_prefill.seams import Prompt
 from dynamo_lite.policy.disagg import Verdict
-from dynamo_lite.policy.single_flight import Thresholds, Wait, follow
+from dynamo_lite.policy.single_flight import SingleFlightThresholds, Wait, follow
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Flight:
+class _PendingPrefix:
     """tokens: whose KV is awaited; hashes: of the blocks that the engine will cache."""
 
     tokens: int
@@ -50,9 +50,9 @@ class SingleFlight:
     engine caches no prefixes: then nobody waits.
     """
 
-    def __init__(self, hash_block_size: int | None, stats: Counts, now: Callable[[], float]):
+    def __init__(self, hash_block_size: int | None, stats: Counters, now: Callable[[], float]):
         self._size, self._stats, self._now = hash_block_size, stats, now
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, _PendingPrefix] = {}
         self._leaders: dict[Hashable, dict[str, None]] = {}
         self._followers: dict[str, _Follower] = {}
 
@@ -61,7 +61,7 @@ class SingleFlight:
         if self._size is None:
             return
         hashes = list(leader.block_hashes[: self._cacheable(leader)])
-        flight = _Flight(external, hashes)
+        flight = _PendingPrefix(external, hashes)
         self._flights[leader.request_id] = flight
         for key in flight.hashes:
             self._leaders.setdefault(key, {})[leader.request_id] = None
@@ -93,7 +93,9 @@ class SingleFlight:
         follower = self._followers.get(request_id)
         return follower is not None and follower.served
 
-    def joins(self, request: Prompt, cached: int, verdict: Verdict, thresholds: Thresholds) -> bool:
+    def joins(
+        self, request: Prompt, cached: int, verdict: Verdict, thresholds: SingleFlightThresholds
+    ) -> bool:
         """Whether the request waits from now on, rather than do what its verdict says."""
         if not self._flights:
             return False

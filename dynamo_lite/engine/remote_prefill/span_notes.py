@@ -3,13 +3,13 @@
 The engine's processes have no tracing library; a note is a short list among the counts.
 """
 
-from dynamo_lite.engine.remote_prefill.counts import SPAN, Counts
+from dynamo_lite.engine.remote_prefill.counts import SPAN, Counters
 from dynamo_lite.protocol.trace import TraceContext
 from dynamo_lite.runtime.tracing import Attributes, Kind
 
 
 def note_span(
-    stats: Counts,
+    stats: Counters,
     name: str,
     context: TraceContext,
     parent: str,
@@ -25,7 +25,7 @@ def note_span(
 
 
 def note_child(
-    stats: Counts,
+    stats: Counters,
     name: str,
     parent: TraceContext,
     start: float,

@@ -14,7 +14,7 @@ from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.digest import Span
-from dynamo_lite.transfer.sharding import Lane
+from dynamo_lite.transfer.sharding import ShardMapping
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
 
 #: One is filled while others are on their way; more would only serve more peers at once.
@@ -72,7 +72,7 @@ class Staging:
         self._transposer: Transposer | None = None
         self._free: list[int] = []
 
-    def layout(self, peer: str, lanes: Sequence[Lane]) -> Layout:
+    def layout(self, peer: str, lanes: Sequence[ShardMapping]) -> Layout:
         """Of a slot with blocks for all of the peer's ranks that these lanes lead to.
 
         Takes the memory if nobody has. Raises IncompatiblePeer, TransferError.

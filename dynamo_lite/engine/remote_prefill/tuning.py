@@ -5,9 +5,9 @@ from typing import TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from dynamo_lite.engine.remote_prefill.link import DecodeLink
+from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig
 from dynamo_lite.policy import disagg, single_flight
-from dynamo_lite.protocol.tuning import VllmWorkerTuning
+from dynamo_lite.protocol.tuning import VllmWorkerLiveOptions
 from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.live_options import LiveOptions
 from dynamo_lite.runtime.store import Store
@@ -16,46 +16,46 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Tuned:
+class EffectiveThresholds:
     """What holds at one moment. version: of the record that says so; 0: the link alone."""
 
     version: int
     disagg: disagg.Thresholds
-    single_flight: single_flight.Thresholds
+    single_flight: single_flight.SingleFlightThresholds
     remote_prefill_timeout_s: float
     max_remote_prefills: int
 
 
-class Tuning:
+class LiveThresholds:
     """now: replaced as a whole, by the bridge's thread; a decision reads it once."""
 
-    def __init__(self, role: DecodeLink, block_size: int):
+    def __init__(self, role: DecodeEngineConfig, block_size: int):
         self._role, self._block_size = role, block_size
-        self.now = self._tuned(VllmWorkerTuning(), 0)
+        self.now = self._tuned(VllmWorkerLiveOptions(), 0)
 
     def follow(
         self, store: Store, namespace: str, on_drop: OnDrop
-    ) -> LiveOptions[VllmWorkerTuning]:
+    ) -> LiveOptions[VllmWorkerLiveOptions]:
         """A context: while it lasts, `now` is what the store says."""
         return LiveOptions(
             store,
             namespace,
             self._role.component,
-            VllmWorkerTuning(),
+            VllmWorkerLiveOptions(),
             on_change=self.change,
             on_drop=on_drop,
         )
 
-    def change(self, options: VllmWorkerTuning, version: int) -> None:
+    def change(self, options: VllmWorkerLiveOptions, version: int) -> None:
         self.now = self._tuned(options, version)
 
-    def _tuned(self, options: VllmWorkerTuning, version: int) -> Tuned:
+    def _tuned(self, options: VllmWorkerLiveOptions, version: int) -> EffectiveThresholds:
         role = self._role
         max_local = _or(options.max_local_prefill_length, role.max_local_prefill_length_tokens)
         shared = _or(options.single_flight_min_length, role.single_flight_min_length_tokens)
         if shared is None:  # what is worth a remote prefill is worth a wait for one
             shared = max_local // self._block_size * self._block_size
-        return Tuned(
+        return EffectiveThresholds(
             version=version,
             disagg=disagg.Thresholds(
                 max_local_prefill_length_tokens=max_local,
@@ -67,7 +67,7 @@ class Tuning:
                 ),
                 queue_view_max_age_s=_or(options.queue_view_max_age_s, role.queue_view_max_age_s),
             ),
-            single_flight=single_flight.Thresholds(shared),
+            single_flight=single_flight.SingleFlightThresholds(shared),
             remote_prefill_timeout_s=_or(
                 options.remote_prefill_timeout_s, role.remote_prefill_timeout_s
             ),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo_lite.engine.remote_prefill.messages import BlockWrite
-from dynamo_lite.engine.remote_prefill.outgoing import Attempt
-from dynamo_lite.engine.remote_prefill.peers import PeerRank
+from dynamo_lite.engine.remote_prefill.outgoing import OutgoingAttempt
+from dynamo_lite.engine.remote_prefill.peers import RemoteRank
 from dynamo_lite.engine.remote_prefill.staging import Slot, Staging
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Committed, Landed
@@ -15,7 +15,7 @@ from dynamo_lite.transfer.digest import ReadMemory, checksum, sample
 
 
 @dataclass(frozen=True)
-class WriteNotices:
+class WriteNotifications:
     """rank: who writes. checksum_rate: share of an attempt's blocks whose contents are
     vouched for. read: reads them from the rank's blocks; staging: from there."""
 
@@ -24,13 +24,13 @@ class WriteNotices:
     read: ReadMemory
     staging: Staging
 
-    def of(self, write: BlockWrite, peer: PeerRank, attempt: Attempt) -> bytes:
+    def of(self, write: BlockWrite, peer: RemoteRank, attempt: OutgoingAttempt) -> bytes:
         """Of a write that is about to start. Those into one peer come in their order."""
         if attempt.slot is None:
             return self._direct(write, peer, attempt.local_ids)
         return self._staged(write, peer, attempt.slot, attempt.vouched)
 
-    def _direct(self, write: BlockWrite, peer: PeerRank, local_ids: Mapping[int, int]) -> bytes:
+    def _direct(self, write: BlockWrite, peer: RemoteRank, local_ids: Mapping[int, int]) -> bytes:
         """The last one speaks for the whole attempt, whose blocks are all still held here.
 
         local_ids: by position in the attempt.
@@ -41,7 +41,7 @@ class WriteNotices:
         return self._spelled(write, peer, sampled, value)
 
     def _staged(
-        self, write: BlockWrite, peer: PeerRank, slot: Slot, vouched: MutableMapping[str, int]
+        self, write: BlockWrite, peer: RemoteRank, slot: Slot, vouched: MutableMapping[str, int]
     ) -> bytes:
         """The same of bytes as they will lie there. Those of earlier writes are gone.
 
@@ -64,7 +64,9 @@ class WriteNotices:
         end = write.first + len(write.remote_ids)
         return [p for p in positions if whole or write.first <= p < end]
 
-    def _spelled(self, write: BlockWrite, peer: PeerRank, sampled: list[int], value: int) -> bytes:
+    def _spelled(
+        self, write: BlockWrite, peer: RemoteRank, sampled: list[int], value: int
+    ) -> bytes:
         share = {
             "attempt": write.attempt,
             "rank": self.rank,

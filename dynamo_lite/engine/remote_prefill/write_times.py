@@ -1,8 +1,8 @@
 """How long the writes of a rank take, counted, and noted as spans of traced jobs."""
 
-from dynamo_lite.engine.remote_prefill.counts import SECONDS, WRITTEN, Counts
+from dynamo_lite.engine.remote_prefill.counts import SECONDS, WRITTEN, Counters
 from dynamo_lite.engine.remote_prefill.messages import BlockWrite
-from dynamo_lite.engine.remote_prefill.outgoing import Attempt, Flight
+from dynamo_lite.engine.remote_prefill.outgoing import InFlightWrite, OutgoingAttempt
 from dynamo_lite.engine.remote_prefill.span_notes import note_child
 
 
@@ -10,10 +10,10 @@ class WriteTimes:
     """rank: whose writes; one rank speaks for all, and the first one shares its host with
     the scheduler."""
 
-    def __init__(self, stats: Counts, rank: int):
+    def __init__(self, stats: Counters, rank: int):
         self._stats, self._speaks = stats, rank == 0
 
-    def started(self, attempt: Attempt, write: BlockWrite, at: float) -> None:
+    def started(self, attempt: OutgoingAttempt, write: BlockWrite, at: float) -> None:
         """What the write brings has been computed."""
         if not self._speaks:
             return
@@ -24,7 +24,7 @@ class WriteTimes:
             attempt.began = write.began
             note_child(self._stats, "prefill chunk", write.trace, write.began, at, _what(write))
 
-    def ended(self, attempt: Attempt, flight: Flight, at: float) -> None:
+    def ended(self, attempt: OutgoingAttempt, flight: InFlightWrite, at: float) -> None:
         self._stats.append(SECONDS, at - flight.started)
         attempt.written = at
         if not self._speaks:
@@ -36,7 +36,7 @@ class WriteTimes:
                 self._stats, "transfer", flight.of.trace, flight.started, at, _what(flight.of)
             )
 
-    def complete(self, attempt_id: str, attempt: Attempt) -> None:
+    def complete(self, attempt_id: str, attempt: OutgoingAttempt) -> None:
         """All writes of the attempt have ended well."""
         if self._speaks and attempt.written is not None:
             self._stats.append(WRITTEN, [attempt_id, attempt.written])

@@ -8,8 +8,12 @@ from typing import Any
 
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink, PrefillLink
-from dynamo_lite.engine.remote_prefill.outside import Outside
+from dynamo_lite.engine.remote_prefill.link import (
+    DecodeEngineConfig,
+    EngineConfig,
+    PrefillEngineConfig,
+)
+from dynamo_lite.engine.remote_prefill.outside import ServerClients
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.sim.core import Outputs, SimCore, SimModelConfig
@@ -40,8 +44,8 @@ class EngineSetup:
     """
 
     config: SimModelConfig
-    link: EngineLink
-    outside: Outside
+    link: EngineConfig
+    outside: ServerClients
     fabric: Fabric
     address: str
     clock: Clock
@@ -78,7 +82,7 @@ class Assembly:
 
     def build(self, setup: EngineSetup, deliver: Callable[[Outputs], None]) -> Engine:
         config, rng = setup.config, setup.rng
-        decodes = isinstance(setup.link.role, DecodeLink)
+        decodes = isinstance(setup.link.role, DecodeEngineConfig)
         shift = rng.randrange(_SHIFTS) * config.block_size * 8
         memory = KvMemory(config.num_blocks, config.block_size, _BASE + shift, dense=decodes)
         mover = SimMover(setup.fabric, setup.link.engine_id, setup.address, memory)
@@ -151,7 +155,7 @@ class Assembly:
         self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
     ) -> PrefillRank:
         role = setup.link.role
-        assert isinstance(role, PrefillLink)
+        assert isinstance(role, PrefillEngineConfig)
         rank = WatchedRank(
             mover,
             metadata.ranks[0],

@@ -13,7 +13,7 @@ import msgspec
 
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
 from dynamo_lite.engine.remote_prefill.counts import ENDED, PREFLIGHT
-from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
+from dynamo_lite.engine.remote_prefill.preflight_desk import LinkTestClient
 from dynamo_lite.engine.remote_prefill.request_time import time_limit
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
@@ -80,7 +80,7 @@ class SimEngine:
         self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
         self._left: list[str] = []
         self._ids = RequestIds()
-        self._preflights = PreflightDesk(setup.link, messaging, self._wake)
+        self._preflights = LinkTestClient(setup.link, messaging, self._wake)
         self._closing = False
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from dynamo_lite.engine.remote_prefill.bridge import Session
-from dynamo_lite.engine.remote_prefill.counts import Counts
+from dynamo_lite.engine.remote_prefill.counts import Counters
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
 from dynamo_lite.engine.remote_prefill.messages import (
@@ -17,14 +17,14 @@ from dynamo_lite.engine.remote_prefill.messages import (
     RankResults,
     WorkerReport,
 )
-from dynamo_lite.engine.remote_prefill.peers import PeerRank
+from dynamo_lite.engine.remote_prefill.peers import RemoteRank
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
 from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
 from dynamo_lite.engine.remote_prefill.seams import Block
 from dynamo_lite.engine.sim.mover import SimMover
 from dynamo_lite.engine.sim.plan import Plan
 from dynamo_lite.engine.sim.request import SimRequest
-from dynamo_lite.policy.ledger import State
+from dynamo_lite.policy.ledger import AttemptState
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.transfer.base import Transfer
 from dynamo_lite.transfer.block_map import BlockMap
@@ -85,16 +85,16 @@ class DecodeHalves:
         """Whether the attempt is wanted, and nobody but this writer could have claimed it."""
         ledger = self.scheduler._book.ledger
         state = ledger.state(attempt)
-        if state is State.QUEUED:
+        if state is AttemptState.QUEUED:
             return True
-        return state is State.CLAIMED and ledger.writer(attempt) == writer_lease_id
+        return state is AttemptState.CLAIMED and ledger.writer(attempt) == writer_lease_id
 
     def awaits_claim(self, attempt: str, now: float) -> bool:
         """Whether the attempt is wanted, and may still be claimed."""
         entry = self.scheduler._book.ledger._attempts.get(attempt)
-        return entry is not None and entry.state is State.QUEUED and now < entry.deadline
+        return entry is not None and entry.state is AttemptState.QUEUED and now < entry.deadline
 
-    def stage(self, request: SimRequest) -> tuple[str | None, State | None]:
+    def stage(self, request: SimRequest) -> tuple[str | None, AttemptState | None]:
         """The attempt that a request waits for or has left in quarantine, and its state."""
         ledger = self.scheduler._book.ledger
         for attempt, (asker, _, _) in reversed(self.asked.items()):
@@ -161,7 +161,9 @@ class WatchedRank(PrefillRank):
 
     watched: SimMover | None = None
 
-    def _write(self, write: BlockWrite, peer: PeerRank, where: BlockMap, *, says: bool) -> Transfer:
+    def _write(
+        self, write: BlockWrite, peer: RemoteRank, where: BlockMap, *, says: bool
+    ) -> Transfer:
         if self.watched is not None:
             self.watched.attempt = write.attempt
         return super()._write(write, peer, where, says=says)
@@ -228,7 +230,7 @@ def _computed() -> bool:
 
 def merge(counts: list[dict[str, Any]]) -> dict[str, Any]:
     """As one step's counts; numbers add up, lists follow each other."""
-    merged = Counts()
+    merged = Counters()
     for data in counts:
         for name, value in data.items():
             if isinstance(value, list):

@@ -28,7 +28,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from dynamo_lite.engine.remote_prefill.bridge import ThreadBridge
 from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
 from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
-from dynamo_lite.engine.remote_prefill.link import LINK_FILE, PrefillLink, read_link
+from dynamo_lite.engine.remote_prefill.link import (
+    ENGINE_CONFIG_FILE,
+    PrefillEngineConfig,
+    read_engine_config,
+)
 from dynamo_lite.engine.remote_prefill.messages import DecodeStep, PrefillStep, RankResults
 from dynamo_lite.engine.remote_prefill.outside import Servers
 from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
@@ -75,14 +79,16 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         # Looking through what vLLM and torch have loaded, for nothing, takes seconds at the end.
         atexit.register(gc.freeze)
         assert vllm_config.kv_transfer_config is not None
-        self._link_file = vllm_config.kv_transfer_config.kv_connector_extra_config[LINK_FILE]
+        self._link_file = vllm_config.kv_transfer_config.kv_connector_extra_config[
+            ENGINE_CONFIG_FILE
+        ]
         with telling(Path(self._link_file)):
-            self._link = read_link(self._link_file)
+            self._link = read_engine_config(self._link_file)
         hold_lease(self._link.lease_id)
         with telling(Path(self._link_file)):
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)
         role_here = self._link.role
-        self._streams = isinstance(role_here, PrefillLink) and role_here.stream_layers
+        self._streams = isinstance(role_here, PrefillEngineConfig) and role_here.stream_layers
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._rank: DecodeRank | PrefillRank | None = None
         self._handshake: RankHandshake | None = None
@@ -94,7 +100,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
 
     def _make_scheduler(self) -> DecodeScheduler | PrefillScheduler:
         cache, outside = self._vllm_config.cache_config, Servers(self._link)
-        if isinstance(self._link.role, PrefillLink):
+        if isinstance(self._link.role, PrefillEngineConfig):
             return PrefillScheduler(
                 self._link, cache.block_size, outside=outside, open_bridge=ThreadBridge
             )
@@ -121,7 +127,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         index, role = rank_index(self._vllm_config), self._link.role
         device = next(iter(kv_caches.values())).device
-        prefill = isinstance(role, PrefillLink)
+        prefill = isinstance(role, PrefillEngineConfig)
         alive = FenceReader(Path(role.fence_path)).open if prefill else _always
         self._mover = mover = open_mover(self._link, index, device, alive)
         # Before the mover says what of this rank can be reached.
@@ -130,7 +136,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
         rank = msgspec.structs.replace(kv.rank, scratch=scratch.region)
         self._handshake = RankHandshake(encode(rank), kv.orders)
-        if isinstance(role, PrefillLink):
+        if isinstance(role, PrefillEngineConfig):
             self._rank = PrefillRank(
                 mover,
                 rank,

@@ -23,9 +23,9 @@ from vllm.v1.executor import Executor
 
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
 from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, SPAN
-from dynamo_lite.engine.remote_prefill.link import EngineLink, write_link
+from dynamo_lite.engine.remote_prefill.link import EngineConfig, write_engine_config
 from dynamo_lite.engine.remote_prefill.metrics import RemotePrefillMetrics
-from dynamo_lite.engine.remote_prefill.preflight_desk import PreflightDesk
+from dynamo_lite.engine.remote_prefill.preflight_desk import LinkTestClient
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.engine.vllm import requests
 from dynamo_lite.engine.vllm.attempts import Attempts
@@ -74,7 +74,7 @@ class VllmEngine:
         self,
         engine_args: list[str],
         *,
-        link: EngineLink | None,
+        link: EngineConfig | None,
         link_path: Path,
         messaging: Messaging,
         registry: CollectorRegistry,
@@ -94,14 +94,14 @@ class VllmEngine:
         # Decode engines that fit, and whether their blocks are as ours.
         self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
         self._ids = RequestIds()
-        self._preflights = None if link is None else PreflightDesk(link, messaging, self._wake)
+        self._preflights = None if link is None else LinkTestClient(link, messaging, self._wake)
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
         self.kv_events = VllmKvEvents(on_drop) if tells_kv else None
 
     async def __aenter__(self) -> Self:
         if self._link is not None:
-            write_link(self._link_path, self._link)
+            write_engine_config(self._link_path, self._link)
         loop = asyncio.get_running_loop()
         try:
             # Loading takes many seconds, and the lease must be kept alive meanwhile.

@@ -7,7 +7,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dynamo_lite.engine.remote_prefill.link import EngineLink
+from dynamo_lite.engine.remote_prefill.link import EngineConfig
 from dynamo_lite.engine.vllm.kv_events import VllmKvEvents
 from dynamo_lite.engine.vllm.short_first import let_short_pass
 from dynamo_lite.engine.vllm.supported import check_args, check_config
@@ -15,7 +15,7 @@ from dynamo_lite.engine.vllm.transfer_config import transfer_config
 
 
 def engine_config(
-    flags: list[str], link: EngineLink | None, link_path: Path, kv_events: VllmKvEvents | None
+    flags: list[str], link: EngineConfig | None, link_path: Path, kv_events: VllmKvEvents | None
 ) -> VllmConfig:
     """flags: as `vllm serve` takes them. link: of an engine that takes part in remote
     prefills. kv_events: what follows its prefix cache, if anything shall.

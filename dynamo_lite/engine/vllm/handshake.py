@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from dynamo_lite.engine.remote_prefill.link import EngineLink
+from dynamo_lite.engine.remote_prefill.link import EngineConfig
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 
 #: The entry of an engine's fingerprint that its ranks know.
@@ -22,7 +22,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 
 def engine_metadata(
-    link: EngineLink,
+    link: EngineConfig,
     block_size_tokens: int,
     num_blocks: int,
     handshakes: Mapping[tuple[int, int], KVConnectorHandshakeMetadata],

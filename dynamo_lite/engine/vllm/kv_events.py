@@ -27,7 +27,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 
-from dynamo_lite.policy.kv_chain import ChainBook, root_hash
+from dynamo_lite.policy.kv_chain import BlockHashes, root_hash
 from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
@@ -49,7 +49,7 @@ class VllmKvEvents:
         self._engine: VllmConfig | None = None
         self._endpoint = get_open_zmq_ipc_path()
         self._on_drop = on_drop
-        self._book = ChainBook()
+        self._book = BlockHashes()
         self._next = 0
         self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 

@@ -5,14 +5,14 @@ from functools import partial
 
 import torch
 
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig, EngineConfig
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 
 
 def open_mover(
-    link: EngineLink, rank: int, device: torch.device, alive: Callable[[], bool]
+    link: EngineConfig, rank: int, device: torch.device, alive: Callable[[], bool]
 ) -> Mover:
     """rank: this process's index; device: of its KV; alive: the fence.
 
@@ -27,7 +27,7 @@ def open_mover(
         mover,
         alive=alive,
         # A prefill rank is told nothing by notices; its own transfers are enough to poll.
-        listen_s=LISTEN_S if isinstance(link.role, DecodeLink) else 0.0,
+        listen_s=LISTEN_S if isinstance(link.role, DecodeEngineConfig) else 0.0,
         # UCX's CUDA transports work in the calling thread's context.
         enter=partial(torch.cuda.set_device, device) if on_gpu else _nothing,
     )

@@ -14,18 +14,23 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from dynamo_lite.engine.remote_prefill.link import LINK_FILE, EngineLink, PrefillLink, read_link
+from dynamo_lite.engine.remote_prefill.link import (
+    ENGINE_CONFIG_FILE,
+    EngineConfig,
+    PrefillEngineConfig,
+    read_engine_config,
+)
 from dynamo_lite.policy.lanes import BEFORE_LONG, lane_of
 
 #: So many steps in a row a long prompt sits out; and so many nobody does, when it was in vain.
 _PATIENCE_STEPS, _VAIN_STEPS = 32, 8
 
 
-def let_short_pass(config: VllmConfig, link: EngineLink | None) -> None:
+def let_short_pass(config: VllmConfig, link: EngineConfig | None) -> None:
     """Makes it the scheduler of a prefill engine that pulls short jobs first, unless the
     user has named another one."""
     role = None if link is None else link.role
-    if not isinstance(role, PrefillLink) or role.short_length_tokens is None:
+    if not isinstance(role, PrefillEngineConfig) or role.short_length_tokens is None:
         return
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is None:
@@ -38,8 +43,8 @@ class _Passing(Scheduler):
         super().__init__(*args, **kwargs)
         transfer = self.vllm_config.kv_transfer_config
         assert transfer is not None
-        role = read_link(transfer.kv_connector_extra_config[LINK_FILE]).role
-        assert isinstance(role, PrefillLink) and role.short_length_tokens is not None
+        role = read_engine_config(transfer.kv_connector_extra_config[ENGINE_CONFIG_FILE]).role
+        assert isinstance(role, PrefillEngineConfig) and role.short_length_tokens is not None
         self._short_length = role.short_length_tokens
         self._sat_out = self._go_on = 0
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from dynamo_lite.engine.remote_prefill.link import DecodeLink, PrefillLink
+from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig, PrefillEngineConfig
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 
 #: One block of them holds the KV of its tokens, and is never needed again once the
@@ -50,11 +50,11 @@ def check_args(args: AsyncEngineArgs) -> None:
         )
 
 
-def check_config(config: VllmConfig, role: DecodeLink | PrefillLink) -> None:
+def check_config(config: VllmConfig, role: DecodeEngineConfig | PrefillEngineConfig) -> None:
     """Raises StartupError for an engine that cannot take part in remote prefills so."""
     _check_parallel(config.parallel_config)
     _check_one_host(config.parallel_config)
-    if isinstance(role, PrefillLink) and role.stream_layers:
+    if isinstance(role, PrefillEngineConfig) and role.stream_layers:
         _check_layer_hook(config)
     if reason := _stateful(config.model_config):
         raise StartupError(f"{config.model_config.model}: {reason}; {_WITHOUT}")

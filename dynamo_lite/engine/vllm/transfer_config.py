@@ -4,17 +4,21 @@ from pathlib import Path
 
 from vllm.config import KVTransferConfig
 
-from dynamo_lite.engine.remote_prefill.link import LINK_FILE, DecodeLink, EngineLink
+from dynamo_lite.engine.remote_prefill.link import (
+    ENGINE_CONFIG_FILE,
+    DecodeEngineConfig,
+    EngineConfig,
+)
 
 
-def transfer_config(link: EngineLink, link_path: Path) -> KVTransferConfig:
+def transfer_config(link: EngineConfig, link_path: Path) -> KVTransferConfig:
     """link_path: where the engine's processes find the link."""
     return KVTransferConfig(
         kv_connector="DynamoLiteConnector",
         kv_connector_module_path="dynamo_lite.engine.vllm.connector",
         # A prefill engine loads prefixes, and so must not reuse blocks too early.
-        kv_role="kv_consumer" if isinstance(link.role, DecodeLink) else "kv_both",
+        kv_role="kv_consumer" if isinstance(link.role, DecodeEngineConfig) else "kv_both",
         engine_id=link.engine_id,
-        kv_connector_extra_config={LINK_FILE: str(link_path)},
+        kv_connector_extra_config={ENGINE_CONFIG_FILE: str(link_path)},
         kv_load_failure_policy="recompute",
     )

@@ -11,7 +11,7 @@ from dynamo_lite.runtime.generate.base import (
     OnDeltas,
     OnLost,
 )
-from dynamo_lite.runtime.generate.choosing import Chooser
+from dynamo_lite.runtime.generate.choosing import WorkerSelector
 from dynamo_lite.runtime.generate.client import RemoteGenerateClient
 from dynamo_lite.runtime.generate.failover import (
     MAX_REQUEST_ID,
@@ -24,7 +24,6 @@ from dynamo_lite.runtime.generate.stats import FailoverStats
 
 __all__ = [
     "MAX_REQUEST_ID",
-    "Chooser",
     "FailoverClient",
     "FailoverStats",
     "GenerateClient",
@@ -35,4 +34,5 @@ __all__ = [
     "OnEnded",
     "OnLost",
     "RemoteGenerateClient",
+    "WorkerSelector",
 ]

@@ -3,18 +3,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from dynamo_lite.policy.routing import Picked, Picker
+from dynamo_lite.policy.routing import Picker, Selection
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 
 
-class Chooser(ABC):
+class WorkerSelector(ABC):
     """As `Picker`, but it may take a while. A cancelled `choose` has placed nothing."""
 
     @abstractmethod
     async def choose(
         self, members: Sequence[EndpointRecord], request: GenerateRequest
-    ) -> Picked: ...
+    ) -> Selection: ...
 
     @abstractmethod
     def answered(self, request_id: str) -> None: ...
@@ -23,11 +23,13 @@ class Chooser(ABC):
     def released(self, request_id: str) -> None: ...
 
 
-class LocalChooser(Chooser):
+class LocalSelector(WorkerSelector):
     def __init__(self, picker: Picker):
         self._picker = picker
 
-    async def choose(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Picked:
+    async def choose(
+        self, members: Sequence[EndpointRecord], request: GenerateRequest
+    ) -> Selection:
         return self._picker.pick(members, request)
 
     def answered(self, request_id: str) -> None:

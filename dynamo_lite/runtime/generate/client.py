@@ -10,7 +10,7 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.generate.base import OnDeltas, OnLost
-from dynamo_lite.runtime.generate.link import Link
+from dynamo_lite.runtime.generate.link import Connection
 from dynamo_lite.runtime.messaging import Messaging
 
 _log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class RemoteGenerateClient:
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
         self._on_drop = on_drop
-        self._links: dict[str, Link] = {}
-        self._connecting: dict[str, asyncio.Task[Link]] = {}
+        self._links: dict[str, Connection] = {}
+        self._connecting: dict[str, asyncio.Task[Connection]] = {}
         self._connections_made = 0
         self._closed = False
 
@@ -89,7 +89,7 @@ class RemoteGenerateClient:
         if link is not None:
             link.drop(why)
 
-    async def _link(self, address: str) -> Link:
+    async def _link(self, address: str) -> Connection:
         """The open connection to `address`; concurrent callers share one attempt."""
         if self._closed:
             raise Unavailable("the client is closed")
@@ -103,14 +103,14 @@ class RemoteGenerateClient:
             connecting.add_done_callback(lambda task: self._connected(address, task))
         return await asyncio.shield(connecting)
 
-    async def _connect(self, address: str) -> Link:
+    async def _connect(self, address: str) -> Connection:
         self._connections_made += 1
         client_id = f"{self._client_id}.{self._connections_made}"
-        link = Link(address, client_id, self._on_deltas, self._on_lost, self._on_drop)
+        link = Connection(address, client_id, self._on_deltas, self._on_lost, self._on_drop)
         await link.open(self._connect_timeout_s)
         return link
 
-    def _connected(self, address: str, task: asyncio.Task[Link]) -> None:
+    def _connected(self, address: str, task: asyncio.Task[Connection]) -> None:
         del self._connecting[address]
         if task.cancelled():
             return
@@ -120,6 +120,6 @@ class RemoteGenerateClient:
         link = self._links[address] = task.result()
         link.closed.add_done_callback(lambda _: self._forget(address, link))
 
-    def _forget(self, address: str, link: Link) -> None:
+    def _forget(self, address: str, link: Connection) -> None:
         if self._links.get(address) is link:
             del self._links[address]

@@ -24,9 +24,9 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.generate.base import GenerateClient, OnDeltas
-from dynamo_lite.runtime.generate.choosing import Chooser, LocalChooser
-from dynamo_lite.runtime.generate.flight import Flight
-from dynamo_lite.runtime.generate.placing import Placer
+from dynamo_lite.runtime.generate.choosing import LocalSelector, WorkerSelector
+from dynamo_lite.runtime.generate.flight import MigratingRequest
+from dynamo_lite.runtime.generate.placing import Placement
 from dynamo_lite.runtime.generate.stats import FailoverStats
 from dynamo_lite.runtime.messaging import Messaging
 
@@ -57,7 +57,7 @@ class FailoverClient:
         self,
         *,
         members: Callable[[], Sequence[EndpointRecord]],
-        picker: Picker | Chooser,
+        picker: Picker | WorkerSelector,
         on_deltas: OnDeltas,
         on_ended: OnEnded,
         messaging: Messaging | None = None,
@@ -70,12 +70,12 @@ class FailoverClient:
         self._on_deltas = on_deltas
         self._on_ended = on_ended
         self._max_moves = max_moves
-        self._chooser = picker if isinstance(picker, Chooser) else LocalChooser(picker)
-        self._placer = Placer(
+        self._chooser = picker if isinstance(picker, WorkerSelector) else LocalSelector(picker)
+        self._placer = Placement(
             members, self._chooser, messaging, hold_s=hold_s, move_wait_s=move_wait_s
         )
         self._attempts = self._placer.attempts
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, MigratingRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._messaging = messaging
@@ -129,7 +129,7 @@ class FailoverClient:
         self._check(request)
         loop = asyncio.get_running_loop()
         deadline = None if request.timeout_s is None else loop.time() + request.timeout_s
-        flight = self._flights[request.request_id] = Flight(request, movable, deadline)
+        flight = self._flights[request.request_id] = MigratingRequest(request, movable, deadline)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._placer.place(flight, moving=False)
@@ -171,7 +171,7 @@ class FailoverClient:
 
     def take_deltas(self, deltas: list[TokenDelta]) -> None:
         taken: list[TokenDelta] = []
-        ended: list[tuple[Flight, DynamoLiteError]] = []
+        ended: list[tuple[MigratingRequest, DynamoLiteError]] = []
         self._tell_giver(deltas)
         for delta in deltas:
             flight = self._attempts.get(delta.request_id)
@@ -211,7 +211,7 @@ class FailoverClient:
 
     # Moves
 
-    def _lose(self, flight: Flight, why: str) -> None:
+    def _lose(self, flight: MigratingRequest, why: str) -> None:
         """Its worker is gone: somebody else goes on with it, or it ends."""
         gone = f"the worker that ran this request is gone ({why})"
         if flight.bound is not None:
@@ -226,7 +226,7 @@ class FailoverClient:
             _log.info("request %s: %s; moving it (%s)", flight.request_id, why, flight.move_kind)
             flight.mover = self._spawn(self._move(flight, gone), f"move {flight.request_id}")
 
-    async def _move(self, flight: Flight, gone: str) -> None:
+    async def _move(self, flight: MigratingRequest, gone: str) -> None:
         try:
             await self._placer.place(flight, moving=True)
         except DynamoLiteError as exc:
@@ -237,10 +237,10 @@ class FailoverClient:
 
     # Ends
 
-    def _expire(self, flight: Flight) -> None:
+    def _expire(self, flight: MigratingRequest) -> None:
         self._end(flight, _expired(flight.request))
 
-    def _end(self, flight: Flight, error: DynamoLiteError) -> None:
+    def _end(self, flight: MigratingRequest, error: DynamoLiteError) -> None:
         """An end that only we know of: the caller is told, and the worker if there is one."""
         if flight.over:
             return
@@ -252,14 +252,14 @@ class FailoverClient:
         self._drop(flight)
         self._on_ended(flight.request_id, error)
 
-    def _drop(self, flight: Flight) -> None:
+    def _drop(self, flight: MigratingRequest) -> None:
         """Ends it here and, if it may run somewhere, there."""
         wire_id = flight.wire_id
         self._forget(flight)
         if wire_id:
             self._spawn(self._abort([wire_id]), f"abort {wire_id}")
 
-    def _forget(self, flight: Flight) -> None:
+    def _forget(self, flight: MigratingRequest) -> None:
         """It is over: no attempt, timer or move of it is left."""
         if flight.over:
             return
@@ -290,7 +290,7 @@ class FailoverClient:
         return task
 
 
-def _is_late(flight: Flight) -> bool:
+def _is_late(flight: MigratingRequest) -> bool:
     return flight.deadline is not None and (
         asyncio.get_running_loop().time() >= flight.deadline - _CLOCK_SLACK_S
     )

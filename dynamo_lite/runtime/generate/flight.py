@@ -14,7 +14,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 _COMPLETE = frozenset({"stop", "length", "repetition"})
 
 
-class Flight:
+class MigratingRequest:
     """Bookkeeping only: it sends nothing and waits for nothing.
 
     deadline: by the event loop's clock. wire_id: the request id of the attempt

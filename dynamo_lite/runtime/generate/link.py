@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 RETIRED_SILENCE_S = 60.0
 
 
-class Link:
+class Connection:
     """A request is pending from `submit` to its acceptance, then running.
 
     The first delta proves acceptance as well as the worker's answer does: they

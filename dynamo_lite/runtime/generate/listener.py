@@ -23,13 +23,13 @@ from dynamo_lite.runtime.stream import FrameConnection, frame
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dynamo_lite.runtime.generate.session import Outlet, Session
+    from dynamo_lite.runtime.generate.session import DeltaSink, Session
 
 _log = logging.getLogger(__name__)
 
 
 class _Sessions(Protocol):
-    def open_session(self, client_id: str, outlet: "Outlet") -> "Session":
+    def open_session(self, client_id: str, outlet: "DeltaSink") -> "Session":
         """Raises ProtocolError when the client has one already."""
         ...
 
@@ -38,7 +38,7 @@ class _Sessions(Protocol):
     def cancel(self, session: "Session", request_ids: "Sequence[str]") -> None: ...
 
 
-class _ConnectionOutlet:
+class _ConnectionSink:
     """Sends a session's deltas over its connection: one frame, encoded once."""
 
     def __init__(self, connection: FrameConnection):
@@ -121,7 +121,7 @@ class Listener:
                 if self._connections.get(connection) is not None:
                     raise ProtocolError("a second Hello")
                 self._connections[connection] = self._sessions.open_session(
-                    client_id, _ConnectionOutlet(connection)
+                    client_id, _ConnectionSink(connection)
                 )
                 connection.send(frame(encode(Welcome())))
             case Cancel(request_ids=request_ids):

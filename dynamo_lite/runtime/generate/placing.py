@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from dynamo_lite.policy.routing import Picked
+from dynamo_lite.policy.routing import Selection
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
@@ -16,8 +16,8 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.generate.base import GenerateClient
-from dynamo_lite.runtime.generate.choosing import Chooser
-from dynamo_lite.runtime.generate.flight import Flight
+from dynamo_lite.runtime.generate.choosing import WorkerSelector
+from dynamo_lite.runtime.generate.flight import MigratingRequest
 from dynamo_lite.runtime.messaging import Messaging
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 
 
-class Placer:
+class Placement:
     """Sends flights to workers. `attempts` has each flight by the id of its attempt.
 
     hold_s: how long a request waits for a broker that is away. move_wait_s: how
@@ -40,13 +40,13 @@ class Placer:
     def __init__(
         self,
         members: Callable[[], Sequence[EndpointRecord]],
-        chooser: Chooser,
+        chooser: WorkerSelector,
         messaging: Messaging | None,
         *,
         hold_s: float,
         move_wait_s: float,
     ):
-        self.attempts: dict[str, Flight] = {}
+        self.attempts: dict[str, MigratingRequest] = {}
         self.transport: GenerateClient | None = None
         self._members = members
         self._chooser = chooser
@@ -60,7 +60,7 @@ class Placer:
         """The broker is back."""
         self._settled_at = asyncio.get_running_loop().time() + SETTLE_S
 
-    async def place(self, flight: Flight, *, moving: bool) -> None:
+    async def place(self, flight: MigratingRequest, *, moving: bool) -> None:
         """Returns when a worker has it, when it is over, or when it is moved by another call.
 
         Raises what the last round of asking ended with: Refused, NoWorkers,
@@ -97,7 +97,7 @@ class Placer:
             return max(patience_s, self._hold_s)
         return patience_s
 
-    async def _ask_members(self, flight: Flight, turn: int) -> DynamoLiteError | None:
+    async def _ask_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:
         """Asks each live member at most once. None when there is nothing more to do.
 
         Raises Refused when the request is acceptable nowhere.
@@ -141,7 +141,9 @@ class Placer:
             )
         return failure or NoWorkers("no live worker")
 
-    async def _choose(self, flight: Flight, turn: int, tried: set[int]) -> Picked | None:
+    async def _choose(
+        self, flight: MigratingRequest, turn: int, tried: set[int]
+    ) -> Selection | None:
         """The worker that lost it comes last. None when all were tried, or it needs none."""
         candidates = [m for m in self._members() if m.lease_id not in tried]
         if not candidates:
@@ -159,7 +161,7 @@ class Placer:
         )
         return picked
 
-    async def _send(self, flight: Flight, member: EndpointRecord) -> None:
+    async def _send(self, flight: MigratingRequest, member: EndpointRecord) -> None:
         """One attempt at one worker, under an id that no other attempt has or had."""
         assert self.transport is not None, "connect() comes first"
         wire_id = self._wire_id(flight)
@@ -172,7 +174,7 @@ class Placer:
                 flight.wire_id = ""
             raise
 
-    def _wire_id(self, flight: Flight) -> str:
+    def _wire_id(self, flight: MigratingRequest) -> str:
         """Numbered over all requests: a caller may use an id again, and deltas of the
         request that had it before may still be on their way."""
         self._sends += 1

@@ -24,7 +24,7 @@ from dynamo_lite.protocol.generate import (
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.generate.base import NO_STREAM, GenerateHandler
 from dynamo_lite.runtime.generate.listener import Listener
-from dynamo_lite.runtime.generate.session import Outlet, Owned, Session
+from dynamo_lite.runtime.generate.session import AdmittedRequests, DeltaSink, Session
 from dynamo_lite.runtime.messaging import Messaging
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class GenerateServer:
         self._on_drop = on_drop
         self._listener = Listener(self, bind_host, on_drop)
         self._sessions: dict[str, Session] = {}
-        self._owned = Owned(
+        self._owned = AdmittedRequests(
             Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire
         )
         self._owners = self._owned.owners
@@ -152,7 +152,7 @@ class GenerateServer:
 
     # Sessions
 
-    def open_session(self, client_id: str, outlet: Outlet) -> Session:
+    def open_session(self, client_id: str, outlet: DeltaSink) -> Session:
         """Raises ProtocolError when the client has one already.
 
         A client's connections have ids of their own, so that a repeated `Hello`

@@ -12,7 +12,7 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 _LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
 
 
-class Outlet(Protocol):
+class DeltaSink(Protocol):
     """Where a session's deltas go."""
 
     def deliver(self, deltas: list[TokenDelta]) -> list[str]:
@@ -27,14 +27,14 @@ class Outlet(Protocol):
 class Session:
     """One client of the server. Only GenerateServer changes it."""
 
-    def __init__(self, client_id: str, outlet: Outlet):
+    def __init__(self, client_id: str, outlet: DeltaSink):
         self.client_id = client_id
         self.outlet = outlet
         self.request_ids: set[str] = set()
         self.early_cancels: dict[str, None] = {}
 
 
-class Owned:
+class AdmittedRequests:
     """The requests that somebody waits for: their sessions, limits and timers.
 
     on_expiry: called with the id of a request whose time is up.

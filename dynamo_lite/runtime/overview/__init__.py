@@ -3,7 +3,7 @@
 from dynamo_lite.runtime.overview.model import (
     Decisions,
     Latency,
-    Link,
+    LinkStatus,
     Overview,
     Queue,
     Transfers,
@@ -14,7 +14,7 @@ from dynamo_lite.runtime.overview.observer import Observer, state_of
 __all__ = [
     "Decisions",
     "Latency",
-    "Link",
+    "LinkStatus",
     "Observer",
     "Overview",
     "Queue",

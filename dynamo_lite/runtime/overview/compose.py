@@ -10,7 +10,7 @@ from dynamo_lite.runtime.overview.history import History, Window
 from dynamo_lite.runtime.overview.model import (
     Decisions,
     Latency,
-    Link,
+    LinkStatus,
     Overview,
     Queue,
     Transfers,
@@ -197,12 +197,12 @@ def _transfers(latest: list[Samples], recent: Window) -> Transfers:
     )
 
 
-def _links(seen: Seen) -> list[Link]:
+def _links(seen: Seen) -> list[LinkStatus]:
     """Of live pairs, as they were tried; a pair without a record is not listed: the decode
     worker may have been told to ask for no help."""
     live = {member.lease_id for member in seen.members}
     return [
-        Link(
+        LinkStatus(
             prefill=f"{link.prefill_lease_id:x}",
             decode=f"{link.decode_lease_id:x}",
             state="ok" if link.ok else "failed",

@@ -61,7 +61,7 @@ class Transfers(msgspec.Struct, frozen=True, kw_only=True):
     total_jobs: int = 0
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill worker's way to a decode worker, both by lease. state: ok or failed."""
 
     prefill: str
@@ -87,5 +87,5 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     ttft: Latency = Latency()
     itl: Latency = Latency()
     transfers: Transfers = Transfers()
-    links: list[Link] = []
+    links: list[LinkStatus] = []
     trouble: list[str] = []
