@@ -12,11 +12,11 @@ from benchmarks.null_worker import TOKEN_ID
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.generate import RemoteGenerateClient
+from dynamo_lite.request_plane import RemoteGenerateClient
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.run_state import RunState
 
 _FIND_S = 10.0

@@ -64,7 +64,7 @@ def running_graph(graph: str, config: str, *options: str) -> Iterator[RunningGra
     """
     with tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-") as folder:
         log_path = Path(folder) / "serve.log"
-        command = [sys.executable, "-m", "dynamo_lite.serve.cli", "serve", graph, "-f", config]
+        command = [sys.executable, "-m", "dynamo_lite.cli.cli", "serve", graph, "-f", config]
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [*command, "--Frontend.port=0", "--state-dir", folder, *options],

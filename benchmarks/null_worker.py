@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import annotated_types as at
 import msgspec
 
-from dynamo_lite.components.services import FRONTEND, PROCESSOR, Service
 from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.protocol import names
-from dynamo_lite.runtime.component import Host, ProcessSpec
-from dynamo_lite.runtime.generate import GenerateServer
+from dynamo_lite.request_plane import GenerateServer
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.services.services import FRONTEND, PROCESSOR, Service
 
 #: A token that has a letter in the tiny model's vocabulary.
 TOKEN_ID = 70

@@ -19,10 +19,10 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.browser import find_chromium, open_page
-from dynamo_lite.serve.listing import Place
+from dynamo_lite.cli.listing import Place
+from dynamo_lite.cli.top import observing
+from dynamo_lite.cli.top_view import as_frame
 from dynamo_lite.serve.run_state import RunState, read_run
-from dynamo_lite.serve.top import observing
-from dynamo_lite.serve.top_view import as_frame
 
 _SECONDS = 60
 _CLIENTS = 3

@@ -23,11 +23,11 @@ import numpy as np
 
 from benchmarks.graph import ROOT, interrupt_on_sigterm
 from benchmarks.used_pools import JOB_BLOCKS, Load, Seam, runs
-from dynamo_lite.engine.vllm.free_blocks import hand_out_runs
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.sharding import join
+from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
 
 MIN_RATIO = 0.9
 MIN_BYTES = 1 << 20

@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.used_pools import JOB_BLOCKS, Job, Load
-from dynamo_lite.engine.vllm.free_blocks import hand_out_runs
 from dynamo_lite.protocol.records import KvRegion
 from dynamo_lite.transfer.block_map import BlockMap
+from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
 from gpu_check.bench import Bench
 from gpu_check.report import CheckFailed, Figures
 

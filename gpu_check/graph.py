@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.graph import ROOT, TINY_MODEL, RunningGraph, end, running_graph
-from dynamo_lite.engine.vllm.args import engine_flags
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.processes import free_port
+from dynamo_lite.vllm.args import engine_flags
 from gpu_check.bench import Bench
 from gpu_check.report import CheckFailed, Figures, Skip
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from dynamo_lite.engine.vllm.device_reads import GatheredReads, memory_reader
-from dynamo_lite.engine.vllm.transposer import TorchTransposer
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.digest import Span, checksum
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout, units_of
+from dynamo_lite.vllm.engine.device_reads import GatheredReads, memory_reader
+from dynamo_lite.vllm.engine.transposer import TorchTransposer
 from gpu_check.bench import Bench
 from gpu_check.memory import regions
 from gpu_check.report import CheckFailed, Figures

@@ -8,14 +8,14 @@ from typing import Self
 
 import torch
 
-from dynamo_lite.engine.vllm.device_reads import memory_reader
-from dynamo_lite.engine.vllm.scratch import make_scratch
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.digest import checksum
 from dynamo_lite.transfer.layout import plain_array, regions_of_tensor
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import PolledMover
+from dynamo_lite.vllm.engine.device_reads import memory_reader
+from dynamo_lite.vllm.engine.scratch import make_scratch
 from gpu_check.report import CheckFailed
 
 LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 8, 256, 4, 16, 128

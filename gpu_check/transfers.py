@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dynamo_lite.engine.remote_prefill.counts import BYTES
-from dynamo_lite.engine.remote_prefill.messages import BlockWrite, PrefillStep
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
-from dynamo_lite.engine.vllm.step_events import step_ended
+from dynamo_lite.disagg.counters import BYTES
+from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
+from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.base import Transfer
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.scratch import pattern
 from dynamo_lite.transfer.sharding import join
+from dynamo_lite.vllm.engine.step_events import step_ended
 from gpu_check.bench import Bench
 from gpu_check.memory import BLOCKS, TOKENS, WAIT_S, Pool, finish
 from gpu_check.peer import Peer

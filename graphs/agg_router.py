@@ -1,6 +1,6 @@
 """Aggregated serving behind a KV-aware router of its own."""
 
-from dynamo_lite.components.services import FRONTEND, PROCESSOR, ROUTER, VLLM_WORKER
+from dynamo_lite.services.services import FRONTEND, PROCESSOR, ROUTER, VLLM_WORKER
 
 Frontend = (
     FRONTEND.with_defaults(router="component")

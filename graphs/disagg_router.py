@@ -1,6 +1,6 @@
 """Conditional disaggregation behind a KV-aware router of its own."""
 
-from dynamo_lite.components.services import (
+from dynamo_lite.services.services import (
     FRONTEND,
     PREFILL_WORKER,
     PROCESSOR,

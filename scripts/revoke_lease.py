@@ -16,10 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+from dynamo_lite.cli.listing import Place, as_rows, as_table, find_place, members, states
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.serve.listing import Place, as_rows, as_table, find_place, members, states
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.processes import is_alive
 
 _POLL_S = 0.1

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamo_lite.engine.remote_prefill.staging import Transposer
+from dynamo_lite.disagg.prefill.staging import Transposer
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.layout import plain_array, regions_of_tensor
@@ -119,7 +119,7 @@ class ShardedEngine:
             # Torch takes long to import, and most engines stage nothing.
             import torch
 
-            from dynamo_lite.engine.vllm.transposer import TorchTransposer
+            from dynamo_lite.vllm.engine.transposer import TorchTransposer
 
             flat = [torch.from_numpy(a.reshape(-1).view(np.uint8)) for a in self._keep[index]]
             return TorchTransposer([tensor.untyped_storage() for tensor in flat], num_bytes)

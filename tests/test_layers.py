@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,27 +15,29 @@ ROWS = (
     ("protocol",),
     ("policy",),
     ("runtime",),
-    ("queue", "transfer"),
+    ("queue", "transfer", "request_plane", "kv_events"),
     ("engine",),
-    ("components",),
-    ("sim",),
-    ("serve",),
+    ("disagg",),
+    ("vllm", "overview"),
+    ("services",),
+    ("simulation", "serve"),
+    ("cli",),
 )
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 
 #: Foreign packages with a home: nobody else may import them.
 HOMES = {
-    "vllm": ("engine/vllm",),
+    "vllm": ("vllm",),
     "nixl": ("transfer",),
-    "torch": ("engine/vllm",),
-    "triton": ("engine/vllm",),
-    "nats": ("runtime", "queue"),
-    "aetcd": ("runtime", "queue"),
-    "opentelemetry": ("runtime/otlp.py",),
-    "pydantic": ("serve",),
-    "yaml": ("serve",),
-    "rich": ("serve",),
-    "typer": ("serve",),
+    "torch": ("vllm",),
+    "triton": ("vllm",),
+    "nats": ("runtime/nats", "queue"),
+    "aetcd": ("runtime/etcd",),
+    "opentelemetry": ("runtime/tracing",),
+    "pydantic": ("serve", "cli"),
+    "yaml": ("serve", "cli"),
+    "rich": ("serve", "cli"),
+    "typer": ("serve", "cli"),
 }
 
 #: What would make a decision depend on more than its arguments.
@@ -89,6 +92,56 @@ def test_every_package_has_a_row():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_go_left(file: Path):
     assert sorted(set(complaints(file))) == []
+
+
+def room_of(module: str) -> str | None:
+    """The folder of this package that `module`, or the module that it is in, lies in."""
+    top, *names = module.split(".")
+    if top != PACKAGE:
+        return None
+    for end in range(len(names), 0, -1):
+        path = ROOT / PACKAGE / "/".join(names[:end])
+        if path.is_dir():
+            return "/".join(names[:end])
+        if path.with_suffix(".py").is_file():
+            return "/".join(names[: end - 1])
+    return None
+
+
+def arrows() -> dict[str, set[str]]:
+    """For each folder, the folders that its files import from."""
+    found: dict[str, set[str]] = {}
+    for file in FILES:
+        own = file.parent.relative_to(ROOT / PACKAGE).as_posix().replace(".", "")
+        rooms = {room_of(module) for _, module in imported_modules(file)}
+        found.setdefault(own, set()).update(room for room in rooms if room)
+        found[own].discard(own)
+    return found
+
+
+def test_no_two_folders_import_each_other():
+    graph = arrows()
+    assert "runtime/etcd" in graph["runtime/process"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as exc:
+        pytest.fail(" imports ".join(reversed(exc.args[1])))
+
+
+def test_both_sides_of_a_remote_prefill_know_only_what_they_share():
+    graph = arrows()
+    assert "disagg/prefill" not in graph["disagg/decode"]
+    assert "disagg/decode" not in graph["disagg/prefill"]
+
+
+def test_only_its_command_imports_the_simulation():
+    users = {
+        file.relative_to(ROOT / PACKAGE).as_posix()
+        for file in FILES
+        for _, module in imported_modules(file)
+        if (room_of(module) or "").startswith("simulation")
+    }
+    assert {user for user in users if not user.startswith("simulation/")} == {"cli/simulate.py"}
 
 
 def reads_environment(tree: ast.AST) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_lite.policy.bookings import PendingRequests
 from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
 from dynamo_lite.policy.kv_index import KvIndex
+from dynamo_lite.policy.pending_requests import PendingRequests
 from dynamo_lite.policy.routing import Selection
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest

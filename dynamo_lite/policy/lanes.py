@@ -7,7 +7,7 @@ is passed over more than a few times in a row while it has jobs.
 from collections.abc import Sequence
 from typing import Literal
 
-from dynamo_lite.protocol.demand import Lane
+from dynamo_lite.protocol.backlog import Lane
 
 #: So many jobs of earlier lanes may be taken in a row while a lane has some.
 PATIENCE = 4

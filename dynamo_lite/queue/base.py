@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 from dynamo_lite.policy.lanes import lane_of
-from dynamo_lite.protocol.demand import Lane
+from dynamo_lite.protocol.backlog import Lane
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 from nats.js.api import ConsumerInfo
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
-from dynamo_lite.protocol.demand import Lane
+from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     PushAmbiguous,
@@ -25,8 +25,8 @@ from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.puller import Puller
 from dynamo_lite.queue.topology import Topology, consumer_name
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.patience import retry_while_unavailable
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.retry import retry_while_unavailable
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from nats.js.api import (
 )
 from nats.js.errors import BadRequestError, NotFoundError
 
-from dynamo_lite.protocol.demand import Lane
+from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.queue.base import QueueConfig
 

@@ -30,7 +30,7 @@ async def problems(servers: Servers) -> list[str]:
 
 
 async def _ask_nats(url: str | None) -> str:
-    from dynamo_lite.runtime.nats import NatsMessaging
+    from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
     if url is None:
         return ""
@@ -42,7 +42,7 @@ async def _ask_nats(url: str | None) -> str:
 
 
 async def _ask_etcd(url: str | None) -> str:
-    from dynamo_lite.runtime.etcd import EtcdStore
+    from dynamo_lite.runtime.etcd.store import EtcdStore
 
     if url is None:
         return ""

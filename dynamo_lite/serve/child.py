@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
-from dynamo_lite.runtime.component import ProcessSpec
+from dynamo_lite.runtime.process.component import ProcessSpec
 
 Report = Callable[[dict[str, Any]], None]
 
 
 class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """component: "module:Class". logging: see `runtime/logs.py`."""
+    """component: "module:Class". logging: see `runtime/process/logs.py`."""
 
     component: str
     spec: ProcessSpec
@@ -50,7 +50,7 @@ def main() -> int:
         return 1
     # Only the child itself needs the clients of NATS and etcd; the supervisor, which
     # reads this module for ChildPlan, stays free of gRPC.
-    from dynamo_lite.runtime.host import run_process
+    from dynamo_lite.runtime.process.host import run_process
 
     return uvloop.run(run_process(plan.spec, component, report))
 

@@ -11,23 +11,23 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_lite.components.services import Graph
-from dynamo_lite.engine.vllm.args import engine_flags
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import redact
-from dynamo_lite.runtime.component import ProcessSpec
-from dynamo_lite.runtime.logs import LogFormat, logging_config
-from dynamo_lite.runtime.stop import Interrupted
-from dynamo_lite.serve import preflight
+from dynamo_lite.runtime.process.component import ProcessSpec
+from dynamo_lite.runtime.process.logs import LogFormat, logging_config
+from dynamo_lite.runtime.process.stop import Interrupted
+from dynamo_lite.serve import startup_checks
 from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run, write_private
-from dynamo_lite.serve.server_keeper import Server
+from dynamo_lite.serve.server_supervisor import Server
 from dynamo_lite.serve.supervisor import StopSignals, Supervisor
+from dynamo_lite.services.services import Graph
+from dynamo_lite.vllm.args import engine_flags
 
 _MAX_LONE_SERVICES = 1000
 
@@ -64,10 +64,10 @@ async def serve(request: ServeRequest) -> int:
     progress = Progress()
     started = _services_here(request)
     for service in started:
-        preflight.check_port(service)
+        startup_checks.check_port(service)
         if service.service.flags != "none":
-            preflight.check_model(service)
-            preflight.check_tls(service)
+            startup_checks.check_model(service)
+            startup_checks.check_tls(service)
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.installed())
         directory = _lock_directory(request, stack)
@@ -137,7 +137,7 @@ async def _connect(
             raise ConfigError([f"{message}: no graph runs on {request.state_dir}"])
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
     servers: list[Server] = []
-    await preflight.check_servers(nats_url, etcd_url)
+    await startup_checks.check_servers(nats_url, etcd_url)
     data = request.state_dir / "embedded"
     for name, url in (("nats", nats_url), ("etcd", etcd_url)):
         if url is None:

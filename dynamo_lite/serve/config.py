@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dynamo_lite.components.services import Graph, Service
 from dynamo_lite.protocol import names
-from dynamo_lite.runtime.tracing import check_endpoint
+from dynamo_lite.runtime.tracing.tracer import check_endpoint
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.options import GraphOptions, ServiceArgs
+from dynamo_lite.services.services import Graph, Service
 
 #: Sections and keys with a meaning of their own.
 _SHARED_SECTIONS = ("Graph", "Common")

@@ -5,8 +5,8 @@ import importlib.util
 import os
 import sys
 
-from dynamo_lite.components.services import Graph
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.services.services import Graph
 
 
 def load_graph(name: str) -> Graph:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import annotated_types as at
 
-from dynamo_lite.runtime.tracing import TracingOptions
+from dynamo_lite.runtime.tracing.tracer import TracingOptions
 
 Positive = Annotated[float, at.Gt(0)]
 

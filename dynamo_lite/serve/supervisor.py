@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.stop import StopRequest
+from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.serve.child_process import Launch
-from dynamo_lite.serve.keeper import InstanceSupervisor
+from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile
-from dynamo_lite.serve.server_keeper import Server, ServerSupervisor
+from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
 
 EXIT_DRAINED = 0
 EXIT_FORCED = 130

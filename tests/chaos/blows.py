@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from tests.chaos.cluster import FRONTEND, Cluster, Member
 from tests.servers import PrivateServer
 

@@ -12,7 +12,7 @@ import time
 import httpx
 
 from dynamo_lite.protocol import names
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.chaos.client import ask
 from tests.chaos.cluster import PREFILL
 from tests.chaos.scenario import Scenario, Scene

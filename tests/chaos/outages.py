@@ -2,7 +2,7 @@
 
 import asyncio
 
-from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from tests.chaos.cluster import DECODE, PREFILL, ROUTER
 from tests.chaos.scenario import STEADY_S, Scenario, Scene
 

@@ -12,8 +12,8 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import decode_engine
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.chaos.cluster import DECODE, PREFILL, Cluster
 from tests.vllm.graph import NAMESPACE, samples
 

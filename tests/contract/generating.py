@@ -8,15 +8,15 @@ from typing import Any
 
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.generate import (
+from dynamo_lite.request_plane import (
     GenerateClient,
     GenerateServer,
     LocalGenerateClient,
     RemoteGenerateClient,
 )
-from dynamo_lite.runtime.memory import MemoryMessaging
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
 
 SUBJECT = "generate-test.generate-1"
 

@@ -14,13 +14,13 @@ from dataclasses import asdict
 
 import numpy as np
 
-from dynamo_lite.engine.remote_prefill.messages import (
+from dynamo_lite.disagg.messages import (
     BlockWrite,
     LinkTestOrder,
     PrefillStep,
     RankLink,
 )
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.transfer.nixl import NixlMover
 from tests.shards import Shape, ShardedEngine

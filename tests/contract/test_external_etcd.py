@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
-from dynamo_lite.runtime.etcd import EtcdStore
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Lease, Put, Snapshot
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from tests.external import LOGIN, Certificates, add_users, etcd, etcd_url

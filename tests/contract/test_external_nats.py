@@ -9,7 +9,7 @@ import uvloop
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.external import LOGIN, USERS, Certificates, nats, nats_tls, nats_url
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

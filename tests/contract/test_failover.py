@@ -13,10 +13,10 @@ from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol.errors import DynamoLiteError, Overloaded
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.generate import FailoverClient, GenerateServer, RemoteGenerateClient
-from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.request_plane import FailoverClient, GenerateServer, RemoteGenerateClient
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

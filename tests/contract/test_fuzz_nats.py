@@ -14,7 +14,7 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.hostile import Spoiler
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.engine.remote_prefill.messages import BlockWrite, PrefillStep
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
+from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
@@ -25,12 +25,12 @@ from dynamo_lite.protocol.records import (
     decode_engine,
     encode_engine,
 )
-from dynamo_lite.runtime.memory import MemoryStore
-from dynamo_lite.runtime.roster import Roster
-from dynamo_lite.runtime.status import StatusServer
-from dynamo_lite.runtime.stream import parse_address
+from dynamo_lite.request_plane.framing import parse_address
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.process.status import StatusServer
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from dynamo_lite.simulation.servers.memory import MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
 from tests.hostile import Spoiler
 
 FUZZ = settings(deadline=None, derandomize=True, max_examples=100)

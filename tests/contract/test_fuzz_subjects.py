@@ -16,12 +16,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.engine.sim.model import first_wrong
-from dynamo_lite.engine.sim.mover import Wire
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import decode_demand
 from dynamo_lite.protocol.codec import Decoder, encode_sealed
 from dynamo_lite.protocol.decisions import decode_explain
-from dynamo_lite.protocol.demand import decode_demand
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.protocol.health import decode_heartbeat
 from dynamo_lite.protocol.prefill import (
@@ -44,8 +42,10 @@ from dynamo_lite.protocol.prefill import (
     decode_writer_done,
     decode_writer_stays,
 )
-from dynamo_lite.queue.memory import MemoryQueue
-from dynamo_lite.sim.invariants import Judge
+from dynamo_lite.simulation.engine.model import first_wrong
+from dynamo_lite.simulation.engine.mover import Wire
+from dynamo_lite.simulation.invariants import Judge
+from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
 from tests.hostile import SEAL_BYTES, Spoiler
 from tests.sim.pair import GREEDY, QUEUE, Pair, play, tokens
 

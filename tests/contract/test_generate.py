@@ -26,10 +26,10 @@ from dynamo_lite.protocol.generate import (
     Welcome,
     decode_worker_frame,
 )
-from dynamo_lite.runtime.generate import (
+from dynamo_lite.request_plane import (
     RemoteGenerateClient,
 )
-from dynamo_lite.runtime.stream import frame
+from dynamo_lite.request_plane.framing import frame
 from tests.contract.generating import (
     Setup,
     member_at,

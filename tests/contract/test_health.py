@@ -18,13 +18,13 @@ from dynamo_lite.protocol.names import (
     health_subject,
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime import health
-from dynamo_lite.runtime.beat import HeartbeatPublisher
-from dynamo_lite.runtime.health import HealthMonitor
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.members import health
+from dynamo_lite.runtime.members.health import HealthMonitor
+from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

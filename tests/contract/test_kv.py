@@ -10,6 +10,7 @@ from typing import Self, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from dynamo_lite.kv_events import KvFollower, KvPublisher, publisher
 from dynamo_lite.policy.kv_chain import BlockHashes, chain_hashes, root_hash
 from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
 from dynamo_lite.protocol import names
@@ -26,11 +27,10 @@ from dynamo_lite.protocol.kv import (
     decode_kv_notice,
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.kv import KvFollower, KvPublisher, publisher
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.prefill_jobs import PrefillJobs
+from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.prefill import Granted, decode_writer_done
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.unit.test_prefill_jobs import (
     ENGINE,

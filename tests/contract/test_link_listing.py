@@ -1,5 +1,7 @@
 """What `ps --links` reads from a real etcd."""
 
+from dynamo_lite.cli.links import link_rows
+from dynamo_lite.cli.listing import Place
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.records import (
@@ -9,9 +11,7 @@ from dynamo_lite.protocol.records import (
     LinkRecord,
     encode_engine,
 )
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.serve.links import link_rows
-from dynamo_lite.serve.listing import Place
+from dynamo_lite.runtime.etcd.store import EtcdStore
 
 
 async def test_pairs_are_those_of_live_workers(etcd_url: str, namespace: str):

@@ -7,14 +7,18 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from msgspec import UNSET
 
+from dynamo_lite.cli import live_options
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.tuning import LiveOptionsRecord, VllmWorkerLiveOptions, encode_tuning
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.live_options import LiveOptions
-from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.protocol.live_options import (
+    LiveOptionsRecord,
+    VllmWorkerLiveOptions,
+    encode_tuning,
+)
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.serve import tuning
+from dynamo_lite.simulation.servers.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -64,16 +68,16 @@ class Follower:
 async def test_a_follower_has_what_was_set_before_and_hears_what_is_set(
     store: Store, namespace: str
 ):
-    await tuning.write(store, namespace, COMPONENT, {LENGTH: 100})
+    await live_options.write(store, namespace, COMPONENT, {LENGTH: 100})
     follower = Follower(store, namespace)
     async with follower.live as live:
         assert (live.values.max_local_prefill_length, live.version) == (100, 1)
-        await tuning.write(store, namespace, COMPONENT, {LENGTH: 200, SIZE: 3})
+        await live_options.write(store, namespace, COMPONENT, {LENGTH: 200, SIZE: 3})
         await follower.until(lambda: live.version == 2)
         assert live.values == VllmWorkerLiveOptions(
             max_local_prefill_length=200, max_prefill_queue_size=3
         )
-        await tuning.write(store, namespace, COMPONENT, {LENGTH: UNSET})
+        await live_options.write(store, namespace, COMPONENT, {LENGTH: UNSET})
         await follower.until(lambda: live.version == 3)
         assert live.values == VllmWorkerLiveOptions(max_prefill_queue_size=3)
         await store.delete(names.tuning_key(namespace, COMPONENT))
@@ -98,7 +102,7 @@ BAD = [
 
 async def test_what_is_no_record_is_refused_as_a_whole_and_counted(store: Store, namespace: str):
     key = names.tuning_key(namespace, COMPONENT)
-    await tuning.write(store, namespace, COMPONENT, {LENGTH: 100, SIZE: 3})
+    await live_options.write(store, namespace, COMPONENT, {LENGTH: 100, SIZE: 3})
     good = await store.get(key)
     assert good is not None
     follower = Follower(store, namespace)
@@ -109,12 +113,12 @@ async def test_what_is_no_record_is_refused_as_a_whole_and_counted(store: Store,
             assert live.refused
             assert (live.values.max_local_prefill_length, live.version) == (100, 1)
             with pytest.raises(ProtocolError):
-                await tuning.read(store, namespace, COMPONENT)
+                await live_options.read(store, namespace, COMPONENT)
             with pytest.raises(ProtocolError):
-                await tuning.write(store, namespace, COMPONENT, {LENGTH: 5})
+                await live_options.write(store, namespace, COMPONENT, {LENGTH: 5})
             assert await store.get(key) == data
-        edits = tuning.parse_unsets([COMPONENT])
-        await tuning.write(store, namespace, COMPONENT, edits[COMPONENT])
+        edits = live_options.parse_unsets([COMPONENT])
+        await live_options.write(store, namespace, COMPONENT, edits[COMPONENT])
         await follower.until(lambda: not live.refused)
         assert live.values == VllmWorkerLiveOptions()
     assert len(follower.told) == 2
@@ -133,42 +137,42 @@ async def test_a_component_whose_name_begins_alike_is_another(store: Store, name
     follower = Follower(store, namespace)
     async with follower.live as live:
         await store.put(names.tuning_key(namespace, f"{COMPONENT}2"), encode_tuning(other))
-        await tuning.write(store, namespace, COMPONENT, {LENGTH: 2})
+        await live_options.write(store, namespace, COMPONENT, {LENGTH: 2})
         await follower.until(lambda: live.version == 1)
     assert [version for _, version in follower.told] == [1]
 
 
 async def test_writers_at_the_same_time_lose_nothing(store: Store, namespace: str):
     """Each changes an option of its own; more of them than tries would be too many."""
-    options = list(tuning.options_of(COMPONENT))
+    options = list(live_options.options_of(COMPONENT))
     await asyncio.gather(
-        *(tuning.write(store, namespace, COMPONENT, {name: 5}) for name in options)
+        *(live_options.write(store, namespace, COMPONENT, {name: 5}) for name in options)
     )
-    record = await tuning.read(store, namespace, COMPONENT)
+    record = await live_options.read(store, namespace, COMPONENT)
     assert record is not None and record.version == len(options)
-    assert [getattr(record.values, field) for field in tuning.options_of(COMPONENT).values()] == [
-        5
-    ] * len(options)
+    assert [
+        getattr(record.values, field) for field in live_options.options_of(COMPONENT).values()
+    ] == [5] * len(options)
     user, at, host = record.by.partition("@")
     assert user and at and host and record.at > 0
 
 
 async def test_changes_are_told_as_they_happen(store: Store, namespace: str):
-    await tuning.write(store, namespace, COMPONENT, {LENGTH: 100})
-    changes = tuning.changes(store, namespace)
+    await live_options.write(store, namespace, COMPONENT, {LENGTH: 100})
+    changes = live_options.changes(store, namespace)
     following = asyncio.ensure_future(anext(changes))
     # The watch lists first; what is written before that is no change.
     while (await asyncio.wait({following}, timeout=0.05))[1] == {following}:
-        record = await tuning.read(store, namespace, COMPONENT)
+        record = await live_options.read(store, namespace, COMPONENT)
         assert record is not None
-        await tuning.write(store, namespace, COMPONENT, {SIZE: record.version})
+        await live_options.write(store, namespace, COMPONENT, {SIZE: record.version})
     change = following.result()
-    assert isinstance(change, tuning.Change)
-    [(key, _, after)] = tuning.differences(change)
+    assert isinstance(change, live_options.Change)
+    [(key, _, after)] = live_options.differences(change)
     assert change.new is not None
     assert (key, after) == (f"{COMPONENT}.{SIZE}", change.new.values.max_prefill_queue_size)
     await store.put(names.tuning_key(namespace, COMPONENT), b"{}")
-    while isinstance(change := await anext(changes), tuning.Change):
+    while isinstance(change := await anext(changes), live_options.Change):
         pass
     assert "refused" in change
     await changes.aclose()

@@ -17,10 +17,10 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
     StartupError,
 )
-from dynamo_lite.runtime.memory import MemoryMessaging
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.embedded import EmbeddedNats
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -305,7 +305,9 @@ async def test_an_outage_raises_at_once_and_ends_by_itself(
         await wait_for_connection(messaging, True)
         assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
         await messaging.client.flush()
-    lines = [r.getMessage() for r in caplog.records if r.name == "dynamo_lite.runtime.nats"]
+    lines = [
+        r.getMessage() for r in caplog.records if r.name == "dynamo_lite.runtime.nats.messaging"
+    ]
     assert sum("disconnected" in line for line in lines) == 2
     assert len(lines) <= 6
     assert told.empty()

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.base import Mover, Transfer
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import PolledMover
 

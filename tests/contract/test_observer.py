@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from dynamo_lite.overview import Observer, Overview
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.kv import KvNotice, Load
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.overview import Observer, Overview
-from dynamo_lite.runtime.status import StatusServer
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.store import Lease, Store
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

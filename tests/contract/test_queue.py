@@ -15,7 +15,7 @@ import pytest
 
 from dynamo_lite.policy.lanes import PATIENCE
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.demand import Lane
+from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     PushAmbiguous,
@@ -24,8 +24,8 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
 from dynamo_lite.serve.embedded import EmbeddedNats
+from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

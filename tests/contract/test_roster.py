@@ -9,11 +9,11 @@ from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded
 from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime import roster as roster_module
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.memory import MemoryStore
-from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.members import roster as roster_module
+from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.simulation.servers.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

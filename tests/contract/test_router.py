@@ -9,21 +9,21 @@ from typing import Any, Self
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.remote_router import RemoteRouter
-from dynamo_lite.components.router import Router
 from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.live_options import LiveOptionsRecord, RouterLiveOptions, encode_tuning
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes
-from dynamo_lite.protocol.tuning import LiveOptionsRecord, RouterLiveOptions, encode_tuning
-from dynamo_lite.runtime.host import ProcessEnvironment, ProcessSpec, run_process
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.process.host import ProcessEnvironment, ProcessSpec, run_process
+from dynamo_lite.services.frontend.router_client import RemoteRouter
+from dynamo_lite.services.router import Router
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.contract.test_kv import COMPONENT, PROMPTS, Worker, until
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

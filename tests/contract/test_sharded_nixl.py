@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
-from dynamo_lite.engine.remote_prefill.messages import DecodeStep
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.nixl import NixlMover

@@ -14,11 +14,11 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.memory import MemoryStore
-from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store, WatchEvent
 from dynamo_lite.serve.embedded import EmbeddedEtcd
+from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.engine.remote_prefill import writer_links
-from dynamo_lite.engine.remote_prefill.writer_links import WriterLinks
+from dynamo_lite.disagg.decode import writer_links
+from dynamo_lite.disagg.decode.writer_links import WriterLinks
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Lease, Store
+from dynamo_lite.simulation.servers.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

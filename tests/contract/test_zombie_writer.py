@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamo_lite.engine.remote_prefill.counts import BYTES, FENCED
+from dynamo_lite.disagg.counters import BYTES, FENCED
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamo_lite.engine.remote_prefill.counts import SECONDS
-from dynamo_lite.engine.remote_prefill.messages import BlockWrite, PrefillStep
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.disagg.counters import SECONDS
+from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
+from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from dynamo_lite.transfer.nixl import NixlMover

@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def run(*arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "dynamo_lite.serve.cli", *arguments],
+        [sys.executable, "-m", "dynamo_lite.cli.cli", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -129,7 +129,7 @@ def serving(state_dir: Path, *arguments: str, graph: str = STUB) -> Iterator[Ser
     """Starts a graph; on the way out everything of it must be gone."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "dynamo_lite.serve.cli", "serve", graph),
+            *(sys.executable, "-m", "dynamo_lite.cli.cli", "serve", graph),
             *("--state-dir", str(state_dir), *arguments),
         ],
         cwd=ROOT,

@@ -8,8 +8,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_lite.components.services import Graph, Service
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.services.services import Graph, Service
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,7 +210,7 @@ def _parsers_of(parent: int) -> int | None:
             words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"dynamo_lite.engine.vllm.args" in words:
+        if b"dynamo_lite.vllm.args" in words:
             return child
     return None
 

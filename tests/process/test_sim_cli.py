@@ -68,7 +68,7 @@ def test_bad_options(arguments: list[str], message: str):
 
 def test_ctrl_c_shows_what_was_found_so_far():
     process = subprocess.Popen(
-        [sys.executable, "-m", "dynamo_lite.serve.cli", "sim", "--seeds", "100000", *MUTANT],
+        [sys.executable, "-m", "dynamo_lite.cli.cli", "sim", "--seeds", "100000", *MUTANT],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

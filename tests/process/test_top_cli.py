@@ -38,7 +38,7 @@ def test_a_signal_ends_it_and_the_terminal_is_as_before(tmp_path: Path, kind: si
         if pid == 0:
             os.chdir(ROOT)
             os.environ["TERM"] = "xterm"
-            arguments = ("-m", "dynamo_lite.serve.cli", "top", "--state-dir", str(tmp_path))
+            arguments = ("-m", "dynamo_lite.cli.cli", "top", "--state-dir", str(tmp_path))
             os.execv(sys.executable, (sys.executable, *arguments))
         shown = b""
         while b"WORKER" not in shown:

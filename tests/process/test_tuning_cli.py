@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.engine.remote_prefill.decisions import DecisionLog
+from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.status import StatusServer
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.process.status import StatusServer
 from tests.process.command import PATIENCE_S, ROOT, run
 from tests.unit.test_decode_link import Clock, Decode, prompt
 
@@ -105,7 +105,7 @@ async def test_what_nobody_can_read_is_named_and_replaced(
 
 def test_changes_are_watched_until_ctrl_c(place: tuple[str, ...]):
     process = subprocess.Popen(
-        [sys.executable, "-m", "dynamo_lite.serve.cli", "config", "watch", *place],
+        [sys.executable, "-m", "dynamo_lite.cli.cli", "config", "watch", *place],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

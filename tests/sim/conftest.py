@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from dynamo_lite.sim.etcd import EtcdServer
-from dynamo_lite.sim.loop import VirtualLoop
-from dynamo_lite.sim.nats import NatsServer
-from dynamo_lite.sim.network import Network
+from dynamo_lite.simulation.loop.loop import VirtualLoop
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.etcd import EtcdServer
+from dynamo_lite.simulation.servers.nats import NatsServer
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], VirtualLoop]]:

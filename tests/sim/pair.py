@@ -9,32 +9,32 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.prefill_jobs import PrefillJobs
-from dynamo_lite.engine.remote_prefill.counts import DROPPED
-from dynamo_lite.engine.remote_prefill.link import (
+from dynamo_lite.disagg.counters import DROPPED
+from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
 )
-from dynamo_lite.engine.sim.assembly import Assembly, Engine, EngineSetup
-from dynamo_lite.engine.sim.core import SimModelConfig
-from dynamo_lite.engine.sim.engine import SimEngine
-from dynamo_lite.engine.sim.model import (
-    Sampling,
-    sampling_to_bytes,
-)
-from dynamo_lite.engine.sim.mover import Fabric, Wire
+from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, encode_engine
 from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
-from dynamo_lite.runtime.beat import HeartbeatPublisher
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.sim.loop import VirtualLoop
+from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.simulation.engine.assembly import Assembly, Engine, EngineSetup
+from dynamo_lite.simulation.engine.core import SimModelConfig
+from dynamo_lite.simulation.engine.engine import SimEngine
+from dynamo_lite.simulation.engine.model import (
+    Sampling,
+    sampling_to_bytes,
+)
+from dynamo_lite.simulation.engine.mover import Fabric, Wire
+from dynamo_lite.simulation.loop.loop import VirtualLoop
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 QUEUE = QueueConfig(ack_wait_s=5.0)

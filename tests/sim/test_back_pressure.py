@@ -1,7 +1,7 @@
 """A wire that is slower than the computing, between simulated engines."""
 
-from dynamo_lite.engine.remote_prefill.counts import COMPUTED, DESCRIPTORS, ENDED
-from dynamo_lite.engine.sim.mover import Wire
+from dynamo_lite.disagg.counters import COMPUTED, DESCRIPTORS, ENDED
+from dynamo_lite.simulation.engine.mover import Wire
 from tests.sim.pair import GREEDY, Pair, play, tokens
 
 JOBS, CONCURRENCY, PROMPT = 6, 2, 61

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from dynamo_lite.policy.ledger import AttemptState
-from dynamo_lite.sim.mutants import MUTANTS
-from dynamo_lite.sim.play import play_scenario
-from dynamo_lite.sim.scenario import LOAD_FROM_S, Ask, Sampling, Scenario, draw
-from dynamo_lite.sim.tally import Tally
+from dynamo_lite.simulation.mutants import MUTANTS
+from dynamo_lite.simulation.play import play_scenario
+from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Sampling, Scenario, draw
+from dynamo_lite.simulation.tally import Tally
 
 CANCELS, PER_SEED = 500, 25
 #: In each state of the ledger, at least; and seeds, at most.

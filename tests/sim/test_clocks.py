@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from dynamo_lite.sim.play import play_scenario
-from dynamo_lite.sim.scenario import Kind, draw
+from dynamo_lite.simulation.play import play_scenario
+from dynamo_lite.simulation.scenario import Kind, draw
 
 _DAY_S = 86400.0
 

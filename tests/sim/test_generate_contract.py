@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from dynamo_lite.sim.messaging import SimMessaging
-from dynamo_lite.sim.network import Network
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.messaging import SimMessaging
 from tests.contract import test_generate, test_generate_ends
 from tests.contract.generating import Setup, set_up
 from tests.sim import contract

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from dynamo_lite.sim.loop import START_S, SimulationStuck, VirtualLoop
-from dynamo_lite.sim.process import SimProcess
-from dynamo_lite.sim.trace import Trace
+from dynamo_lite.simulation.loop.loop import START_S, SimulationStuck, VirtualLoop
+from dynamo_lite.simulation.loop.process import SimProcess
+from dynamo_lite.simulation.loop.trace import Trace
 
 T = TypeVar("T")
 

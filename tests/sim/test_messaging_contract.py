@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.sim.messaging import SimMessaging
-from dynamo_lite.sim.network import Network
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.messaging import SimMessaging
 from tests.contract import test_messaging
 from tests.sim import contract
 

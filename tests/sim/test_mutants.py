@@ -2,9 +2,9 @@
 
 import pytest
 
-from dynamo_lite.sim.burial import sweep
-from dynamo_lite.sim.mutants import MUTANTS
-from dynamo_lite.sim.play import play
+from dynamo_lite.simulation.loop.teardown import sweep
+from dynamo_lite.simulation.mutants import MUTANTS
+from dynamo_lite.simulation.play import play
 
 #: Within so many seeds; most need ten, one needs a hundred.
 BOUND = 1000

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.sim.channel import CUT_BREAKS_S, End
-from dynamo_lite.sim.loop import VirtualLoop
-from dynamo_lite.sim.network import Network, Weather
-from dynamo_lite.sim.process import SimProcess
+from dynamo_lite.simulation.loop.loop import VirtualLoop
+from dynamo_lite.simulation.loop.process import SimProcess
+from dynamo_lite.simulation.network.channel import CUT_BREAKS_S, End
+from dynamo_lite.simulation.network.network import Network, Weather
 
 PORT = 7000
 

@@ -18,13 +18,13 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot
-from dynamo_lite.sim.etcd import EtcdData, EtcdServer
-from dynamo_lite.sim.loop import VirtualLoop
-from dynamo_lite.sim.messaging import SILENCE_S, SimMessaging
-from dynamo_lite.sim.nats import NatsServer
-from dynamo_lite.sim.network import Network, Weather
-from dynamo_lite.sim.queue import SimQueue
-from dynamo_lite.sim.store import SimStore
+from dynamo_lite.simulation.loop.loop import VirtualLoop
+from dynamo_lite.simulation.network.network import Network, Weather
+from dynamo_lite.simulation.servers.etcd import EtcdData, EtcdServer
+from dynamo_lite.simulation.servers.messaging import SILENCE_S, SimMessaging
+from dynamo_lite.simulation.servers.nats import NatsServer
+from dynamo_lite.simulation.servers.queue import SimQueue
+from dynamo_lite.simulation.servers.store import SimStore
 
 
 class Cluster:

@@ -7,8 +7,8 @@ import pytest
 
 from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.sim.network import Network
-from dynamo_lite.sim.queue import SimQueue
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.queue import SimQueue
 from tests.contract import test_queue
 from tests.sim import contract
 

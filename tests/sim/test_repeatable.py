@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-from dynamo_lite.sim.play import play
-from dynamo_lite.sim.trace import Trace
+from dynamo_lite.simulation.loop.trace import Trace
+from dynamo_lite.simulation.play import play
 
 SEEDS = range(6)
 

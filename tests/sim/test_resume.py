@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from dynamo_lite.engine.sim.model import PLANES, VOCABULARY, Sampling
-from dynamo_lite.sim.play import play_scenario
-from dynamo_lite.sim.scenario import Ask, Fault, Kind, Scenario
+from dynamo_lite.simulation.engine.model import PLANES, VOCABULARY, Sampling
+from dynamo_lite.simulation.play import play_scenario
+from dynamo_lite.simulation.scenario import Ask, Fault, Kind, Scenario
 
 PROMPT = tuple(random.Random(1).randrange(VOCABULARY) for _ in range(300))
 

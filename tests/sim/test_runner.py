@@ -8,10 +8,10 @@ from contextlib import closing
 import pytest
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.sim import worker
-from dynamo_lite.sim.play import play
-from dynamo_lite.sim.runner import Lost, play_many
-from dynamo_lite.sim.tally import Played
+from dynamo_lite.simulation import worker
+from dynamo_lite.simulation.play import play
+from dynamo_lite.simulation.runner import Lost, play_many
+from dynamo_lite.simulation.tally import Played
 
 SEEDS = range(3, 24)
 
@@ -30,7 +30,7 @@ def test_a_mutant_is_played():
 def test_a_process_that_dies_costs_the_seed_that_it_played_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("dynamo_lite.sim.runner._PORTION", 1000)
+    monkeypatch.setattr("dynamo_lite.simulation.runner._PORTION", 1000)
     with closing(play_many(range(1000), jobs=1)) as outcomes:
         played = [next(outcomes), next(outcomes)]
         [child] = multiprocessing.active_children()
@@ -63,7 +63,7 @@ def test_a_seed_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch):
         assert isinstance(played, Played)
         [child] = multiprocessing.active_children()
         os.kill(child.pid or 0, signal.SIGSTOP)
-        monkeypatch.setattr("dynamo_lite.sim.runner._SEED_S", 0.5)
+        monkeypatch.setattr("dynamo_lite.simulation.runner._SEED_S", 0.5)
         lost = next(outcomes)
     # It may have been quicker than the signal.
     assert isinstance(lost, Played) or "no end after 0.5 s" in lost.why

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dynamo_lite.sim.report import coverage_lines, violated_lines
-from dynamo_lite.sim.runner import Lost, play_many
-from dynamo_lite.sim.scenario import Kind
-from dynamo_lite.sim.tally import Tally
+from dynamo_lite.simulation.report import coverage_lines, violated_lines
+from dynamo_lite.simulation.runner import Lost, play_many
+from dynamo_lite.simulation.scenario import Kind
+from dynamo_lite.simulation.tally import Tally
 
 SEEDS = range(1000)
 #: Bad seeds that are shown.

@@ -5,17 +5,17 @@ import asyncio
 import msgspec
 import pytest
 
-from dynamo_lite.engine.sim.memory import KvMemory
-from dynamo_lite.engine.sim.model import (
+from dynamo_lite.protocol.errors import EngineDied, IncompatiblePeer, Refused
+from dynamo_lite.protocol.prefill import Listen
+from dynamo_lite.simulation.engine.memory import KvMemory
+from dynamo_lite.simulation.engine.model import (
     Sampling,
     extend_states,
     first_wrong,
     kv_words,
 )
-from dynamo_lite.engine.sim.mover import Landing, Wire
-from dynamo_lite.engine.sim.pool import BlockPool, PoolError
-from dynamo_lite.protocol.errors import EngineDied, IncompatiblePeer, Refused
-from dynamo_lite.protocol.prefill import Listen
+from dynamo_lite.simulation.engine.mover import Landing, Wire
+from dynamo_lite.simulation.engine.pool import BlockPool, PoolError
 from tests.sim.pair import GREEDY, Pair, play, tokens
 
 

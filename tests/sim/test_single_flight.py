@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from dynamo_lite.engine.sim.model import Sampling, first_wrong
-from dynamo_lite.engine.sim.mover import Wire
+from dynamo_lite.simulation.engine.model import Sampling, first_wrong
+from dynamo_lite.simulation.engine.mover import Wire
 from tests.sim.pair import GREEDY, Pair, play, tokens
 
 PROMPT = tokens(1, 100)

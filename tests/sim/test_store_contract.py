@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.sim.network import Network
-from dynamo_lite.sim.store import SimStore
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.store import SimStore
 from tests.contract import test_roster, test_store
 from tests.sim import contract
 

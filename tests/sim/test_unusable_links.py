@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.components import prefill_worker
-from dynamo_lite.engine.sim.model import VOCABULARY, Sampling
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.records import LinkRecord
-from dynamo_lite.sim.loop import VirtualLoop
-from dynamo_lite.sim.play import play_scenario
-from dynamo_lite.sim.scenario import Ask, Fault, Kind, Scenario
-from dynamo_lite.sim.shipped import Shipped
-from dynamo_lite.sim.trace import Trace, log_to
-from dynamo_lite.sim.world import NAMESPACE, World
+from dynamo_lite.services import prefill_worker
+from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
+from dynamo_lite.simulation.loop.loop import VirtualLoop
+from dynamo_lite.simulation.loop.trace import Trace, log_to
+from dynamo_lite.simulation.play import play_scenario
+from dynamo_lite.simulation.scenario import Ask, Fault, Kind, Scenario
+from dynamo_lite.simulation.shipped import Shipped
+from dynamo_lite.simulation.world import NAMESPACE, World
 
 
 def asks(at_s: float, count: int) -> tuple[Ask, ...]:

@@ -20,8 +20,8 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.generate import FailoverClient
-from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.request_plane import FailoverClient
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
 
 STEP_S = 1.0
 ANSWER_TOKENS = 8

@@ -8,11 +8,11 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from dynamo_lite.engine.vllm.block_arrays import block_arrays, cpu_arrays, cpu_isa
-from dynamo_lite.engine.vllm.transposer import TorchTransposer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout, units_of
+from dynamo_lite.vllm.engine.block_arrays import block_arrays, cpu_arrays, cpu_isa
+from dynamo_lite.vllm.engine.transposer import TorchTransposer
 
 current_platform.import_kernels()
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.canaries import Canaries
-from dynamo_lite.components.config import CanaryOptions
 from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.services.config import CanaryOptions
+from dynamo_lite.services.frontend.canaries import Canaries
 from tests.unit.fake_workers import request_of
 from tests.unit.test_rotation import A, B, Frontend, now
 from tests.unit.virtual import virtual

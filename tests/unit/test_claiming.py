@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo_lite.components import claiming
+from dynamo_lite.disagg.prefill import claiming
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, NoResponders, ProtocolError
 from dynamo_lite.protocol.prefill import Claim, ClaimRefused, Granted, decode_claim
-from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from dynamo_lite.components.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.runtime.tracing import TracingOptions
+from dynamo_lite.runtime.tracing.tracer import TracingOptions
 from dynamo_lite.serve.config import GraphConfig, child_environment, describe, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
+from dynamo_lite.services.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
 from graphs import agg, agg_router, disagg, disagg_router
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,7 +218,7 @@ def test_a_graph_is_complete_and_without_doubles():
         ("graphs.disag:Frontend", "modules in graphs: agg, agg_router, disagg, disagg_router"),
         ("nowhere.at.all:Frontend", "no module"),
         ("graphs.disagg:Nothing", "graphs there: Frontend"),
-        ("dynamo_lite.components.services:FRONTEND", "has no graph"),
+        ("dynamo_lite.services.services:FRONTEND", "has no graph"),
     ],
 )
 def test_unknown_graphs(name: str, message: str):

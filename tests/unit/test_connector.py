@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from dynamo_lite.engine.remote_prefill.messages import WorkerReport
-from dynamo_lite.engine.vllm import connector
-from dynamo_lite.engine.vllm.carried import ReportMetadata
-from dynamo_lite.engine.vllm.connector import DynamoLiteConnector, _is_transferable
+from dynamo_lite.disagg.messages import WorkerReport
+from dynamo_lite.vllm.engine import connector
+from dynamo_lite.vllm.engine.carried import ReportMetadata
+from dynamo_lite.vllm.engine.connector import DynamoLiteConnector, _is_transferable
 
 PLAIN = {
     "skip_reading_prefix_cache": False,

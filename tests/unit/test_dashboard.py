@@ -12,11 +12,11 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from dynamo_lite.components.dashboard import Dashboard, Viewers, is_loopback
-from dynamo_lite.components.http import HttpServer, bind, url_of
-from dynamo_lite.engine.vllm.http_options import HttpOptions
+from dynamo_lite.overview import Overview
 from dynamo_lite.protocol.errors import StoreUnavailable
-from dynamo_lite.runtime.overview import Overview
+from dynamo_lite.services.frontend.dashboard import Dashboard, Viewers, is_loopback
+from dynamo_lite.services.frontend.http import HttpServer, bind, url_of
+from dynamo_lite.vllm.http_options import HttpOptions
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -223,7 +223,7 @@ async def test_closing_ends_the_streams():
 
 
 async def test_a_store_that_is_away_is_tried_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dynamo_lite.components.dashboard.viewers._AGAIN_S", 0.01)
+    monkeypatch.setattr("dynamo_lite.services.frontend.dashboard.viewers._AGAIN_S", 0.01)
     async with serving() as page, page.events() as lines:
         await looks_of(lines, 1)
         page.counting.broken = True

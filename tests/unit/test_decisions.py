@@ -4,9 +4,11 @@ import time
 from typing import Any
 
 import pytest
+from dynamo_lite.serve.decision_log import Taken
 
-from dynamo_lite.engine.remote_prefill import decisions
-from dynamo_lite.engine.remote_prefill.pace import PrefillRate
+from dynamo_lite.cli import decision_view
+from dynamo_lite.disagg.decode import decision_log
+from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.policy.cost import Rates
 from dynamo_lite.policy.disagg import DecisionReason, Local, Remote
 from dynamo_lite.protocol.codec import encode
@@ -19,10 +21,8 @@ from dynamo_lite.protocol.decisions import (
     decode_explained,
 )
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.prefill import Granted
-from dynamo_lite.protocol.tuning import VllmWorkerLiveOptions
-from dynamo_lite.serve import decision_view
-from dynamo_lite.serve.decisions import Taken
 from tests.unit.test_decode_link import (
     ENGINE,
     LIMIT,
@@ -50,7 +50,7 @@ async def decode(clock: Clock):
 def told(decode: Decode, **wanted: Any) -> list[Decision]:
     answer = decode_explained(decode.half._log.answer(encode(Explain(**wanted))))
     assert (answer.engine_id, answer.lease_id) == (ENGINE, 1)
-    return answer.decisions
+    return answer.decision_log
 
 
 async def test_a_local_prompt_says_what_it_was_decided_from(decode: Decode, clock: Clock):
@@ -229,18 +229,18 @@ async def test_the_oldest_are_forgotten(
     assert [d.request_id for d in told(decode, last=2)] == ["r8", "r9"]
     assert [d.request_id for d in told(decode, within_s=25)] == ["r8", "r9"]
     assert told(decode, last=0) == []
-    monkeypatch.setattr(decisions, "LONGEST_S", 35.0)
+    monkeypatch.setattr(decision_log, "LONGEST_S", 35.0)
     assert [d.request_id for d in told(decode)] == ["r7", "r8", "r9"]
     decode.admit(prompt("last", 2))
     assert len(decode.half._log._kept) == 4
 
 
 async def test_no_more_than_so_many_are_kept(decode: Decode):
-    for number in range(decisions.MOST + 10):
+    for number in range(decision_log.MOST + 10):
         decode.admit(prompt(f"r{number}", 2))
         decode.finish(f"r{number}")
     all_of_them = told(decode)
-    assert len(all_of_them) == decisions.MOST
+    assert len(all_of_them) == decision_log.MOST
     assert all_of_them[0].request_id == "r10"
 
 

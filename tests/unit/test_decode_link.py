@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.engine.remote_prefill import decode_link
-from dynamo_lite.engine.remote_prefill.decode_scheduler import DecodeScheduler
-from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig, EngineConfig
-from dynamo_lite.engine.remote_prefill.messages import DecodeStep, RankResults
-from dynamo_lite.engine.remote_prefill.prefix_offers import PrefixOffers
+from dynamo_lite.disagg.decode import control_session
+from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers
+from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
+from dynamo_lite.disagg.messages import DecodeStep, RankResults
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
@@ -40,8 +40,8 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
-from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -767,7 +767,7 @@ async def test_a_silent_writer_that_wakes_ends_what_it_held(decode: Decode):
 async def test_without_a_writer_that_responds_prompts_stay_here(
     decode: Decode, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(decode_link, "_VIEW_PERIOD_S", 0.001)
+    monkeypatch.setattr(control_session, "_VIEW_PERIOD_S", 0.001)
     attempt = await decode.ask("r1")
     await ails(decode, a="silent for 4.0 s")
     assert decode.half.build_step().give_up == [(attempt, "r1")]
@@ -846,7 +846,7 @@ async def watching_queue(decode: Decode):
 
 
 async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode_link, "_VIEW_PERIOD_S", 0.001)
+    monkeypatch.setattr(control_session, "_VIEW_PERIOD_S", 0.001)
     await decode.queue.push(b"", message_id="m")
     decode.net.view = None
     async with watching_queue(decode):

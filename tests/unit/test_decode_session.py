@@ -5,18 +5,22 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dynamo_lite.engine.remote_prefill.request_time import time_limit
+from dynamo_lite.disagg.decode.deadline import time_limit
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import Backlog, Lane, decode_demand
 from dynamo_lite.protocol.codec import encode, encode_json, encode_sealed
 from dynamo_lite.protocol.decisions import Explain, decode_explained
-from dynamo_lite.protocol.demand import Backlog, Lane, decode_demand
+from dynamo_lite.protocol.live_options import (
+    LiveOptionsRecord,
+    VllmWorkerLiveOptions,
+    encode_tuning,
+)
 from dynamo_lite.protocol.prefill import Granted, Leave
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.protocol.tuning import LiveOptionsRecord, VllmWorkerLiveOptions, encode_tuning
 from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.queue.memory import MemoryQueue
-from dynamo_lite.runtime.beat import HeartbeatPublisher
-from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.simulation.servers.memory import MemoryStore
+from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
 from tests.unit.test_decode_link import ENGINE, NAMESPACE, WRITER, Decode, prompt
 from tests.unit.virtual import virtual
 

@@ -13,7 +13,7 @@ from dynamo_lite.protocol.generate import (
     halves,
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.generate.flight import MigratingRequest
+from dynamo_lite.request_plane.migrating_request import MigratingRequest
 
 MEMBER = EndpointRecord(
     component="VllmWorker",

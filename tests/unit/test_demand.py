@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.demand import SILENCE_S, Backlogs, BacklogTotals, DrainRate, wait_s
-from dynamo_lite.protocol.demand import Backlog, Lane
+from dynamo_lite.policy.backlog import SILENCE_S, Backlogs, BacklogTotals, DrainRate, wait_s
+from dynamo_lite.protocol.backlog import Backlog, Lane
 
 
 def said(engine_id: str, number: int, **fields: object) -> Backlog:

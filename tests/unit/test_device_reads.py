@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.engine.vllm.device_reads import GatheredReads, memory_reader
 from dynamo_lite.protocol.records import KvRegion
 from dynamo_lite.transfer.digest import checksum, read_dram
+from dynamo_lite.vllm.engine.device_reads import GatheredReads, memory_reader
 
 STORAGES = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1 << 12, 1 << 10, 100)]
 

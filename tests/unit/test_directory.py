@@ -8,7 +8,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ProtocolError, StoreUnavailable
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata, encode_engine
-from dynamo_lite.runtime.memory import MemoryStore
+from dynamo_lite.simulation.servers.memory import MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 

@@ -7,9 +7,9 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from dynamo_lite.engine.remote_prefill.link import EngineConfig, PrefillEngineConfig
-from dynamo_lite.engine.vllm.engine_config import engine_config
+from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.vllm.engine.engine_config import engine_config
 from tests.vllm.front_half import write_model
 
 LINK = EngineConfig(

@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo_lite.engine.vllm.args import engine_flags
+from dynamo_lite.vllm.args import engine_flags
 
 
 @pytest.mark.parametrize(

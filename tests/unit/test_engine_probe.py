@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from dynamo_lite.components.engine_probe import EngineProbe
 from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol.errors import EngineDied, StartupError
 from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.services.engine_probe import EngineProbe
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.unit.virtual import virtual
 
 METADATA = EngineMetadata(

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from vllm.config import ModelConfig, VllmConfig
 
-from dynamo_lite.engine.vllm.fingerprint import check_peer, fingerprint
 from dynamo_lite.protocol.errors import IncompatiblePeer
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from dynamo_lite.vllm.engine.fingerprint import check_peer, fingerprint
 from tests.shards import Shape, ShardedEngine
 from tests.vllm.front_half import write_model
 

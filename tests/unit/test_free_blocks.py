@@ -8,7 +8,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from benchmarks.used_pools import JOB_BLOCKS, Load, runs
-from dynamo_lite.engine.vllm.free_blocks import FreeRuns, hand_out_runs
+from dynamo_lite.vllm.engine.free_blocks import FreeRuns, hand_out_runs
 
 
 def pool_of(blocks: int) -> BlockPool:

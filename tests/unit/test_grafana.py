@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.frontend_metrics import RequestMetrics, RouterMetrics
-from dynamo_lite.components.vllm_worker import PoolGauges
-from dynamo_lite.engine.remote_prefill.metrics import RemotePrefillMetrics
+from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.policy.admission import Admission, Limits
-from dynamo_lite.runtime.component import ProcessSpec
-from dynamo_lite.runtime.generate import FailoverStats
-from dynamo_lite.runtime.host import add_gauges
+from dynamo_lite.request_plane import FailoverStats
+from dynamo_lite.runtime.process.component import ProcessSpec
+from dynamo_lite.runtime.process.host import add_gauges
+from dynamo_lite.services.decode_worker import PoolGauges
+from dynamo_lite.services.metrics import RequestMetrics, RouterMetrics
 from tests.unit.test_prefill_jobs import Rig
 
 DASHBOARD = json.loads(

@@ -19,10 +19,10 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
 from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.host import Host, ProcessEnvironment, ProcessSpec, run_process
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.process.host import Host, ProcessEnvironment, ProcessSpec, run_process
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -464,7 +464,7 @@ async def test_a_second_signal_ends_the_process_at_once() -> None:
     program = textwrap.dedent(
         """
         import asyncio
-        from dynamo_lite.runtime.stop import StopRequest, stop_on_signals
+        from dynamo_lite.runtime.process.stop import StopRequest, stop_on_signals
 
         async def main():
             stop = StopRequest()

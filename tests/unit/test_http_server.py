@@ -16,10 +16,10 @@ import httpx
 import pytest
 import trustme
 
-from dynamo_lite.components.http import HttpServer, bind, url_of
-from dynamo_lite.engine.vllm.http_options import HttpOptions, TlsOptions, tls_options
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.serve.supervisor import _example
+from dynamo_lite.services.frontend.http import HttpServer, bind, url_of
+from dynamo_lite.vllm.http_options import HttpOptions, TlsOptions, tls_options
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from dynamo_lite.engine.vllm.kv_events import VllmKvEvents
 from dynamo_lite.policy.kv_chain import chain_hashes
 from dynamo_lite.protocol.kv import KvCleared, KvRemoved, KvStored
+from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
 
 BLOCK = 4
 TOKENS = list(range(50, 62))

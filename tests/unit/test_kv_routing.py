@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.policy.bookings import LINGER_S, PendingRequests
 from dynamo_lite.policy.kv_chain import chain_hashes
 from dynamo_lite.policy.kv_index import KvIndex
 from dynamo_lite.policy.kv_routing import (
@@ -21,6 +20,7 @@ from dynamo_lite.policy.kv_routing import (
     score,
     with_room,
 )
+from dynamo_lite.policy.pending_requests import LINGER_S, PendingRequests
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
-from dynamo_lite.engine.remote_prefill.messages import BlockWrite, DecodeStep, PrefillStep
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.messages import BlockWrite, DecodeStep, PrefillStep
+from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.shards import LAYERS, Shape, ShardedEngine, kv_of
 
 BLOCKS, HEADS = 16, 4

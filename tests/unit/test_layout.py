@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.layout import (
     block_dimension,
     block_order,
     regions_of_tensor,
 )
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.sharding import join
 
 HEADS, SIZE, HEAD = 2, 4, 3

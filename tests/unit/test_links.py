@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from dynamo_lite.services.peer_links import PeerLinks
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components import links
-from dynamo_lite.components.links import PeerLinks
+from dynamo_lite.disagg.prefill import peer_links
 from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol import names
@@ -23,9 +23,9 @@ from dynamo_lite.protocol.records import (
     RankMetadata,
     encode_engine,
 )
-from dynamo_lite.runtime.host import Host, ProcessSpec
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.runtime.stop import StopRequest
+from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.stop import StopRequest
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -35,8 +35,8 @@ GOOD = LinkReport(None, 2, 0.5, 0.0625)
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(links, "_BACKOFF", Backoff(first_s=0.01, longest_s=0.01))
-    monkeypatch.setattr(links, "_STORE_PAUSE_S", 0.01)
+    monkeypatch.setattr(peer_links, "_BACKOFF", Backoff(first_s=0.01, longest_s=0.01))
+    monkeypatch.setattr(peer_links, "_STORE_PAUSE_S", 0.01)
 
 
 async def eventually(condition: Callable[[], Any]) -> None:
@@ -85,7 +85,7 @@ class Rig:
     def __init__(self, host: Host, store: MemoryStore, messaging: MemoryMessaging):
         self.host, self.store, self.messaging = host, store, messaging
         self.engine, self.directory = Engine(), MetadataDirectory(store, "t")
-        self.links = PeerLinks(host, self.engine, self.directory)
+        self.peer_links = PeerLinks(host, self.engine, self.directory)
         self.heard: dict[str, list[float]] = {}
 
     async def add(self, engine_id: str, lease_id: int = 7) -> EngineMetadata:
@@ -160,7 +160,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def test_engines_are_met_as_they_come_and_what_was_found_is_in_the_store(rig: Rig):
     await rig.add("d1", 7)
-    rig.host.spawn(rig.links.run(), "links")
+    rig.host.spawn(rig.peer_links.run(), "peer_links")
     first = await rig.recorded("d1", ok=True)
     await rig.add("d2", 8)
     second = await rig.recorded("d2", ok=True)
@@ -182,14 +182,14 @@ async def test_engines_are_met_as_they_come_and_what_was_found_is_in_the_store(r
 
 async def test_a_decode_engine_listens_while_it_is_tried_and_no_longer(rig: Rig):
     target = await rig.add("d1")
-    assert await rig.links.usable(target) is None
+    assert await rig.peer_links.usable(target) is None
     assert rig.heard["d1"] == [3.0, 0.0]
 
 
 async def test_the_prefill_engine_forgets_an_engine_whose_record_is_gone(rig: Rig):
     """Its worker's own record may be seen to go only later."""
     await rig.add("d1")
-    rig.host.spawn(rig.links.run(), "links")
+    rig.host.spawn(rig.peer_links.run(), "peer_links")
     await rig.recorded("d1", ok=True)
     await rig.store.delete(names.nixl_metadata_key("t", "d1"))
     await eventually(lambda: rig.engine.forgotten == ["d1"])
@@ -198,19 +198,19 @@ async def test_the_prefill_engine_forgets_an_engine_whose_record_is_gone(rig: Ri
 async def test_a_job_waits_for_the_first_try(rig: Rig):
     rig.engine.may_end.clear()
     target = await rig.add("d1")
-    waiting = asyncio.create_task(rig.links.usable(target))
+    waiting = asyncio.create_task(rig.peer_links.usable(target))
     await eventually(lambda: rig.engine.tried)
     assert not waiting.done() and await rig.records() == {}
     rig.engine.may_end.set()
     assert await waiting is None
-    assert await rig.links.usable(target) is None and rig.engine.tried == ["d1"]
+    assert await rig.peer_links.usable(target) is None and rig.engine.tried == ["d1"]
 
 
 async def test_a_pair_that_fails_is_not_used_others_are(rig: Rig):
     rig.engine.findings["d1"] = [LinkReport("rank 0: connection reset", 1)]
     one, two = await rig.add("d1"), await rig.add("d2")
-    assert await rig.links.usable(one) == "rank 0: connection reset"
-    assert await rig.links.usable(two) is None
+    assert await rig.peer_links.usable(one) == "rank 0: connection reset"
+    assert await rig.peer_links.usable(two) is None
     assert (await rig.recorded("d1", ok=False)).detail == "rank 0: connection reset"
     await rig.recorded("d2", ok=True)
 
@@ -219,15 +219,15 @@ async def test_it_is_tried_again_until_it_works(rig: Rig):
     bad = LinkReport("rank 0: connection reset", 1)
     rig.engine.findings["d1"] = [bad, Unavailable("no engine"), GOOD]
     target = await rig.add("d1")
-    assert await rig.links.usable(target) == "rank 0: connection reset"
+    assert await rig.peer_links.usable(target) == "rank 0: connection reset"
     await rig.recorded("d1", ok=True)
-    assert await rig.links.usable(target) is None
+    assert await rig.peer_links.usable(target) is None
     assert (rig.counted("failed"), rig.counted("ok")) == (2, 1)
 
 
 async def test_whoever_does_not_listen_is_not_tried(rig: Rig):
     target = await rig.add("d3")
-    failure = await rig.links.usable(target)
+    failure = await rig.peer_links.usable(target)
     assert failure and "nobody" in failure
     assert rig.engine.tried == []
     async with rig.listening("d3"):
@@ -237,12 +237,12 @@ async def test_whoever_does_not_listen_is_not_tried(rig: Rig):
 async def test_engines_that_do_not_fit_are_not_tried_again(rig: Rig):
     rig.engine.findings["d1"] = [IncompatiblePeer("d1", "dtype: 'bf16' here, 'f32' there")]
     target = await rig.add("d1")
-    assert await rig.links.usable(target) == "dtype: 'bf16' here, 'f32' there"
+    assert await rig.peer_links.usable(target) == "dtype: 'bf16' here, 'f32' there"
     await rig.recorded("d1", ok=False)
     # Time for many tries of one that only failed.
     other = await rig.add("d2")
     rig.engine.findings["d2"] = [LinkReport("broken")]
-    await rig.links.usable(other)
+    await rig.peer_links.usable(other)
     await eventually(lambda: rig.engine.tried.count("d2") > 5)
     assert rig.engine.tried.count("d1") == 1 and rig.counted("incompatible") == 1
 
@@ -250,23 +250,23 @@ async def test_engines_that_do_not_fit_are_not_tried_again(rig: Rig):
 @pytest.mark.parametrize("ok", [True, False])
 async def test_the_record_goes_when_the_engine_has_left(rig: Rig, ok: bool):
     rig.engine.findings["d1"] = [GOOD if ok else LinkReport("broken")]
-    rig.host.spawn(rig.links.run(), "links")
+    rig.host.spawn(rig.peer_links.run(), "peer_links")
     await rig.add("d1", 7)
     await rig.add("d2", 8)
     await rig.recorded("d1", ok=ok)
     await rig.recorded("d2", ok=True)
     await rig.store.delete(names.nixl_metadata_key("t", "d1"))
     await rig.gone("d1")
-    rig.links.forget_leases(frozenset({8}))
+    rig.peer_links.forget_leases(frozenset({8}))
     await rig.gone("d2")
 
 
 async def test_whoever_waits_for_an_engine_that_leaves_is_told(rig: Rig):
     rig.engine.may_end.clear()
     target = await rig.add("d1", 7)
-    waiting = asyncio.create_task(rig.links.usable(target))
+    waiting = asyncio.create_task(rig.peer_links.usable(target))
     await eventually(lambda: rig.engine.tried)
-    rig.links.forget_leases(frozenset({7}))
+    rig.peer_links.forget_leases(frozenset({7}))
     rig.engine.findings["d1"] = [Unavailable("the peer is gone")]
     rig.engine.may_end.set()
     assert await waiting == "the peer is gone"
@@ -275,17 +275,17 @@ async def test_whoever_waits_for_an_engine_that_leaves_is_told(rig: Rig):
 
 async def test_a_new_incarnation_is_tried_for_itself(rig: Rig):
     rig.engine.findings["d1"] = [LinkReport("broken")]
-    assert await rig.links.usable(await rig.add("d1", 7)) == "broken"
-    assert await rig.links.usable(await rig.add("d2", 7)) is None
+    assert await rig.peer_links.usable(await rig.add("d1", 7)) == "broken"
+    assert await rig.peer_links.usable(await rig.add("d2", 7)) is None
 
 
 async def test_after_a_failed_write_the_way_is_tried_before_it_is_used_again(rig: Rig):
     target = await rig.add("d1")
-    assert await rig.links.usable(target) is None
+    assert await rig.peer_links.usable(target) is None
     await rig.recorded("d1", ok=True)
     rig.engine.findings["d1"] = [LinkReport("rank 0: connection reset")]
-    rig.links.doubt("d1")
-    assert await rig.links.usable(target) == "rank 0: connection reset"
+    rig.peer_links.doubt("d1")
+    assert await rig.peer_links.usable(target) == "rank 0: connection reset"
     await rig.recorded("d1", ok=False)
 
 
@@ -293,14 +293,14 @@ async def test_an_outage_of_the_store_delays_the_record_only(rig: Rig):
     target = await rig.add("d1")
     await rig.directory.get("d1")
     rig.store.set_available(False)
-    assert await rig.links.usable(target) is None
+    assert await rig.peer_links.usable(target) is None
     rig.store.set_available(True)
     await rig.recorded("d1", ok=True)
 
 
 async def test_a_malformed_engine_is_left_out(rig: Rig):
     await rig.store.put(names.nixl_metadata_key("t", "d2"), b"{}")
-    rig.host.spawn(rig.links.run(), "links")
+    rig.host.spawn(rig.peer_links.run(), "peer_links")
     await rig.add("d1")
     await rig.recorded("d1", ok=True)
     assert rig.engine.tried == ["d1"]
@@ -311,8 +311,8 @@ async def test_the_start_waits_until_engines_that_are_there_are_tried_and_record
     rig.engine.may_end.clear()
     await rig.add("d1")
     await rig.add("d2")
-    rig.host.spawn(rig.links.run(), "links")
-    waiting = asyncio.create_task(rig.links.first_tries(10.0))
+    rig.host.spawn(rig.peer_links.run(), "peer_links")
+    waiting = asyncio.create_task(rig.peer_links.first_tries(10.0))
     await eventually(lambda: len(rig.engine.tried) == 2)
     assert not waiting.done() and await rig.records() == {}
     rig.engine.may_end.set()
@@ -324,8 +324,8 @@ async def test_the_start_waits_until_engines_that_are_there_are_tried_and_record
 
 
 async def test_the_start_waits_for_no_engine_that_comes_later_or_is_not_there(rig: Rig):
-    rig.host.spawn(rig.links.run(), "links")
-    assert await rig.links.first_tries(10.0) == []
+    rig.host.spawn(rig.peer_links.run(), "peer_links")
+    assert await rig.peer_links.first_tries(10.0) == []
     rig.engine.may_end.clear()
     await rig.add("d1")
     await eventually(lambda: rig.engine.tried)
@@ -335,9 +335,9 @@ async def test_the_start_waits_for_no_engine_that_comes_later_or_is_not_there(ri
 async def test_the_start_waits_only_so_long_for_an_engine_that_hangs(rig: Rig):
     rig.engine.may_end.clear()
     await rig.add("d1")
-    rig.host.spawn(rig.links.run(), "links")
+    rig.host.spawn(rig.peer_links.run(), "peer_links")
     await eventually(lambda: rig.engine.tried)
-    assert await rig.links.first_tries(0.05) == ["d1"]
+    assert await rig.peer_links.first_tries(0.05) == ["d1"]
     rig.engine.may_end.set()
     await rig.recorded("d1", ok=True)  # it is tried further
 
@@ -346,26 +346,26 @@ async def test_the_start_waits_only_so_long_for_a_store_that_is_away(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ):
     rig.store.set_available(False)
-    rig.host.spawn(rig.links.run(), "links")
-    assert await rig.links.first_tries(0.05) == []
+    rig.host.spawn(rig.peer_links.run(), "peer_links")
+    assert await rig.peer_links.first_tries(0.05) == []
     assert "were not listed within 0.05 s" in caplog.text
     rig.store.set_available(True)
 
 
 async def test_it_is_hopeless_while_no_engine_can_be_given_kv(rig: Rig):
-    assert not rig.links.hopeless, "there is none: nothing will be asked for"
+    assert not rig.peer_links.hopeless, "there is none: nothing will be asked for"
     bad = LinkReport("rank 0: connection reset")
     rig.engine.findings |= {"d1": [bad], "d2": [bad]}
     one = await rig.add("d1")
     rig.engine.may_end.clear()
-    waiting = asyncio.create_task(rig.links.usable(one))
+    waiting = asyncio.create_task(rig.peer_links.usable(one))
     await eventually(lambda: rig.engine.tried)
-    assert not rig.links.hopeless, "it is not known yet"
+    assert not rig.peer_links.hopeless, "it is not known yet"
     rig.engine.may_end.set()
     await waiting
-    assert rig.links.hopeless
+    assert rig.peer_links.hopeless
     rig.engine.findings["d2"] = [bad, bad, GOOD]
-    await rig.links.usable(await rig.add("d2"))
-    assert rig.links.hopeless
+    await rig.peer_links.usable(await rig.add("d2"))
+    assert rig.peer_links.hopeless
     await rig.recorded("d2", ok=True)
-    assert not rig.links.hopeless
+    assert not rig.peer_links.hopeless

@@ -8,16 +8,16 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from dynamo_lite.cli import listing
+from dynamo_lite.cli.links import as_link_rows, as_link_table
+from dynamo_lite.cli.listing import as_rows, as_table, states
 from dynamo_lite.protocol.records import (
     EndpointRecord,
     EndpointTransport,
     EngineMetadata,
     LinkRecord,
 )
-from dynamo_lite.runtime.status import StatusServer
-from dynamo_lite.serve import listing
-from dynamo_lite.serve.links import as_link_rows, as_link_table
-from dynamo_lite.serve.listing import as_rows, as_table, states
+from dynamo_lite.runtime.process.status import StatusServer
 
 
 def record(status_url: str) -> EndpointRecord:

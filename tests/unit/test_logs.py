@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.runtime import logs
-from dynamo_lite.runtime.logs import JsonLines, LogFormat, ids, logging_config
+from dynamo_lite.runtime.process import logs
+from dynamo_lite.runtime.process.logs import JsonLines, LogFormat, ids, logging_config
 
 PACKAGE = Path(logs.__file__).parents[1]
 

@@ -14,8 +14,8 @@ from vllm.sampling_params import (
     StructuredOutputsParams,
 )
 
-from dynamo_lite.engine.vllm.movable import facts, is_causal, movable
 from dynamo_lite.policy.migration import Continue, Replay, Stay
+from dynamo_lite.vllm.migratable import facts, is_causal, movable
 
 GRAMMAR = StructuredOutputsParams(json={"type": "object"})
 

@@ -5,12 +5,12 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from dynamo_lite.overview import Overview
+from dynamo_lite.overview.compose import WANTED, Seen, compose
+from dynamo_lite.overview.history import History
+from dynamo_lite.overview.samples import Samples, increases, known, parse, quantile, total
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord
-from dynamo_lite.runtime.overview import Overview
-from dynamo_lite.runtime.overview.compose import WANTED, Seen, compose
-from dynamo_lite.runtime.overview.history import History
-from dynamo_lite.runtime.overview.samples import Samples, increases, known, parse, quantile, total
 
 DECODE, PREFILL, FRONTEND = 0xD, 0xE, 0xF
 READY = {"ok": True, "state": "ready", "instance": 0}

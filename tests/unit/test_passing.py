@@ -17,15 +17,15 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from dynamo_lite.engine.remote_prefill.link import (
+from dynamo_lite.disagg.decode.passing import MAX_PASSED, MAX_SKIPPED, RETRY_STEPS, Passing
+from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     write_engine_config,
 )
-from dynamo_lite.engine.remote_prefill.passing import MAX_PASSED, MAX_SKIPPED, RETRY_STEPS, Passing
-from dynamo_lite.engine.vllm import connector
-from dynamo_lite.engine.vllm.transfer_config import transfer_config
 from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.vllm.engine import connector
+from dynamo_lite.vllm.engine.transfer_config import transfer_config
 from tests.unit.test_decode_link import Bridge
 
 BLOCK, POOL, MODEL_TOKENS = 32, 40, 1024

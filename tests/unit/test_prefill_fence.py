@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dynamo_lite.services.fence_updater import FenceUpdater
 
-from dynamo_lite.components import prefill_fence
-from dynamo_lite.components.prefill_fence import FenceUpdater
+from dynamo_lite.disagg.prefill import fence_updater
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import (
@@ -21,7 +21,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, boottime
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -33,7 +33,7 @@ PROMISE_S = 1.5
 
 @pytest.fixture(autouse=True)
 def short_promises(monkeypatch):
-    monkeypatch.setattr(prefill_fence, "_PROMISE_S", PROMISE_S)
+    monkeypatch.setattr(fence_updater, "_PROMISE_S", PROMISE_S)
 
 
 async def eventually(condition: Any) -> None:

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from dynamo_lite.services.jobs import PrefillJobs
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components import claims, prefill_jobs
-from dynamo_lite.components.prefill_jobs import PrefillJobs
+from dynamo_lite.disagg.prefill import claims, jobs
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode, encode_sealed
@@ -37,9 +37,9 @@ from dynamo_lite.protocol.records import (
     encode_engine,
 )
 from dynamo_lite.queue.base import Job, QueueConfig
-from dynamo_lite.queue.memory import MemoryBroker, MemoryQueue
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -50,10 +50,10 @@ BLOCK, POOL = 4, 16
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(prefill_jobs, "_RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(jobs, "_RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(claims, "_TELL_S", 0.1)
-    monkeypatch.setattr(prefill_jobs, "_BROKER_PAUSE_S", 0.01)
-    monkeypatch.setattr(prefill_jobs, "_LEFT_DELAY_S", 0.01)
+    monkeypatch.setattr(jobs, "_BROKER_PAUSE_S", 0.01)
+    monkeypatch.setattr(jobs, "_LEFT_DELAY_S", 0.01)
 
 
 async def eventually(condition: Callable[[], Any]) -> None:
@@ -397,7 +397,7 @@ async def test_clocks_may_differ_a_little(ahead_s, caplog):
 
 
 async def test_a_job_that_nobody_may_claim_is_told_when_its_last_delivery_is_over(monkeypatch):
-    monkeypatch.setattr(prefill_jobs, "_RETRY_DELAY_S", 0.02)
+    monkeypatch.setattr(jobs, "_RETRY_DELAY_S", 0.02)
     async with working() as rig:
         rig.verdicts = [ClaimRefused(reason="no such prefill worker", elsewhere=True)] * 3
         await rig.push(job())
@@ -414,7 +414,7 @@ async def test_a_job_that_nobody_may_claim_is_told_when_its_last_delivery_is_ove
 
 def test_a_job_waits_longer_before_each_delivery_but_not_for_ever(monkeypatch):
     monkeypatch.undo()
-    delays = [prefill_jobs._retry_delay_s(n) for n in (1, 2, 3, 4, 5, 1000)]
+    delays = [jobs._retry_delay_s(n) for n in (1, 2, 3, 4, 5, 1000)]
     assert delays == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
 
 

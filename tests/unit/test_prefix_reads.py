@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo_lite.engine.remote_prefill.link import EngineConfig, PrefillEngineConfig
-from dynamo_lite.engine.remote_prefill.messages import (
+from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
+from dynamo_lite.disagg.messages import (
     PrefillStep,
     PrefixRead,
     RankResults,
     WorkerReport,
 )
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
-from dynamo_lite.engine.remote_prefill.prefill_scheduler import PrefillScheduler
+from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.shards import Shape, ShardedEngine, expected
 from tests.unit.test_rank_groups import SIZES
 from tests.unit.test_ranks import Decode, HeldWrite, Prefill, Wire, blocks, targets

@@ -1,9 +1,9 @@
 """Orders and answers of preflights, slots of scratch memory."""
 
-from dynamo_lite.engine.remote_prefill.counts import PREFLIGHT, Counters
-from dynamo_lite.engine.remote_prefill.introductions import Introductions
-from dynamo_lite.engine.remote_prefill.messages import PrefillStep, RankLink
-from dynamo_lite.engine.remote_prefill.preflight_book import LinkTestScheduler
+from dynamo_lite.disagg.counters import PREFLIGHT, Counters
+from dynamo_lite.disagg.messages import PrefillStep, RankLink
+from dynamo_lite.disagg.prefill.introductions import Introductions
+from dynamo_lite.disagg.prefill.link_test_scheduler import LinkTestScheduler
 from dynamo_lite.protocol.prefill import LinkTest
 from dynamo_lite.protocol.records import EngineMetadata, Scratch
 from dynamo_lite.transfer.scratch import pattern, pick_slots

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from dynamo_lite.engine.remote_prefill import preflights
-from dynamo_lite.engine.remote_prefill.messages import (
+from dynamo_lite.disagg.messages import (
     LinkTestOrder,
     PrefillStep,
     RankLink,
     WorkerReport,
 )
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.disagg.prefill import link_test_rank
+from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.base import Transfer
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.scratch import pattern, pick_slots
 from tests.shards import BLOCK_TOKENS, Shape, ShardedEngine
 
@@ -96,7 +96,7 @@ class Prefill(Engine):
 
     def start(self, target: Engine, order: str = "1.1") -> None:
         step = PrefillStep(
-            preflights=[LinkTestOrder(order, target.name)],
+            link_test_rank=[LinkTestOrder(order, target.name)],
             targets={target.name: encode(target.metadata())},
             own=encode(self.metadata()),
         )
@@ -183,7 +183,7 @@ def test_what_was_written_is_what_the_peer_holds(fabric):
 
 
 def test_of_two_writers_in_one_slot_one_goes_to_another(fabric, monkeypatch):
-    monkeypatch.setattr(preflights, "pick_slots", lambda name, *_: [7, int(name[0])])
+    monkeypatch.setattr(link_test_rank, "pick_slots", lambda name, *_: [7, int(name[0])])
     one, two = Prefill(fabric, Shape(), "p1"), Prefill(fabric, Shape(), "p2")
     target = Engine(fabric, "d", Shape())
     region = target.scratch[0].region
@@ -237,9 +237,9 @@ def test_a_silent_peer_is_given_up_and_its_slots_stay_out_of_use(fabric):
     own, silent = Prefill(fabric, Shape()), Engine(fabric, "d", Shape())
     own.movers[0].held = True
     own.start(silent)
-    own.time = preflights.LIMIT_S + 1
+    own.time = link_test_rank.LIMIT_S + 1
     failure = own.ended()["1.1"][0].failure
-    assert failure == f"no answer of rank 0 within {preflights.LIMIT_S:g} s"
+    assert failure == f"no answer of rank 0 within {link_test_rank.LIMIT_S:g} s"
     tries = own.ranks[0]._preflights
     assert len(tries._free) == own.scratch[0].region.slots - 2
     own.movers[0].held = False
@@ -271,7 +271,7 @@ def test_behind_a_closed_fence_nothing_is_written_or_moved_on(fabric):
     own.ended()
     own.alive, polls = False, own.movers[0].polls
     assert own.ended() == {} and own.movers[0].polls == polls
-    own.time = preflights.LIMIT_S + 1
+    own.time = link_test_rank.LIMIT_S + 1
     failure = own.ended()["1.1"][0].failure
     assert failure is not None and "lease was not certain" in failure
     assert own.movers[0].polls == polls

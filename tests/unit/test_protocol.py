@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol import decisions, demand, generate, health, kv, prefill, records, routing
+from dynamo_lite.protocol import backlog, decisions, generate, health, kv, prefill, records, routing
 from dynamo_lite.protocol.codec import (
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
@@ -239,16 +239,16 @@ LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3, queue_jobs=
 # (message, its decoder, its bytes)
 GOLDEN = [
     (
-        demand.Backlog(
+        backlog.Backlog(
             engine_id="e1",
             number=7,
             queued_jobs=2,
-            queued_tokens={demand.Lane.SHORT: 600, demand.Lane.LONG: 4000},
+            queued_tokens={backlog.Lane.SHORT: 600, backlog.Lane.LONG: 4000},
             claimed_jobs=1,
             claimed_tokens=900,
             done_tokens=70000,
         ),
-        demand.decode_demand,
+        backlog.decode_demand,
         b"\x8a\xa9engine_id\xa2e1\xa6number\x07\xabqueued_jobs\x02\xadqueu"
         b"ed_tokens\x82\xa5short\xcd\x02X\xa4long\xcd\x0f\xa0\xacclaimed_jobs"
         b"\x01\xaeclaimed_tokens\xcd\x03\x84\xabdone_tokens\xce\x00\x01\x11p\xa5hel"
@@ -581,7 +581,7 @@ RECORDS = [
     ),
 ]
 
-MODULES = (decisions, demand, generate, health, kv, prefill, routing)
+MODULES = (decisions, backlog, generate, health, kv, prefill, routing)
 DECODERS = sorted(
     {
         name

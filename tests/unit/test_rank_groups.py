@@ -8,22 +8,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dynamo_lite.engine.remote_prefill.counts import BYTES, LATE, MISMATCH, Counters
-from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
-from dynamo_lite.engine.remote_prefill.messages import (
+from dynamo_lite.disagg.counters import BYTES, LATE, MISMATCH, Counters
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.decode.resume import Resumes
+from dynamo_lite.disagg.messages import (
     BlockWrite,
     DecodeStep,
     PrefillStep,
     WorkerReport,
 )
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
-from dynamo_lite.engine.remote_prefill.resumes import Resumes
+from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.shards import Shape, ShardedEngine, expected
 
 BLOCKS = 8

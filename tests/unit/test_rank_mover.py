@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_lite.engine.remote_prefill.link import (
+from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
 )
-from dynamo_lite.engine.vllm import rank_mover
-from dynamo_lite.engine.vllm.rank_mover import open_mover
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
+from dynamo_lite.vllm.engine import rank_mover
+from dynamo_lite.vllm.engine.rank_mover import open_mover
 from tests.unit.test_polled import Wire, eventually, write
 
 PREFILL = PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=1)

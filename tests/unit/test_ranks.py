@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from dynamo_lite.disagg.rank import DecodeRank
 
-from dynamo_lite.engine.remote_prefill import decode_rank
-from dynamo_lite.engine.remote_prefill.counts import (
+from dynamo_lite.disagg.counters import (
     BYTES,
     DESCRIPTORS,
     FENCED,
@@ -14,19 +14,19 @@ from dynamo_lite.engine.remote_prefill.counts import (
     MISMATCH,
     SECONDS,
 )
-from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
-from dynamo_lite.engine.remote_prefill.messages import (
+from dynamo_lite.disagg.decode import rank
+from dynamo_lite.disagg.messages import (
     BlockWrite,
     DecodeStep,
     PrefillStep,
 )
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
+from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover, MemoryTransfer
 from dynamo_lite.transfer.digest import sample
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover, MemoryTransfer
 
 BLOCKS, BLOCK_BYTES = 32, 64
 
@@ -582,8 +582,8 @@ def test_an_idle_engine_is_not_polled(decode):
 
 
 def test_memory_of_strangers_and_of_the_given_up_is_bounded(decode, monkeypatch):
-    monkeypatch.setattr(decode_rank, "_MAX_EARLY", 3)
-    monkeypatch.setattr(decode_rank, "_MAX_GIVEN_UP", 3)
+    monkeypatch.setattr(rank, "_MAX_EARLY", 3)
+    monkeypatch.setattr(rank, "_MAX_GIVEN_UP", 3)
     decode.mover.inbox += [notice(f"s{i}") for i in range(5)]
     decode.settle()
     expected = {f"s{i}": f"r{i}" for i in range(5)}

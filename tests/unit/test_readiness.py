@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from dynamo_lite.components.engine_probe import NOT_LOADED
-from dynamo_lite.components.frontend import Frontend
-from dynamo_lite.components.http import Probed
 from dynamo_lite.protocol.errors import EngineDied
-from dynamo_lite.runtime.component import ProcessSpec
-from dynamo_lite.runtime.memory import MemoryMessaging
-from dynamo_lite.runtime.readiness import Probes, liveness, readiness
+from dynamo_lite.runtime.process.component import ProcessSpec
+from dynamo_lite.runtime.process.readiness import Probes, liveness, readiness
+from dynamo_lite.services.engine_probe import NOT_LOADED
+from dynamo_lite.services.frontend.frontend import Frontend
+from dynamo_lite.services.frontend.http import Probed
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.unit.test_engine_probe import Engine
 from tests.unit.test_engine_probe import Worker as Probing
 from tests.unit.test_host import Run, get

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.components.config import (
+from dynamo_lite.services.config import (
     CanaryOptions,
     FrontendConfig,
     KvRouterOptions,

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.components.generation_trace import TracedGeneration
-from dynamo_lite.engine.remote_prefill.counts import SPAN, STAGE, WRITTEN
-from dynamo_lite.engine.remote_prefill.messages import RankResults
+from dynamo_lite.disagg.counters import SPAN, STAGE, WRITTEN
+from dynamo_lite.disagg.messages import RankResults
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import WriterDone
 from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
-from dynamo_lite.runtime.tracing import record_notes
+from dynamo_lite.runtime.tracing.tracer import record_notes
+from dynamo_lite.services.generation_trace import TracedGeneration
 from tests.unit import test_prefill_jobs as jobs
 from tests.unit.recorder import Recorder, Told
 from tests.unit.test_decode_link import TIMEOUT_S, WRITER, Clock, Decode, encode_sealed, prompt

@@ -15,14 +15,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from dynamo_lite.engine.remote_prefill.request_time import time_left_s
-from dynamo_lite.engine.vllm.requests import canary, generate_request, generation, prefill
-from dynamo_lite.engine.vllm.wire import sampling_to_bytes
+from dynamo_lite.disagg.decode.deadline import time_left_s
 from dynamo_lite.policy.migration import Continue
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.vllm.requests import canary, generate_request, generation, prefill
+from dynamo_lite.vllm.wire import sampling_to_bytes
 
 MAX_MODEL_LEN = 64
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo_lite.engine.remote_prefill.messages import RankResults, WorkerReport
+from dynamo_lite.disagg.messages import RankResults, WorkerReport
 from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.policy.resume import AskAgain, PrefillHere, ResumeReason, again
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
-from dynamo_lite.transfer.memory import MemoryFabric
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric
 from tests.unit.test_decode_link import BLOCK, TIMEOUT_S, WRITER, Clock, prompt
 from tests.unit.test_decode_link import Decode as Engine
 from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets

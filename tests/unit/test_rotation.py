@@ -5,15 +5,15 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 
-from dynamo_lite.components.rotation import Rotation
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, health_subject
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.beat import HeartbeatPublisher
-from dynamo_lite.runtime.health import HealthMonitor
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.runtime.roster import Roster
+from dynamo_lite.runtime.members.health import HealthMonitor
+from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.services.frontend.rotation import Rotation
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.unit.virtual import virtual
 
 A, B = 0xA, 0xB

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from dynamo_lite.protocol.errors import IncompatiblePeer, ProtocolError
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import RankMetadata
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.block_map import BlockMap
+from dynamo_lite.transfer.block_slices import hole, parts_of, regions_of_parts
 from dynamo_lite.transfer.layout import block_order, regions_of_tensor
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
-from dynamo_lite.transfer.parts import hole, parts_of, regions_of_parts
 from dynamo_lite.transfer.sharding import heads_of, join, writers
 from tests.shards import Shape, ShardedEngine, expected
 

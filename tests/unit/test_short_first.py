@@ -8,8 +8,8 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from dynamo_lite.engine.vllm import short_first
-from dynamo_lite.engine.vllm.short_first import ShortFirst
+from dynamo_lite.vllm.engine import short_first
+from dynamo_lite.vllm.engine.short_first import ShortFirst
 
 
 def request(name: str, tokens: int, *, held_there: int = 0, priority: int = 0) -> Any:

@@ -5,21 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamo_lite.engine.remote_prefill import staging
-from dynamo_lite.engine.remote_prefill.decode_rank import DecodeRank
-from dynamo_lite.engine.remote_prefill.messages import (
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.messages import (
     BlockWrite,
     DecodeStep,
     PrefillStep,
     PrefixRead,
 )
-from dynamo_lite.engine.remote_prefill.prefill_rank import PrefillRank
-from dynamo_lite.engine.remote_prefill.staging import split
+from dynamo_lite.disagg.prefill import staging
+from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.disagg.prefill.staging import split
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Landed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout
 from tests.shards import Shape, ShardedEngine, expected_of_tokens

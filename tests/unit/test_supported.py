@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from dynamo_lite.engine.remote_prefill.link import PrefillEngineConfig, read_engine_config
-from dynamo_lite.engine.vllm import supported
-from dynamo_lite.engine.vllm.supported import check_args, check_config, check_kv, hearing, telling
+from dynamo_lite.disagg.engine_config import PrefillEngineConfig, read_engine_config
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
+from dynamo_lite.vllm.engine import supported
+from dynamo_lite.vllm.engine.supported import check_args, check_config, check_kv, hearing, telling
 
 BLOCK = 32
 SHAPE: dict[str, Any] = {

@@ -21,11 +21,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 
 from dynamo_lite.protocol.trace import TraceContext, new_trace
-from dynamo_lite.runtime import otlp, tracing
-from dynamo_lite.runtime.tracing import (
+from dynamo_lite.runtime.tracing import otlp
+from dynamo_lite.runtime.tracing import tracer as tracing
+from dynamo_lite.runtime.tracing.open import open_tracer
+from dynamo_lite.runtime.tracing.tracer import (
     TracingOptions,
     check_endpoint,
-    open_tracer,
     record_child,
     record_notes,
 )
@@ -186,10 +187,10 @@ def test_a_bad_endpoint_is_named(url: str, said: str):
 def test_who_does_not_trace_loads_no_tracing_library():
     code = (
         "import sys\n"
-        "import dynamo_lite.components.vllm_worker, dynamo_lite.components.prefill_worker\n"
-        "import dynamo_lite.components.frontend, dynamo_lite.runtime.host\n"
-        "import dynamo_lite.engine.remote_prefill.decode_scheduler\n"
-        "import dynamo_lite.engine.remote_prefill.prefill_scheduler\n"
+        "import dynamo_lite.services.decode_worker, dynamo_lite.services.prefill_worker\n"
+        "import dynamo_lite.services.frontend.frontend, dynamo_lite.runtime.process.host\n"
+        "import dynamo_lite.disagg.decode.scheduler\n"
+        "import dynamo_lite.disagg.prefill.scheduler\n"
         "print([m for m in sys.modules if m.startswith('opentelemetry')])"
     )
     root = Path(__file__).resolve().parents[2]

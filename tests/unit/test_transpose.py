@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dynamo_lite.protocol.errors import IncompatiblePeer, ProtocolError
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, decode_engine, encode_engine
-from dynamo_lite.transfer.memory import MemoryFabric, MemoryMover
+from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
@@ -121,7 +121,7 @@ def whole(source: ShardedEngine, rank: int, lane) -> KvRegion:
 def interpreted(monkeypatch):
     """The Triton kernel, run by Triton's interpreter."""
     pytest.importorskip("triton")
-    name = "dynamo_lite.engine.vllm.transpose_kernel"
+    name = "dynamo_lite.vllm.engine.transpose_kernel"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(name).KernelCopy
@@ -152,7 +152,7 @@ def test_the_kernel_and_torch_give_the_same_bytes(interpreted, here, there, dtyp
 def test_the_kernel_compiles_for_a_gpu_without_one(monkeypatch, word_bytes):
     triton = pytest.importorskip("triton")
     compiler = importlib.import_module("triton.backends.compiler")
-    name = "dynamo_lite.engine.vllm.transpose_kernel"
+    name = "dynamo_lite.vllm.engine.transpose_kernel"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.delitem(sys.modules, name, raising=False)

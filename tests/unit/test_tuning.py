@@ -5,18 +5,16 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from dynamo_lite.disagg.live_options import LiveThresholds
 from msgspec import UNSET, UnsetType
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.config import FrontendConfig, KvRouterOptions, VllmWorkerConfig
-from dynamo_lite.components.kv_picking import weights
-from dynamo_lite.components.live_options import ComponentOptions, limits
-from dynamo_lite.engine.remote_prefill.link import DecodeEngineConfig
-from dynamo_lite.engine.remote_prefill.tuning import LiveThresholds
+from dynamo_lite.cli import live_options, live_options_view
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError
-from dynamo_lite.protocol.tuning import (
+from dynamo_lite.protocol.live_options import (
     FrontendLiveOptions,
     LiveOptionsRecord,
     RouterLiveOptions,
@@ -25,8 +23,10 @@ from dynamo_lite.protocol.tuning import (
     encode_tuning,
 )
 from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.runtime.memory import MemoryStore
-from dynamo_lite.serve import tuning, tuning_view
+from dynamo_lite.services.config import FrontendConfig, KvRouterOptions, VllmWorkerConfig
+from dynamo_lite.services.kv_picker import weights
+from dynamo_lite.services.live_options import ComponentOptions, limits
+from dynamo_lite.simulation.servers.memory import MemoryStore
 
 WORKER = "VllmWorker"
 
@@ -64,7 +64,7 @@ def test_live_options_have_the_ranges_of_the_file(configs: list[type], live: typ
     ],
 )
 def test_edits(words: list[str], edits: dict[str, Any]):
-    assert tuning.parse_edits(words) == {WORKER: edits}
+    assert live_options.parse_edits(words) == {WORKER: edits}
 
 
 @pytest.mark.parametrize(
@@ -102,22 +102,22 @@ def test_edits(words: list[str], edits: dict[str, Any]):
 )
 def test_bad_edits_come_with_what_is_accepted(word: str, complaint: str):
     with pytest.raises(ConfigError) as caught:
-        tuning.parse_edits([word])
+        live_options.parse_edits([word])
     assert complaint in caught.value.mistakes[0]
 
 
 def test_every_mistake_is_named():
     with pytest.raises(ConfigError) as caught:
-        tuning.parse_edits(["a=1", "VllmWorker.max-remote-prefills=0", "b"])
+        live_options.parse_edits(["a=1", "VllmWorker.max-remote-prefills=0", "b"])
     assert len(caught.value.mistakes) == 3
 
 
 def test_a_component_stands_for_all_of_its_keys():
-    assert tuning.parse_unsets(["VllmWorker"]) == {
-        WORKER: dict.fromkeys(tuning.options_of(WORKER), UNSET)
+    assert live_options.parse_unsets(["VllmWorker"]) == {
+        WORKER: dict.fromkeys(live_options.options_of(WORKER), UNSET)
     }
     with pytest.raises(ConfigError):
-        tuning.parse_unsets(["PrefillWorker"])
+        live_options.parse_unsets(["PrefillWorker"])
 
 
 def test_a_record_is_this_json_and_comes_back():
@@ -168,7 +168,7 @@ def test_null_is_a_value_of_its_own():
 
 
 def worker(version: int | None, engine: int | None = None, refused: str = "") -> dict[str, Any]:
-    file = {option: 512 for option in tuning.options_of(WORKER)}
+    file = {option: 512 for option in live_options.options_of(WORKER)}
     said = {"version": version, "engine_version": engine, "file": file, "refused": refused}
     return {"lease": "a", "pid": 1, **(said if version is not None else {"version": None})}
 
@@ -178,7 +178,7 @@ def test_who_follows_is_shown_and_who_does_not():
         values=VllmWorkerLiveOptions(max_local_prefill_length=7), version=2, by="me@here", at=0.0
     )
     workers = [worker(2, 2), worker(2), worker(2, 1), worker(1, 1, "bad"), worker(None)]
-    shown = tuning_view.as_text(WORKER, record, workers)
+    shown = live_options_view.as_text(WORKER, record, workers)
     lines = shown.splitlines()
     [line] = [line for line in lines if "max-local-prefill-length" in line]
     assert line.split()[1:3] == ["7", "512"]
@@ -188,9 +188,9 @@ def test_who_follows_is_shown_and_who_does_not():
         "version 1; refuses what is in etcd: bad",
         "does not answer",
     ]
-    one = tuning_view.as_text(WORKER, None, [], "max-remote-prefills").splitlines()
+    one = live_options_view.as_text(WORKER, None, [], "max-remote-prefills").splitlines()
     assert one[1].split()[1:3] == ["-", "?"] and "version 0" in one[-1]
-    told = tuning_view.as_json(WORKER, record, workers)
+    told = live_options_view.as_json(WORKER, record, workers)
     assert told["values"] == {"max-local-prefill-length": 7}
     assert [w["follows"] for w in told["processes"]] == [True, True, False, False, False]
 
@@ -200,13 +200,13 @@ def test_a_change_is_one_line_for_each_value():
     new = LiveOptionsRecord(
         values=VllmWorkerLiveOptions(single_flight_min_length=None), version=2, by="me@here"
     )
-    assert tuning_view.change_lines(tuning.Change(WORKER, old, new)) == [
+    assert live_options_view.change_lines(live_options.Change(WORKER, old, new)) == [
         "VllmWorker.max-local-prefill-length: 7 -> (file)  (version 2 by me@here)",
         "VllmWorker.single-flight-min-length: (file) -> null  (version 2 by me@here)",
     ]
-    [line] = tuning_view.change_lines(tuning.Change(WORKER, new, new))
+    [line] = live_options_view.change_lines(live_options.Change(WORKER, new, new))
     assert "no value differs" in line
-    lines = tuning_view.change_lines(tuning.Change(WORKER, old, None))
+    lines = live_options_view.change_lines(live_options.Change(WORKER, old, None))
     assert lines == ["VllmWorker.max-local-prefill-length: 7 -> (file)  (record removed)"]
 
 
@@ -238,7 +238,7 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
             },
             "refused": "",
         }
-        await tuning.write(store, "t", "Frontend", {"max-in-flight-requests": 3})
+        await live_options.write(store, "t", "Frontend", {"max-in-flight-requests": 3})
         while not applied:
             await asyncio.sleep(0)
         assert applied == [Limits(in_flight=3, prompt_tokens=7)]
@@ -247,7 +247,9 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
         while not drops:
             await asyncio.sleep(0)
         assert options.facts()["version"] == 1 and "missing" in options.facts()["refused"]
-        await tuning.write(store, "t", "Frontend", tuning.parse_unsets(["Frontend"])["Frontend"])
+        await live_options.write(
+            store, "t", "Frontend", live_options.parse_unsets(["Frontend"])["Frontend"]
+        )
         while len(applied) < 2:
             await asyncio.sleep(0)
     assert applied[1] == Limits(in_flight=2048, prompt_tokens=7)

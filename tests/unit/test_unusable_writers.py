@@ -10,19 +10,19 @@ from collections.abc import AsyncIterator
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.links import PeerLinks
+from dynamo_lite.cli.decision_view import as_text
+from dynamo_lite.cli.decisions import Taken
+from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import LinkReport
-from dynamo_lite.engine.vllm.fingerprint import check_peer
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import decode_json, encode, encode_json
 from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
-from dynamo_lite.protocol.demand import Lane
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, RankMetadata, encode_engine
-from dynamo_lite.runtime.host import Host, ProcessSpec
-from dynamo_lite.runtime.stop import StopRequest
-from dynamo_lite.serve.decision_view import as_text
-from dynamo_lite.serve.decisions import Taken
+from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.transfer.directory import MetadataDirectory
+from dynamo_lite.vllm.engine.fingerprint import check_peer
 from tests.unit.test_decode_link import ENGINE, NAMESPACE, WRITER, prompt
 from tests.unit.test_decode_session import OTHER, OtherEngine, Scene
 from tests.unit.test_fingerprint import engine

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from dynamo_lite.engine.vllm.weights import digest, weights_print
+from dynamo_lite.vllm.engine.weights import digest, weights_print
 
 MIB = 1 << 20
 TENSOR = MIB // 20

@@ -8,12 +8,6 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutpu
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from dynamo_lite.engine.vllm.wire import (
-    delta_from_output,
-    output_from_delta,
-    sampling_from_bytes,
-    sampling_to_bytes,
-)
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import (
@@ -22,6 +16,12 @@ from dynamo_lite.protocol.generate import (
     PrefillCounts,
     TokenDelta,
     decode_worker_frame,
+)
+from dynamo_lite.vllm.wire import (
+    delta_from_output,
+    output_from_delta,
+    sampling_from_bytes,
+    sampling_to_bytes,
 )
 
 

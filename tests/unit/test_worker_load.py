@@ -3,15 +3,15 @@
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_lite.components.config import VllmWorkerConfig
-from dynamo_lite.components.vllm_worker import VllmWorker
 from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import Backlog, Lane
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.demand import Backlog, Lane
 from dynamo_lite.protocol.kv import Load
-from dynamo_lite.runtime.demand import BacklogFollower
-from dynamo_lite.runtime.memory import MemoryMessaging
+from dynamo_lite.runtime.members.backlog import BacklogFollower
+from dynamo_lite.services.config import VllmWorkerConfig
+from dynamo_lite.services.decode_worker import VllmWorker
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
 
 
 async def test_the_queue_is_part_of_it_where_there_is_one():

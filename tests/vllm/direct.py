@@ -12,14 +12,14 @@ from typing import Any, Self
 
 from vllm import SamplingParams
 
-from dynamo_lite.engine.vllm.wire import sampling_to_bytes
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.generate import RemoteGenerateClient
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.request_plane import RemoteGenerateClient
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.vllm.wire import sampling_to_bytes
 from tests.vllm.graph import NAMESPACE
 
 _ANSWER_S = 60.0

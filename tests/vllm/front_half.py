@@ -9,9 +9,6 @@ from pathlib import Path
 
 import httpx
 
-from dynamo_lite.engine.vllm.openai_app import OpenAiApp, open_app
-from dynamo_lite.engine.vllm.remote_core import RemoteCore
-from dynamo_lite.engine.vllm.wire import sampling_from_bytes
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.policy.lanes import ClientPriority
 from dynamo_lite.policy.routing import RoundRobin
@@ -23,7 +20,10 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.runtime.generate import FailoverClient
+from dynamo_lite.request_plane import FailoverClient
+from dynamo_lite.vllm.frontend.openai_app import OpenAiApp, open_app
+from dynamo_lite.vllm.frontend.remote_core import RemoteCore
+from dynamo_lite.vllm.wire import sampling_from_bytes
 
 MAX_MODEL_LEN = 256
 _SPECIAL = 256

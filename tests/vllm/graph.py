@@ -19,19 +19,19 @@ from typing import Any, Self, TypeVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_lite.engine.vllm.args import engine_flags
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EndpointRecord, decode_engine
-from dynamo_lite.runtime.etcd import EtcdStore
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.processes import death_signal_hook, free_port, is_alive
 from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
+from dynamo_lite.vllm.args import engine_flags
 
 MODEL = Path(".dynamo-lite/models/tiny")
 DISAGG = ("graphs.disagg:Frontend", "configs/disagg.yaml")
@@ -162,7 +162,7 @@ class Graph(Command):
         super().__init__(
             directory,
             [
-                *(sys.executable, "-m", "dynamo_lite.serve.cli", "serve", name, "-f", file),
+                *(sys.executable, "-m", "dynamo_lite.cli.cli", "serve", name, "-f", file),
                 *("--state-dir", str(directory), "--Frontend.port=0", *alone, *options),
             ],
         )

@@ -16,11 +16,11 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from dynamo_lite.components.services import FRONTEND, PREFILL_WORKER, VLLM_WORKER
-from dynamo_lite.engine.vllm import openai_app
-from dynamo_lite.engine.vllm.accepted_args import Kind, groups_of, refusal
-from dynamo_lite.engine.vllm.args import _parser, check
 from dynamo_lite.serve.fields import field_keys
+from dynamo_lite.services.services import FRONTEND, PREFILL_WORKER, VLLM_WORKER
+from dynamo_lite.vllm.accepted_args import Kind, groups_of, refusal
+from dynamo_lite.vllm.args import _parser, check
+from dynamo_lite.vllm.frontend import openai_app
 from tests.vllm.front_half import open_front, write_model
 
 #: Read by vLLM's app when a request needs it, or only together with another argument.
@@ -113,7 +113,7 @@ def test_what_a_worker_takes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("kind", ["frontend", "engine"])
 def test_what_is_refused_is_an_argument_of_vllms(kind: Kind):
     """Names in the tables that vLLM does not know would be slips."""
-    from dynamo_lite.engine.vllm import accepted_args as tables
+    from dynamo_lite.vllm import accepted_args as tables
 
     known = arguments(kind)
     own = tables._FRONTEND if kind == "frontend" else tables._ENGINE
@@ -160,6 +160,6 @@ def test_parsers_are_made_once_for_a_kind(monkeypatch: pytest.MonkeyPatch):
         made.append(kind)
         return _parser(kind)
 
-    monkeypatch.setattr("dynamo_lite.engine.vllm.args._parser", make)
+    monkeypatch.setattr("dynamo_lite.vllm.args._parser", make)
     content = {"kind": "engine", "args": {"seed": 1}}
     assert check({"A": content, "B": content}) == [] and made == ["engine"]

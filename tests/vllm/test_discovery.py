@@ -84,7 +84,7 @@ def test_ps_shows_the_way_from_the_prefill_to_the_decode_worker(disagg: Graph):
 
 
 def links_tried(graph: Graph) -> list[dict]:
-    command = (sys.executable, "-m", "dynamo_lite.serve.cli", "ps", "--links", "--json")
+    command = (sys.executable, "-m", "dynamo_lite.cli.cli", "ps", "--links", "--json")
     done = subprocess.run(
         [*command, "--etcd-url", graph.etcd_url],
         capture_output=True,

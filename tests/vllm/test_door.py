@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from starlette.routing import Route
 
-from dynamo_lite.components.http import HttpServer, bind, url_of
-from dynamo_lite.engine.vllm.bodies import MAX_BODY_BYTES, Bodies, BodyLimits, body_limit
-from dynamo_lite.engine.vllm.http_options import HttpOptions
-from dynamo_lite.engine.vllm.keys import OPEN_PATHS
 from dynamo_lite.policy.lanes import ClientPriority
 from dynamo_lite.protocol.generate import LogprobRows
+from dynamo_lite.services.frontend.http import HttpServer, bind, url_of
+from dynamo_lite.vllm.frontend.bodies import MAX_BODY_BYTES, Bodies, BodyLimits, body_limit
+from dynamo_lite.vllm.frontend.keys import OPEN_PATHS
+from dynamo_lite.vllm.http_options import HttpOptions
 from tests.vllm import flood as flooding
 from tests.vllm.front_half import CHAT, TEXT, Front, byte_id, open_front, write_model
 

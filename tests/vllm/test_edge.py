@@ -22,8 +22,8 @@ from dynamo_lite.protocol.prefill import (
     RemotePrefillRequest,
     WriterDone,
 )
-from dynamo_lite.runtime.nats import NatsMessaging
-from dynamo_lite.runtime.stream import parse_address
+from dynamo_lite.request_plane.framing import parse_address
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.vllm.asking import ask, assert_same, prompt_ids
 from tests.vllm.graph import NAMESPACE, Graph, PlainServer, eventually
 

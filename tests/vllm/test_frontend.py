@@ -10,14 +10,14 @@ import httpx
 import numpy as np
 import pytest
 
-from dynamo_lite.components.config import ProcessorConfig
-from dynamo_lite.components.http import HttpServer, bind, url_of
-from dynamo_lite.components.processor import Processor
-from dynamo_lite.engine.vllm.http_options import HttpOptions
-from dynamo_lite.engine.vllm.openai_app import frontend_config, parse_args
-from dynamo_lite.engine.vllm.wire import sampling_from_bytes
 from dynamo_lite.protocol.errors import ConfigError, DeadlineExceeded, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
+from dynamo_lite.services.config import ProcessorConfig
+from dynamo_lite.services.frontend.http import HttpServer, bind, url_of
+from dynamo_lite.services.frontend.processor import Processor
+from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
+from dynamo_lite.vllm.http_options import HttpOptions
+from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.vllm.front_half import (
     CHAT,
     MAX_MODEL_LEN,

@@ -14,18 +14,18 @@ import pytest
 import trustme
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.components.frontend import Frontend
-from dynamo_lite.components.http import bind
+from dynamo_lite.cli import live_options
 from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.generate import GenerateServer
-from dynamo_lite.runtime.host import Host, ProcessSpec
-from dynamo_lite.runtime.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.runtime.stop import StopRequest
-from dynamo_lite.serve import tuning
+from dynamo_lite.request_plane import GenerateServer
+from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.stop import StopRequest
+from dynamo_lite.services.frontend.frontend import Frontend
+from dynamo_lite.services.frontend.http import bind
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.vllm.front_half import flags, write_model
 
 IDLE = {"ok": True, "workers": 0, "responsive": 0, "requests": 0}
@@ -225,12 +225,14 @@ async def test_a_limit_that_is_set_while_it_runs(cluster: Cluster, model: Path):
     ):
         await answered(http, 200, siblings)
         where = cluster.store, cluster.spec.namespace, cluster.spec.component
-        await tuning.write(*where, {"max-in-flight-requests": 2})
+        await live_options.write(*where, {"max-in-flight-requests": 2})
         await answered(http, 429, siblings)
         options = component.health()["options"]
         assert options["version"] == 1 and options["file"]["max-in-flight-requests"] == 2048
         assert (await http.post("/v1/completions", json=TEXT)).status_code == 200
-        await tuning.write(*where, tuning.parse_unsets([cluster.spec.component])["Frontend"])
+        await live_options.write(
+            *where, live_options.parse_unsets([cluster.spec.component])["Frontend"]
+        )
         await answered(http, 200, siblings)
 
 

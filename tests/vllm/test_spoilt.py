@@ -15,7 +15,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Listen, RemotePrefillRequest, decode_job
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.runtime.nats import NatsMessaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.transfer.nixl import NixlMover
 from tests.vllm.asking import tokens_of
 from tests.vllm.graph import NAMESPACE, Graph, PlainServer, eventually

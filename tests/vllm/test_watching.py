@@ -63,7 +63,7 @@ def test_a_remote_prefill_shows_on_the_page(disagg: Graph, page: Page):
 
 
 def test_a_remote_prefill_shows_in_top(disagg: Graph):
-    command = [sys.executable, "-m", "dynamo_lite.serve.cli", "top", "--interval", "0.5"]
+    command = [sys.executable, "-m", "dynamo_lite.cli.cli", "top", "--interval", "0.5"]
     command += ["--state-dir", str(disagg.state_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
         assert top.stdout is not None
@@ -85,7 +85,7 @@ def _decides_remotely(words: list[str]) -> bool:
 
 def test_top_prints_one_plain_frame(disagg: Graph):
     prefill_remotely(disagg, seed=503)
-    command = [sys.executable, "-m", "dynamo_lite.serve.cli", "top", "--once", "--interval", "0.2"]
+    command = [sys.executable, "-m", "dynamo_lite.cli.cli", "top", "--once", "--interval", "0.2"]
     command += ["--state-dir", str(disagg.state_dir)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "\x1b" not in done.stdout

@@ -1,0 +1,226 @@
+"""The command `dynamo-lite`.
+
+Exit codes: 0 done or drained, 1 could not start or operate, 2 bad input, 130
+forced by a second signal, or interrupted while nothing was running yet. Heavy
+modules are imported by the command that needs them: `--help` must be quick.
+"""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dynamo_lite import __version__
+from dynamo_lite.cli import config_commands, explain_command, top_command
+from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
+from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
+from dynamo_lite.runtime.process.logs import LogFormat
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Commands(TyperGroup):
+    """Answers Ctrl-C, SIGTERM and SIGHUP wherever no graph runs; a running one has
+    signal handlers of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for kind in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(kind) is signal.SIG_DFL:
+                signal.signal(kind, signal.default_int_handler)
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("interrupted; nothing is left running", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    name="dynamo-lite",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Queue-driven conditional disaggregation for LLM serving on stock vLLM.",
+)
+app.add_typer(config_commands.app, name="config")
+app.command()(explain_command.explain)
+app.command()(top_command.top)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dynamo-lite {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    graph: Annotated[str, typer.Argument(help="MODULE:NAME, e.g. graphs.disagg:Frontend")],
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="YAML configuration.")] = None,
+    service_name: Annotated[str | None, typer.Option(help="Start this service alone.")] = None,
+    nats_url: NatsUrl = None,
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved graph; start nothing.")] = False,
+    verbose: Annotated[bool, typer.Option(help="Debug lines in the logs.")] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Lines in the logs: text, or one JSON object each.")
+    ] = "text",
+) -> None:
+    """Start a graph of services, and keep it running until Ctrl-C.
+
+    Single values of the file are overridden by --Service.key=value, for example
+    --Frontend.port=8080 or --VllmWorker.ServiceArgs.workers=2. Without URLs an
+    embedded nats-server and etcd are started.
+    """
+    from dynamo_lite.serve.command import ServeRequest, run
+    from dynamo_lite.serve.config import resolve
+    from dynamo_lite.serve.document import read_document
+    from dynamo_lite.serve.graphs import load_graph
+    from dynamo_lite.serve.startup_checks import check_url_syntax, check_vllm_arguments
+
+    check_url_syntax(nats_url, etcd_url)
+    value = load_graph(graph)
+    document = read_document(file, context.args)
+    config = resolve(value, document, namespace=namespace, only=service_name)
+    check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
+    document.raise_mistakes()
+    if dry_run:
+        print(_as_yaml(graph, config), end="")
+        return
+    request = ServeRequest(
+        graph_name=graph,
+        graph=value,
+        config=config,
+        state_dir=state_dir,
+        nats_url=nats_url,
+        etcd_url=etcd_url,
+        only=service_name,
+        log_level="DEBUG" if verbose else "INFO",
+        log_format=log_format,
+    )
+    raise typer.Exit(run(request))
+
+
+@app.command()
+def ps(
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    links: Annotated[
+        bool, typer.Option("--links", help="List pairs of prefill and decode workers instead.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the live members of a graph, and how they are.
+
+    With --links: each prefill worker with each decode engine, by their leases. Before the
+    first KV goes that way, a prefill worker writes a pattern into scratch memory there and
+    reads it back. STATE is ok, failed (the pair is not used, DETAIL says why; it is
+    tried again) or untested (yet). LANES are pairs of ranks, FIRST CONTACT is how long
+    it took to connect them, ROUND TRIP the same try once more. The last lines say how many
+    prefill workers each decode engine can use: those whose link has not failed.
+    """
+    import asyncio
+
+    from dynamo_lite.cli.links import as_link_table, link_rows
+    from dynamo_lite.cli.listing import as_rows, as_table, find_place, members, states
+
+    async def look() -> list[dict[str, Any]]:
+        place = find_place(state_dir, etcd_url, namespace)
+        if links:
+            return await link_rows(place)
+        found = await members(place)
+        return as_rows(found, await states(found))
+
+    rows = asyncio.run(look())
+    show = as_link_table if links else as_table
+    print(json.dumps(rows, indent=2) if as_json else show(rows))
+
+
+@app.command()
+def sim(
+    seed: Annotated[int | None, typer.Option(min=0, help="Play this one seed.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Show all that happens in it.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Play so many seeds.")] = None,
+    first: Annotated[int | None, typer.Option(min=0, help="The first of them; else 0.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; else as many as there are cores.")
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End at the first violated seed.")] = False,
+    mutant: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Take one safety away: is that found? For tests."),
+    ] = None,
+) -> None:
+    """Play whole clusters in virtual time, with faults, and check that invariants hold.
+
+    Each seed stands for one cluster, its requests, and what goes wrong in it. The
+    shipped control plane runs on simulated servers, network and engines; the same
+    seed does the same every time. Nothing is started, no port opened.
+
+    A violated seed is printed with the command that plays it again. Exit code 0:
+    all invariants held; 1: not all did; 130: interrupted, what was found so far
+    is printed.
+
+    \b
+    dynamo-lite sim --seeds 1000
+    dynamo-lite sim --seed 17 --trace
+    dynamo-lite sim --seeds 1000 --stop --mutant no-fence
+    """
+    from dynamo_lite.cli.simulate import check_options, play_one, play_range
+
+    check_options(
+        seed=seed, seeds=seeds, trace=trace, first=first, jobs=jobs, stop=stop, mutant=mutant
+    )
+    if seed is not None:
+        raise typer.Exit(play_one(seed, mutant=mutant, show_trace=trace))
+    assert seeds is not None
+    start = first or 0
+    raise typer.Exit(play_range(range(start, start + seeds), jobs=jobs, mutant=mutant, stop=stop))
+
+
+def _as_yaml(graph: str, config: Any) -> str:
+    import yaml
+
+    from dynamo_lite.serve.config import describe
+
+    return yaml.safe_dump(
+        {"graph": graph, **describe(config)}, sort_keys=False, default_flow_style=False
+    )
+
+
+def main() -> None:
+    """Entry point: turns every deliberate error into lines and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except ConfigError as exc:
+        for mistake in exc.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except DynamoLiteError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""`dynamo-lite config`: options that change while processes run."""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
+from dynamo_lite.protocol.errors import ProtocolError, StartupError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Look at live options and change them, without a restart.
+
+    \b
+    dynamo-lite config get
+    dynamo-lite config set VllmWorker.max-local-prefill-length=256 --dry-run
+    dynamo-lite config set VllmWorker.max-local-prefill-length=256
+    dynamo-lite config unset VllmWorker.max-local-prefill-length
+
+    Keys are those of the configuration file; its values hold where nothing was set.
+    What is set lies in etcd, for all processes of the component, until it is unset:
+    also after they were started again. All of them follow within a second.
+    """,
+)
+
+Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Component.option, or Component")]
+T = TypeVar("T")
+
+_DRY_RUN_S = 60.0
+
+
+@app.command("get")
+def get(
+    key: Annotated[str, typer.Argument(metavar="[KEY]", help="Only this one.")] = "",
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the live options: what was set, what the file says, who follows.
+
+    LIVE: what was set; `-`: nothing, so what the file says holds. FILE: as the live
+    processes have read it; `?`: there are none.
+    """
+    from dynamo_lite.cli import listing, live_options, live_options_view
+
+    only = live_options.split_key(key) if key else None
+
+    async def look(store: Any, place: Any) -> list[tuple[str, Any, list[dict[str, Any]]]]:
+        members = await listing.members(place)
+        found: list[tuple[str, Any, list[dict[str, Any]]]] = []
+        for component in [only[0]] if only else live_options.TUNABLE:
+            record = await live_options.read(store, place.namespace, component)
+            workers = await live_options_view.followers(members, component)
+            found.append((component, record, workers))
+        return found
+
+    found = _on_store(state_dir, etcd_url, namespace, look)
+    if as_json:
+        print(json.dumps([live_options_view.as_json(*each) for each in found], indent=2))
+        return
+    print("\n\n".join(live_options_view.as_text(*each, only[1] if only else "") for each in found))
+
+
+@app.command("set")
+def set_(
+    edits: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="The value is read as YAML.")
+    ],
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only say what it would have done in the last minute."),
+    ] = False,
+    etcd_url: EtcdUrl = None,
+    nats_url: NatsUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+) -> None:
+    """Set live options. Several of one component change in one moment.
+
+    A bad key or value is refused (exit code 2), and then nothing changes.
+
+    --dry-run changes nothing: it takes the decisions of the last minute with the new
+    values. The queue counts as it was seen then; that other decisions would have
+    changed it is left out. (--nats-url is needed for this alone.)
+
+    \b
+    dynamo-lite config set VllmWorker.max-local-prefill-length=256
+    dynamo-lite config set VllmWorker.max-prefill-queue-size=4 VllmWorker.max-remote-prefills=1
+    """
+    from dynamo_lite.cli.decisions import find_broker
+    from dynamo_lite.cli.listing import find_place
+    from dynamo_lite.cli.live_options import parse_edits
+
+    parsed = parse_edits(edits)
+    if dry_run:
+        _try(parsed, find_place(state_dir, etcd_url, namespace), find_broker(state_dir, nats_url))
+    else:
+        _edit(parsed, state_dir, etcd_url, namespace)
+
+
+@app.command("unset")
+def unset(
+    keys: Keys,
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+) -> None:
+    """Let what the configuration file says hold again.
+
+    A component alone (`VllmWorker`) stands for all of its options; that also replaces
+    a record in etcd that somebody has written by hand, and nobody can read.
+    """
+    from dynamo_lite.cli.live_options import parse_unsets
+
+    _edit(parse_unsets(keys), state_dir, etcd_url, namespace)
+
+
+@app.command("watch")
+def watch(
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
+) -> None:
+    """Print changes of live options as they happen, until Ctrl-C."""
+    from dynamo_lite.cli import live_options, live_options_view
+
+    async def follow(store: Any, place: Any) -> None:
+        print(f"watching {place.namespace}; Ctrl-C ends", file=sys.stderr)
+        async for change in live_options.changes(store, place.namespace):
+            lines = [change] if isinstance(change, str) else live_options_view.change_lines(change)
+            for line in lines:
+                print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+
+    try:
+        _on_store(state_dir, etcd_url, namespace, follow)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def _edit(
+    edits: dict[str, dict[str, Any]], state_dir: Path, etcd_url: str | None, namespace: str | None
+) -> None:
+    from dynamo_lite.cli import live_options, live_options_view
+
+    async def write(store: Any, place: Any) -> list[Any]:
+        return [
+            await live_options.write(store, place.namespace, component, edit)
+            for component, edit in edits.items()
+        ]
+
+    for change in _on_store(state_dir, etcd_url, namespace, write):
+        print("\n".join(live_options_view.change_lines(change)))
+
+
+def _try(edits: dict[str, dict[str, Any]], place: Any, nats_url: str) -> None:
+    from dynamo_lite.cli.decision_view import dry_run
+    from dynamo_lite.cli.decisions import ask_engines
+    from dynamo_lite.protocol.decisions import Explain
+
+    told = asyncio.run(ask_engines(place, nats_url, Explain(within_s=_DRY_RUN_S)))
+    for engine in told.silent:
+        print(f"warning: decode engine {engine} does not answer", file=sys.stderr)
+    print(f"dry run: nothing was changed; of the last {_DRY_RUN_S:g} s")
+    for edit in edits.values():
+        print("\n".join(dry_run(told.taken, edit)))
+
+
+def _on_store(
+    state_dir: Path,
+    etcd_url: str | None,
+    namespace: str | None,
+    work: Callable[[Any, Any], Awaitable[T]],
+) -> T:
+    """Runs `work(store, place)`. Raises StartupError, Unavailable, ConfigError."""
+    from dynamo_lite.cli.listing import find_place
+    from dynamo_lite.runtime.etcd.store import EtcdStore
+
+    place = find_place(state_dir, etcd_url, namespace)
+
+    async def run() -> T:
+        async with EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store:
+            return await work(store, place)
+
+    try:
+        return asyncio.run(run())
+    except ProtocolError as exc:
+        repair = "`dynamo-lite config unset COMPONENT` replaces it"
+        raise StartupError(f"what lies in etcd cannot be read: {exc}; {repair}") from exc

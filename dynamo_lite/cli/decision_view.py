@@ -1,0 +1,218 @@
+"""How decisions are shown: each by itself, many as a list, and what others would have been."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.cli.decisions import Taken
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Thresholds, Verdict
+from dynamo_lite.policy.replay import replay
+from dynamo_lite.protocol.decisions import Decision, QueueSeen
+
+#: Options that `replay` knows; others change what comes of a decision, not the decision.
+DECIDING = (
+    "max-local-prefill-length",
+    "max-prefill-queue-size",
+    "queue-view-max-age-s",
+    "max-prefill-queue-tokens",
+)
+TIMEOUT = "remote-prefill-timeout-s"
+
+_WORDS = {
+    "long": "long enough for a prefill worker, and the queue has room",
+    "short": "the prompt is short",
+    "cached": "few tokens are left beside the prefix that is cached here",
+    "single_flight": "it waited for another request's remote prefill of the same prefix",
+    "queue_full": "too many jobs in the queue",
+    "queue_tokens": "too many outstanding tokens in the queue",
+    "too_late": "it would not have come back by its deadline",
+    "queue_unknown": "the queue was not seen lately",
+    "no_prefill_worker": "no prefill worker is available",
+    "leaving": "this worker is leaving",
+    "not_transferable": "its KV is no function of its tokens alone, or must not be cached",
+}
+
+
+def as_json(taken: Sequence[Taken]) -> list[dict[str, Any]]:
+    return [
+        {"at": t.at, "worker": f"{t.lease_id:x}", **msgspec.to_builtins(t.decision)} for t in taken
+    ]
+
+
+def as_text(taken: Taken) -> str:
+    d = taken.decision
+    uncached = d.prompt_tokens - d.cached_tokens
+    followed = d.thresholds
+    lines = [
+        f"{d.request_id}  {_clock(taken.at)}  worker {taken.lease_id:x}",
+        f"  verdict     {d.verdict}, {d.reason}: {_WORDS.get(d.reason, d.reason)}",
+        f"  prompt      {d.prompt_tokens} tokens: {d.cached_tokens} cached here,"
+        f" {uncached} to compute",
+        f"  thresholds  local up to {followed.max_local_prefill_length} tokens to compute, or from"
+        f" {followed.max_prefill_queue_size} jobs{_or_tokens(d)} in the queue on (options version"
+        f" {followed.version})",
+        f"  queue       {_queue(d)}",
+        f"  here        {_here(d)}",
+        f"  elsewhere   {_elsewhere(d)}",
+    ]
+    if d.asked is not None:
+        outcome = d.asked.outcome or "under way"
+        lines.append(f"  attempt     {d.asked.attempt}: {outcome}{_stages(d.asked.stages_s)}")
+        if d.asked.detail:
+            lines.append(f"  its writer  {d.asked.detail}")
+    return "\n".join(lines)
+
+
+def as_table(taken: Sequence[Taken]) -> str:
+    rows = [("AT", "REQUEST", "PROMPT", "TO COMPUTE", "QUEUE", "VERDICT", "OUTCOME", "TOOK")]
+    for t in taken:
+        d = t.decision
+        rows.append(
+            (
+                _clock(t.at),
+                d.request_id,
+                str(d.prompt_tokens),
+                str(d.prompt_tokens - d.cached_tokens),
+                "?" if d.queue is None else str(d.queue.jobs),
+                f"{d.verdict}/{d.reason}",
+                "" if d.asked is None else d.asked.outcome or "under way",
+                _took(d),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def dry_run(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
+    """What these options would have made of these decisions, in lines.
+
+    edit: the values that would hold (kebab-case); options that it does not name stay.
+    """
+    lines: list[str] = []
+    judged = TIMEOUT in edit and any(t.decision.queue and t.decision.queue.wait_s for t in taken)
+    if judged or any(option in DECIDING for option in edit):
+        lines += _moved(taken, edit)
+    if TIMEOUT in edit:
+        ended = [t for t in taken if t.decision.asked and t.decision.asked.outcome]
+        waits = [sum(t.decision.asked.stages_s.values()) for t in ended if t.decision.asked]
+        late = sum(waited_s > edit[TIMEOUT] for waited_s in waits)
+        took = f"took longer than {edit[TIMEOUT]:g} s"
+        lines.append(f"{late} of {len(ended)} remote prefills that ended {took}")
+    for option in edit:
+        if option not in (*DECIDING, TIMEOUT):
+            lines.append(f"{option}: its effect on past decisions cannot be computed")
+    return lines
+
+
+def verdict_with(decision: Decision, edit: Mapping[str, Any]) -> Verdict:
+    """What it would have been with these options."""
+    make = Remote if decision.verdict == "remote" else Local
+    followed, queue = decision.thresholds, decision.queue
+    # Of a prompt that had asked before, less time was left than it says here.
+    left_s = 0.0 if decision.reason == "too_late" else followed.remote_prefill_timeout_s
+    return replay(
+        make(DecisionReason(decision.reason)),
+        prompt_tokens=decision.prompt_tokens,
+        cached_tokens=decision.cached_tokens,
+        queue=queue
+        and QueueView(
+            queue.jobs,
+            queue.prefill_workers,
+            read_at=-queue.age_s,
+            tokens=queue.tokens,
+            wait_s=queue.wait_s,
+            takes_s=queue.takes_s,
+        ),
+        thresholds=Thresholds(
+            max_local_prefill_length_tokens=edit.get(
+                DECIDING[0], followed.max_local_prefill_length
+            ),
+            max_prefill_queue_size=edit.get(DECIDING[1], followed.max_prefill_queue_size),
+            queue_view_max_age_s=edit.get(DECIDING[2], followed.queue_view_max_age_s),
+            max_prefill_queue_tokens=edit.get(DECIDING[3], followed.max_prefill_queue_tokens),
+        ),
+        now=0.0,
+        time_left_s=edit.get(TIMEOUT, left_s),
+    )
+
+
+def _moved(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
+    moves: Counter[tuple[str, str]] = Counter()
+    for t in taken:
+        new = verdict_with(t.decision, edit)
+        kind = "remote" if isinstance(new, Remote) else "local"
+        moves[f"{t.decision.verdict}/{t.decision.reason}", f"{kind}/{new.reason.value}"] += 1
+    changed = sum(n for (old, new), n in moves.items() if old.split("/")[0] != new.split("/")[0])
+    lines = [f"{changed} of {len(taken)} decisions would have been another:"]
+    for (old, new), count in sorted(moves.items(), key=lambda move: -move[1]):
+        lines.append(f"  {count:6}  {old}" + ("" if old == new else f" -> {new}"))
+    return lines
+
+
+def _queue(d: Decision) -> str:
+    if d.queue is None:
+        return "not known"
+    jobs = _count(d.queue.jobs, "job")
+    wait = "" if d.queue.wait_s is None else f", a wait of about {_seconds(d.queue.wait_s)}"
+    ahead = f" with {_count(d.queue.tokens, 'token')} to compute{wait}"
+    return f"{jobs}{ahead}; {_workers(d.queue)}; seen {d.queue.age_s:.2f} s before"
+
+
+def _workers(queue: QueueSeen) -> str:
+    alive, usable = queue.prefill_workers_alive, queue.prefill_workers
+    if alive is None or alive == usable:
+        return _count(usable, "prefill worker")
+    failed = "the links of the others have failed (`dynamo-lite ps --links`)"
+    return f"{usable} of {_count(alive, 'live prefill worker')} usable: {failed}"
+
+
+def _or_tokens(d: Decision) -> str:
+    tokens = d.thresholds.max_prefill_queue_tokens
+    return f" or {tokens} tokens" if tokens else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _here(d: Decision) -> str:
+    if d.computed_s is not None:
+        return f"took {_seconds(d.computed_s)}"
+    if d.local_s is None:
+        return "not known: no prompt was computed here yet"
+    about = "" if d.verdict == "local" else "would have taken "
+    return f"{about}about {_seconds(d.local_s)}, at {d.local_tokens_per_s:,.0f} tokens/s"
+
+
+def _elsewhere(d: Decision) -> str:
+    if d.asked is not None and d.asked.outcome == "committed":
+        return f"took {_seconds(sum(d.asked.stages_s.values()))}"
+    if d.remote_s is None:
+        return "not known: no remote prefill has come back yet"
+    about = "" if d.verdict == "remote" else "would have taken "
+    return f"{about}about {_seconds(d.remote_s)}, at {d.remote_tokens_per_s:,.0f} tokens/s"
+
+
+def _stages(stages_s: Mapping[str, float]) -> str:
+    told = ", ".join(f"{stage} {_seconds(seconds)}" for stage, seconds in stages_s.items())
+    return f" after {told}" if told else ""
+
+
+def _took(d: Decision) -> str:
+    if d.asked is not None and d.asked.stages_s:
+        return _seconds(sum(d.asked.stages_s.values()))
+    return "" if d.computed_s is None else _seconds(d.computed_s)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03}"

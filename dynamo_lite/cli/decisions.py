@@ -1,0 +1,80 @@
+"""What the decode engines of a namespace say that they have decided."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo_lite.cli.listing import Place
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    NoResponders,
+    ProtocolError,
+    StartupError,
+)
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.serve.run_state import read_run
+
+#: For one engine to answer; a stopped one does not.
+_ANSWER_S = 3.0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A decision. at: seconds since the epoch, by this host's clock. lease_id: of its worker."""
+
+    at: float
+    lease_id: int
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Told:
+    """taken: oldest first. engines: how many have answered. silent: ids of those that did not."""
+
+    taken: list[Taken]
+    engines: int
+    silent: list[str]
+
+
+def find_broker(state_dir: Path, nats_url: str | None) -> str:
+    """The flag first, then the running graph of `state_dir`. Raises StartupError."""
+    running = read_run(state_dir)
+    url = nats_url or (running.nats if running else None)
+    if url is None:
+        raise StartupError(f"no graph runs on {state_dir}; name a server with --nats-url")
+    return url
+
+
+async def ask_engines(place: Place, nats_url: str, wanted: Explain) -> Told:
+    """Asks all decode engines. Raises StartupError, Unavailable."""
+    async with EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store:
+        prefix = names.nixl_metadata_prefix(place.namespace)
+        found = [key.removeprefix(prefix) for key in await store.get_prefix(prefix)]
+    engines = sorted(engine for engine in found if names.is_engine_id(engine))
+    async with NatsMessaging(nats_url) as messaging:
+        answers = await asyncio.gather(
+            *(_ask(messaging, place.namespace, engine, wanted) for engine in engines)
+        )
+    taken = sorted((each for answer in answers for each in answer or ()), key=lambda t: t.at)
+    silent = [engine for engine, answer in zip(engines, answers, strict=True) if answer is None]
+    return Told(taken, len(engines) - len(silent), silent)
+
+
+async def _ask(
+    messaging: Messaging, namespace: str, engine: str, wanted: Explain
+) -> list[Taken] | None:
+    """None: it does not answer."""
+    subject = names.explain_subject(namespace, engine)
+    try:
+        reply = await messaging.request(subject, encode(wanted), timeout_s=_ANSWER_S)
+        told = decode_explained(reply)
+    except (NoResponders, DeadlineExceeded, ProtocolError):
+        return None
+    now = time.time()
+    return [Taken(now - d.age_s, told.lease_id, d) for d in told.decisions]

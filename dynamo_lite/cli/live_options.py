@@ -1,0 +1,219 @@
+"""What `config get|set|unset|watch` do: live options by their keys, and the records in etcd.
+
+A key is `Component.option`, as in a section of the configuration file.
+"""
+
+import os
+import pwd
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import yaml
+from msgspec import UNSET, UnsetType, inspect
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import ConfigError, ProtocolError, Unavailable
+from dynamo_lite.protocol.live_options import (
+    TUNABLE,
+    LiveOptionsRecord,
+    decode_tuning,
+    encode_tuning,
+)
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store
+from dynamo_lite.serve.fields import unknown_key
+
+Record = LiveOptionsRecord[Any]
+#: Option (kebab-case) to its value; UNSET: as in the file again.
+Edit = Mapping[str, Any]
+
+_TRIES = 20
+
+
+@dataclass(frozen=True)
+class Change:
+    """One component's record before and after."""
+
+    component: str
+    old: Record | None
+    new: Record | None
+
+
+def options_of(component: str) -> dict[str, str]:
+    """Option to its field's name."""
+    return {f.encode_name: f.name for f in msgspec.structs.fields(TUNABLE[component])}
+
+
+def keys() -> list[str]:
+    return [f"{component}.{name}" for component in TUNABLE for name in options_of(component)]
+
+
+def accepted(component: str, option: str) -> str:
+    """What an option may be, in words."""
+    info = inspect.type_info(TUNABLE[component])
+    assert isinstance(info, inspect.StructType)
+    field = next(f for f in info.fields if f.encode_name == option)
+    types = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
+    return " or ".join(text for kind in types if (text := _words(kind)))
+
+
+def _words(kind: inspect.Type) -> str:
+    if isinstance(kind, inspect.NoneType):
+        return "null"
+    if not isinstance(kind, inspect.IntType | inspect.FloatType):
+        return ""
+    noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
+    low = f"≥ {kind.ge}" if kind.ge is not None else f"> {kind.gt}"
+    return f"{noun} {low} and ≤ {kind.le:,.0f}"
+
+
+def parse_edits(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`KEY=VALUE ...`, or `KEY VALUE`, by component. Raises ConfigError with every mistake."""
+    if len(words) == 2 and not any("=" in word for word in words):
+        words = ["=".join(words)]
+    edits: dict[str, dict[str, Any]] = {}
+    mistakes: list[str] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        try:
+            if not equals:
+                raise ConfigError([f"{word}: expected KEY=VALUE"])
+            component, option = split_key(key)
+            value = checked(component, option, _parsed(key, text))
+            edits.setdefault(component, {})[option] = value
+        except ConfigError as exc:
+            mistakes += exc.mistakes
+    if mistakes:
+        raise ConfigError(mistakes)
+    return edits
+
+
+def parse_unsets(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Keys, or components for all of theirs. Raises ConfigError."""
+    edits: dict[str, dict[str, Any]] = {}
+    for word in words:
+        component, option = (word, "") if word in TUNABLE else split_key(word)
+        wanted = [option] if option else list(options_of(component))
+        edits.setdefault(component, {}).update(dict.fromkeys(wanted, UNSET))
+    return edits
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Raises ConfigError when it names no live option."""
+    component, _, option = key.partition(".")
+    if component not in TUNABLE or option not in options_of(component):
+        raise ConfigError([f"{key}: {unknown_key(key, keys())}"])
+    return component, option
+
+
+def checked(component: str, option: str, value: Any) -> Any:
+    """The value as it will be stored. Raises ConfigError with the accepted range."""
+    try:
+        values = msgspec.convert({option: value}, TUNABLE[component])
+        encode_tuning(LiveOptionsRecord(values=values, version=1))
+    except (msgspec.ValidationError, ProtocolError) as exc:
+        said = f"{component}.{option}: expected {accepted(component, option)}, got {value!r}"
+        raise ConfigError([said]) from exc
+    return getattr(values, options_of(component)[option])
+
+
+def _parsed(key: str, text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=yaml.CSafeLoader)
+    except (yaml.YAMLError, ValueError) as exc:
+        raise ConfigError([f"{key}: not valid YAML: {' '.join(str(exc).split())}"]) from exc
+
+
+async def read(store: Store, namespace: str, component: str) -> Record | None:
+    """None when nothing was changed. Raises ProtocolError for what is no record."""
+    key = names.tuning_key(namespace, component)
+    return _decoded(key, component, await store.get(key))
+
+
+def _decoded(key: str, component: str, data: bytes | None) -> Record | None:
+    try:
+        return None if data is None else decode_tuning(data, TUNABLE[component])
+    except ProtocolError as exc:
+        raise ProtocolError(f"{key}: {exc}") from exc
+
+
+async def write(store: Store, namespace: str, component: str, edit: Edit) -> Change:
+    """Changes these options and no others, whoever else writes meanwhile.
+
+    A record that nobody can read is replaced only by an edit that unsets all of it.
+    Raises ProtocolError for one, Unavailable.
+    """
+    key, fields = names.tuning_key(namespace, component), options_of(component)
+    for _ in range(_TRIES):
+        data = await store.get(key)
+        try:
+            old = _decoded(key, component, data)
+        except ProtocolError:
+            if any(edit.get(option, 0) is not UNSET for option in fields):
+                raise
+            old = None
+        values = msgspec.structs.replace(
+            old.values if old else TUNABLE[component](),
+            **{fields[option]: value for option, value in edit.items()},
+        )
+        new = LiveOptionsRecord(
+            values=values, version=old.version + 1 if old else 1, by=_whoami(), at=time.time()
+        )
+        if await store.swap(key, data, encode_tuning(new)):
+            return Change(component, old, new)
+    raise Unavailable(f"{key}: not changed: others changed it {_TRIES} times meanwhile")
+
+
+async def changes(store: Store, namespace: str) -> AsyncIterator[Change | str]:
+    """What happens to the records from now on; a text for what is none."""
+    prefix = names.tuning_key(namespace, "")
+    known: dict[str, Record | None] = {}
+    async with store.watch(prefix) as events:
+        first = True
+        async for event in events:
+            match event:
+                case Snapshot(entries):
+                    found = {
+                        component: entries.get(f"{prefix}{component}") for component in TUNABLE
+                    }
+                case Put(key, value):
+                    found = {key.removeprefix(prefix): value}
+                case Delete(key):
+                    found = {key.removeprefix(prefix): None}
+            for component, data in found.items():
+                if component not in TUNABLE:
+                    continue
+                try:
+                    new = _decoded(f"{prefix}{component}", component, data)
+                except ProtocolError as exc:
+                    yield f"refused by everybody: {exc}"
+                    continue
+                old, known[component] = known.get(component), new
+                if not first and new != old:
+                    yield Change(component, old, new)
+            first = False
+
+
+def differences(change: Change) -> list[tuple[str, Any, Any]]:
+    """(key, value before, value after) of what differs; UNSET: as in the file."""
+    rows: list[tuple[str, Any, Any]] = []
+    for option, field in options_of(change.component).items():
+        before, after = (
+            UNSET if record is None else getattr(record.values, field)
+            for record in (change.old, change.new)
+        )
+        if before != after or isinstance(before, UnsetType) != isinstance(after, UnsetType):
+            rows.append((f"{change.component}.{option}", before, after))
+    return rows
+
+
+def _whoami() -> str:
+    """By the process's own user id: the environment may say anything."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:256]

@@ -1,0 +1,128 @@
+"""An `Overview` as a frame on a terminal, readable from 80 columns on."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dynamo_lite.overview import Latency, Overview, Worker
+
+_NOTHING = "-"
+_STATES = {"ready": "green", "ok": "green", "starting": "yellow", "draining": "yellow"}
+_WRONG = "bold red"
+
+
+def as_frame(seen: Overview) -> RenderableType:
+    """Sections from top to bottom, with an empty line between them."""
+    parts: list[RenderableType] = [_headline(seen)]
+    parts += [Text(f"! {sentence}", style=_WRONG) for sentence in seen.trouble]
+    for section in (_workers(seen), _flow(seen), _decisions(seen), _links(seen)):
+        parts += ["", section]
+    return Group(*parts)
+
+
+def _headline(seen: Overview) -> Text:
+    clock = time.strftime("%H:%M:%S", time.localtime(seen.at))
+    window = f"rates over {seen.rate_s:g} s, latencies over {seen.latency_s:g} s"
+    return Text.assemble(("dynamo-lite top", "bold"), f"  {seen.namespace}  {clock}  {window}")
+
+
+def _table(columns: Sequence[str], numbers: Iterable[str] = ()) -> Table:
+    """numbers: columns that are aligned at their right end."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    right = set(numbers)
+    for name in columns:
+        justify = "right" if name in right else "left"
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _workers(seen: Overview) -> RenderableType:
+    if not seen.workers:
+        return Text("no live workers", style="yellow")
+    numbers = ("RUNNING", "WAITING", "KV USE")
+    table = _table(("WORKER", "LEASE", "STATE", "MODEL", *numbers), numbers)
+    for worker in seen.workers:
+        table.add_row(
+            _name(worker),
+            worker.lease,
+            _state(worker.state),
+            worker.model or _NOTHING,
+            _count(worker.running),
+            _count(worker.waiting),
+            _NOTHING if worker.kv_usage is None else f"{worker.kv_usage:.0%}",
+        )
+    return table
+
+
+def _name(worker: Worker) -> str:
+    return f"{worker.component}-{_NOTHING if worker.instance is None else worker.instance}"
+
+
+def _flow(seen: Overview) -> RenderableType:
+    """What is under way, and how long the first and the next tokens took."""
+    table = Table.grid(padding=(0, 2))
+    jobs = _count(seen.queue.jobs)
+    tokens = "" if seen.queue.tokens is None else f", {seen.queue.tokens:,} tokens"
+    moved = seen.transfers
+    table.add_row("requests", f"{_count(seen.in_flight)} in flight")
+    table.add_row("queue", f"{jobs} {'job' if seen.queue.jobs == 1 else 'jobs'}{tokens}")
+    speed = f"{as_bytes(moved.bytes_per_s)}/s, {moved.jobs_per_s:.1f} jobs/s"
+    whole = f"{as_bytes(moved.total_bytes)} in {moved.total_jobs:,} jobs"
+    table.add_row("transfers", speed, whole)
+    table.add_row("TTFT", *_latency(seen.ttft))
+    table.add_row("ITL", *_latency(seen.itl))
+    return table
+
+
+def _latency(latency: Latency) -> tuple[str, str]:
+    if latency.p50_s is None or latency.p95_s is None:
+        return _NOTHING, ""
+    quantiles = f"p50 {as_time(latency.p50_s)}, p95 {as_time(latency.p95_s)}"
+    return quantiles, f"of {latency.count:,}"
+
+
+def _decisions(seen: Overview) -> RenderableType:
+    if not seen.decisions:
+        return Text("no prompt was decided yet", style="dim")
+    table = _table(("DECISIONS", "REASON", "PER S", "TOTAL"), ("PER S", "TOTAL"))
+    for each in seen.decisions:
+        style = "bold cyan" if each.verdict == "remote" and each.per_s else ""
+        table.add_row(
+            each.verdict, each.reason, f"{each.per_s:.1f}", f"{each.total:,}", style=style
+        )
+    return table
+
+
+def _links(seen: Overview) -> RenderableType:
+    if not seen.links:
+        return Text("no links", style="dim")
+    table = _table(("PREFILL", "DECODE", "LINK", "LANES", "ROUND TRIP", "DETAIL"), ("LANES",))
+    for link in seen.links:
+        trip = _NOTHING if link.round_trip_s is None else as_time(link.round_trip_s)
+        lanes = str(link.lanes or _NOTHING)
+        table.add_row(link.prefill, link.decode, _state(link.state), lanes, trip, link.detail)
+    return table
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=_STATES.get(state, _WRONG))
+
+
+def _count(value: int | None) -> str:
+    return _NOTHING if value is None else f"{value:,}"
+
+
+def as_time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def as_bytes(amount: float) -> str:
+    """As the transfer benchmarks count: powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"

@@ -1,6 +1,0 @@
-"""The Frontend's page `/dashboard`: the running graph, live."""
-
-from dynamo_lite.components.dashboard.app import Dashboard, is_loopback
-from dynamo_lite.components.dashboard.viewers import Viewers
-
-__all__ = ["Dashboard", "Viewers", "is_loopback"]

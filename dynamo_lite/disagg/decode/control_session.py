@@ -1,0 +1,363 @@
+"""The decode engine's network side: pushes jobs, answers claims, watches writers.
+
+It runs on the bridge's event loop. The ledger is shared with the scheduler half under one lock;
+instructions about the engine's blocks are left for its next step, others carried out here.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from dynamo_lite.disagg.decode.backlog import BacklogExchange
+from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
+from dynamo_lite.disagg.decode.locked_ledger import LockedLedger
+from dynamo_lite.disagg.decode.poll_window import PollWindow
+from dynamo_lite.disagg.decode.stage_timer import StageTimer
+from dynamo_lite.disagg.decode.writer_links import WriterLinks
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
+from dynamo_lite.disagg.server_clients import ServerClients
+from dynamo_lite.policy.disagg import QueueView, fresh
+from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
+from dynamo_lite.policy.ledger import Ledger
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    DynamoLiteError,
+    ProtocolError,
+    PushAmbiguous,
+    QueueFull,
+)
+from dynamo_lite.protocol.prefill import (
+    CancelAttempt,
+    ClaimRefused,
+    EngineStatus,
+    Granted,
+    RemotePrefillRequest,
+    StayAccepted,
+    StayRefused,
+    WriterDone,
+    decode_claim,
+    decode_leave,
+    decode_listen,
+    decode_writer_done,
+    decode_writer_stays,
+)
+from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.members.health import HealthMonitor
+from dynamo_lite.runtime.members.roster import Members, Roster
+from dynamo_lite.runtime.messaging import Messaging
+
+logger = logging.getLogger(__name__)
+
+#: How often the queue's depth is read; the broker itself holds the hard cap.
+_VIEW_PERIOD_S = 0.25
+#: Characters of what a writer says that are kept for `explain`.
+_MAX_DETAIL = 500
+
+
+class ControlSession:
+    """Use `session()` as the bridge's context.
+
+    status, explain: make the answers to `describe` and `explain` (called on the bridge's
+    thread). tuning: follows what the store says of the engine's component. now: monotonic.
+    wall: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        link: EngineConfig,
+        book: LockedLedger,
+        clock: StageTimer,
+        status: Callable[[], EngineStatus | None],
+        explain: Callable[[bytes], bytes],
+        tuning: LiveThresholds,
+        *,
+        outside: ServerClients,
+        now: Callable[[], float],
+        wall: Callable[[], float],
+        on_drop: OnDrop = uncounted,
+    ):
+        assert isinstance(link.role, DecodeEngineConfig)
+        self._link, self._role, self._book, self._status = link, link.role, book, status
+        self._clock, self._outside, self._tuning = clock, outside, tuning
+        self._now, self._wall = now, wall
+        self._explain = explain
+        self._on_drop = on_drop
+        self._queue: PrefillQueue | None = None
+        self._messaging: Messaging | None = None
+        self._writers: Roster | None = None
+        self._health: HealthMonitor | None = None
+        self._links = WriterLinks(link.namespace, link.engine_id, on_drop)
+        self._tasks: asyncio.TaskGroup | None = None
+        self.view: QueueView | None = None
+        self.demand = BacklogExchange(link, lambda: self.usable_writers, now, on_drop)
+        self.leaving = False
+        self.listening = PollWindow(now)
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        link = self._link
+        subject = link.namespace, link.engine_id
+        async with contextlib.AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            self._messaging = messaging = await enter(self._outside.messaging())
+            self._queue = await enter(self._outside.queue(self._role.queue))
+            store = await enter(self._outside.store())
+            prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
+            self._writers = writers = await enter(Roster(store, prefix, self._on_drop))
+            await enter(self._tuning.follow(store, link.namespace, self._on_drop))
+            self._health = health = await enter(
+                HealthMonitor(
+                    messaging,
+                    writers,
+                    namespace=link.namespace,
+                    component=self._role.prefill_component,
+                    on_drop=self._on_drop,
+                )
+            )
+            await enter(self._links.follow(store, self._on_usable_change))
+            for name, where, handler in (
+                (names.claim_subject, "claim", self._on_claim),
+                (names.writer_done_subject, "writer_done", self._on_done),
+                (names.writer_stays_subject, "writer_stays", self._on_stays),
+                (names.leave_subject, "leave", self._on_leave),
+                (names.poll_subject, "poll", self._on_poll),
+                (names.describe_subject, "describe", self._on_describe),
+                (names.explain_subject, "explain", self._on_explain),
+            ):
+                handler = counted(handler, where, self._on_drop)
+                await enter(messaging.serve(name(*subject), handler))
+            await enter(self.demand.running(messaging))
+            async with asyncio.TaskGroup() as self._tasks:
+                watcher = self._tasks.create_task(self._watch_queue(), name="queue-view")
+                writers.on_change(self._on_writers)
+                health.on_change(self._on_health)
+                with self._queue.on_lost(self._on_queue_lost):
+                    yield
+                watcher.cancel()
+                self._tasks = None
+
+    async def push(self, job: RemotePrefillRequest) -> None:
+        """Queues the job; anything but a clear yes makes the prompt local."""
+        assert self._queue is not None
+        self.demand.stirred()
+        if not self._usable:
+            await self._settle(lambda ledger: ledger.not_published(job.attempt))
+            return
+        try:
+            lane = self.demand.lane_of(job)
+            sequence = await self._queue.push(encode_sealed(job), message_id=job.attempt, lane=lane)
+        except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
+            logger.info("request %s: prefilled here, %s", job.request_id, exc)
+            await self._settle(lambda ledger: ledger.not_published(job.attempt))
+        except Exception:
+            await self._settle(lambda ledger: ledger.not_published(job.attempt))
+            raise
+        else:
+            self._clock.published(job.attempt)
+            await self._settle(lambda ledger: ledger.published(job.attempt, sequence))
+
+    async def carry_out(self, instructions: Sequence[Instruction]) -> None:
+        """The instructions that need the network; best effort, the claim is the guard."""
+        for instruction in instructions:
+            try:
+                if isinstance(instruction, DeleteJob) and self._queue is not None:
+                    await self._queue.delete(instruction.sequence)
+                elif isinstance(instruction, CancelWriter) and self._messaging is not None:
+                    await self._messaging.publish(
+                        names.cancel_subject(self._link.namespace, instruction.writer_lease_id),
+                        encode_sealed(
+                            CancelAttempt(
+                                attempt=instruction.attempt, engine_id=self._link.engine_id
+                            )
+                        ),
+                    )
+            except DynamoLiteError as exc:
+                logger.warning("%s not carried out: %s", instruction, exc)
+
+    async def _settle(self, event: Callable[[Ledger], list[Instruction]]) -> None:
+        with self._book.lock:
+            instructions = event(self._book.ledger)
+            self._book.leave_for_engine(instructions)
+        await self.carry_out(instructions)
+
+    async def _on_claim(self, payload: bytes) -> bytes:
+        assert self._health is not None and self._writers is not None
+        claim = decode_claim(payload)
+        if self._writers.get(claim.writer_lease_id) is None:
+            # Nobody would ever tell that it is gone. Its record may only be late.
+            self._on_drop("claim")
+            return encode(ClaimRefused(reason="no such prefill worker", elsewhere=True))
+        # One that beats, but says that it cannot work, would only hold the job.
+        self._health.shows_life(claim.writer_lease_id)
+        if trouble := self._health.trouble(claim.writer_lease_id):
+            return encode(ClaimRefused(reason=f"not able to work: {trouble}", elsewhere=True))
+        with self._book.lock:
+            refusal = self._book.ledger.claim(
+                claim.attempt, claim.writer_lease_id, self._now(), claim.number
+            )
+        if refusal is not None:
+            if not refusal.elsewhere:
+                self._on_drop("claim")
+            return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
+        self._clock.granted(claim.attempt, claim.held_s)
+        self.demand.claimed(claim.attempt)
+        return encode(Granted(granted_at=self._wall()))
+
+    async def _on_done(self, payload: bytes) -> None:
+        done = decode_writer_done(payload)
+        written = done.outcome == "written"
+        if not written:
+            with self._book.lock:
+                request_id = self._book.ledger.request(done.attempt)
+            about = request_id, done.attempt, done.outcome, done.detail
+            logger.info("request %s: attempt %s: its writer says: %s: %s", *about)
+        writer = done.writer_lease_id
+        self._check_writer(done.attempt, writer)
+        self._clock.done(done.attempt, done.took_s if written else None)
+        if done.outcome == "died":
+            now = self._now()
+            await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))
+        else:
+            outcome = self._outcome_of(done)
+            await self._settle(
+                lambda ledger: ledger.writer_done(
+                    done.attempt,
+                    writer,
+                    written=written,
+                    number=done.number,
+                    outcome=outcome,
+                    detail=done.detail[:_MAX_DETAIL],
+                )
+            )
+
+    def _outcome_of(self, done: WriterDone) -> Outcome:
+        """Of a remote prefill that its writer did not write."""
+        # Who has a failed link is not among those that may be asked for the rest.
+        if self._links.trouble(done.writer_lease_id):
+            return Outcome.WRITER_UNUSABLE
+        return Outcome.WRITER_ABANDONED if done.outcome == "abandoned" else Outcome.WRITER_FAILED
+
+    async def _on_describe(self, _payload: bytes) -> bytes | None:
+        status = self._status()
+        return None if status is None else encode(status)
+
+    async def _on_explain(self, payload: bytes) -> bytes:
+        return self._explain(payload)
+
+    async def _on_stays(self, payload: bytes) -> bytes:
+        """Answers yes or no: a writer that is not heard, or told no, stops writing."""
+        stays = decode_writer_stays(payload)
+        writer = stays.writer_lease_id
+        with self._book.lock:
+            ledger = self._book.ledger
+            request_id, holder = ledger.request(stays.attempt), ledger.writer(stays.attempt)
+            refusal = ledger.writer_stays(
+                stays.attempt, writer, stays.for_s, self._now(), stays.number
+            )
+        if refusal is None:
+            return encode(StayAccepted())
+        if holder not in (None, writer):
+            self._on_drop("writer_stays")
+        what = request_id, stays.attempt, writer, refusal.reason
+        logger.info("request %s: attempt %s: %x is told to stop writing: %s", *what)
+        return encode(StayRefused(reason=refusal.reason))
+
+    async def _on_leave(self, payload: bytes) -> bytes:
+        """The component says so itself: its keys may vanish for other reasons."""
+        if decode_leave(payload).lease_id != self._link.lease_id:
+            raise ProtocolError("somebody else's leave")
+        self.leaving = True
+        await self._settle(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
+        return b""
+
+    async def _on_poll(self, payload: bytes) -> bytes:
+        self.listening.hear(decode_listen(payload))
+        return b""
+
+    def _check_writer(self, attempt: str, writer_lease_id: int) -> None:
+        """Raises ProtocolError when the attempt is somebody else's."""
+        with self._book.lock:
+            holder = self._book.ledger.writer(attempt)
+        if holder not in (None, writer_lease_id):
+            raise ProtocolError(f"attempt {attempt} is not {writer_lease_id:x}'s")
+
+    def _on_writers(self, joined: frozenset[int], left: frozenset[int]) -> None:
+        with self._book.lock:
+            for lease_id in joined:
+                self._book.ledger.writer_back(lease_id)
+            for lease_id in left:
+                self._book.ledger.writer_gone(lease_id, self._now())
+        self._links.forget(left)
+        self._on_usable_change()
+
+    def _on_health(self, back: frozenset[int], lost: frozenset[int]) -> None:
+        for lease_id in lost:
+            self._settle_soon(lambda ledger, writer=lease_id: ledger.writer_silent(writer))
+        self._on_usable_change()
+
+    def _on_queue_lost(self) -> None:
+        """What was queued is gone; nobody will claim it before its deadline."""
+        self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST))
+
+    def _on_usable_change(self) -> None:
+        """Decisions see the new counts of prefill workers at once, not with the next view."""
+        assert self._health is not None
+        alive, usable = self._health.responsive, self._usable
+        if self.view is not None:
+            self.view = replace(
+                self.view, prefill_workers=len(usable), prefill_workers_alive=len(alive)
+            )
+        self._links.warn_if_none_usable(alive)
+        if not usable:
+            self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
+
+    def _settle_soon(self, event: Callable[[Ledger], list[Instruction]]) -> None:
+        if self._tasks is not None:  # else the session is being closed
+            self._tasks.create_task(self._settle(event))
+
+    @property
+    def queue_jobs(self) -> int | None:
+        """As the queue was last seen; None when that was long ago."""
+        view = fresh(self.view, self._tuning.now.disagg, self._now())
+        return None if view is None else view.jobs
+
+    @property
+    def _usable(self) -> Members:
+        """Prefill workers that respond, and whose link to this engine is not known to be bad."""
+        return () if self._health is None else self._links.usable(self._health.responsive)
+
+    @property
+    def usable_writers(self) -> int:
+        return len(self._usable)
+
+    @property
+    def unusable_writers(self) -> int:
+        """Prefill workers that respond, but whose link to this engine has failed."""
+        return 0 if self._health is None else len(self._health.responsive) - len(self._usable)
+
+    @property
+    def unresponsive_writers(self) -> int:
+        if self._writers is None or self._health is None:
+            return 0
+        return len(self._writers.members) - len(self._health.responsive)
+
+    async def _watch_queue(self) -> None:
+        assert self._queue is not None and self._health is not None
+        while True:
+            asked_at = self._now()
+            try:
+                depth = await self._queue.depth()
+                self.view = QueueView(
+                    depth.total,
+                    self.usable_writers,
+                    asked_at,
+                    prefill_workers_alive=len(self._health.responsive),
+                )
+            except DynamoLiteError as exc:
+                logger.debug("queue depth not read: %s", exc)
+            await asyncio.sleep(_VIEW_PERIOD_S)

@@ -1,0 +1,99 @@
+"""What has landed of an attempt whose writers are lost.
+
+Every write but the last says which blocks it has brought; its notice comes with the
+data. No order holds between writes, so what counts are the blocks from the first on
+without a gap, from all writers. Contents are looked at only when it comes to that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.prefill import Committed, Landed, Part
+from dynamo_lite.protocol.records import KvRegion
+from dynamo_lite.transfer.block_slices import hole, regions_of_parts
+from dynamo_lite.transfer.digest import ReadMemory, checksum
+
+
+@dataclass
+class PartialCommits:
+    """By writing rank: a doubled notice counts once. landed: also by first block."""
+
+    commits: dict[int, Committed] = field(default_factory=dict)
+    landed: dict[int, dict[int, Landed]] = field(default_factory=dict)
+
+    def add(self, notice: Committed | Landed) -> None:
+        if isinstance(notice, Committed):
+            self.commits.setdefault(notice.rank, notice)
+        else:
+            self.landed.setdefault(notice.rank, {})[notice.first] = notice
+
+    @property
+    def complete(self) -> bool:
+        """Whether all writers have committed: nobody writes any more."""
+        return len(self.commits) >= max((c.writers for c in self.commits.values()), default=1)
+
+
+def whole_blocks(
+    notices: PartialCommits, blocks: Sequence[int], regions: Sequence[KvRegion], read: ReadMemory
+) -> int:
+    """How many of the attempt's blocks, from the first on, hold their KV for certain."""
+    said: list[Committed | Landed] = [*notices.commits.values()]
+    said += [
+        next(iter(landed.values()))
+        for rank, landed in notices.landed.items()
+        if rank not in notices.commits
+    ]
+    if not said or len(said) < max(notice.writers for notice in said):
+        return 0
+    try:
+        if hole(regions, [part for notice in said for part in _checked(regions, notice)]):
+            return 0
+        return min(_run(notices, notice.rank, blocks, regions, read) for notice in said)
+    except ProtocolError:
+        return 0
+
+
+def share_error(
+    notice: Committed | Landed,
+    blocks: Sequence[int],
+    regions: Sequence[KvRegion],
+    read: ReadMemory,
+) -> str | None:
+    """What of one writer's word on contents does not hold. Raises ProtocolError."""
+    if any(position >= len(blocks) for position in notice.sampled):
+        return f"sampled blocks {notice.sampled} of {len(blocks)}"
+    brought = regions_of_parts(regions, notice.parts)
+    sampled = [blocks[position] for position in notice.sampled]
+    found = checksum(brought, sampled, read)
+    if sampled and found != notice.checksum:
+        return f"checksum {found:08x} of blocks {sampled}, not {notice.checksum:08x}"
+    return None
+
+
+def _checked(regions: Sequence[KvRegion], notice: Committed | Landed) -> list[Part]:
+    regions_of_parts(regions, notice.parts)
+    return notice.parts
+
+
+def _run(
+    notices: PartialCommits,
+    rank: int,
+    blocks: Sequence[int],
+    regions: Sequence[KvRegion],
+    read: ReadMemory,
+) -> int:
+    """The blocks that one writer has brought, from the first on, without a gap."""
+    commit = notices.commits.get(rank)
+    if commit is not None:
+        holds = commit.num_blocks == len(blocks)
+        return len(blocks) if holds and not share_error(commit, blocks, regions, read) else 0
+    landed, end = notices.landed[rank], 0
+    while end in landed:
+        step = landed[end]
+        if step.num_blocks == 0 or end + step.num_blocks > len(blocks):
+            break
+        if step.parts != landed[0].parts or share_error(step, blocks, regions, read):
+            break
+        end += step.num_blocks
+    return end

@@ -1,0 +1,104 @@
+"""Until when a prefill worker's engine may write, kept in the lease's fence.
+
+While the worker serves, that is as long as its lease certainly lives. A worker
+that was asked to leave finishes what it has claimed, but its keys no longer
+vouch for it: it promises each decode engine to stay, a few seconds at a time,
+and never lets its engine write past a promise that was accepted.
+"""
+
+import asyncio
+import contextlib
+import logging
+
+from dynamo_lite.disagg.prefill.jobs import PrefillJobs
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, Unavailable
+from dynamo_lite.protocol.prefill import (
+    RemotePrefillRequest,
+    StayRefused,
+    WriterStays,
+    decode_stay_reply,
+)
+from dynamo_lite.runtime.fence import Fence
+from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.store import LeaseLoss
+
+logger = logging.getLogger(__name__)
+
+_PROMISE_S = 3.0
+
+
+class FenceUpdater:
+    """leaving: set it when the worker begins to leave. closed: the engine never may write
+    again. jobs: None until there can be any."""
+
+    def __init__(self, host: Host, fence: Fence):
+        self._host, self._fence, self._now = host, fence, host.clock.boottime
+        self._open_until = 0.0
+        self.leaving, self.closed = asyncio.Event(), asyncio.Event()
+        self.jobs: PrefillJobs | None = None
+
+    async def keep(self) -> None:
+        lease = self._host.lease
+        while lease.loss is None and not self.leaving.is_set():
+            if 0.0 < self._open_until <= self._now():
+                # This event loop has stalled for the lease's time-to-live. The lease lives on in
+                # its thread, but decode engines may have taken this worker for dead since.
+                for request, _ in self._claimed():
+                    await self._abandon(request, "this worker stood still for too long")
+            self._open(lease.remaining_s())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.leaving.wait(), lease.ttl_s / 10)
+        # Decode engines give back what nobody promised them in time; what is written after
+        # that lands in blocks of others, also when the next promise is heard.
+        while lease.loss is not LeaseLoss.EXPIRED and self._now() < self._open_until:
+            asked_at = self._now()
+            accepted = await asyncio.gather(*(self._promise(*claim) for claim in self._claimed()))
+            if all(accepted) and self._now() < self._open_until:
+                self._open(asked_at + _PROMISE_S - self._now())
+            await asyncio.sleep(_PROMISE_S / 6)
+        self._fence.extend(0.0)
+        self.closed.set()
+
+    def _open(self, for_s: float) -> None:
+        self._fence.extend(for_s)
+        self._open_until = self._now() + for_s
+
+    def _claimed(self) -> list[tuple[RemotePrefillRequest, int]]:
+        """What is not claimed yet is not written, and a decode engine that saw this worker
+        leave grants it no claim."""
+        return [] if self.jobs is None else self.jobs.claimed
+
+    async def _promise(self, request: RemotePrefillRequest, number: int) -> bool:
+        """Whether the decode engine has accepted it; if not, the attempt is abandoned.
+
+        The attempt's blocks may hold other requests' KV by then, so only a yes counts. No yes
+        is an empty answer, which engines before wire version 5 give for every attempt.
+        """
+        stays = WriterStays(
+            attempt=request.attempt,
+            writer_lease_id=self._host.lease.id,
+            for_s=_PROMISE_S,
+            number=number,
+        )
+        subject = names.writer_stays_subject(self._host.spec.namespace, request.engine_id)
+        try:
+            reply = await self._host.messaging.request(
+                subject, encode_sealed(stays), timeout_s=_PROMISE_S / 6
+            )
+            answer = decode_stay_reply(reply)
+        except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
+            why = str(exc)
+        else:
+            if not isinstance(answer, StayRefused):
+                return True
+            why = answer.reason
+        await self._abandon(request, f"its engine did not accept the promise: {why}")
+        return False
+
+    async def _abandon(self, request: RemotePrefillRequest, why: str) -> None:
+        what = f"request {request.request_id}: attempt {request.attempt}"
+        logger.warning("%s: abandoned, %s", what, why)
+        if self.jobs is not None:
+            await self.jobs.abandon(request.attempt)

@@ -1,0 +1,196 @@
+"""The jobs that a prefill worker holds, from the pull to the one answer.
+
+A job is acknowledged when it is over: written, refused at its claim, or handed back to
+the decode engine as failed. A worker that dies leaves it unacknowledged, and the queue
+delivers it again. A job leaves the queue only when its decode engine knows: either the
+engine has refused the claim, or it is told how the job ended. A job for an engine that
+this worker cannot write into is left to other workers.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter
+
+from dynamo_lite.disagg.prefill.claims import Claims
+from dynamo_lite.disagg.prefill.interfaces import JobLinks, Prefiller
+from dynamo_lite.disagg.prefill.job_runner import JobRunner
+from dynamo_lite.disagg.prefill.job_trace import trace_job
+from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.errors import (
+    DynamoLiteError,
+    ProtocolError,
+    Unavailable,
+)
+from dynamo_lite.protocol.prefill import (
+    RemotePrefillRequest,
+    decode_cancel_attempt,
+    decode_job,
+)
+from dynamo_lite.queue.base import Job, PrefillQueue
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+logger = logging.getLogger(__name__)
+
+_PULL_S = 2.0
+#: Before a job that could not be claimed is delivered again: doubled each time, up to a limit.
+_RETRY_DELAY_S, _LONGEST_RETRY_DELAY_S = 0.5, 4.0
+#: Before a job that was left to others comes again: at first none, as others may wait for a job;
+#: where it comes again to who cannot do it they do not.
+_LEFT_DELAY_S = 0.25
+_BROKER_PAUSE_S = 0.2
+_UNFIT_PAUSE_S = 0.2
+
+
+class PrefillJobs:
+    """working: attempt -> job, of what was pulled and is not over. idle: nothing is.
+
+    fit: whether the engine can take a job; meanwhile others shall. links: the ways to
+    decode engines, None where all are taken to be good. tracer: None where nothing is traced.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace: str,
+        lease_id: int,
+        ack_wait_s: float,
+        queue: PrefillQueue,
+        engine: Prefiller,
+        directory: MetadataDirectory,
+        messaging: Messaging,
+        registry: CollectorRegistry,
+        fit: Callable[[], bool] = lambda: True,
+        links: JobLinks | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        on_drop: OnDrop = uncounted,
+        tracer: Tracer | None = None,
+    ):
+        self._tracer, self._now, self._ack_wait_s = tracer, clock.monotonic, ack_wait_s
+        self._queue, self._fit, self._on_drop = queue, fit, on_drop
+        self._claims = Claims(
+            namespace=namespace,
+            lease_id=lease_id,
+            messaging=messaging,
+            registry=registry,
+            clock=clock,
+            on_drop=on_drop,
+        )
+        self._ended = Counter(
+            "dynamo_lite_prefill_jobs",
+            "Prefill jobs pulled, by how they ended",
+            ["outcome"],
+            registry=registry,
+        )
+        self._runner = JobRunner(
+            engine=engine,
+            directory=directory,
+            claims=self._claims,
+            registry=registry,
+            links=links,
+            clock=clock,
+        )
+        self._pulling = True
+        self.working: dict[str, RemotePrefillRequest] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def run(self, lanes: Sequence[Lane] = tuple(Lane)) -> None:
+        """One job of these lanes after the other, until `stop`. Run several for several at a
+        time."""
+        while self._pulling:
+            if not self._fit():
+                await asyncio.sleep(_UNFIT_PAUSE_S)
+                continue
+            try:
+                job = await self._queue.pull(timeout_s=_PULL_S, lanes=lanes)
+            except Unavailable as exc:
+                logger.debug("no job pulled: %s", exc)
+                await asyncio.sleep(_BROKER_PAUSE_S)
+                continue
+            if job is not None:
+                await self._do(job)
+
+    async def stop(self) -> None:
+        """Pulls nothing more; what was pulled goes on."""
+        self._pulling = False
+        await self._queue.stop_pulling()
+
+    async def on_cancel(self, payload: bytes) -> None:
+        cancel = decode_cancel_attempt(payload)
+        if cancel.attempt in self.working:
+            await self.abandon(cancel.attempt)
+        else:
+            await self._runner.answer_cancel(cancel)
+
+    async def abandon(self, attempt: str) -> None:
+        """Stops a job's writes soon; its end is told as ever."""
+        await self._runner.abandon(attempt, running=attempt in self.working)
+
+    @property
+    def claimed(self) -> list[tuple[RemotePrefillRequest, int]]:
+        """Jobs whose claim was sent and may have been granted, with the claim's number."""
+        held = self._claims.held
+        return [(self.working[attempt], number) for attempt, number in held.items()]
+
+    async def _do(self, job: Job) -> None:
+        try:
+            request = decode_job(job.payload)
+        except ProtocolError as exc:
+            logger.warning("job %d dropped: %s", job.sequence, exc)
+            self._on_drop("job")
+            self._ended.labels("malformed").inc()
+            await _answer(job.term())
+            return
+        if request.attempt in self.working:
+            # Delivered again while it is being worked on: extending it failed for long.
+            await _answer(job.nak(delay_s=self._ack_wait_s))
+            return
+        trace = None if self._tracer is None else trace_job(self._tracer, request, self._now())
+        if trace is not None:
+            request = trace.request
+        self.working[request.attempt] = request
+        self.idle.clear()
+        keeper = asyncio.create_task(self._extend(job), name=f"extend-{job.sequence}")
+        try:
+            end = await self._runner.run(job, request, trace)
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+            del self.working[request.attempt]
+            if not self.working:
+                self.idle.set()
+        self._ended.labels(end.outcome).inc()
+        if trace is not None:
+            trace.ended(end.outcome, self._now())
+        if end.outcome == "retry":
+            await _answer(job.nak(delay_s=_retry_delay_s(job.deliveries)))
+        elif end.outcome == "left":
+            await _answer(job.nak(delay_s=0.0 if job.deliveries == 1 else _LEFT_DELAY_S))
+        elif end.outcome in ("used_up", "malformed"):
+            await _answer(job.term())
+        else:
+            await _answer(job.ack())
+
+    async def _extend(self, job: Job) -> None:
+        while True:
+            await asyncio.sleep(self._ack_wait_s / 3)
+            await _answer(job.extend())
+
+
+def _retry_delay_s(deliveries: int) -> float:
+    """Before the delivery that follows this many."""
+    return min(_RETRY_DELAY_S * 2 ** min(deliveries - 1, 16), _LONGEST_RETRY_DELAY_S)
+
+
+async def _answer(answer: Awaitable[None]) -> None:
+    """An answer that cannot be given is the same as a dead worker's: redelivery."""
+    try:
+        await answer
+    except DynamoLiteError as exc:
+        logger.warning("job not answered: %s", exc)

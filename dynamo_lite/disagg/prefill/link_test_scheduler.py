@@ -1,0 +1,61 @@
+"""The scheduler half of preflights: orders on their way to all ranks, and their answers.
+
+`ask` is called by the bridge's thread, all else by the engine's.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+
+from dynamo_lite.disagg.counters import PREFLIGHT, Counters
+from dynamo_lite.disagg.messages import LinkTestOrder, PrefillStep, RankLink
+from dynamo_lite.disagg.prefill.introductions import Introductions
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.prefill import LinkTest
+
+
+class LinkTestScheduler:
+    """stats: takes how each order ended; see `LinkReport`."""
+
+    def __init__(self, stats: Counters, introductions: Introductions):
+        self._stats, self._introductions = stats, introductions
+        self._asked: deque[LinkTest] = deque()
+        self._answers: dict[str, dict[int, RankLink]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are needed, though there may be nothing to compute."""
+        return bool(self._asked or self._answers)
+
+    def ask(self, preflight: LinkTest) -> None:
+        self._asked.append(preflight)
+
+    def announce(self, step: PrefillStep) -> None:
+        """Tells the ranks of new orders."""
+        while self._asked:
+            preflight = self._asked.popleft()
+            engine_id = preflight.target.engine_id
+            self._answers[preflight.order] = {}
+            step.preflights.append(LinkTestOrder(preflight.order, engine_id))
+            # A test of the way there depends on nothing that ranks remember.
+            target = encode(preflight.target)
+            self._introductions.introduce(step, engine_id, target, again=True)
+
+    def answered(self, links: Mapping[str, Mapping[int, RankLink]], ranks: int) -> None:
+        """What ranks have found, of `ranks` in all: an order ends with the last answer."""
+        for order, by_rank in links.items():
+            answers = self._answers.setdefault(order, {})
+            answers.update(by_rank)
+            if len(answers) == ranks:
+                del self._answers[order]
+                self._tell(order, answers)
+
+    def _tell(self, order: str, answers: Mapping[int, RankLink]) -> None:
+        failures = [
+            link.failure if len(answers) == 1 else f"from rank {rank}: {link.failure}"
+            for rank, link in sorted(answers.items())
+            if link.failure is not None
+        ]
+        lanes = sum(link.lanes for link in answers.values())
+        contact_s = max(link.contact_s for link in answers.values())
+        round_trip_s = max(link.round_trip_s for link in answers.values())
+        self._stats.append(PREFLIGHT, [order, "; ".join(failures), lanes, contact_s, round_trip_s])

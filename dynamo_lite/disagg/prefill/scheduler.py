@@ -1,0 +1,300 @@
+"""The scheduler half of a prefill engine.
+
+Each remote prefill runs as an ordinary one-token request; a long prefix that only
+the decode engine holds is read from there before. After every step it
+names the blocks that became complete, so that the worker halves write them
+while the next chunk is computed; a request's blocks stay reserved until no
+write reads from them any more. All methods run on the engine's thread.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dynamo_lite.disagg.bridge import OpenBridge
+from dynamo_lite.disagg.counters import COMPUTED, ENDED, Counters
+from dynamo_lite.disagg.engine_api import BlockPool, Prompt
+from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
+from dynamo_lite.disagg.messages import (
+    BlockWrite,
+    PrefillStep,
+    PrefixRead,
+    RankResults,
+    WorkerReport,
+)
+from dynamo_lite.disagg.prefill.introductions import Introductions
+from dynamo_lite.disagg.prefill.link_test_scheduler import LinkTestScheduler
+from dynamo_lite.disagg.server_clients import ServerClients
+from dynamo_lite.disagg.span_notes import note_child
+from dynamo_lite.policy.prefix import Compute, read_or_compute
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.prefill import EngineStatus, decode_preflight
+from dynamo_lite.protocol.records import EngineMetadata, check_engine
+from dynamo_lite.protocol.trace import TraceContext, traced
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+from dynamo_lite.runtime.drops import counted
+
+#: The blocks that a request holds, in the order of its tokens.
+BlockIds = Callable[[str], Sequence[int]]
+
+
+@dataclass
+class _Job:
+    """One attempt in this engine.
+
+    block_size: the target engine's, in tokens; blocks are counted in these. first: number
+    of the one that remote_ids[0] is; written: of the first that is not written. scheduled:
+    monotonic time.
+    reading: whether its prefix is being read. trace: of the job, if that is traced.
+    """
+
+    attempt: str
+    request: Prompt
+    target_engine: str
+    target: bytes
+    block_size: int
+    remote_ids: list[int]
+    first: int
+    written: int
+    scheduled: float
+    trace: TraceContext | None = None
+    announced: bool = False
+    reading: bool = False
+    complete: bool = False
+
+
+class PrefillScheduler:
+    """block_size: in tokens, this engine's."""
+
+    def __init__(
+        self,
+        link: EngineConfig,
+        block_size: int,
+        *,
+        outside: ServerClients,
+        open_bridge: OpenBridge,
+        clock: Clock = SYSTEM_CLOCK,
+    ):
+        assert isinstance(link.role, PrefillEngineConfig)
+        self._link, self._role, self._block_size = link, link.role, block_size
+        self._outside, self._now = outside, clock.monotonic
+        self.bridge = open_bridge(self._session)
+        self.stats = Counters()
+        self._introductions = Introductions(self._own_metadata)
+        self._preflights = LinkTestScheduler(self.stats, self._introductions)
+        self.metadata: EngineMetadata | None = None
+        self._block_ids: BlockIds | None = None
+        self._pool: BlockPool | None = None
+        self._jobs: dict[str, _Job] = {}
+        self._ending: dict[str, _Job] = {}
+        self._failures: dict[str, str] = {}
+        self._stopped: dict[str, _Job] = {}
+        self._step = PrefillStep()
+        self._stepped_at = self._now()
+
+    def bind_block_pool(self, pool: BlockPool, block_ids: BlockIds) -> None:
+        self._pool, self._block_ids = pool, block_ids
+
+    def num_new_matched_tokens(self, request: Prompt, cached: int) -> tuple[int, bool]:
+        """How many tokens beyond `cached` are read from the decode engine.
+
+        A job reads once: what was lost, or was preempted, is computed.
+        """
+        params = request.kv_transfer_params
+        if not params or request.request_id in self._jobs:
+            return 0, False
+        # Blocks that differ are written, not read: then none are offered.
+        held = len(params["prefix_block_ids"]) * self._block_size
+        verdict = read_or_compute(
+            held_tokens=held,
+            cached_tokens=cached,
+            min_read_tokens=self._role.min_prefix_read_length_tokens,
+        )
+        return (0, False) if isinstance(verdict, Compute) else (verdict.tokens, True)
+
+    def state_after_alloc(
+        self,
+        request: Prompt,
+        block_ids: Sequence[int],
+        external: int,
+        queued_at: float | None = None,
+    ) -> None:
+        """The engine begins with a job, or reserved `block_ids` to read `external` tokens.
+
+        queued_at: when it came, by the monotonic clock.
+        """
+        params = request.kv_transfer_params
+        if not params or request.request_id in self._jobs:
+            return
+        now, trace = self._now(), traced(request.trace_headers)
+        if queued_at is not None:
+            self.stats.add_stage("wait", now - queued_at)
+            if trace is not None:
+                note_child(self.stats, "wait", trace, queued_at, now)
+        self._step.forget += params["forget"]
+        self._introductions.forget(params["forget"])
+        first = params["num_computed_tokens"] // params["block_size"]
+        job = self._jobs[request.request_id] = _Job(
+            attempt=params["attempt"],
+            request=request,
+            target_engine=params["engine_id"],
+            target=params["target"],
+            block_size=params["block_size"],
+            remote_ids=params["block_ids"],
+            first=first,
+            written=first,
+            scheduled=now,
+            trace=trace,
+        )
+        if external:
+            self._read(job, block_ids, params["prefix_block_ids"], external)
+
+    def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> PrefillStep:
+        """scheduled: request id -> tokens that this step computes of it."""
+        self._stepped_at = self._now()
+        step, self._step = self._step, PrefillStep()
+        self._preflights.announce(step)
+        for request_id in preempted:
+            if (job := self._jobs.get(request_id)) is not None:
+                job.written = job.first
+                step.preempted.append(job.attempt)
+        for request_id, tokens in scheduled.items():
+            if (job := self._jobs.get(request_id)) is not None and not job.complete:
+                self.stats.add(COMPUTED, tokens)
+                self._add_write(step, job, job.request.num_computed_tokens + tokens)
+        return step
+
+    def request_finished(self, request: Prompt) -> bool:
+        """Returns whether the blocks must stay until the writes have ended."""
+        request_id, params = request.request_id, request.kv_transfer_params
+        job = self._jobs.pop(request_id, None)
+        if job is None:
+            if params:  # stopped before it was ever scheduled
+                self.stats.append(ENDED, [params["attempt"], "abandoned", ""])
+            return False
+        if job.reading:
+            # Its blocks stay until the read has ended, and so do those that are read.
+            self._stopped[request_id] = job
+            return False
+        if not job.announced:
+            self._tell(job, "abandoned")
+            return False
+        self._ending[request_id] = job
+        self._step.ended.append((job.attempt, request_id, job.complete))
+        return True
+
+    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
+        """What the worker halves have finished reading or writing, well or not."""
+        if report is not None:
+            self._failures.update(report.failures)
+            self._introductions.forget(report.unknown)
+            assert self.metadata is not None
+            self._preflights.answered(report.links, len(self.metadata.ranks))
+        for request_id in sorted(results.received | results.lost):
+            if (stopped := self._stopped.pop(request_id, None)) is not None:
+                self._tell(stopped, "abandoned")
+            elif (job := self._jobs.get(request_id)) is not None:
+                if job.reading and job.trace is not None:
+                    note_child(self.stats, "prefix read", job.trace, job.scheduled, self._now())
+                job.reading = False
+        for request_id in sorted(results.sent):
+            job = self._ending.pop(request_id)
+            failure = self._failures.pop(job.attempt, None)
+            if failure is not None:
+                self._tell(job, "failed", failure)
+            else:
+                self._tell(job, "written" if job.complete else "abandoned")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._ending or self._stopped) or self._preflights.busy
+
+    def _read(
+        self, job: _Job, block_ids: Sequence[int], prefix: Sequence[int], external: int
+    ) -> None:
+        start = len(prefix) - external // self._block_size
+        job.reading = True
+        self._announce(self._step, job)
+        self._step.reads.append(
+            PrefixRead(
+                attempt=job.attempt,
+                request_id=job.request.request_id,
+                target_engine=job.target_engine,
+                local_ids=list(block_ids[start : len(prefix)]),
+                remote_ids=list(prefix[start:]),
+            )
+        )
+
+    def _announce(self, step: PrefillStep, job: _Job) -> None:
+        """The ranks hear of the job for the first time: they may not know its engine."""
+        if not job.announced:
+            job.announced = True
+            self._introductions.introduce(step, job.target_engine, job.target)
+
+    def _add_write(self, step: PrefillStep, job: _Job, done_tokens: int) -> None:
+        total, size = job.request.num_prompt_tokens, job.block_size
+        last = done_tokens >= total
+        end = -(-total // size) if last else done_tokens // size
+        if end <= job.written and not last:
+            return
+        assert self._block_ids is not None
+        own = list(self._block_ids(job.request.request_id))
+        start, skip = divmod(job.written * size, self._block_size)
+        behind = -(-min(end * size, total) // self._block_size)
+        self._announce(step, job)
+        step.writes.append(
+            BlockWrite(
+                attempt=job.attempt,
+                request_id=job.request.request_id,
+                target_engine=job.target_engine,
+                local_ids=own[start:behind],
+                remote_ids=job.remote_ids[job.written - job.first : end - job.first],
+                last=last,
+                num_blocks=len(job.remote_ids),
+                scheduled=job.scheduled,
+                first=job.written - job.first,
+                skip_tokens=skip,
+                began=self._stepped_at,
+                trace=job.trace,
+            )
+        )
+        job.written, job.complete = end, last
+
+    def _own_metadata(self) -> bytes:
+        """What a rank needs of its siblings; see `PrefillStep.own`."""
+        if self.metadata is None or len(self.metadata.ranks) == 1:
+            return b""
+        return encode(self.metadata)
+
+    def _tell(self, job: _Job, outcome: str, detail: str = "") -> None:
+        self.stats.append(ENDED, [job.attempt, outcome, detail])
+
+    @contextlib.asynccontextmanager
+    async def _session(self) -> AsyncIterator[None]:
+        engine = self._link.namespace, self._link.engine_id
+        on_preflight = counted(self._on_preflight, "preflight", self.stats.drop)
+        async with (
+            self._outside.messaging() as messaging,
+            messaging.serve(names.describe_subject(*engine), self._on_describe),
+            messaging.serve(names.preflight_subject(*engine), on_preflight),
+        ):
+            yield
+
+    async def _on_preflight(self, payload: bytes) -> bytes:
+        preflight = decode_preflight(payload)
+        check_engine(preflight.target)
+        self._preflights.ask(preflight)
+        return b""
+
+    async def _on_describe(self, _payload: bytes) -> bytes | None:
+        if self.metadata is None or self._pool is None:
+            return None
+        return encode(
+            EngineStatus(
+                metadata=self.metadata,
+                free_blocks=self._pool.get_num_free_blocks(),
+                total_blocks=self._pool.num_gpu_blocks,
+                last_step_age_s=self._now() - self._stepped_at,
+            )
+        )

@@ -1,0 +1,81 @@
+"""What a prefill rank's writes say in the ranks that they reach."""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamo_lite.disagg.messages import BlockWrite
+from dynamo_lite.disagg.prefill.outgoing import OutgoingAttempt
+from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank
+from dynamo_lite.disagg.prefill.staging import Slot, Staging
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.prefill import Committed, Landed
+from dynamo_lite.transfer.digest import ReadMemory, checksum, sample
+
+
+@dataclass(frozen=True)
+class WriteNotifications:
+    """rank: who writes. checksum_rate: share of an attempt's blocks whose contents are
+    vouched for. read: reads them from the rank's blocks; staging: from there."""
+
+    rank: int
+    checksum_rate: float
+    read: ReadMemory
+    staging: Staging
+
+    def of(self, write: BlockWrite, peer: RemoteRank, attempt: OutgoingAttempt) -> bytes:
+        """Of a write that is about to start. Those into one peer come in their order."""
+        if attempt.slot is None:
+            return self._direct(write, peer, attempt.local_ids)
+        return self._staged(write, peer, attempt.slot, attempt.vouched)
+
+    def _direct(self, write: BlockWrite, peer: RemoteRank, local_ids: Mapping[int, int]) -> bytes:
+        """The last one speaks for the whole attempt, whose blocks are all still held here.
+
+        local_ids: by position in the attempt.
+        """
+        sampled = self._sampled(write, whole=write.last)
+        blocks = [local_ids[position] for position in sampled]
+        value = checksum([lane.local for lane in peer.lanes], blocks, self.read)
+        return self._spelled(write, peer, sampled, value)
+
+    def _staged(
+        self, write: BlockWrite, peer: RemoteRank, slot: Slot, vouched: MutableMapping[str, int]
+    ) -> bytes:
+        """The same of bytes as they will lie there. Those of earlier writes are gone.
+
+        vouched: by peer, the checksum over the attempt's writes before this one.
+        """
+        regions = [
+            msgspec.structs.replace(region, base=region.base + slot.address)
+            for region in peer.slot_regions
+        ]
+        blocks = [position - write.first for position in self._sampled(write, whole=False)]
+        before = vouched.get(peer.name, 0) if write.first else 0
+        vouched[peer.name] = checksum(regions, blocks, self.staging.read, before)
+        if write.last:
+            return self._spelled(write, peer, self._sampled(write, whole=True), vouched[peer.name])
+        value = checksum(regions, blocks, self.staging.read)
+        return self._spelled(write, peer, self._sampled(write, whole=False), value)
+
+    def _sampled(self, write: BlockWrite, *, whole: bool) -> list[int]:
+        positions = sample(write.attempt, write.num_blocks, self.checksum_rate)
+        end = write.first + len(write.remote_ids)
+        return [p for p in positions if whole or write.first <= p < end]
+
+    def _spelled(
+        self, write: BlockWrite, peer: RemoteRank, sampled: list[int], value: int
+    ) -> bytes:
+        share = {
+            "attempt": write.attempt,
+            "rank": self.rank,
+            "num_blocks": write.num_blocks if write.last else len(write.remote_ids),
+            "sampled": sampled,
+            "checksum": value,
+            "writers": peer.writers,
+            "parts": peer.parts,
+        }
+        if write.last:
+            return encode_sealed(Committed(**share))
+        return encode_sealed(Landed(first=write.first, **share))

@@ -1,0 +1,42 @@
+"""The servers that a scheduler half talks to, as it opens them."""
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from dynamo_lite.disagg.engine_config import EngineConfig
+from dynamo_lite.protocol import names
+from dynamo_lite.queue.base import PrefillQueue, QueueConfig
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.store import Store
+
+
+class ServerClients(Protocol):
+    def messaging(self) -> AbstractAsyncContextManager[Messaging]: ...
+
+    def store(self) -> AbstractAsyncContextManager[Store]: ...
+
+    def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]: ...
+
+
+class Servers:
+    """Implements Outside: NATS and etcd at the link's URLs."""
+
+    def __init__(self, link: EngineConfig):
+        self._link = link
+
+    def messaging(self) -> NatsMessaging:
+        return NatsMessaging(self._link.nats_url)
+
+    def store(self) -> EtcdStore:
+        return EtcdStore(self._link.etcd_url)
+
+    def queue(self, config: QueueConfig) -> JetStreamQueue:
+        return JetStreamQueue(
+            self._link.nats_url,
+            stream=names.prefill_stream(self._link.namespace),
+            subject=names.prefill_jobs_subject(self._link.namespace),
+            config=config,
+        )

@@ -1,0 +1,36 @@
+"""Spans of traced requests, as an engine's process notes them for its component.
+
+The engine's processes have no tracing library; a note is a short list among the counts.
+"""
+
+from dynamo_lite.disagg.counters import SPAN, Counters
+from dynamo_lite.protocol.trace import TraceContext
+from dynamo_lite.runtime.tracing.tracer import Attributes, Kind
+
+
+def note_span(
+    stats: Counters,
+    name: str,
+    context: TraceContext,
+    parent: str,
+    start: float,
+    end: float,
+    *,
+    kind: Kind = "internal",
+    attributes: Attributes | None = None,
+) -> None:
+    """As `Tracer.record`, by this host's monotonic clock. Any thread."""
+    ids = (context.trace_id, context.span_id, parent)
+    stats.append(SPAN, [name, *ids, start, max(start, end), kind, dict(attributes or {})])
+
+
+def note_child(
+    stats: Counters,
+    name: str,
+    parent: TraceContext,
+    start: float,
+    end: float,
+    attributes: Attributes | None = None,
+) -> None:
+    """As `record_child`."""
+    note_span(stats, name, parent.child(), parent.span_id, start, end, attributes=attributes)

@@ -1,0 +1,275 @@
+"""A router's side: what every live worker holds and how busy it is, kept up to date.
+
+The index of a worker that is just met, or whose notices have a gap, or that may have
+spoken while we were not connected, is repaired by a snapshot. Until it comes, what was
+known stays: it chooses workers, and nothing else depends on it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from dynamo_lite.kv_events.worker_view import Peer
+from dynamo_lite.policy.kv_index import KvIndex
+from dynamo_lite.policy.kv_routing import LoadReport, Shard
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, Unavailable
+from dynamo_lite.protocol.kv import (
+    KvNotice,
+    KvSnapshot,
+    KvSnapshotRequest,
+    Load,
+    decode_kv_notice,
+    decode_kv_snapshot,
+)
+from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.messaging import Messaging
+
+logger = logging.getLogger(__name__)
+
+#: A load that was told so long ago says nothing any more.
+LOAD_AGE_S = 3.0
+
+_REQUEST_S = 2.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+
+
+class KvFollower:
+    """Async context manager, over the members of an open roster. Implements `KvView`.
+
+    max_blocks: different blocks that each index keeps; there is one for each model and
+    block size.
+    """
+
+    def __init__(
+        self,
+        messaging: Messaging,
+        roster: Roster,
+        *,
+        namespace: str,
+        component: str,
+        max_blocks: int,
+        registry: CollectorRegistry | None = None,
+        on_drop: OnDrop = uncounted,
+    ):
+        self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
+        self._namespace, self._component = namespace, component
+        self._max_blocks = max_blocks
+        self._peers: dict[int, Peer] = {}
+        self._indexes: dict[tuple[str, int], KvIndex] = {}
+        self._repairs: dict[int, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._on_load: Callable[[int], None] = lambda lease_id: None
+        self._open = False
+        self._stack = contextlib.AsyncExitStack()
+        self._metrics = _Metrics(registry or CollectorRegistry(), self)
+
+    def __repr__(self) -> str:
+        return f"<KvFollower peers={len(self._peers)} repairs={len(self._repairs)}>"
+
+    @property
+    def indexes(self) -> Sequence[KvIndex]:
+        return tuple(self._indexes.values())
+
+    @property
+    def unsettled(self) -> int:
+        """Members whose snapshot is still to come."""
+        return sum(peer.number is None for peer in self._peers.values())
+
+    async def settled(self, timeout_s: float) -> None:
+        """Returns when every member's snapshot has come. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.unsettled:
+                    await self._changed.wait()
+        except TimeoutError as exc:
+            raise DeadlineExceeded("snapshots of the members", timeout_s) from exc
+
+    def on_load(self, callback: Callable[[int], None]) -> None:
+        """Calls `callback` with the lease id of a worker that has said its load."""
+        self._on_load = callback
+
+    def load(self, lease_id: int) -> LoadReport | None:
+        peer = self._peers.get(lease_id)
+        if peer is None or peer.load is None or self._now() - peer.heard_at > LOAD_AGE_S:
+            return None
+        load = peer.load
+        return LoadReport(
+            requests=load.running + load.waiting,
+            prompt_tokens=load.prefill_tokens,
+            kv_usage=load.kv_usage,
+        )
+
+    def shard(self, lease_id: int) -> Shard | None:
+        peer = self._peers.get(lease_id)
+        if peer is None or peer.index is None:
+            return None
+        return Shard(peer.block_size, peer.index)
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._close)
+            subject = names.kv_subject(self._namespace, self._component)
+            handler = counted(self._on_notice, "kv_notice", self._on_drop)
+            await stack.enter_async_context(self._messaging.serve(subject, handler))
+            stack.enter_context(self._messaging.watch_connection(self._on_connection))
+            self._open = True
+            self._roster.on_change(self._on_roster)
+            self._on_roster(frozenset(m.lease_id for m in self._roster.members), frozenset())
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _close(self) -> None:
+        self._open = False
+        repairs = list(self._repairs.values())
+        for task in repairs:
+            task.cancel()
+        await asyncio.gather(*repairs, return_exceptions=True)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # What is heard
+
+    async def _on_notice(self, payload: bytes) -> None:
+        notice = decode_kv_notice(payload)
+        if notice.wire_version != WIRE_VERSION:
+            raise ProtocolError(f"wire version {notice.wire_version} is not spoken")
+        peer = self._peers.get(notice.lease_id)
+        result = "unknown" if peer is None else self._take(peer, notice)
+        self._metrics.notices.labels(result).inc()
+
+    def _take(self, peer: Peer, notice: KvNotice) -> str:
+        result = peer.take(notice)
+        if result != "late":
+            self._hear(peer, notice.load)
+        if result == "gap":
+            self._repair(peer)
+        return result
+
+    def _hear(self, peer: Peer, load: Load) -> None:
+        peer.load, peer.heard_at = load, self._now()
+        self._on_load(peer.lease_id)
+
+    def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
+        if not self._open:
+            return
+        for lease_id in left:
+            peer = self._peers.pop(lease_id, None)
+            if (task := self._repairs.pop(lease_id, None)) is not None:
+                task.cancel()
+            if peer is not None and peer.index is not None:
+                peer.index.leave(lease_id)
+        for lease_id in joined:
+            member = self._roster.get(lease_id)
+            if member is not None and lease_id not in self._peers:
+                self._peers[lease_id] = peer = Peer(lease_id, member.model)
+                self._repair(peer)
+        self._tell()
+
+    def _on_connection(self, connected: bool) -> None:
+        if connected:
+            for peer in self._peers.values():
+                peer.doubt()
+                self._repair(peer)
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    # Snapshots
+
+    def _repair(self, peer: Peer) -> None:
+        if peer.lease_id not in self._repairs:
+            task = asyncio.create_task(self._fetch(peer), name=f"kv-snapshot {peer.lease_id:x}")
+            self._repairs[peer.lease_id] = task
+
+    async def _fetch(self, peer: Peer) -> None:
+        """Until there is one that fits, or the worker leaves."""
+        pause_s = _FIRST_PAUSE_S
+        try:
+            while self._peers.get(peer.lease_id) is peer:
+                if await self._settle(peer):
+                    break
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            if self._repairs.get(peer.lease_id) is asyncio.current_task():
+                del self._repairs[peer.lease_id]
+
+    async def _settle(self, peer: Peer) -> bool:
+        try:
+            parts = [await self._ask(peer, 0, 0)]
+            for part in range(1, parts[0].parts):
+                parts.append(await self._ask(peer, part, parts[0].parts))
+        except (Unavailable, DeadlineExceeded) as exc:
+            logger.debug("no snapshot of worker %x: %s", peer.lease_id, exc)
+            return False
+        except ProtocolError as exc:
+            self._on_drop("kv_snapshot_reply")
+            logger.warning("the snapshot of worker %x: %s", peer.lease_id, exc)
+            return False
+        if self._peers.get(peer.lease_id) is not peer:
+            return False
+        self._place(peer, parts[0].block_size_tokens)
+        if not peer.settle(parts):
+            return False
+        self._hear(peer, parts[-1].load)
+        self._metrics.snapshots.inc()
+        self._tell()
+        return True
+
+    async def _ask(self, peer: Peer, part: int, parts: int) -> KvSnapshot:
+        subject = names.kv_snapshot_subject(self._namespace, self._component, peer.lease_id)
+        request = encode(KvSnapshotRequest(part=part, parts=parts))
+        reply = await self._messaging.request(subject, request, timeout_s=_REQUEST_S)
+        snapshot = decode_kv_snapshot(reply)
+        asked = (peer.lease_id, part, parts or snapshot.parts, WIRE_VERSION)
+        if asked != (snapshot.lease_id, snapshot.part, snapshot.parts, snapshot.wire_version):
+            raise ProtocolError("it answers another question")
+        return snapshot
+
+    def _place(self, peer: Peer, block_size: int) -> None:
+        """Gives the worker's blocks to the index where they belong."""
+        if peer.block_size != block_size and peer.index is not None:
+            peer.index.leave(peer.lease_id)
+            peer.index = None
+        peer.block_size = block_size
+        if block_size and peer.index is None:
+            key = peer.model, block_size
+            if key not in self._indexes:
+                self._indexes[key] = KvIndex(self._max_blocks)
+            peer.index = self._indexes[key]
+
+
+class _Metrics:
+    """A follower's counts."""
+
+    def __init__(self, registry: CollectorRegistry, follower: KvFollower):
+        self.notices = Counter(
+            "dynamo_lite_kv_notices",
+            "Notices of workers, by what became of them: applied; aside, until a snapshot comes;"
+            " gap, which asks for one; late and unknown were dropped",
+            ["result"],
+            registry=registry,
+        )
+        self.snapshots = Counter(
+            "dynamo_lite_kv_snapshots", "Snapshots of workers that were taken", registry=registry
+        )
+        for name, text, count in (
+            ("blocks", "Different KV blocks that the indexes know", len),
+            ("evicted", "Blocks that went from full indexes", lambda index: index.evicted),
+        ):
+            Gauge(f"dynamo_lite_kv_index_{name}", text, registry=registry).set_function(
+                lambda count=count: float(sum(count(index) for index in follower.indexes))
+            )

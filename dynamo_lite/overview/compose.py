@@ -1,0 +1,215 @@
+"""From what was scraped, heard and listed to an `Overview`. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_lite.overview.history import History, Window
+from dynamo_lite.overview.model import (
+    Decisions,
+    Latency,
+    LinkStatus,
+    Overview,
+    Queue,
+    Transfers,
+    Worker,
+)
+from dynamo_lite.overview.samples import Samples, count, known, quantile, total
+from dynamo_lite.protocol.kv import Load
+from dynamo_lite.protocol.records import EndpointRecord, LinkRecord
+
+DECISIONS = "dynamo_lite_prefill_decisions_total"
+JOBS = "dynamo_lite_prefill_jobs_total"
+BYTES = "dynamo_lite_kv_transfer_bytes_total"
+DEPTH = "dynamo_lite_prefill_queue_depth"
+TOKENS = "dynamo_lite_prefill_queue_tokens"
+FREE = "dynamo_lite_kv_blocks_free"
+BLOCKS = "dynamo_lite_kv_blocks_total"
+IN_FLIGHT = "dynamo_lite_requests_in_flight"
+TTFT = "vllm:time_to_first_token_seconds"
+ITL = "vllm:inter_token_latency_seconds"
+
+#: Of all the metrics that a process has, those that are looked at.
+WANTED = (DECISIONS, JOBS, BYTES, DEPTH, TOKENS, FREE, BLOCKS, IN_FLIGHT, TTFT, ITL)
+
+RATE_S = 10.0
+LATENCY_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One look.
+
+    facts: lease id to what the process said at /health, empty when it said nothing.
+    loads: lease id to what it told routers, not too long ago.
+    """
+
+    at: float
+    namespace: str
+    members: Iterable[EndpointRecord]
+    facts: Mapping[int, Mapping[str, Any]]
+    loads: Mapping[int, Load] = field(default_factory=dict)
+    links: Iterable[LinkRecord] = ()
+    trouble: list[str] = field(default_factory=list)
+
+
+def processes(members: Iterable[EndpointRecord]) -> dict[int, EndpointRecord]:
+    """Lease id to one record of each process: that of the component that it is, not of one
+    that runs inside, which says no model or comes later in the alphabet."""
+    found: dict[int, EndpointRecord] = {}
+    for member in sorted(members, key=lambda m: (m.component, not m.model, m.endpoint)):
+        found.setdefault(member.lease_id, member)
+    return found
+
+
+def state_of(facts: Mapping[str, Any]) -> str:
+    """What a process says of itself at /health, in one word; empty facts: it says nothing."""
+    state = facts.get("state")
+    if state == "ready":
+        return "ready" if facts.get("ok") is True else "unwell"
+    return state if state in ("starting", "draining") else "silent"
+
+
+def compose(seen: Seen, history: History) -> Overview:
+    """history: has the samples of this look already, by `str(lease_id)`, and whatever else
+    a process serves under a source of its own."""
+    recent, lately = history.window(RATE_S), history.window(LATENCY_S)
+    latest = list(history.latest.values())
+    return Overview(
+        at=seen.at,
+        namespace=seen.namespace,
+        rate_s=round(recent.seconds, 1),
+        latency_s=round(lately.seconds, 1),
+        workers=_workers(seen, history.latest),
+        queue=Queue(jobs=_most(latest, DEPTH), tokens=_most(latest, TOKENS)),
+        in_flight=_sum(latest, IN_FLIGHT),
+        decisions=_decisions(latest, recent),
+        ttft=_latency(lately, TTFT),
+        itl=_latency(lately, ITL),
+        transfers=_transfers(latest, recent),
+        links=_links(seen),
+        trouble=seen.trouble,
+    )
+
+
+def _workers(seen: Seen, latest: Mapping[str, Samples]) -> list[Worker]:
+    found = [
+        _worker(
+            record,
+            seen.facts.get(lease_id, {}),
+            seen.loads.get(lease_id),
+            latest.get(str(lease_id), {}),
+            seen.at,
+        )
+        for lease_id, record in processes(seen.members).items()
+    ]
+    return sorted(found, key=lambda w: (w.component, w.instance is None, w.instance, w.lease))
+
+
+def _worker(
+    record: EndpointRecord,
+    facts: Mapping[str, Any],
+    load: Load | None,
+    samples: Samples,
+    at: float,
+) -> Worker:
+    if load is not None:
+        running, waiting, kv_usage = load.running, load.waiting, load.kv_usage
+    else:
+        running = _natural(facts, "running", "jobs", "requests")
+        waiting = _natural(facts, "waiting")
+        kv_usage = _kv_usage(facts, samples)
+    return Worker(
+        component=record.component,
+        instance=_natural(facts, "instance"),
+        lease=f"{record.lease_id:x}",
+        state=state_of(facts),
+        model=record.model.rstrip("/").rpartition("/")[2],
+        running=running,
+        waiting=waiting,
+        kv_usage=kv_usage,
+        age_s=round(max(0.0, at - record.started_at), 1) if record.started_at else 0.0,
+    )
+
+
+def _kv_usage(facts: Mapping[str, Any], samples: Samples) -> float | None:
+    said = facts.get("kv_usage")
+    if isinstance(said, int | float):
+        return min(max(float(said), 0.0), 1.0)
+    free, blocks = known(samples, FREE), known(samples, BLOCKS)
+    return min(max(1 - free / blocks, 0.0), 1.0) if blocks and free is not None else None
+
+
+def _natural(facts: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these facts that is a count."""
+    values = (facts.get(name) for name in names)
+    return next((v for v in values if isinstance(v, int) and v >= 0), None)
+
+
+def _most(latest: list[Samples], name: str) -> int | None:
+    """Several processes look at one thing, and what they saw is some seconds old: who has
+    seen more is believed."""
+    values = _values(latest, name)
+    return round(max(values)) if values else None
+
+
+def _sum(latest: list[Samples], name: str) -> int | None:
+    values = _values(latest, name)
+    return round(sum(values)) if values else None
+
+
+def _values(latest: list[Samples], name: str) -> list[float]:
+    return [value for samples in latest if (value := known(samples, name)) is not None]
+
+
+def _decisions(latest: list[Samples], recent: Window) -> list[Decisions]:
+    taken = {
+        (said.get("verdict", ""), said.get("reason", ""))
+        for samples in (*latest, recent.grown)
+        for name, labels in samples
+        if name == DECISIONS and (said := dict(labels))
+    }
+    return [
+        Decisions(
+            verdict=verdict,
+            reason=reason,
+            per_s=recent.per_s(total(recent.grown, DECISIONS, verdict=verdict, reason=reason)),
+            total=round(sum(total(s, DECISIONS, verdict=verdict, reason=reason) for s in latest)),
+        )
+        for verdict, reason in sorted(taken, key=lambda key: (key[0] != "remote", key))
+    ]
+
+
+def _latency(lately: Window, histogram: str) -> Latency:
+    return Latency(
+        count=count(lately.grown, histogram),
+        p50_s=quantile(lately.grown, histogram, 0.5),
+        p95_s=quantile(lately.grown, histogram, 0.95),
+    )
+
+
+def _transfers(latest: list[Samples], recent: Window) -> Transfers:
+    return Transfers(
+        bytes_per_s=recent.per_s(total(recent.grown, BYTES)),
+        jobs_per_s=recent.per_s(total(recent.grown, JOBS, outcome="written")),
+        total_bytes=round(sum(total(samples, BYTES) for samples in latest)),
+        total_jobs=round(sum(total(samples, JOBS, outcome="written") for samples in latest)),
+    )
+
+
+def _links(seen: Seen) -> list[LinkStatus]:
+    """Of live pairs, as they were tried; a pair without a record is not listed: the decode
+    worker may have been told to ask for no help."""
+    live = {member.lease_id for member in seen.members}
+    return [
+        LinkStatus(
+            prefill=f"{link.prefill_lease_id:x}",
+            decode=f"{link.decode_lease_id:x}",
+            state="ok" if link.ok else "failed",
+            lanes=link.lanes,
+            round_trip_s=link.round_trip_s or None,
+            detail=link.detail,
+        )
+        for link in sorted(seen.links, key=lambda link: (link.prefill_lease_id, link.engine_id))
+        if {link.prefill_lease_id, link.decode_lease_id} <= live
+    ]

@@ -1,0 +1,173 @@
+"""Looks at a running graph: members and links as etcd tells them, loads as workers tell
+routers, health and counters asked of each process.
+
+Nothing is stored, nothing is sent but questions to status servers, and all of it ends
+with the context.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Self
+
+import msgspec
+
+from dynamo_lite.kv_events.follower import LOAD_AGE_S
+from dynamo_lite.overview.compose import LATENCY_S, WANTED, Seen, compose, processes
+from dynamo_lite.overview.compose import state_of as state_of
+from dynamo_lite.overview.fetch import fetch
+from dynamo_lite.overview.history import History
+from dynamo_lite.overview.model import Overview
+from dynamo_lite.overview.samples import Samples, parse
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import WIRE_VERSION, decode_json
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.kv import Load, decode_kv_notice
+from dynamo_lite.protocol.records import EndpointRecord, LinkRecord
+from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
+
+logger = logging.getLogger(__name__)
+
+#: For one process to answer; a stopped one does not.
+_ANSWER_S = 1.0
+#: Questions at a time.
+_AT_ONCE = 32
+#: Who tells its load.
+_TELLS_LOAD = "VllmWorker"
+
+
+class Observer:
+    """Async context manager; entering it waits for the first listing of members, and
+    raises StoreUnavailable without one.
+
+    Each `look` says what is there; rates and latencies are of the time between looks.
+    """
+
+    def __init__(
+        self, store: Store, messaging: Messaging, namespace: str, on_drop: OnDrop = uncounted
+    ):
+        self._store, self._messaging = store, messaging
+        self._namespace, self._on_drop = namespace, on_drop
+        self._roster = Roster(store, names.components_prefix(namespace), on_drop)
+        self._links: dict[str, LinkRecord] = {}
+        self._loads: dict[int, tuple[float, Load]] = {}
+        self._history = History(LATENCY_S)
+        self._asking = asyncio.Semaphore(_AT_ONCE)
+        self._stack = contextlib.AsyncExitStack()
+
+    def __repr__(self) -> str:
+        return f"Observer({self._namespace!r}, members={len(self._roster.members)})"
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._roster)
+            events = await stack.enter_async_context(
+                self._store.watch(names.links_prefix(self._namespace))
+            )
+            task = asyncio.create_task(self._follow_links(events), name="observer links")
+            stack.push_async_callback(_end, task)
+            subject = names.kv_subject(self._namespace, _TELLS_LOAD)
+            handler = counted(self._on_notice, "kv_notice", self._on_drop)
+            await stack.enter_async_context(self._messaging.serve(subject, handler))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def look(self) -> Overview:
+        """Takes as long as the slowest process needs to answer, a second at most."""
+        members = self._roster.members
+        found = processes(members)
+        asked = [self._ask(record) for record in found.values()]
+        served = [self._samples(url) for url in _http_of(members).values()]
+        answers, others = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*served))
+        scraped = {str(lease_id): a[1] for lease_id, a in zip(found, answers, strict=True)}
+        scraped.update(zip(_http_of(members), others, strict=True))
+        self._history.add(self._now(), scraped)
+        seen = Seen(
+            at=time.time(),
+            namespace=self._namespace,
+            members=members,
+            facts={lease_id: a[0] for lease_id, a in zip(found, answers, strict=True)},
+            loads=self._fresh_loads(),
+            links=tuple(self._links.values()),
+            trouble=[] if self._messaging.connected else ["NATS is out of reach"],
+        )
+        return compose(seen, self._history)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _fresh_loads(self) -> Mapping[int, Load]:
+        oldest = self._now() - LOAD_AGE_S
+        self._loads = {i: told for i, told in self._loads.items() if told[0] > oldest}
+        return {lease_id: load for lease_id, (_, load) in self._loads.items()}
+
+    async def _ask(self, record: EndpointRecord) -> tuple[dict[str, Any], Samples | None]:
+        facts, samples = await asyncio.gather(
+            self._health(record.status_url), self._samples(record.status_url)
+        )
+        return facts, samples
+
+    async def _health(self, url: str) -> dict[str, Any]:
+        async with self._asking:
+            body = await fetch(f"{url}/health", timeout_s=_ANSWER_S)
+        try:
+            return msgspec.json.decode(body, type=dict[str, Any]) if body is not None else {}
+        except msgspec.DecodeError:
+            return {}
+
+    async def _samples(self, url: str) -> Samples | None:
+        async with self._asking:
+            body = await fetch(f"{url}/metrics", timeout_s=_ANSWER_S)
+        try:
+            return None if body is None else parse(body.decode(), WANTED)
+        except ValueError:
+            return None
+
+    async def _on_notice(self, payload: bytes) -> None:
+        notice = decode_kv_notice(payload)
+        if notice.wire_version != WIRE_VERSION:
+            raise ProtocolError(f"wire version {notice.wire_version} is not spoken")
+        if self._roster.get(notice.lease_id) is not None:
+            self._loads[notice.lease_id] = self._now(), notice.load
+
+    async def _follow_links(self, events: AsyncIterator[WatchEvent]) -> None:
+        async for event in events:
+            match event:
+                case Snapshot(entries):
+                    self._links.clear()
+                    for key, value in entries.items():
+                        self._take_link(key, value)
+                case Put(key, value):
+                    self._take_link(key, value)
+                case Delete(key):
+                    self._links.pop(key, None)
+
+    def _take_link(self, key: str, value: bytes) -> None:
+        try:
+            self._links[key] = decode_json(value, LinkRecord)
+        except ProtocolError as exc:
+            logger.warning("skipped the link at %s: %s", key, exc)
+            self._on_drop("record")
+            self._links.pop(key, None)
+
+
+def _http_of(members: tuple[EndpointRecord, ...]) -> dict[str, str]:
+    """Where Frontends serve vLLM's own metrics: source to URL."""
+    return {
+        f"{member.lease_id}/http": f"http://{member.transport.stream}"
+        for member in members
+        if (member.component, member.endpoint) == ("Frontend", "http") and member.transport.stream
+    }
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

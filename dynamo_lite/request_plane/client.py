@@ -1,0 +1,125 @@
+"""The frontend's side: one connection per worker, requests over NATS."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+from dynamo_lite.protocol.errors import Refused, Unavailable
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
+from dynamo_lite.request_plane.connection import Connection
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.messaging import Messaging
+
+_log = logging.getLogger(__name__)
+
+
+class RemoteGenerateClient:
+    """GenerateClient of workers in other processes.
+
+    connect_timeout_s: for a worker's TCP connection and its Welcome.
+    request_timeout_s: for a worker's answer to a request.
+    client_id: at most 100 characters, unique among the worker's clients. Every
+    connection gets its own id derived from it, so that a request can only ever
+    run on the connection that its sender watches.
+    """
+
+    def __init__(
+        self,
+        messaging: Messaging,
+        client_id: str,
+        on_deltas: OnDeltas,
+        on_lost: OnLost,
+        connect_timeout_s: float = 2.0,
+        request_timeout_s: float = 5.0,
+        on_drop: OnDrop = uncounted,
+    ):
+        self._messaging = messaging
+        self._client_id = client_id
+        self._on_deltas = on_deltas
+        self._on_lost = on_lost
+        self._connect_timeout_s = connect_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._on_drop = on_drop
+        self._links: dict[str, Connection] = {}
+        self._connecting: dict[str, asyncio.Task[Connection]] = {}
+        self._connections_made = 0
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._closed = True
+        connecting = list(self._connecting.values())
+        for task in connecting:
+            task.cancel()
+        if connecting:
+            await asyncio.wait(connecting)
+        links = list(self._links.values())
+        for link in links:
+            link.leave()
+        for link in links:
+            await link.closed
+
+    async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
+        address = member.transport.stream
+        if not address:
+            raise Unavailable(f"worker {member.lease_id:x} has no token stream")
+        if any(link.runs(request.request_id) for link in self._links.values()):
+            raise Refused(f"request {request.request_id} runs already", elsewhere=False)
+        link = await self._link(address)
+        await link.submit(
+            self._messaging, member.transport.nats_tcp, request, self._request_timeout_s
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for link in list(self._links.values()):
+            link.cancel(request_ids)
+
+    def retain(self, members: Iterable[EndpointRecord]) -> None:
+        live = {member.transport.stream for member in members}
+        for address, link in list(self._links.items()):
+            link.set_retired(address not in live)
+
+    def drop(self, member: EndpointRecord, why: str) -> None:
+        link = self._links.get(member.transport.stream or "")
+        if link is not None:
+            link.drop(why)
+
+    async def _link(self, address: str) -> Connection:
+        """The open connection to `address`; concurrent callers share one attempt."""
+        if self._closed:
+            raise Unavailable("the client is closed")
+        link = self._links.get(address)
+        if link is not None and not link.closed.done():
+            return link
+        connecting = self._connecting.get(address)
+        if connecting is None:
+            connecting = asyncio.create_task(self._connect(address), name=f"connect {address}")
+            self._connecting[address] = connecting
+            connecting.add_done_callback(lambda task: self._connected(address, task))
+        return await asyncio.shield(connecting)
+
+    async def _connect(self, address: str) -> Connection:
+        self._connections_made += 1
+        client_id = f"{self._client_id}.{self._connections_made}"
+        link = Connection(address, client_id, self._on_deltas, self._on_lost, self._on_drop)
+        await link.open(self._connect_timeout_s)
+        return link
+
+    def _connected(self, address: str, task: asyncio.Task[Connection]) -> None:
+        del self._connecting[address]
+        if task.cancelled():
+            return
+        if exc := task.exception():
+            _log.warning("worker at %s: %s", address, exc)
+            return
+        link = self._links[address] = task.result()
+        link.closed.add_done_callback(lambda _: self._forget(address, link))
+
+    def _forget(self, address: str, link: Connection) -> None:
+        if self._links.get(address) is link:
+            del self._links[address]

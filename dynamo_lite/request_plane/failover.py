@@ -1,0 +1,300 @@
+"""Requests over many workers: each ends once, though its worker may not last.
+
+Owns the choice of a worker, the retry on another one while nothing has been
+accepted, the move of an accepted request whose worker is lost, and deadlines.
+Every attempt has a request id of its own on the wire, so that nothing of a
+worker that was given up can get into the answer of its successor.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+from dynamo_lite.policy.migration import Plan
+from dynamo_lite.policy.routing import Picker
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    DynamoLiteError,
+    Refused,
+    Unavailable,
+    WorkerLost,
+)
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.base import GenerateClient, OnDeltas
+from dynamo_lite.request_plane.migrating_request import MigratingRequest
+from dynamo_lite.request_plane.placement import Placement
+from dynamo_lite.request_plane.selector import LocalSelector, WorkerSelector
+from dynamo_lite.request_plane.stats import FailoverStats
+from dynamo_lite.runtime.messaging import Messaging
+
+_log = logging.getLogger(__name__)
+
+#: The longest request id; an attempt's id on the wire is a little longer.
+MAX_REQUEST_ID = 240
+#: A worker's clock may run this much ahead of ours over a request's time.
+_CLOCK_SLACK_S = 0.1
+
+#: Takes the id of a request that will get no further delta, and why.
+OnEnded = Callable[[str, DynamoLiteError], None]
+
+
+class FailoverClient:
+    """Async context manager; leaving it forgets what runs, without `on_ended`.
+
+    members: the workers that may be picked. on_deltas: takes deltas under the requests' own
+    ids. on_ended: see OnEnded; it may call `abort`. messaging: asked whether the broker is
+    there; without it nothing is held. max_moves: losses of a worker that a request survives.
+    hold_s, move_wait_s: how long a request waits for the broker; for another worker.
+
+    The transport given to `connect` has this object's `take_deltas` and `take_lost` as
+    callbacks, and stays its owner's. `on_tokens` takes who gave tokens, and whether first ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        members: Callable[[], Sequence[EndpointRecord]],
+        picker: Picker | WorkerSelector,
+        on_deltas: OnDeltas,
+        on_ended: OnEnded,
+        messaging: Messaging | None = None,
+        max_moves: int = 3,
+        hold_s: float = 30.0,
+        move_wait_s: float = 15.0,
+    ):
+        self.stats = FailoverStats()
+        self.on_tokens: Callable[[int, bool], None] = lambda lease_id, first: None
+        self._on_deltas = on_deltas
+        self._on_ended = on_ended
+        self._max_moves = max_moves
+        self._chooser = picker if isinstance(picker, WorkerSelector) else LocalSelector(picker)
+        self._placer = Placement(
+            members, self._chooser, messaging, hold_s=hold_s, move_wait_s=move_wait_s
+        )
+        self._attempts = self._placer.attempts
+        self._flights: dict[str, MigratingRequest] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._messaging = messaging
+        self._stack = ExitStack()
+
+    def __repr__(self) -> str:
+        return (
+            f"<FailoverClient requests={len(self._flights)} attempts={len(self._attempts)}"
+            f" tasks={len(self._tasks)}>"
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._flights)
+
+    def connect(self, transport: GenerateClient) -> None:
+        self._placer.transport = transport
+
+    async def __aenter__(self) -> Self:
+        if self._messaging is not None:
+            self._stack.enter_context(self._messaging.watch_connection(self._connection_changed))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._stack.close()
+        for flight in list(self._flights.values()):
+            self._forget(flight)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def members_changed(self) -> None:
+        """Somebody joined, left, or may be picked again."""
+        for flight in self._flights.values():
+            flight.wake.set()
+
+    async def submit(self, request: GenerateRequest, *, movable: Plan) -> None:
+        """Returns when a worker has it, or when it was aborted meanwhile.
+
+        After that it ends in one way: a delta with a finish_reason, `abort`, or
+        `on_ended` with WorkerLost or DeadlineExceeded. Raises Refused, NoWorkers,
+        Overloaded, another Unavailable, or DeadlineExceeded (a worker did not
+        answer, or `timeout_s` has passed); then it runs nowhere.
+        """
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        deadline = None if request.timeout_s is None else loop.time() + request.timeout_s
+        flight = self._flights[request.request_id] = MigratingRequest(request, movable, deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._placer.place(flight, moving=False)
+        except TimeoutError as exc:
+            if not flight.over:
+                self.stats.expired += 1
+                self._drop(flight)
+                raise _expired(request) from exc
+        except BaseException:
+            self._drop(flight)
+            raise
+        if self._closed:
+            raise Unavailable("the client is closed")
+        if deadline is not None and not flight.over:
+            flight.timer = loop.call_at(deadline, self._expire, flight)
+
+    def _check(self, request: GenerateRequest) -> None:
+        request_id = request.request_id
+        if self._closed:
+            raise Unavailable("the client is closed")
+        if request_id in self._flights:
+            raise Refused(f"request {request_id} runs already", elsewhere=False)
+        if len(request_id) > MAX_REQUEST_ID:
+            raise Refused(f"a request id has at most {MAX_REQUEST_ID} characters", elsewhere=False)
+        if request.timeout_s is not None and not request.timeout_s > 0:
+            self.stats.expired += 1
+            raise _expired(request)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """No delta follows for these. Unknown and ended ids are ignored."""
+        running: list[str] = []
+        for request_id in request_ids:
+            if (flight := self._flights.get(request_id)) is not None:
+                running += [flight.wire_id] if flight.wire_id else []
+                self._forget(flight)
+        await self._abort(running)
+
+    # The transport's callbacks
+
+    def take_deltas(self, deltas: list[TokenDelta]) -> None:
+        taken: list[TokenDelta] = []
+        ended: list[tuple[MigratingRequest, DynamoLiteError]] = []
+        self._tell_giver(deltas)
+        for delta in deltas:
+            flight = self._attempts.get(delta.request_id)
+            if flight is None:
+                continue
+            try:
+                mine = flight.take(delta)
+            except WorkerLost as exc:
+                ended.append((flight, exc))
+                continue
+            if delta.finish_reason == "abort" and _is_late(flight):
+                ended.append((flight, _expired(flight.request)))
+                continue
+            if mine is not None:
+                taken.append(mine)
+            if delta.prefill is not None:
+                self._chooser.answered(flight.request_id)
+            if delta.finish_reason is not None:
+                self._forget(flight)
+        if taken:
+            self._on_deltas(taken)
+        for flight, error in ended:
+            self._end(flight, error)
+
+    def _tell_giver(self, deltas: list[TokenDelta]) -> None:
+        flights = (self._attempts.get(delta.request_id) for delta in deltas)
+        giver = next((f.member for f in flights if f is not None and f.member is not None), None)
+        if giver is not None:  # of all: they came on one connection
+            self.on_tokens(giver.lease_id, any(delta.prefill is not None for delta in deltas))
+
+    def take_lost(self, request_ids: Sequence[str], why: str) -> None:
+        for wire_id in request_ids:
+            flight = self._attempts.pop(wire_id, None)
+            if flight is not None:
+                flight.wire_id = ""
+                self._lose(flight, why)
+
+    # Moves
+
+    def _lose(self, flight: MigratingRequest, why: str) -> None:
+        """Its worker is gone: somebody else goes on with it, or it ends."""
+        gone = f"the worker that ran this request is gone ({why})"
+        if flight.bound is not None:
+            self._end(flight, WorkerLost(f"{gone}; it cannot be moved: {flight.bound}"))
+        elif flight.moves >= self._max_moves:
+            self._end(flight, WorkerLost(f"{gone}; it had been moved {flight.moves} times"))
+        else:
+            flight.moves += 1
+            if flight.member is not None:
+                flight.avoid = flight.member.lease_id
+            self.stats.moved[flight.move_kind] += 1
+            _log.info("request %s: %s; moving it (%s)", flight.request_id, why, flight.move_kind)
+            flight.mover = self._spawn(self._move(flight, gone), f"move {flight.request_id}")
+
+    async def _move(self, flight: MigratingRequest, gone: str) -> None:
+        try:
+            await self._placer.place(flight, moving=True)
+        except DynamoLiteError as exc:
+            self._end(flight, WorkerLost(f"{gone}; no other took it: {exc}"))
+        except Exception:
+            _log.exception("request %s could not be moved", flight.request_id)
+            self._end(flight, WorkerLost(f"{gone}; it could not be moved"))
+
+    # Ends
+
+    def _expire(self, flight: MigratingRequest) -> None:
+        self._end(flight, _expired(flight.request))
+
+    def _end(self, flight: MigratingRequest, error: DynamoLiteError) -> None:
+        """An end that only we know of: the caller is told, and the worker if there is one."""
+        if flight.over:
+            return
+        if isinstance(error, DeadlineExceeded):
+            self.stats.expired += 1
+        else:
+            self.stats.lost += 1
+            _log.warning("request %s: %s", flight.request_id, error)
+        self._drop(flight)
+        self._on_ended(flight.request_id, error)
+
+    def _drop(self, flight: MigratingRequest) -> None:
+        """Ends it here and, if it may run somewhere, there."""
+        wire_id = flight.wire_id
+        self._forget(flight)
+        if wire_id:
+            self._spawn(self._abort([wire_id]), f"abort {wire_id}")
+
+    def _forget(self, flight: MigratingRequest) -> None:
+        """It is over: no attempt, timer or move of it is left."""
+        if flight.over:
+            return
+        flight.over = True
+        flight.wake.set()
+        del self._flights[flight.request_id]
+        self._chooser.released(flight.request_id)
+        self._attempts.pop(flight.wire_id, None)
+        flight.wire_id = ""
+        if flight.timer is not None:
+            flight.timer.cancel()
+        if flight.mover is not None and flight.mover is not asyncio.current_task():
+            flight.mover.cancel()
+
+    async def _abort(self, wire_ids: Sequence[str]) -> None:
+        if wire_ids and self._placer.transport is not None:
+            await self._placer.transport.abort(wire_ids)
+
+    def _connection_changed(self, connected: bool) -> None:
+        if connected:
+            self._placer.reconnected()
+            self.members_changed()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _is_late(flight: MigratingRequest) -> bool:
+    return flight.deadline is not None and (
+        asyncio.get_running_loop().time() >= flight.deadline - _CLOCK_SLACK_S
+    )
+
+
+def _expired(request: GenerateRequest) -> DeadlineExceeded:
+    return DeadlineExceeded(f"request {request.request_id}", request.timeout_s or 0.0)

@@ -1,0 +1,139 @@
+"""The worker's TCP listener: connections to sessions, deltas to frames."""
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import ProtocolError, StartupError
+from dynamo_lite.protocol.generate import (
+    MAX_DELTA_BYTES,
+    Cancel,
+    Deltas,
+    Hello,
+    TokenDelta,
+    Welcome,
+    decode_client_frame,
+    halves,
+)
+from dynamo_lite.request_plane.framing import FrameConnection, frame
+from dynamo_lite.runtime.address import advertised_address
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dynamo_lite.request_plane.session import DeltaSink, Session
+
+_log = logging.getLogger(__name__)
+
+
+class _Sessions(Protocol):
+    def open_session(self, client_id: str, outlet: "DeltaSink") -> "Session":
+        """Raises ProtocolError when the client has one already."""
+        ...
+
+    def close_session(self, session: "Session") -> None: ...
+
+    def cancel(self, session: "Session", request_ids: "Sequence[str]") -> None: ...
+
+
+class _ConnectionSink:
+    """Sends a session's deltas over its connection: one frame, encoded once."""
+
+    def __init__(self, connection: FrameConnection):
+        self._connection = connection
+
+    def deliver(self, deltas: list[TokenDelta]) -> list[str]:
+        payload = encode(Deltas(deltas=deltas))
+        if len(payload) <= MAX_MESSAGE_BYTES:
+            self._connection.send(frame(payload))
+            return []
+        if len(deltas) > 1:
+            half = len(deltas) // 2
+            return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
+        fits = len(payload) <= min(MAX_DELTA_BYTES, self._connection.room_bytes * 3 // 4)
+        if fits and (parts := halves(deltas[0])) is not None:
+            # The second is only of use after the first.
+            return self.deliver([parts[0]]) or self.deliver([parts[1]])
+        request_id = deltas[0].request_id
+        _log.error("request %s: a delta of %d bytes is too large", request_id, len(payload))
+        failed = TokenDelta(request_id=request_id, token_ids=[], finish_reason="error")
+        self._connection.send(frame(encode(Deltas(deltas=[failed]))))
+        return [request_id]
+
+    def closed(self, request_ids: list[str], why: str) -> None:
+        self._connection.close(why)
+
+
+class Listener:
+    """Accepts connections; each becomes a session at its Hello."""
+
+    def __init__(self, sessions: _Sessions, bind_host: str, on_drop: OnDrop = uncounted):
+        self._sessions = sessions
+        self._on_drop = on_drop
+        self._bind_host = bind_host
+        self._server: asyncio.Server | None = None
+        self._connections: dict[FrameConnection, Session | None] = {}
+        self._all_closed = asyncio.Event()
+        self.address = ""
+
+    async def open(self) -> None:
+        """Raises StartupError when the host cannot be listened on."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: FrameConnection(self, on_open=self._opened, on_drop=self._on_drop),
+                self._bind_host,
+                0,
+            )
+        except OSError as exc:
+            raise StartupError(f"cannot listen on {self._bind_host}: {exc}") from exc
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = advertised_address(self._bind_host, port)
+
+    async def close(self) -> None:
+        """Lets connections send what is queued, for a moment, then cuts them."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in list(self._connections):
+            connection.close("the worker closed the stream")
+        try:
+            async with asyncio.timeout(1.0):
+                while self._connections:
+                    self._all_closed.clear()
+                    await self._all_closed.wait()
+        except TimeoutError:
+            for connection in list(self._connections):
+                connection.abort("the worker closed the stream")
+
+    def _opened(self, connection: FrameConnection) -> None:
+        self._connections[connection] = None
+
+    # FrameReceiver
+
+    def frame_received(self, connection: FrameConnection, payload: bytes) -> None:
+        match decode_client_frame(payload):
+            case Hello(client_id=client_id, wire_version=version):
+                if version != WIRE_VERSION:
+                    raise ProtocolError(f"wire version {version} is not spoken")
+                if self._connections.get(connection) is not None:
+                    raise ProtocolError("a second Hello")
+                self._connections[connection] = self._sessions.open_session(
+                    client_id, _ConnectionSink(connection)
+                )
+                connection.send(frame(encode(Welcome())))
+            case Cancel(request_ids=request_ids):
+                session = self._connections.get(connection)
+                if session is None:
+                    raise ProtocolError("a Cancel before the Hello")
+                self._sessions.cancel(session, request_ids)
+
+    def connection_closed(self, connection: FrameConnection, why: str) -> None:
+        session = self._connections.pop(connection, None)
+        if session is not None:
+            _log.info("stream of client %s ended: %s", session.client_id, why)
+            self._sessions.close_session(session)
+        if not self._connections:
+            self._all_closed.set()

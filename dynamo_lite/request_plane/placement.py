@@ -1,0 +1,189 @@
+"""Finding a worker that takes a request, as long as it is worth trying."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from dynamo_lite.policy.routing import Selection
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    DynamoLiteError,
+    NoWorkers,
+    Overloaded,
+    Refused,
+    Unavailable,
+)
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.base import GenerateClient
+from dynamo_lite.request_plane.migrating_request import MigratingRequest
+from dynamo_lite.request_plane.selector import WorkerSelector
+from dynamo_lite.runtime.messaging import Messaging
+
+_log = logging.getLogger(__name__)
+
+#: After a reconnect workers may come back later than we do, and answers that were
+#: under way are only given up by their timeout: failures within this time are not final.
+SETTLE_S = 6.0
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 1.0
+
+
+class Placement:
+    """Sends flights to workers. `attempts` has each flight by the id of its attempt.
+
+    hold_s: how long a request waits for a broker that is away. move_wait_s: how
+    long one that lost its worker waits for another.
+    """
+
+    def __init__(
+        self,
+        members: Callable[[], Sequence[EndpointRecord]],
+        chooser: WorkerSelector,
+        messaging: Messaging | None,
+        *,
+        hold_s: float,
+        move_wait_s: float,
+    ):
+        self.attempts: dict[str, MigratingRequest] = {}
+        self.transport: GenerateClient | None = None
+        self._members = members
+        self._chooser = chooser
+        self._messaging = messaging
+        self._hold_s = hold_s
+        self._move_wait_s = move_wait_s
+        self._sends = 0
+        self._settled_at = 0.0
+
+    def reconnected(self) -> None:
+        """The broker is back."""
+        self._settled_at = asyncio.get_running_loop().time() + SETTLE_S
+
+    async def place(self, flight: MigratingRequest, *, moving: bool) -> None:
+        """Returns when a worker has it, when it is over, or when it is moved by another call.
+
+        Raises what the last round of asking ended with: Refused, NoWorkers,
+        Overloaded, another Unavailable, or DeadlineExceeded.
+        """
+        loop = asyncio.get_running_loop()
+        started, pause_s = loop.time(), _FIRST_PAUSE_S
+        turn = flight.moves
+        while flight.is_at(turn):
+            flight.wake.clear()
+            failure = await self._ask_members(flight, turn)
+            if failure is None:
+                return
+            left_s = started + self._patience_s(failure, moving) - loop.time()
+            if left_s <= 0:
+                raise failure
+            # A broker that is away and a worker that is missing are announced.
+            announced = not self._connected or isinstance(failure, NoWorkers)
+            await _wait(flight.wake, left_s if announced else min(left_s, pause_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    @property
+    def _connected(self) -> bool:
+        return self._messaging is None or self._messaging.connected
+
+    def _patience_s(self, failure: DynamoLiteError, moving: bool) -> float:
+        """For how long after its start a placing goes on after this failure."""
+        patience_s = self._move_wait_s if moving else 0.0
+        if not moving and isinstance(failure, NoWorkers | Overloaded):
+            return patience_s
+        now = asyncio.get_running_loop().time()
+        unsettled = not self._connected or now < self._settled_at
+        if self._messaging and (unsettled or isinstance(failure, BrokerUnavailable)):
+            return max(patience_s, self._hold_s)
+        return patience_s
+
+    async def _ask_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:
+        """Asks each live member at most once. None when there is nothing more to do.
+
+        Raises Refused when the request is acceptable nowhere.
+        """
+        tried: set[int] = set()
+        failure: DynamoLiteError | None = None
+        busy: list[Refused] = []
+        while flight.is_at(turn):
+            picked = await self._choose(flight, turn, tried)
+            if picked is None:
+                break
+            tried.add(picked.member.lease_id)
+            try:
+                await self._send(flight, picked.member)
+            except BrokerUnavailable as exc:
+                self._chooser.released(flight.request_id)
+                return exc  # the same for every worker
+            except Refused as exc:
+                if not exc.elsewhere and flight.is_at(turn):
+                    raise
+                busy += [exc] if exc.busy else []
+                failure = Unavailable(exc.reason, retry_after_s=exc.retry_after_s)
+            except (Unavailable, DeadlineExceeded) as exc:
+                failure = exc
+            else:
+                return None
+            self._chooser.released(flight.request_id)
+            _log.info(
+                "worker %x (%s) did not take request %s: %s",
+                picked.member.lease_id,
+                picked.reason,
+                flight.request_id,
+                failure,
+            )
+        if not flight.is_at(turn):
+            return None
+        if busy:
+            retry_after_s = min(exc.retry_after_s for exc in busy)
+            return Overloaded(
+                f"every worker is at its limit: {busy[-1].reason}", retry_after_s=retry_after_s
+            )
+        return failure or NoWorkers("no live worker")
+
+    async def _choose(
+        self, flight: MigratingRequest, turn: int, tried: set[int]
+    ) -> Selection | None:
+        """The worker that lost it comes last. None when all were tried, or it needs none."""
+        candidates = [m for m in self._members() if m.lease_id not in tried]
+        if not candidates:
+            return None
+        others = [m for m in candidates if m.lease_id != flight.avoid]
+        picked = await self._chooser.choose(others or candidates, flight.request)
+        if not flight.is_at(turn):
+            self._chooser.released(flight.request_id)
+            return None
+        _log.debug(
+            "request %s goes to worker %x: %s",
+            flight.request_id,
+            picked.member.lease_id,
+            picked.reason,
+        )
+        return picked
+
+    async def _send(self, flight: MigratingRequest, member: EndpointRecord) -> None:
+        """One attempt at one worker, under an id that no other attempt has or had."""
+        assert self.transport is not None, "connect() comes first"
+        wire_id = self._wire_id(flight)
+        request = flight.attempt(wire_id, member, asyncio.get_running_loop().time())
+        self.attempts[wire_id] = flight
+        try:
+            await self.transport.submit(member, request)
+        except BaseException:
+            if self.attempts.pop(wire_id, None) is flight:
+                flight.wire_id = ""
+            raise
+
+    def _wire_id(self, flight: MigratingRequest) -> str:
+        """Numbered over all requests: a caller may use an id again, and deltas of the
+        request that had it before may still be on their way."""
+        self._sends += 1
+        return f"{flight.request_id}~{self._sends}"
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        pass

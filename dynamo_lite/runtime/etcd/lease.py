@@ -1,0 +1,199 @@
+"""One etcd lease: granted, kept alive, and noticed when it is gone.
+
+etcd says that a lease is gone by a time-to-live of 0, not by an error. Besides,
+a lease that could not be refreshed for its whole time-to-live counts as lost by
+this host's CLOCK_BOOTTIME, whatever the server says later: others may have seen it
+expire. That clock counts the time in which the host was suspended.
+
+A store that lost its data, or went back to a backup, does not know the lease
+either. Nobody asked this process to leave then, so it takes the same id again.
+"""
+
+import asyncio
+import logging
+import math
+from typing import Any
+
+import aetcd
+from aetcd import rpc
+
+from dynamo_lite.runtime.clock import boottime
+from dynamo_lite.runtime.etcd.client import EtcdClient, is_future_revision, status
+from dynamo_lite.runtime.store import LeaseLoss
+
+logger = logging.getLogger(__name__)
+
+#: As often as that, so that an outage of nearly the whole time-to-live costs no lease.
+_REFRESHES_PER_TTL = 10
+_RETRY_S = 0.2
+
+_OUT_OF_REACH = (aetcd.ClientError, rpc.AioRpcError, TimeoutError)
+
+
+class EtcdLease:
+    """granted: etcd's answer to the grant; granted_at: the `boottime` just before it
+    was asked for. timeout_s: longest wait for one answer."""
+
+    def __init__(self, client: EtcdClient, granted: Any, *, granted_at: float, timeout_s: float):
+        self._client = client
+        self._timeout_s = timeout_s
+        self._id: int = granted.ID
+        self._ttl_s: float = granted.TTL
+        self._deadline = granted_at + self._ttl_s
+        self._witness: tuple[bytes, int] | None = None
+        self._loss: LeaseLoss | None = None
+        self._lost = asyncio.Event()
+        self._refreshing = asyncio.Lock()
+        self._place(granted.header)
+
+    def __repr__(self) -> str:
+        state = self._loss.value if self._loss else f"{self.remaining_s():.1f} s left"
+        return f"EtcdLease({self._id:x}, {state})"
+
+    @property
+    def id(self) -> int:
+        return self._id
+
+    @property
+    def ttl_s(self) -> float:
+        return self._ttl_s
+
+    @property
+    def deadline(self) -> float:
+        """`boottime` until which the lease certainly lives, unless it was lost before."""
+        return self._deadline
+
+    @property
+    def known_loss(self) -> LeaseLoss | None:
+        """The loss that was noticed so far. Unlike `loss` it may be read in any thread."""
+        return self._loss
+
+    @property
+    def loss(self) -> LeaseLoss | None:
+        if self._loss is None and boottime() >= self._deadline:
+            self.end(LeaseLoss.EXPIRED)
+        return self._loss
+
+    def remaining_s(self) -> float:
+        return 0.0 if self._loss else max(0.0, self._deadline - boottime())
+
+    async def lost(self) -> LeaseLoss:
+        await self._lost.wait()
+        assert self._loss is not None
+        return self._loss
+
+    async def verify(self) -> LeaseLoss | None:
+        await self._refresh()
+        return self.loss
+
+    def end(self, loss: LeaseLoss) -> None:
+        """Marks the lease as gone; the first reason stays."""
+        if self._loss is None:
+            self._loss = loss
+            self._lost.set()
+
+    def holds(self, key: bytes, revision: int) -> None:
+        """`key` was put under this lease at `revision`: a mark in the store's history."""
+        self._witness = (key, revision)
+        self._revision = max(self._revision, revision)
+
+    async def keep_alive(self) -> None:
+        """Refreshes until the lease is lost; the body of the task that owns it."""
+        pause_s = self._ttl_s / _REFRESHES_PER_TTL
+        while self.loss is None:
+            refreshed = await self._refresh()
+            wait_s = pause_s if refreshed else min(_RETRY_S, pause_s)
+            # Never sleep past the deadline: its passing must be noticed at once.
+            wait_s = min(wait_s, self.remaining_s())
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._lost.wait()
+            except TimeoutError:
+                continue
+
+    async def _refresh(self) -> bool:
+        """Whether the store settled it. Sets the deadline or the loss from its answer."""
+        if self.loss is not None:
+            return True
+        try:
+            # One at a time: whoever hears of a wiped store while another call has just been
+            # given the lease again would find no mark of it, and take it for revoked.
+            async with asyncio.timeout(self.remaining_s()), self._refreshing:
+                asked_at = boottime()
+                reply = await self._client.call(lambda: self._client.refresh_lease(self._id))
+                if reply is None:
+                    return False
+                if reply.TTL <= 0:
+                    return await self._on_unknown(reply.header)
+        except _OUT_OF_REACH as exc:
+            logger.debug("lease %x was not refreshed: %s", self._id, exc)
+            return False
+        self._deadline = max(self._deadline, asked_at + reply.TTL)
+        self._revision = max(self._revision, reply.header.revision)
+        return True
+
+    def _place(self, header: Any) -> None:
+        """Where in which store's history the lease was granted."""
+        self._cluster: int = header.cluster_id
+        self._revision: int = header.revision
+        self._witness = None
+
+    async def _on_unknown(self, header: Any) -> bool:
+        """etcd does not know the lease: it was revoked, or etcd was wiped."""
+        if not await self._was_wiped(header):
+            self.end(LeaseLoss.REVOKED)
+            return True
+        asked_at = boottime()
+        try:
+            granted = await _ask(self._client, self._ttl_s, self._timeout_s, lease_id=self._id)
+        except rpc.AioRpcError as exc:
+            if status(exc) is rpc.StatusCode.FAILED_PRECONDITION:
+                return False  # it exists: another of our calls was faster
+            raise
+        logger.warning("etcd has lost its data; lease %x is granted anew", self._id)
+        self._deadline = max(self._deadline, asked_at + granted.TTL)
+        self._place(granted.header)
+        return True
+
+    async def _was_wiped(self, header: Any) -> bool:
+        """Whether the store's history is another than that in which the lease was granted.
+
+        Its revision alone may mislead: a wiped store may be past it already, and one
+        member of several may lag behind the others.
+        """
+        went_back = header.cluster_id != self._cluster or header.revision < self._revision
+        key, revision = self._witness or (b"\0", self._revision)
+        request = rpc.RangeRequest(key=key, revision=revision, keys_only=True)
+        client = self._client
+        try:
+            reply = await client.call(
+                lambda: client.kvstub.Range(
+                    request, timeout=self._timeout_s, metadata=client.metadata
+                )
+            )
+        except rpc.AioRpcError as exc:
+            match status(exc):
+                case rpc.StatusCode.OUT_OF_RANGE:  # not yet written, or compacted
+                    return went_back or is_future_revision(exc)
+                case rpc.StatusCode.PERMISSION_DENIED:
+                    return went_back
+                case _:
+                    raise
+        if self._witness is None:
+            return header.cluster_id != self._cluster
+        return [kv.mod_revision for kv in reply.kvs] != [revision]
+
+
+async def grant_lease(client: EtcdClient, ttl_s: float, *, timeout_s: float) -> EtcdLease:
+    """Raises what `EtcdClient.call` raises. Its time-to-live may be longer than asked for."""
+    asked_at = boottime()
+    granted = await _ask(client, ttl_s, timeout_s)
+    return EtcdLease(client, granted, granted_at=asked_at, timeout_s=timeout_s)
+
+
+async def _ask(client: EtcdClient, ttl_s: float, timeout_s: float, *, lease_id: int = 0) -> Any:
+    # Not `client.lease`: its result hides the store's revision.
+    request = rpc.LeaseGrantRequest(ID=lease_id, TTL=math.ceil(ttl_s))
+    return await client.call(
+        lambda: client.leasestub.LeaseGrant(request, timeout=timeout_s, metadata=client.metadata)
+    )

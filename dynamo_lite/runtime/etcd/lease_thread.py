@@ -1,0 +1,188 @@
+"""An etcd lease that is kept alive in a thread of its own.
+
+The event loop of a process may stall for longer than a lease lives: an import, a large
+request body, a garbage collection. The thread has an event loop and a connection of its
+own, so such a stall does not cost the lease.
+
+A process whose event loop has hung for good must not stay a member. At each refresh the
+thread asks the owner's event loop for an answer. It gives the lease up when there is none
+for `hung_s`.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import aetcd
+from aetcd import rpc
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from dynamo_lite.runtime.address import ServerAddress
+from dynamo_lite.runtime.clock import boottime
+from dynamo_lite.runtime.etcd.client import EtcdClient, details
+from dynamo_lite.runtime.etcd.lease import EtcdLease, grant_lease
+from dynamo_lite.runtime.store import LeaseLoss
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: The default of `hung_s`, where the time-to-live is not longer.
+HUNG_S = 120.0
+
+
+class ThreadedLease:
+    """Implements `Lease` in the event loop that made it, for an EtcdLease in another thread."""
+
+    def __init__(self, inner: EtcdLease, portal: BlockingPortal):
+        self._inner, self._portal = inner, portal
+        self._loss: LeaseLoss | None = None
+        self._lost = asyncio.Event()
+
+    def __repr__(self) -> str:
+        state = self._loss.value if self._loss else f"{self.remaining_s():.1f} s left"
+        return f"ThreadedLease({self.id:x}, {state})"
+
+    @property
+    def id(self) -> int:
+        return self._inner.id
+
+    @property
+    def ttl_s(self) -> float:
+        return self._inner.ttl_s
+
+    @property
+    def loss(self) -> LeaseLoss | None:
+        if self._loss is None:
+            if (known := self._inner.known_loss) is not None:
+                self.end(known)
+            elif boottime() >= self._inner.deadline:
+                self.end(LeaseLoss.EXPIRED)
+        return self._loss
+
+    def remaining_s(self) -> float:
+        return 0.0 if self.loss else max(0.0, self._inner.deadline - boottime())
+
+    async def lost(self) -> LeaseLoss:
+        await self._lost.wait()
+        assert self._loss is not None
+        return self._loss
+
+    async def verify(self) -> LeaseLoss | None:
+        if self.loss is None and (loss := await _call(self._portal, self._inner.verify)):
+            self.end(loss)
+        return self.loss
+
+    def holds(self, key: bytes, revision: int) -> None:
+        """See `EtcdLease.holds`."""
+        if self._loss is None:
+            self._portal.start_task_soon(self._inner.holds, key, revision)
+
+    def end(self, loss: LeaseLoss) -> None:
+        """Marks the lease as gone, here and in its thread; the first reason stays."""
+        if self._loss is None:
+            self._loss = loss
+            self._lost.set()
+            self._portal.start_task_soon(self._inner.end, loss)
+
+
+@contextlib.asynccontextmanager
+async def lease_in_thread(
+    address: ServerAddress, ttl_s: float, *, timeout_s: float, hung_s: float
+) -> AsyncIterator[ThreadedLease]:
+    """Grants a lease, keeps it alive, and revokes it at the end.
+
+    timeout_s: longest wait for one answer of etcd. Raises what `EtcdClient.call` raises
+    when etcd grants none, and OSError when a file of `address.tls` is gone.
+    """
+    owner = asyncio.get_running_loop()
+    with start_blocking_portal(name="dynamo-lite-lease") as portal:
+        keeper = _Keeper(address, ttl_s, timeout_s)
+        kept: Future[None] | None = None
+        try:
+            lease = ThreadedLease(await _call(portal, keeper.open), portal)
+            kept = portal.start_task_soon(keeper.keep, owner, lease.end, max(hung_s, ttl_s))
+            kept.add_done_callback(_log_failure)
+            try:
+                yield lease
+            finally:
+                given_back = lease.loss is None
+                lease.end(LeaseLoss.CLOSED)
+                if given_back:
+                    await _call(portal, keeper.revoke)
+        finally:
+            if kept is not None:
+                kept.cancel()
+            await _call(portal, keeper.close)
+
+
+class _Keeper:
+    """What runs in the thread."""
+
+    _client: EtcdClient | None = None
+    _lease: EtcdLease
+
+    def __init__(self, address: ServerAddress, ttl_s: float, timeout_s: float):
+        self._address, self._ttl_s, self._timeout_s = address, ttl_s, timeout_s
+
+    async def open(self) -> EtcdLease:
+        self._client = EtcdClient(self._address, timeout_s=self._timeout_s)
+        self._lease = await grant_lease(self._client, self._ttl_s, timeout_s=self._timeout_s)
+        return self._lease
+
+    async def keep(
+        self, owner: asyncio.AbstractEventLoop, end: Callable[[LeaseLoss], None], hung_s: float
+    ) -> None:
+        """Until the lease is lost; `end` is then called in the owner's event loop."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._lease.keep_alive())
+            watch = tasks.create_task(self._watch(owner, hung_s))
+            loss = await self._lease.lost()
+            with contextlib.suppress(RuntimeError):  # the owner's event loop is closed
+                owner.call_soon_threadsafe(end, loss)
+            watch.cancel()
+
+    async def revoke(self) -> None:
+        client, lease = self._client, self._lease
+        assert client is not None
+        try:
+            await client.call(lambda: client.revoke_lease(lease.id))
+        except (aetcd.ClientError, rpc.AioRpcError, TimeoutError) as exc:
+            logger.info("lease %x is left to expire: %s", lease.id, details(exc))
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def _watch(self, owner: asyncio.AbstractEventLoop, hung_s: float) -> None:
+        """Gives the lease up when the owner's event loop does not answer for `hung_s`."""
+        thread = asyncio.get_running_loop()
+        while True:
+            answered = asyncio.Event()
+            owner.call_soon_threadsafe(thread.call_soon_threadsafe, answered.set)
+            try:
+                async with asyncio.timeout(hung_s):
+                    await answered.wait()
+            except TimeoutError:
+                logger.error(
+                    "the event loop has not run for %g s: lease %x is given up",
+                    hung_s,
+                    self._lease.id,
+                )
+                self._lease.end(LeaseLoss.EXPIRED)
+                return
+            await asyncio.sleep(self._lease.ttl_s / 10)
+
+
+def _log_failure(kept: Future[None]) -> None:
+    """Without its keeper the lease expires."""
+    if not kept.cancelled() and (failure := kept.exception()) is not None:
+        logger.error("the lease is not kept alive any more", exc_info=failure)
+
+
+async def _call(portal: BlockingPortal, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """What `function` returns in the portal's event loop; cancelled with its caller."""
+    return await asyncio.wrap_future(portal.start_task_soon(function, *args))

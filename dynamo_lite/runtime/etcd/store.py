@@ -1,0 +1,218 @@
+"""The store on etcd: unary calls, and where leases and watches start."""
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, Self
+
+import aetcd
+from aetcd import rpc
+
+from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailable
+from dynamo_lite.runtime.address import parse_etcd_url, redact
+from dynamo_lite.runtime.etcd.client import UNREACHABLE, EtcdClient, details, status
+from dynamo_lite.runtime.etcd.lease_thread import HUNG_S, ThreadedLease, lease_in_thread
+from dynamo_lite.runtime.etcd.watch import EtcdWatch, open_watch
+from dynamo_lite.runtime.store import Lease
+from dynamo_lite.runtime.tls import tls_refusal
+
+logger = logging.getLogger(__name__)
+
+_PROBE_PAUSE_S = 0.05
+#: What etcd's and gRPC's words mean, as far as it helps with a wrong URL.
+_MEANINGS = (
+    (r"authentication failed", "it refuses the user name or password"),
+    (r"user name is empty", "it wants a user name and password: USER:PASSWORD@HOST"),
+    (r"Handshake read failed", "it breaks off the TLS handshake; write http:// if it has no TLS"),
+    (
+        r"failed to connect.*: Socket closed$",
+        "it breaks off the connection; write https:// if it wants TLS",
+    ),
+)
+
+
+class EtcdStore:
+    """Implements `Store`. Belongs to the event loop in which it was entered.
+
+    timeout_s: longest wait for the answer to one call; connect_timeout_s: for the
+    first one. A call that timed out may have been applied. hung_s: a lease is given up when
+    the event loop does not run for that long, or for its time-to-live if that is longer.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 2.0,
+        connect_timeout_s: float = 10.0,
+        hung_s: float = HUNG_S,
+    ):
+        """url: see `parse_etcd_url`, whose ConfigError it raises."""
+        self._url = redact(url)
+        self._address = parse_etcd_url(url)
+        self._timeout_s = timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._hung_s = hung_s
+        self._connected: EtcdClient | None = None
+
+    def __repr__(self) -> str:
+        return f"EtcdStore({self._url}, {'open' if self._connected else 'closed'})"
+
+    async def __aenter__(self) -> Self:
+        """Raises StartupError when etcd does not answer in time, or refuses."""
+        try:
+            client = EtcdClient(self._address, timeout_s=self._timeout_s)
+        except OSError as exc:
+            raise StartupError(f"cannot use etcd at {self._url}: {exc}") from exc
+        self._connected = client
+        try:
+            await self._probe()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        client, self._connected = self._connected, None
+        if client is not None:
+            await client.close()
+
+    async def get(self, key: str) -> bytes | None:
+        found = await self._call(lambda client: client.get(key.encode()))
+        return None if found is None else found.value
+
+    async def get_prefix(self, prefix: str) -> dict[str, bytes]:
+        found = await self._call(lambda client: client.get_prefix(prefix.encode()))
+        return {kv.key.decode(errors="replace"): kv.value for kv in found}
+
+    async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
+        lease_id = lease.id if lease else None
+        raw = key.encode()
+        reply = await self._call(lambda client: client.put(raw, value, lease=lease_id), lease)
+        _note(lease, raw, reply.header)
+
+    async def create(self, key: str, value: bytes, *, lease: Lease | None = None) -> bool:
+        raw = key.encode()
+
+        def send(client: Any) -> Awaitable[tuple[bool, Any]]:
+            steps = client.transactions
+            put = steps.put(raw, value, lease=lease.id if lease else None)
+            return client.transaction(compare=[steps.create(raw) == 0], success=[put], failure=[])
+
+        created, replies = await self._call(send, lease)
+        if created:
+            _note(lease, raw, replies[0].response_put.header)
+        return created
+
+    async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        if old is None:
+            return await self.create(key, new)
+        raw = key.encode()
+
+        def send(client: Any) -> Awaitable[tuple[bool, Any]]:
+            steps = client.transactions
+            is_old, put = steps.value(raw) == old, steps.put(raw, new)
+            return client.transaction(compare=[is_old], success=[put], failure=[])
+
+        swapped, _ = await self._call(send)
+        return swapped
+
+    async def delete(self, key: str) -> bool:
+        return await self._call(lambda client: client.delete(key.encode())) is not None
+
+    async def revoke(self, lease_id: int) -> bool:
+        try:
+            await self._call(lambda client: client.revoke_lease(lease_id))
+        except StoreUnavailable as exc:
+            if _is_not_found(exc.__cause__):
+                return False
+            raise
+        return True
+
+    @contextlib.asynccontextmanager
+    async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
+        async with contextlib.AsyncExitStack() as stack:
+            with self._errors():
+                lease = await stack.enter_async_context(
+                    lease_in_thread(
+                        self._address, ttl_s, timeout_s=self._timeout_s, hung_s=self._hung_s
+                    )
+                )
+            yield lease
+
+    @contextlib.asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[EtcdWatch]:
+        async with open_watch(self._client, prefix, timeout_s=self._timeout_s) as watch:
+            yield watch
+
+    @property
+    def _client(self) -> EtcdClient:
+        if self._connected is None:
+            raise StoreUnavailable(f"etcd at {self._url}: not connected")
+        return self._connected
+
+    async def _call(self, send: Callable[[Any], Awaitable[Any]], lease: Lease | None = None) -> Any:
+        """`lease` is the one that the call hangs a key on."""
+        with self._errors(lease):
+            client = self._client
+            try:
+                return await client.call(lambda: send(client))
+            except (aetcd.ClientError, rpc.AioRpcError) as exc:
+                if lease is None or not _is_not_found(exc) or await lease.verify() is not None:
+                    raise
+            # A store that was wiped has been given the lease again, unless it is out of the
+            # reach of the thread that keeps the lease.
+            return await client.call(lambda: send(client))
+
+    async def _probe(self) -> None:
+        """Asks until etcd answers; connections are otherwise made at first use."""
+        deadline = time.monotonic() + self._connect_timeout_s
+        while True:
+            try:
+                await self.get("\0")
+                return
+            except StoreUnavailable as exc:
+                cause = exc.__cause__ or exc
+                if status(cause) is rpc.StatusCode.PERMISSION_DENIED:
+                    return  # an answer: this user just may not read that key
+                refused = status(cause) not in UNREACHABLE or tls_refusal(details(cause))
+                if refused or time.monotonic() >= deadline:
+                    raise StartupError(f"cannot use {exc}") from exc
+            await asyncio.sleep(_PROBE_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _errors(self, lease: Lease | None = None) -> Iterator[None]:
+        """Maps the client's errors; `lease` is the one that the call hangs a key on."""
+        if lease is not None and lease.loss is not None:
+            raise LeaseLost(lease.id, lease.loss.value)
+        try:
+            yield
+        except (aetcd.ClientError, rpc.AioRpcError) as exc:
+            if lease is not None and lease.loss is not None:
+                raise LeaseLost(lease.id, lease.loss.value) from exc
+            if lease is not None and _is_not_found(exc):
+                what = f"lease {lease.id:x} is not known there yet"
+                raise StoreUnavailable(f"etcd at {self._url}: {what}") from exc
+            raise StoreUnavailable(f"etcd at {self._url}: {_meaning(details(exc))}") from exc
+        except TimeoutError as exc:
+            raise StoreUnavailable(f"etcd at {self._url}: no answer in time") from exc
+
+
+def _meaning(text: str) -> str:
+    for pattern, meaning in _MEANINGS:
+        if re.search(pattern, text):
+            return meaning
+    return tls_refusal(text) or text
+
+
+def _note(lease: Lease | None, key: bytes, header: Any) -> None:
+    if isinstance(lease, ThreadedLease):
+        lease.holds(key, header.revision)
+
+
+def _is_not_found(exc: BaseException | None) -> bool:
+    """Whether etcd said NOT_FOUND, which it does only of leases."""
+    return status(exc) is rpc.StatusCode.NOT_FOUND

@@ -1,0 +1,205 @@
+"""A watch on a prefix that resumes, and never goes silent.
+
+It lists the prefix at revision r, then watches from r+1. etcd's own watches end
+with the connection, ignore a start revision in the future (a wiped server), and
+forget what was compacted; so on every new connection the prefix as of the last
+seen revision is compared with what this watch has told. Equal: it goes on from
+there, and no event is lost or repeated. Otherwise: a fresh `Snapshot`.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aetcd import rpc
+from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue]
+
+from dynamo_lite.runtime.etcd.client import is_future_revision
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
+_REFUSED_PAUSE_S = 1.0
+_BUFFERED_EVENTS = 1024
+#: A member that is cut off from the others ends the stream instead of going silent.
+_NEEDS_LEADER = ("hasleader", "true")
+_UNREACHABLE = (rpc.AioRpcError, TimeoutError, EOFError)
+
+
+def prefix_end(prefix: bytes) -> bytes:
+    """The first key after all keys that begin with `prefix`; NUL (all keys) if none."""
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
+
+
+class EtcdWatch(AsyncIterator[WatchEvent]):
+    """`run` is the body of the task that owns the stream; iterate to take the events."""
+
+    def __init__(self, client: Any, prefix: str, *, timeout_s: float):
+        self._client = client
+        self._prefix = prefix.encode()
+        self._end = prefix_end(self._prefix) if prefix else b"\0"
+        self._timeout_s = timeout_s
+        self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue(_BUFFERED_EVENTS)
+        self._known: dict[bytes, int] = {}  # key -> revision of its last change
+        self._revision = 0  # of the last thing told; 0: nothing, list first
+        self._lost_data = False
+        self._broken = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"EtcdWatch({self._prefix.decode()!r}, revision={self._revision})"
+
+    def __aiter__(self) -> "EtcdWatch":
+        return self
+
+    async def __anext__(self) -> WatchEvent:
+        if self._closed:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    def close(self) -> None:
+        """Ends the iteration; what was not taken yet is dropped."""
+        self._closed = True
+        while not self._events.empty():
+            self._events.get_nowait()
+        self._events.put_nowait(None)
+
+    async def run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                if not await self._history_holds():
+                    await self._list()
+                pause_s = _FIRST_PAUSE_S
+                await self._follow()
+            except _UNREACHABLE as exc:
+                self._note_broken(exc)
+            except asyncio.CancelledError:
+                # gRPC reports a call that it gave up itself in the same way.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+            except Exception:
+                logger.exception("watch on %s failed; resyncing", self._prefix.decode())
+                self._revision = 0
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _history_holds(self) -> bool:
+        """Whether the store, at the last revision told, is what was told."""
+        if not self._revision:
+            return False
+        try:
+            reply = await self._range(revision=self._revision, keys_only=True)
+        except rpc.AioRpcError as exc:
+            if exc.code() is rpc.StatusCode.OUT_OF_RANGE:  # compacted, or not yet written
+                self._lost_data = is_future_revision(exc)
+                return False
+            raise
+        holds = {kv.key: kv.mod_revision for kv in reply.kvs} == self._known
+        self._lost_data = not holds
+        return holds
+
+    async def _list(self) -> None:
+        reply = await self._range()
+        lost_data = self._lost_data or reply.header.revision < self._revision
+        self._known = {kv.key: kv.mod_revision for kv in reply.kvs}
+        self._revision = reply.header.revision
+        entries = {_text(kv.key): kv.value for kv in reply.kvs}
+        self._lost_data = False
+        await self._events.put(Snapshot(entries, lost_data))
+
+    async def _range(self, *, revision: int = 0, keys_only: bool = False) -> Any:
+        request = rpc.RangeRequest(
+            key=self._prefix or b"\0", range_end=self._end, revision=revision, keys_only=keys_only
+        )
+        client = self._client
+        return await client.call(
+            lambda: client.kvstub.Range(request, timeout=self._timeout_s, metadata=client.metadata)
+        )
+
+    async def _follow(self) -> None:
+        """Tells events until the stream must be opened anew."""
+        # Without a request iterator gRPC keeps no task of its own behind this call.
+        metadata = (_NEEDS_LEADER, *(self._client.metadata or ()))
+        call = rpc.WatchStub(self._client.channel).Watch(metadata=metadata)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await call.write(self._request())
+                response = await call.read()
+            while response is not EOF:
+                if response.canceled:
+                    await self._cancelled(response)
+                    return
+                self._note_healthy()
+                await self._tell(response.events)
+                response = await call.read()
+        finally:
+            call.cancel()
+
+    def _request(self) -> Any:
+        return rpc.WatchRequest(
+            create_request=rpc.WatchCreateRequest(
+                key=self._prefix or b"\0",
+                range_end=self._end,
+                start_revision=self._revision + 1,
+            )
+        )
+
+    async def _tell(self, events: Any) -> None:
+        for event in events:
+            key, revision = event.kv.key, event.kv.mod_revision
+            if event.type == rpc.Event.PUT:
+                self._known[key] = revision
+                await self._events.put(Put(_text(key), event.kv.value))
+            else:
+                self._known.pop(key, None)
+                await self._events.put(Delete(_text(key)))
+        if events:
+            # Only whole responses count: one revision may hold several events.
+            self._revision = events[-1].kv.mod_revision
+
+    async def _cancelled(self, response: Any) -> None:
+        if response.compact_revision:
+            self._revision = 0
+            return
+        logger.error(
+            "etcd refuses the watch on %s: %s", self._prefix.decode(), response.cancel_reason
+        )
+        await asyncio.sleep(_REFUSED_PAUSE_S)
+
+    def _note_broken(self, exc: BaseException) -> None:
+        if not self._broken:
+            self._broken = True
+            reason = exc.details() if isinstance(exc, rpc.AioRpcError) else type(exc).__name__
+            logger.warning("watch on %s is interrupted: %s", self._prefix.decode(), reason)
+
+    def _note_healthy(self) -> None:
+        if self._broken:
+            self._broken = False
+            logger.info("watch on %s goes on", self._prefix.decode())
+
+
+@contextlib.asynccontextmanager
+async def open_watch(client: Any, prefix: str, *, timeout_s: float) -> AsyncIterator[EtcdWatch]:
+    """Runs a watch while the context lasts."""
+    watch = EtcdWatch(client, prefix, timeout_s=timeout_s)
+    task = asyncio.create_task(watch.run(), name=f"watch {prefix}")
+    try:
+        yield watch
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        watch.close()
+
+
+def _text(key: bytes) -> str:
+    return key.decode(errors="replace")

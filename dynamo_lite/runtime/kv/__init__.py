@@ -1,6 +1,0 @@
-"""Which worker holds which prefixes: told by the workers, followed by the routers."""
-
-from dynamo_lite.runtime.kv.follower import KvFollower
-from dynamo_lite.runtime.kv.publisher import Holdings, KvPublisher
-
-__all__ = ["Holdings", "KvFollower", "KvPublisher"]

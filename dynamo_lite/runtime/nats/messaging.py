@@ -1,0 +1,276 @@
+"""Messaging on NATS: connection options, and the client's errors as ours."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Self
+
+from nats import errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    NoResponders,
+    ProtocolError,
+    StartupError,
+)
+from dynamo_lite.runtime.address import ServerAddress, host_port, parse_nats_url, redact
+from dynamo_lite.runtime.dispatch import Dispatcher, Reply
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
+from dynamo_lite.runtime.nats.client import PersistentClient
+from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
+from dynamo_lite.runtime.retry import retry_while_unavailable
+from dynamo_lite.runtime.tls import tls_refusal
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 2.0
+_AUTHORIZATION = "authorization violation"
+
+
+class NatsMessaging:
+    """Implements `Messaging`; `client` is the nats-py connection beneath.
+
+    url: see `parse_nats_url`. max_handlers: how many handlers of one served subject
+    run at a time.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_timeout_s: float = 10.0,
+        max_handlers: int = 256,
+        on_drop: OnDrop = uncounted,
+    ):
+        """Raises ConfigError when `url` is not a NATS URL."""
+        self._on_drop = on_drop
+        self._url = redact(url)
+        self._address = parse_nats_url(url)
+        self._connect_timeout_s = connect_timeout_s
+        self._max_handlers = max_handlers
+        self._client: Client | None = None
+        self._outage = False
+        self._watch = ConnectionWatch()
+        self._refusals: asyncio.Queue[str] = asyncio.Queue()
+        self._log_limit = LogLimit()
+
+    def __repr__(self) -> str:
+        return f"NatsMessaging({self._url}, connected={self.connected})"
+
+    @property
+    def client(self) -> Client:
+        """Raises BrokerUnavailable outside of the context."""
+        if self._client is None:
+            raise BrokerUnavailable(f"NATS at {self._url}: not connected")
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None and self._client.is_connected
+
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+        return self._watch.watch(callback)
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        await self._watch.wait(lambda: self.connected, timeout_s)
+        self._check_connected()
+
+    async def __aenter__(self) -> Self:
+        """Raises StartupError when no server accepts the connection in time, or all refuse."""
+        client = TlsClient(self._address.tls) if self._address.tls else PersistentClient()
+        try:
+            # Endless reconnecting also means that the first connect never gives up.
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._connect(client)
+        except (errors.Error, OSError, TimeoutError, ValueError) as exc:
+            await _close(client)
+            reason = _reason(client.last_error or exc) or "no answer in time"
+            raise StartupError(f"cannot use NATS at {self._url}: {redact(reason)}") from exc
+        except BaseException:
+            await _close(client)
+            raise
+        self._client = client
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await _close(client)
+
+    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        with self._errors(subject, timeout_s):
+            self._check_connected()
+            reply = await self.client.request(subject, payload, timeout=timeout_s)
+        return reply.data
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        with self._errors(subject, 0.0):
+            self._check_connected()
+            await self.client.publish(subject, payload)
+
+    @contextlib.asynccontextmanager
+    async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
+        """See `Messaging.serve`. Returns from entering when the server has the subscription."""
+        dispatcher = Dispatcher(subject, handler, limit=self._max_handlers)
+
+        async def deliver(message: Msg) -> None:
+            reply = self._reply_to(message.reply) if message.reply else None
+            await dispatcher.submit(message.data, reply)
+
+        subscription = await retry_while_unavailable(lambda: self._subscribe(subject, deliver))
+        try:
+            yield
+        except BaseException:
+            dispatcher.cancel()
+            raise
+        finally:
+            try:
+                # What the server sent before it heard of this is still handled.
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await subscription.drain()
+            except (errors.Error, OSError, TimeoutError) as exc:
+                logger.debug("%s: unsubscribed without a flush: %r", subject, exc)
+                with contextlib.suppress(errors.Error, OSError):
+                    await subscription.unsubscribe()
+            await dispatcher.join()
+
+    async def _subscribe(
+        self, subject: str, deliver: Callable[[Msg], Awaitable[None]]
+    ) -> Subscription:
+        with self._errors(subject, _CLOSE_TIMEOUT_S):
+            self._check_connected()
+            subscription = await self.client.subscribe(subject, cb=deliver)
+            try:
+                await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
+            except BaseException as exc:
+                # It would be made again with the next connection.
+                with contextlib.suppress(errors.Error, OSError):
+                    await subscription.unsubscribe()
+                if isinstance(exc, errors.TimeoutError):
+                    raise BrokerUnavailable(f"NATS at {self._url}: no answer in time") from exc
+                raise
+        return subscription
+
+    def _reply_to(self, inbox: str) -> Reply:
+        async def reply(payload: bytes) -> None:
+            await self.publish(inbox, payload)
+
+        return reply
+
+    async def _connect(self, client: Client) -> None:
+        """Raises what the last server said when each one has refused."""
+        connecting = asyncio.create_task(self._open(client), name="connect to NATS")
+        refused = asyncio.create_task(self._all_refuse(), name="refused by NATS")
+        try:
+            await asyncio.wait({connecting, refused}, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                raise errors.Error(refused.result())
+        finally:
+            for task in (connecting, refused):
+                task.cancel()
+            await asyncio.gather(connecting, refused, return_exceptions=True)
+        connecting.result()
+
+    async def _all_refuse(self) -> str:
+        refusal = ""
+        for _ in self._address.hosts:
+            refusal = await self._refusals.get()
+        return refusal
+
+    async def _open(self, client: Client) -> None:
+        address = self._address
+        await client.connect(
+            _server_urls(address),
+            tls=address.tls.context() if address.tls else None,
+            user=address.user,
+            password=address.password,
+            token=address.token,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            reconnect_time_wait=0.1,  # pyright: ignore[reportArgumentType]
+            max_reconnect_attempts=-1,
+            ping_interval=1,
+            max_outstanding_pings=2,
+            # An outage raises at once; nothing is kept to be sent behind the caller's back.
+            pending_size=0,
+        )
+
+    def _check_connected(self) -> None:
+        # nats-py would first register a reply future, and forget to remove it.
+        if not self.client.is_connected:
+            raise BrokerUnavailable(f"NATS at {self._url}: disconnected")
+
+    @contextlib.contextmanager
+    def _errors(self, subject: str, timeout_s: float) -> Iterator[None]:
+        try:
+            yield
+        except errors.NoRespondersError as exc:
+            raise NoResponders(f"nobody serves {subject}") from exc
+        except errors.MaxPayloadError as exc:
+            raise ProtocolError(f"the message to {subject} exceeds the broker's limit") from exc
+        except errors.TimeoutError as exc:
+            raise DeadlineExceeded(f"request to {subject}", timeout_s) from exc
+        except (errors.Error, OSError) as exc:
+            reason = str(exc) or type(exc).__name__
+            raise BrokerUnavailable(f"NATS at {self._url}: {reason}") from exc
+
+    async def _on_error(self, exc: Exception) -> None:
+        if self._client is None:
+            if _is_refusal(exc):
+                self._refusals.put_nowait(_reason(exc))
+            return
+        if isinstance(exc, ProtocolError):
+            self._on_drop("nats")
+        # While the server is away every reconnect attempt ends here.
+        if self._outage and not _is_refusal(exc):
+            return
+        held_back = self._log_limit.allow()
+        if held_back is not None:
+            logger.warning("NATS at %s: %s", self._url, redact(_reason(exc)) or repr(exc))
+
+    async def _on_disconnected(self) -> None:
+        if not self._outage and self._client is not None:
+            self._outage = True
+            logger.warning("NATS at %s: disconnected; reconnecting", self._url)
+            self._watch.tell(False)
+
+    async def _on_reconnected(self) -> None:
+        self._outage = False
+        logger.info("NATS at %s: reconnected", self._url)
+        self._watch.tell(True)
+
+
+def _server_urls(address: ServerAddress) -> list[str]:
+    """Without credentials: those go to servers that the cluster names later, too."""
+    scheme = "tls" if address.tls else "nats"
+    return [f"{scheme}://{host_port(*host)}" for host in address.hosts]
+
+
+def _is_refusal(exc: Exception) -> bool:
+    """Whether asking again is of no use."""
+    text = str(exc)
+    known = isinstance(exc, TlsMismatch) or _AUTHORIZATION in text.lower()
+    return known or tls_refusal(text) is not None
+
+
+def _reason(exc: BaseException) -> str:
+    text = str(exc)
+    if _AUTHORIZATION in text.lower():
+        return "it refuses the user name, password or token"
+    return tls_refusal(text) or text
+
+
+async def _close(client: Client) -> None:
+    """Closes, whatever state the connection is in, within a bounded time."""
+    with contextlib.suppress(errors.Error, OSError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await client.close()

@@ -1,0 +1,301 @@
+"""The life of one process: connect, start, ready, drain, close, exit code."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
+
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+from dynamo_lite.runtime.drops import DropCounter, OnDrop
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
+from dynamo_lite.runtime.process.logs import hold_lease
+from dynamo_lite.runtime.process.readiness import Answer, Probes, liveness, readiness
+from dynamo_lite.runtime.process.status import StatusServer
+from dynamo_lite.runtime.process.stop import (
+    EXIT_START_FAILED,
+    Interrupted,
+    StopRequest,
+    loss_exit_code,
+    stop_on_signals,
+)
+from dynamo_lite.runtime.retry import retry_while_unavailable
+from dynamo_lite.runtime.store import Lease, Store
+from dynamo_lite.runtime.tracing.open import open_tracer
+from dynamo_lite.runtime.tracing.tracer import Tracer
+
+__all__ = ["Component", "Host", "ProcessEnvironment", "ProcessSpec", "Report", "run_process"]
+
+logger = logging.getLogger(__name__)
+
+#: Beyond the grace: for the component to cancel what is left, and to free what it holds.
+_DRAIN_MARGIN_S = 5.0
+_CLOSE_TIMEOUT_S = 30.0
+
+Health = Callable[[], dict[str, Any]]
+
+
+class Status(Protocol):
+    @property
+    def url(self) -> str:
+        """Where the process's health and metrics can be read."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessEnvironment:
+    """What a process runs in: the servers, its own status server, the clock."""
+
+    open_store: Callable[[ProcessSpec], AbstractAsyncContextManager[Store]] = lambda spec: (
+        EtcdStore(spec.etcd_url)
+    )
+    open_messaging: Callable[[ProcessSpec, OnDrop], AbstractAsyncContextManager[Messaging]] = (
+        lambda spec, on_drop: NatsMessaging(spec.nats_url, on_drop=on_drop)
+    )
+    open_status: Callable[
+        [ProcessSpec, Health, Probes, CollectorRegistry, OnDrop],
+        AbstractAsyncContextManager[Status],
+    ] = lambda spec, health, probes, registry, on_drop: StatusServer(
+        health, registry, spec.bind_host, on_drop=on_drop, probes=probes
+    )
+    clock: Clock = SYSTEM_CLOCK
+
+
+async def run_process(
+    spec: ProcessSpec,
+    component: Component,
+    report: Report,
+    surroundings: ProcessEnvironment | None = None,
+) -> int:
+    """Runs `component` until it is told to stop. Returns the exit code (see `stop.py`).
+
+    `report` gets `{"state": "starting" | "ready" | "draining" | "drained" | "failed", ...}`.
+    """
+    stop = StopRequest()
+    with stop_on_signals(stop):
+        async with AsyncExitStack() as stack:
+            process = _Process(spec, component, report, stop, surroundings or ProcessEnvironment())
+            try:
+                async with stop.interrupts():
+                    await process.open(stack)
+            except Interrupted:
+                return stop.code
+            except Exception as exc:
+                return process.failed(exc)
+            return await process.run()
+
+
+class _Process:
+    """One run of one component. state: "starting", "ready" or "draining"."""
+
+    host: Host
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        component: Component,
+        report: Report,
+        stop: StopRequest,
+        surroundings: ProcessEnvironment,
+    ):
+        self._surroundings = surroundings
+        self._spec = spec
+        self._component = component
+        self._report = report
+        self._stop = stop
+        self._state = "starting"
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Connects everything that is outside; `stack` closes it in reverse."""
+        self._report({"state": "starting", "detail": "connecting"})
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        around, drops = self._surroundings, DropCounter(registry)
+        # Closed last: sending what is left may take a while, and nothing may wait for it.
+        tracer = await self._open_tracer(stack)
+        store = await stack.enter_async_context(around.open_store(self._spec))
+        messaging = await stack.enter_async_context(around.open_messaging(self._spec, drops))
+        ttl_s = self._spec.lease_ttl_s
+        lease = await retry_while_unavailable(lambda: stack.enter_async_context(store.lease(ttl_s)))
+        hold_lease(lease.id)
+        self.host = Host(
+            self._spec,
+            store=store,
+            messaging=messaging,
+            lease=lease,
+            registry=registry,
+            report=self._report,
+            stop=self._stop,
+            clock=around.clock,
+            drops=drops,
+            tracer=tracer,
+        )
+        self.host.probes = probes = Probes(self._live, self._ready_for_work)
+        add_gauges(registry, self._spec, lease, messaging)
+        stack.enter_context(count_reconnects(registry, messaging))
+        status = await stack.enter_async_context(
+            around.open_status(self._spec, self._health, probes, registry, drops)
+        )
+        self.host.status_url = status.url
+        # Outlives the owned tasks' failures: it decides between their code and its own.
+        stack.push_async_callback(_cancel, asyncio.create_task(self._await_loss()))
+
+    async def _open_tracer(self, stack: AsyncExitStack) -> Tracer | None:
+        spec = self._spec
+        if spec.tracing is None:
+            return None
+        return await stack.enter_async_context(
+            open_tracer(
+                spec.tracing,
+                namespace=spec.namespace,
+                component=spec.component,
+                instance=f"{spec.component}-{spec.instance}",
+            )
+        )
+
+    async def run(self) -> int:
+        """Start, wait, drain, close."""
+        try:
+            try:
+                async with self._stop.interrupts():
+                    facts = await self._component.start(self.host)
+            except Interrupted:
+                self._report({"state": "draining", "reason": self._stop.reason})
+                return self._stop.code
+            except Exception as exc:
+                return self.failed(exc)
+            self._ready(facts)
+            await self._stop.wait()
+            await self._drain()
+            return self._stop.code
+        finally:
+            self._state = "draining"
+            await self.host.deregister()
+            await self._close()
+            await self.host.cancel_tasks()
+
+    def failed(self, exc: Exception) -> int:
+        """Reports a start that went wrong."""
+        if isinstance(exc, DynamoLiteError):
+            error = str(exc)
+        else:
+            logger.error("the start failed", exc_info=exc)
+            error = f"{type(exc).__name__}: {exc}"
+        self._report({"state": "failed", "error": error})
+        return EXIT_START_FAILED
+
+    def _ready(self, facts: Mapping[str, Any]) -> None:
+        self._state = "ready"
+        self._report(
+            {
+                "state": "ready",
+                "status_url": self.host.status_url,
+                "lease": f"{self.host.lease.id:x}",
+                "pid": os.getpid(),
+                **facts,
+            }
+        )
+
+    async def _drain(self) -> None:
+        self._state = "draining"
+        grace_s = self._spec.grace_s
+        logger.info("draining for up to %g s: %s", grace_s, self._stop.reason)
+        self._report({"state": "draining", "reason": self._stop.reason})
+        await self.host.deregister()
+        try:
+            async with asyncio.timeout(grace_s + _DRAIN_MARGIN_S):
+                await self._component.drain(grace_s)
+        except Exception:
+            logger.exception("the drain did not end well")
+        self._report({"state": "drained"})
+
+    async def _close(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._component.close()
+        except Exception:
+            logger.exception("%s did not close well", self._spec.component)
+
+    async def _await_loss(self) -> None:
+        loss = await self.host.lease.lost()
+        self._stop.set(f"lease {loss.value}", loss_exit_code(loss))
+
+    def _facts(self) -> dict[str, Any]:
+        try:
+            return dict(self._component.health())
+        except Exception as exc:
+            # Half-started components may not know their state yet.
+            return {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
+
+    def _live(self) -> Answer:
+        return liveness(self._facts())
+
+    def _ready_for_work(self) -> Answer:
+        host = self.host
+        return readiness(
+            self._facts(), state=self._state, lease=host.lease, messaging=host.messaging
+        )
+
+    def _health(self) -> dict[str, Any]:
+        facts = self._facts()
+        connected = self.host.messaging.connected
+        healthy = facts.pop("ok", True) and connected and self._state == "ready"
+        return {
+            "ok": bool(healthy),
+            "state": self._state,
+            "namespace": self._spec.namespace,
+            "component": self._spec.component,
+            "instance": self._spec.instance,
+            "lease": f"{self.host.lease.id:x}",
+            "pid": os.getpid(),
+            "nats_connected": connected,
+            **facts,
+        }
+
+
+def add_gauges(
+    registry: CollectorRegistry, spec: ProcessSpec, lease: Lease, messaging: Messaging
+) -> None:
+    """What every process shows."""
+    # Prometheus gives labels of its own to all metrics of a target; these join with them.
+    whose = Info("dynamo_lite_process", "Which process this is.", registry=registry)
+    whose.info({"dynamo_namespace": spec.namespace, "dynamo_component": spec.component})
+    remaining = Gauge(
+        "dynamo_lite_lease_remaining_seconds",
+        "Time that this process's lease certainly still lives.",
+        registry=registry,
+    )
+    remaining.set_function(lease.remaining_s)
+    connected = Gauge("dynamo_lite_nats_connected", "1 while NATS is connected.", registry=registry)
+    connected.set_function(lambda: float(messaging.connected))
+
+
+def count_reconnects(
+    registry: CollectorRegistry, messaging: Messaging
+) -> AbstractContextManager[None]:
+    """Counts them while the context lasts. A short outage falls between two scrapes of the gauge
+    `dynamo_lite_nats_connected`."""
+    reconnects = Counter(
+        "dynamo_lite_nats_reconnects",
+        "How often the connection to NATS was lost and established again.",
+        registry=registry,
+    )
+
+    def on_connection(connected: bool) -> None:
+        if connected:
+            reconnects.inc()
+
+    return messaging.watch_connection(on_connection)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

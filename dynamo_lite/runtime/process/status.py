@@ -1,0 +1,162 @@
+"""The status server of one process: `/health`, `/live`, `/ready` and `/metrics`."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Self
+
+import h11
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.address import advertised_address, host_port
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.process.readiness import Probes
+
+_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 2.0
+
+
+class StatusServer:
+    """Async context manager. `health` returns facts; `ok` False or absent answers 503.
+
+    probes: without them there is no `/live` and no `/ready`.
+    """
+
+    def __init__(
+        self,
+        health: Callable[[], Mapping[str, Any]],
+        registry: CollectorRegistry,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        on_drop: OnDrop = uncounted,
+        probes: Probes | None = None,
+    ):
+        self._health, self._probes = health, probes
+        self._on_drop = on_drop
+        self._registry = registry
+        self._host = host
+        self._port = port
+        self._task: asyncio.Task[None] | None = None
+        self._server: _Server | None = None
+
+    def __repr__(self) -> str:
+        return f"StatusServer({self.url})"
+
+    @property
+    def url(self) -> str:
+        return f"http://{advertised_address(self._host, self._port)}"
+
+    async def __aenter__(self) -> Self:
+        """Raises StartupError when the address cannot be bound."""
+        listener = bind_listener(self._host, self._port)
+        self._port = listener.getsockname()[1]
+        app = Starlette(routes=self._routes())
+        config = uvicorn.Config(
+            app,
+            http=partial(_Protocol, on_drop=self._on_drop),  # pyright: ignore[reportArgumentType]
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server.serve([listener]), name="status server")
+        self._server, self._task = server, task
+        started = asyncio.create_task(server.up.wait())
+        try:
+            await asyncio.wait(
+                {started, task}, timeout=_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not server.up.is_set():
+                raise StartupError(f"the status server on {self.url} did not start")
+        except BaseException:
+            await self.__aexit__()
+            raise
+        finally:
+            started.cancel()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        server, task = self._server, self._task
+        self._server = self._task = None
+        if server is None or task is None:
+            return
+        server.should_exit = True
+        await asyncio.wait({task}, timeout=_STOP_TIMEOUT_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def _routes(self) -> list[Route]:
+        routes = [Route("/health", self._get_health), Route("/metrics", self._get_metrics)]
+        if self._probes is not None:
+            routes += [Route(path, self._get_probe) for path in ("/live", "/ready")]
+        return routes
+
+    async def _get_health(self, _: Request) -> Response:
+        return _answer(self._health())
+
+    async def _get_probe(self, request: Request) -> Response:
+        assert self._probes is not None
+        return _answer(self._probes.at(request.url.path) or {})
+
+    async def _get_metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _answer(facts: Mapping[str, Any]) -> Response:
+    return JSONResponse(dict(facts), status_code=200 if facts.get("ok") else 503)
+
+
+class _Protocol(H11Protocol):
+    """h11 bounds what it keeps of a request; what is none is told to `on_drop` as "status"."""
+
+    def __init__(self, *args: Any, on_drop: OnDrop, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._on_drop = on_drop
+
+    def send_400_response(self, msg: str) -> None:
+        self._on_drop("status")
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # the answer to a request before it is under way
+            self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn that leaves the process's signals alone, and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """A bound, not yet listening TCP socket. Raises StartupError naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as exc:
+        listener.close()
+        raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,222 @@
+"""What can be checked before any process starts: ports, servers, models.
+
+Each failure is one clear StartupError; nothing has to be undone.
+"""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.runtime.address import (
+    ServerAddress,
+    host_port,
+    parse_etcd_url,
+    parse_nats_url,
+    redact,
+)
+from dynamo_lite.serve.access import Servers
+from dynamo_lite.serve.config import (
+    GraphConfig,
+    ServiceConfig,
+    accepted_keys,
+    child_environment,
+)
+from dynamo_lite.serve.document import Document
+from dynamo_lite.serve.fields import unknown_key
+from dynamo_lite.serve.processes import can_listen, death_signal_hook, signal_group
+from dynamo_lite.serve.run_state import write_private
+from dynamo_lite.services.services import Service
+from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version
+from dynamo_lite.vllm.http_options import tls_options
+
+_REACH_TIMEOUT_S = 3.0
+_ACCESS_TIMEOUT_S = 60.0
+_VLLM_TIMEOUT_S = 180.0
+_VERDICTS_KEPT = 16
+
+
+def check_port(service: ServiceConfig) -> None:
+    """Raises StartupError when the service's HTTP port cannot be listened on."""
+    host, port = service.options.get("host"), service.options.get("port")
+    if not isinstance(host, str) or not isinstance(port, int) or service.workers == 0:
+        return
+    try:
+        free = can_listen(host, port)
+    except OSError as exc:
+        raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
+    if not free:
+        name = service.service.name
+        raise StartupError(f"port {port} on {host} is taken; choose another: --{name}.port=PORT")
+
+
+def check_model(service: ServiceConfig) -> None:
+    """Raises StartupError when `model` is a path and no model lies there."""
+    model = service.flags.get("model", "")
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith((".", "/", "~"))
+    if looks_like_path and not (path / "config.json").is_file():
+        hint = "; `make setup` makes the tiny model" if path.name == "tiny" else ""
+        raise StartupError(f"{service.service.name}.model: no model at {path}{hint}")
+
+
+def check_tls(service: ServiceConfig) -> None:
+    """Raises StartupError when the certificate of the service's HTTP server cannot be used."""
+    if (tls := tls_options(service.flags)) is not None:
+        tls.context()
+
+
+def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
+    """Raises ConfigError, also for files that the URLs name."""
+    mistakes: list[str] = []
+    for url, parse in ((nats_url, parse_nats_url), (etcd_url, parse_etcd_url)):
+        if url is None:
+            continue
+        try:
+            parse(url)
+        except ConfigError as exc:
+            mistakes += exc.mistakes
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+async def check_servers(nats_url: str | None, etcd_url: str | None) -> None:
+    """Raises StartupError unless the servers are there and let this graph in."""
+    if nats_url is not None:
+        await _check_reachable("NATS", nats_url, parse_nats_url(nats_url))
+    if etcd_url is not None:
+        await _check_reachable("etcd", etcd_url, parse_etcd_url(etcd_url))
+    if nats_url is not None or etcd_url is not None:
+        await _check_access(Servers(nats=nats_url, etcd=etcd_url))
+
+
+async def _check_reachable(what: str, url: str, address: ServerAddress) -> None:
+    """Raises StartupError unless one of the servers accepts a connection."""
+    problems: list[str] = []
+    for host, port in address.hosts:
+        try:
+            async with asyncio.timeout(_REACH_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(host, port)
+        except TimeoutError:
+            problems.append(f"no answer within {_REACH_TIMEOUT_S:g} s")
+        except OSError as exc:
+            problems.append(exc.strerror or str(exc))
+        else:
+            writer.close()
+            return
+    raise StartupError(f"{what} at {redact(url)} is unreachable: {'; '.join(problems)}")
+
+
+async def _check_access(servers: Servers) -> None:
+    """Raises StartupError when TLS, the credentials or the server say no."""
+    asking = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dynamo_lite.serve.access"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=child_environment({}),
+        start_new_session=True,
+        preexec_fn=death_signal_hook(signal.SIGKILL),
+    )
+    errors = b""
+    try:
+        async with asyncio.timeout(_ACCESS_TIMEOUT_S):
+            answer, errors = await asking.communicate(msgspec.json.encode(servers))
+        problems = msgspec.json.decode(answer, type=list[str])
+    except (TimeoutError, msgspec.DecodeError) as exc:
+        reason = "no answer in time"
+        if asking.returncode is not None:
+            reason = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        raise StartupError(f"NATS and etcd could not be tried: {redact(reason)}") from exc
+    finally:
+        if asking.returncode is None:
+            signal_group(asking.pid, signal.SIGKILL)
+            await asking.wait()
+    if problems:
+        raise StartupError("; ".join(problems))
+
+
+def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -> None:
+    """Lets vLLM's own parsers judge all arguments that are theirs.
+
+    Importing them takes seconds, so verdicts are remembered in the file `cache`.
+    Mistakes go to the document. Raises StartupError without vLLM.
+    """
+    sections = {
+        c.service.name: {"kind": c.service.flags, "args": c.flags}
+        for c in config.services
+        if c.service.flags != "none"
+    }
+    if not sections:
+        return
+    version = vllm_version()
+    if not version:
+        raise StartupError("vLLM is not installed; run `make setup`")
+    question = json.dumps(sections, default=str)
+    key = sha256(f"{version}\n{rules()}\n{question}".encode()).hexdigest()
+    verdicts = _read_verdicts(cache)
+    if key not in verdicts:
+        verdicts[key] = _ask_vllm(question)
+        kept = dict(list(verdicts.items())[-_VERDICTS_KEPT:])
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_private(cache, msgspec.json.encode(kept))
+    services = {c.service.name: c.service for c in config.services}
+    for mistake in verdicts[key]:
+        section, name = mistake["section"], mistake["key"]
+        document.complain((section, name), _verdict(services[section], mistake))
+
+
+def _verdict(service: Service, mistake: Mistake) -> str:
+    """vLLM knows its own keys alone: an unknown one may be a slip in one of ours."""
+    if mistake["message"] != UNKNOWN_KEY:
+        return mistake["message"]
+    theirs = [key for key in mistake["nearest"] if key not in service.reserved]
+    message = unknown_key(mistake["key"], accepted_keys(service), theirs)
+    return f"{message}, and vLLM's own arguments (`vllm serve --help=all`)"
+
+
+def _read_verdicts(cache: Path) -> dict[str, list[Mistake]]:
+    try:
+        return msgspec.json.decode(cache.read_bytes(), type=dict[str, list[Mistake]])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _ask_vllm(question: str) -> list[Mistake]:
+    """Raises StartupError."""
+    try:
+        answer = _run_parsers(question)
+        return msgspec.json.decode(answer, type=dict[str, list[Mistake]])["mistakes"]
+    except (subprocess.TimeoutExpired, msgspec.DecodeError, KeyError) as exc:
+        raise StartupError(f"vLLM's argument parser gave no verdict: {exc}") from exc
+
+
+def _run_parsers(question: str) -> str:
+    """What vLLM's parsers say. Raises StartupError and TimeoutExpired; an interrupt
+    ends them, too."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "dynamo_lite.vllm.args"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment({}),
+        # Ctrl-C in a terminal is for this process, which then ends the parsers.
+        start_new_session=True,
+        preexec_fn=death_signal_hook(signal.SIGKILL),
+    ) as parsers:
+        try:
+            answer, errors = parsers.communicate(question, timeout=_VLLM_TIMEOUT_S)
+        except BaseException:
+            signal_group(parsers.pid, signal.SIGKILL)
+            raise
+    if parsers.returncode != 0:
+        last = errors.strip().splitlines()[-1:] or ["no message"]
+        raise StartupError(f"vLLM's argument parser failed: {last[0]}")
+    return answer

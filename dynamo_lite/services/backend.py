@@ -1,0 +1,33 @@
+"""What a worker is made of: engine, queue and fence.
+
+The real parts are opened here; a simulation passes its own to the components.
+"""
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from dynamo_lite.engine.base import DecodeEngine, PrefillEngine
+from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.runtime.fence import Fence
+from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.services.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
+
+
+class WorkerBackend(Protocol):
+    async def prepare(self) -> None:
+        """Whatever takes long and needs nothing from outside."""
+        ...
+
+    def open_fence(self, host: Host) -> Fence: ...
+
+    def open_queue(
+        self, host: Host, options: QueueOptions
+    ) -> AbstractAsyncContextManager[PrefillQueue]: ...
+
+    def open_decode_engine(
+        self, host: Host, config: VllmWorkerConfig
+    ) -> AbstractAsyncContextManager[DecodeEngine]: ...
+
+    def open_prefill_engine(
+        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+    ) -> AbstractAsyncContextManager[PrefillEngine]: ...

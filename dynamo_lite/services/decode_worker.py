@@ -1,0 +1,301 @@
+"""The decode worker: gets each request first, and keeps it."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, Gauge
+
+from dynamo_lite.engine.base import DecodeEngine, KvEvents
+from dynamo_lite.kv_events import KvPublisher
+from dynamo_lite.policy.backlog import BacklogTotals
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
+from dynamo_lite.protocol.kv import Load
+from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
+from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_listen
+from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.request_plane import GenerateServer
+from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.members.backlog import BacklogFollower
+from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.services.backend import WorkerBackend
+from dynamo_lite.services.config import VllmWorkerConfig
+from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
+from dynamo_lite.services.generation_trace import TracedGeneration
+from dynamo_lite.services.live_options import ComponentOptions, limits
+from dynamo_lite.services.queue_tokens import show_queue_tokens
+from dynamo_lite.services.vllm_backend import VllmBackend
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_TRIES = 3
+
+
+class VllmWorker:
+    """Component. config: the fields of `VllmWorkerConfig`."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | VllmWorkerConfig,
+        spec: ProcessSpec,
+        parts: WorkerBackend | None = None,
+    ):
+        self._config = msgspec.convert(config, VllmWorkerConfig)
+        self._spec = spec
+        self._parts = parts or VllmBackend(spec)
+        self._stack = AsyncExitStack()
+        self._engine: DecodeEngine | None = None
+        self._server: GenerateServer | None = None
+        self._host: Host | None = None
+        self._probe: EngineProbe | None = None
+        self._beat: HeartbeatPublisher | None = None
+        self._options: ComponentOptions[VllmWorkerLiveOptions] | None = None
+        self._publisher: KvPublisher | None = None
+        self._demand: BacklogFollower | None = None
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        self._host = host
+        await self._parts.prepare()
+        host.progress("loading the model")
+        self._engine = engine = await self._stack.enter_async_context(
+            self._parts.open_decode_engine(host, self._config)
+        )
+        traced = None if host.tracer is None else TracedGeneration(engine, host.tracer)
+        self._server = server = await self._stack.enter_async_context(
+            GenerateServer(
+                host.messaging,
+                traced or engine,
+                self._spec.bind_host,
+                max_in_flight=self._config.max_in_flight_requests,
+                max_prompt_tokens=self._config.max_queued_tokens,
+                on_drop=host.drops,
+            )
+        )
+        self._options = options = ComponentOptions(
+            host,
+            self._config,
+            VllmWorkerLiveOptions(),
+            lambda values: server.limit(limits(self._config, values)),
+        )
+        await self._stack.enter_async_context(options.following)
+        host.spawn(self._deliver(engine, server, traced), "engine-steps")
+        if self._config.remote_prefill:
+            await self._follow_demand(host)
+        if self._config.kv_events:
+            await self._tell_routers(host, engine, server)
+        await self._register(host, engine, server)
+        self._watch(host, engine, server, options)
+        return {"model": engine.model}
+
+    async def drain(self, grace_s: float) -> None:
+        """Finishes what it has; prompts that wait for help unclaimed become local."""
+        if self._beat is not None:
+            self._beat.stop()
+        if self._server is not None:
+            self._server.refuse_new("this worker is draining")
+            logger.info("%d requests are finished before the end", self._server.in_flight)
+        if self._host is not None and self._engine is not None:
+            await self._tell_engine_to_leave(self._host, self._engine)
+        if self._server is not None and not await self._server.wait_idle(grace_s):
+            logger.warning("%d requests outlived the grace", self._server.in_flight)
+
+    async def close(self) -> None:
+        if self._probe is not None:
+            self._probe.closing = True
+        await self._stack.aclose()
+
+    def health(self) -> Mapping[str, Any]:
+        if self._engine is None or self._server is None or self._probe is None:
+            return NOT_LOADED
+        assert self._options is not None
+        load = self._engine.load
+        return {
+            **self._probe.facts(),
+            "in_flight": self._server.in_flight,
+            "running": load.running,
+            "waiting": load.waiting,
+            "kv_usage": load.kv_usage,
+            "options": self._options.facts(),
+        }
+
+    def _watch(
+        self,
+        host: Host,
+        engine: DecodeEngine,
+        server: GenerateServer,
+        options: ComponentOptions[VllmWorkerLiveOptions],
+    ) -> None:
+        gauges = PoolGauges(host.registry) if engine.metadata is not None else None
+
+        def on_status(status: EngineStatus) -> None:
+            options.engine_version = status.options_version
+            if gauges is not None:
+                gauges.show(status)
+
+        self._probe = probe = EngineProbe(
+            engine,
+            host.messaging,
+            host.clock,
+            busy=lambda: server.in_flight > 0,
+            step_timeout_s=self._config.step_timeout_s,
+            on_status=on_status,
+        )
+        self._beat = beat = HeartbeatPublisher(
+            host.messaging,
+            namespace=self._spec.namespace,
+            component=self._spec.component,
+            lease_id=host.lease.id,
+            verdict=probe.verdict,
+        )
+        host.spawn(self._probe_engine(probe, server), "engine-probe")
+        host.spawn(beat.run(), "health-beat")
+
+    async def _follow_demand(self, host: Host) -> None:
+        self._demand = BacklogFollower(
+            self._spec.namespace,
+            host.clock.monotonic,
+            on_demand=lambda *_: self._publisher and self._publisher.stirred(),
+            on_drop=host.drops,
+        )
+        show_queue_tokens(host, self._demand)
+        await self._stack.enter_async_context(self._demand.follow(host.messaging))
+
+    async def _tell_routers(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
+        """Before the worker is registered: who sees it may ask at once."""
+        self._publisher = publisher = KvPublisher(
+            host.messaging,
+            namespace=self._spec.namespace,
+            component=self._spec.component,
+            lease_id=host.lease.id,
+            load=partial(self._load, engine, server),
+            holdings=engine.kv_events,
+            on_drop=host.drops,
+        )
+        await self._stack.enter_async_context(publisher.serve())
+        host.spawn(publisher.run(), "kv-notices")
+        if engine.kv_events is not None:
+            host.spawn(_pass_on(engine.kv_events, publisher), "kv-events")
+
+    async def _tell_engine_to_leave(self, host: Host, engine: DecodeEngine) -> None:
+        """So that it asks for no help any more. It cannot tell by the keys: the store may
+        have lost them."""
+        if engine.metadata is None:
+            return
+        subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
+        for _ in range(_LEAVE_TRIES):
+            try:
+                leave = encode_sealed(Leave(lease_id=host.lease.id))
+                await host.messaging.request(subject, leave, timeout_s=1.0)
+                return
+            except (DeadlineExceeded, Unavailable) as exc:
+                logger.warning("the engine was not told that it leaves: %s", exc)
+
+    async def _register(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
+        """Metadata first: whoever sees the worker may write into its blocks."""
+        namespace, lease = self._spec.namespace, host.lease
+        if engine.metadata is not None:
+            engine_id = engine.metadata.engine_id
+            listen = names.listen_subject(namespace, engine_id)
+            on_listen = counted(self._on_listen, "listen", host.drops)
+            await self._stack.enter_async_context(host.messaging.serve(listen, on_listen))
+            key = names.nixl_metadata_key(namespace, engine_id)
+            await host.hold(key, encode_engine(engine.metadata))
+        name = self._spec.component
+        model = engine.model
+        generate = names.endpoint_subject(namespace, name, "generate", lease.id)
+        metrics = names.endpoint_subject(namespace, name, "load_metrics", lease.id)
+        await self._stack.enter_async_context(server.serve(generate))
+        await self._stack.enter_async_context(host.messaging.serve(metrics, self._load_metrics))
+        await host.register("load_metrics", model=model)
+        await host.register("generate", stream=server.stream_address, model=model)
+
+    async def _on_listen(self, payload: bytes) -> bytes:
+        """No answer where the engine was not reached: its process logs why."""
+        assert self._engine is not None
+        await self._engine.listen(decode_listen(payload))
+        return b""
+
+    async def _load_metrics(self, _payload: bytes) -> bytes:
+        """The fields of `Load`, as msgpack."""
+        assert self._engine is not None and self._server is not None
+        return msgspec.msgpack.encode(
+            msgspec.structs.asdict(self._load(self._engine, self._server))
+        )
+
+    def _load(self, engine: DecodeEngine, server: GenerateServer) -> Load:
+        said = engine.load
+        wanted = BacklogTotals() if self._demand is None else self._demand.totals()
+        return Load(
+            running=said.running,
+            waiting=said.waiting,
+            kv_usage=min(max(said.kv_usage, 0.0), 1.0),
+            prefill_tokens=server.waiting_tokens,
+            queue_jobs=wanted.jobs,
+            queue_tokens=wanted.tokens,
+        )
+
+    async def _probe_engine(self, probe: EngineProbe, server: GenerateServer) -> None:
+        try:
+            await probe.run()
+        except EngineDied:
+            server.hang_up("the worker's engine is stuck")
+            raise
+
+    async def _deliver(
+        self, engine: DecodeEngine, server: GenerateServer, traced: TracedGeneration | None
+    ) -> None:
+        try:
+            async for deltas in engine.steps():
+                if traced is not None:
+                    traced.delivered(deltas)
+                server.deliver(deltas)
+                if self._publisher is not None:
+                    self._publisher.stirred()
+        except EngineDied:
+            server.hang_up("the worker's engine died")
+            raise
+
+
+async def _pass_on(events: KvEvents, publisher: KvPublisher) -> None:
+    async for changes in events.changes():
+        publisher.changed(changes)
+
+
+class PoolGauges:
+    """How an engine's blocks stand, as it said last."""
+
+    def __init__(self, registry: CollectorRegistry):
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"dynamo_lite_{name}", text, registry=registry)
+
+        self._free = gauge("kv_blocks_free", "KV blocks that a new request may take")
+        self._total = gauge("kv_blocks_total", "KV blocks of the engine")
+        self._quarantined = gauge(
+            "quarantined_attempts",
+            "Withdrawn remote prefills whose blocks a writer may still touch",
+        )
+        self._depth = gauge(
+            "prefill_queue_depth", "Jobs on the prefill queue, waiting and in flight"
+        )
+        self._unresponsive = gauge(
+            "prefill_workers_unresponsive",
+            "Prefill workers that are registered, but silent or unable to work",
+        )
+        self._unusable = gauge(
+            "prefill_workers_unusable",
+            "Prefill workers that respond, but whose link to this engine has failed",
+        )
+
+    def show(self, status: EngineStatus) -> None:
+        self._free.set(status.free_blocks)
+        self._total.set(status.total_blocks)
+        self._quarantined.set(status.quarantined)
+        self._depth.set(float("nan") if status.queue_jobs is None else status.queue_jobs)
+        self._unresponsive.set(status.unresponsive_writers)
+        self._unusable.set(status.unusable_writers)

@@ -1,0 +1,188 @@
+"""What is answered under `/dashboard`, before vLLM's app sees the request.
+
+Nothing there is for other origins: no CORS headers, a policy that allows the page its own
+script and style only, and no stream for a page of another site.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.resources import files
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dynamo_lite.protocol.errors import Overloaded
+from dynamo_lite.services.frontend.dashboard.viewers import Viewers
+
+PATH = "/dashboard"
+EVENTS = "/dashboard/events"
+
+_FILES = {
+    PATH: ("dashboard.html", "text/html; charset=utf-8"),
+    "/dashboard/dashboard.css": ("dashboard.css", "text/css; charset=utf-8"),
+    "/dashboard/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_GUARDS = {
+    "content-security-policy": _POLICY,
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cache-control": "no-store",
+}
+
+#: A stream ends after this, and the browser opens the next one: whoever has gone without
+#: a word, or reads nothing, is not kept for longer.
+_STREAM_S = 300.0
+#: For one event to be taken.
+_SEND_S = 10.0
+
+#: Takes the scope of a request whose connection shall be closed.
+HangUp = Callable[[Scope], None]
+
+
+class Dashboard:
+    """ASGI; what is not under `/dashboard` goes to `app`.
+
+    any_name: whether the page may be asked for under any host name. Otherwise it must be
+    an address or `localhost`: a name may have been pointed here by the owner of another
+    page, whose script would then be of the same origin (DNS rebinding).
+    hang_up: of who takes no events; must be set before the first request.
+    """
+
+    hang_up: HangUp
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        viewers: Viewers,
+        *,
+        any_name: bool,
+        stream_s: float = _STREAM_S,
+        send_s: float = _SEND_S,
+    ):
+        self._app, self._viewers, self._any_name = app, viewers, any_name
+        self._stream_s, self._send_s = stream_s, send_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or not (path == PATH or path.startswith(f"{PATH}/")):
+            return await self._app(scope, receive, send)
+        headers = {
+            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
+        }
+        if not self._any_name and not _is_own_name(headers.get("host", "")):
+            return await _say(send, 421, "ask for the page by address, or as localhost")
+        if scope["method"] not in ("GET", "HEAD"):
+            return await _say(send, 405, "only GET", [("allow", "GET, HEAD")])
+        if path == EVENTS:
+            return await self._answer_events(scope, headers, receive, send)
+        if path in (f"{PATH}/", *_FILES):
+            return await _send_file(path.rstrip("/"), send, body=scope["method"] == "GET")
+        await _say(send, 404, "there is no such page")
+
+    async def _answer_events(
+        self, scope: Scope, headers: dict[str, str], receive: Receive, send: Send
+    ) -> None:
+        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            return await _say(send, 403, "not for pages of other sites")
+        # Browsers leave out the former over plain HTTP.
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
+            return await _say(send, 403, "not for pages of other sites")
+        if scope["method"] != "GET":
+            return await _say(send, 405, "only GET", [("allow", "GET")])
+        try:
+            with self._viewers.joined():
+                await self._stream(scope, receive, send)
+        except Overloaded:
+            await _say(send, 503, "too many viewers", [("retry-after", "10")])
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until the client leaves or takes nothing, its time is up, or the viewers' end."""
+        head = {"content-type": "text/event-stream", "x-accel-buffering": "no", **_GUARDS}
+        await send({"type": "http.response.start", "status": 200, "headers": _raw(head.items())})
+        pumping = asyncio.create_task(self._pump(send), name="dashboard events")
+        gone = asyncio.create_task(_disconnected(receive), name="dashboard client")
+        try:
+            await asyncio.wait(
+                {pumping, gone}, timeout=self._stream_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in (pumping, gone):
+                task.cancel()
+            await asyncio.gather(pumping, gone, return_exceptions=True)
+        stuck = not pumping.cancelled() and isinstance(pumping.exception(), TimeoutError)
+        if not stuck:
+            try:
+                async with asyncio.timeout(self._send_s):
+                    await send({"type": "http.response.body", "body": b""})
+            except TimeoutError:
+                stuck = True
+        if stuck:
+            self.hang_up(scope)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._send_s):
+                    await _disconnected(receive)
+
+    async def _pump(self, send: Send) -> None:
+        """Raises TimeoutError when the client takes nothing."""
+        async for frame in self._viewers.frames():
+            async with asyncio.timeout(self._send_s):
+                body = b"data: " + frame + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens there can be reached from its own machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_own_name(host: str) -> bool:
+    """host: of a Host header, with or without a port."""
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.lower() == "localhost"
+    return True
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@cache
+def _content(name: str) -> bytes:
+    return files("dynamo_lite.services.frontend.dashboard").joinpath("static", name).read_bytes()
+
+
+async def _send_file(path: str, send: Send, *, body: bool) -> None:
+    name, kind = _FILES[path]
+    content = _content(name)
+    head = {"content-type": kind, "content-length": str(len(content)), **_GUARDS}
+    await send({"type": "http.response.start", "status": 200, "headers": _raw(head.items())})
+    await send({"type": "http.response.body", "body": content if body else b""})
+
+
+async def _say(send: Send, status: int, text: str, more: Iterable[tuple[str, str]] = ()) -> None:
+    body = f"{text}\n".encode()
+    head = {"content-type": "text/plain", "content-length": str(len(body)), **_GUARDS}
+    headers = _raw((*head.items(), *more))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    return [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers]

@@ -1,0 +1,283 @@
+"""The Frontend: vLLM's OpenAI app over the live decode workers."""
+
+import asyncio
+import random
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dynamo_lite.overview import Observer
+from dynamo_lite.policy.kv_routing import KvPicker
+from dynamo_lite.policy.routing import Picker, Random, RoundRobin
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.live_options import FrontendLiveOptions
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane import (
+    FailoverClient,
+    OnDeltas,
+    OnEnded,
+    RemoteGenerateClient,
+    WorkerSelector,
+)
+from dynamo_lite.runtime.address import advertised_address
+from dynamo_lite.runtime.members.health import HealthMonitor
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
+from dynamo_lite.services.frontend.canaries import open_canaries
+from dynamo_lite.services.frontend.dashboard import Dashboard, Viewers, is_loopback
+from dynamo_lite.services.frontend.http import HttpServer, Probed, bind, url_of
+from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
+from dynamo_lite.services.frontend.rotation import Rotation
+from dynamo_lite.services.frontend.router_client import RemoteRouter
+from dynamo_lite.services.kv_picker import open_kv_picker, weights
+from dynamo_lite.services.live_options import ComponentOptions, limits
+from dynamo_lite.services.metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
+
+
+class Frontend:
+    """Component. config: the fields of `FrontendConfig`."""
+
+    def __init__(self, config: Mapping[str, Any] | FrontendConfig, spec: ProcessSpec):
+        self._config = msgspec.convert(config, FrontendConfig)
+        self._processor_config = msgspec.convert(spec.inner.get("Processor", {}), ProcessorConfig)
+        self._spec = spec
+        self._stack = AsyncExitStack()
+        self._roster: Roster | None = None
+        self._workers: HealthMonitor | None = None
+        self._picker: Picker | WorkerSelector = RoundRobin()
+        self._app: OpenAiApp | None = None
+        self._server: HttpServer | None = None
+        self._options: ComponentOptions[FrontendLiveOptions] | None = None
+        self._viewers: Viewers | None = None
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        """Serves at once; without a worker it answers 503 until one is live."""
+        sock = bind(self._config.host, self._config.port)
+        self._stack.callback(sock.close)
+        await self._watch_workers(host)
+        self._picker = await self._open_picker(host)
+        host.progress("loading the tokenizer and the OpenAI app")
+        self._app = await self._open_app(host)
+        port = sock.getsockname()[1]
+        await host.register("http", stream=advertised_address(self._config.host, port))
+        await self._serve_processor(host, self._app)
+        # Last: a start that fails after this would break requests that were taken.
+        url = await self._serve_http(host, self._app, sock)
+        asks_key = self._app.api_key is not None
+        return {"url": url, "model": self._app.served_model, "asks_key": asks_key}
+
+    async def _watch_workers(self, host: Host) -> None:
+        namespace, component = self._spec.namespace, self._spec.watch_component
+        enter = self._stack.enter_async_context
+        prefix = names.endpoint_prefix(namespace, component, "generate")
+        self._roster = await enter(Roster(host.store, prefix, host.drops))
+        self._workers = await enter(
+            HealthMonitor(
+                host.messaging,
+                self._roster,
+                namespace=namespace,
+                component=component,
+                registry=host.registry,
+                on_drop=host.drops,
+            )
+        )
+
+    async def _open_app(self, host: Host) -> "OpenAiApp":
+        # vLLM takes seconds to import: a taken port or a dead store is reported
+        # before, and the lease must not starve meanwhile.
+        await asyncio.to_thread(__import__, "dynamo_lite.vllm.frontend.openai_app")
+        from dynamo_lite.vllm.frontend.openai_app import open_app
+        from dynamo_lite.vllm.frontend.remote_core import RemoteCore
+
+        config = self._config
+        core = RemoteCore(
+            members=self._candidates,
+            limits=limits(config, FrontendLiveOptions()),
+            client_priority=config.client_priority,
+            tracer=host.tracer,
+        )
+        failover = await self._open_failover(host, core.on_deltas, core.on_ended)
+        core.connect(failover)
+
+        def apply(values: FrontendLiveOptions) -> None:
+            core.admission.limit(limits(config, values))
+            if isinstance(self._picker, KvPicker):
+                self._picker.options = weights(config.kv_router, values)
+
+        self._options = options = ComponentOptions(host, config, FrontendLiveOptions(), apply)
+        await self._stack.enter_async_context(options.following)
+        host.registry.register(RequestMetrics(failover.stats, core.refused, core.admission))
+        return await self._stack.enter_async_context(
+            open_app(
+                self._spec.engine_args,
+                core,
+                default_timeout_s=config.default_request_timeout_s,
+                max_timeout_s=config.max_request_timeout_s,
+                max_body_bytes=config.max_body_bytes,
+                tracer=host.tracer,
+            )
+        )
+
+    async def _open_failover(
+        self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
+    ) -> FailoverClient:
+        assert self._roster is not None and self._workers is not None
+        failover = await self._stack.enter_async_context(
+            FailoverClient(
+                members=self._candidates,
+                picker=self._picker,
+                on_deltas=on_deltas,
+                on_ended=on_ended,
+                messaging=host.messaging,
+                max_moves=self._config.max_moves,
+            )
+        )
+        transport = await self._stack.enter_async_context(
+            RemoteGenerateClient(
+                host.messaging,
+                f"{host.lease.id:x}",
+                failover.take_deltas,
+                failover.take_lost,
+                request_timeout_s=self._config.request_timeout_s,
+                on_drop=host.drops,
+            )
+        )
+        failover.connect(transport)
+        self._stack.enter_context(
+            Rotation(self._roster, self._workers, transport, failover.members_changed)
+        )
+        if self._config.canary.interval_s:
+            failover.on_tokens = await self._open_canaries(host)
+        return failover
+
+    async def _open_canaries(self, host: Host) -> Callable[[int, bool], None]:
+        """Returns who is to be told of workers that give tokens."""
+        from dynamo_lite.vllm.requests import canary
+
+        assert self._roster is not None and self._workers is not None
+        options = self._config.canary
+        make = partial(canary, max_tokens=options.max_tokens)
+        canaries = await open_canaries(
+            self._stack, host, options, self._roster, self._workers, make
+        )
+        return canaries.heard
+
+    def _candidates(self) -> Sequence[EndpointRecord]:
+        """The workers that a request may be given to: those that respond; if none does, all."""
+        return self._workers.members_or_all if self._workers is not None else ()
+
+    async def _open_picker(self, host: Host) -> Picker | WorkerSelector:
+        """Long before HTTP is served, so that it knows the workers by then."""
+        assert self._roster is not None
+        match self._config.router:
+            case "random":
+                return Random(random.Random().randrange)
+            case "kv":
+                options = self._config.kv_router
+                return await open_kv_picker(
+                    self._stack, host, self._roster, options, random.Random()
+                )
+            case "component":
+                return await self._open_remote_router(host)
+            case "round-robin":
+                return RoundRobin()
+
+    async def _open_remote_router(self, host: Host) -> RemoteRouter:
+        prefix = names.endpoint_prefix(self._spec.namespace, "Router", "pick")
+        routers = await self._stack.enter_async_context(Roster(host.store, prefix, host.drops))
+        return await self._stack.enter_async_context(
+            RemoteRouter(
+                host.messaging,
+                routers,
+                namespace=self._spec.namespace,
+                lease_id=host.lease.id,
+                fallback=RoundRobin(),
+                registry=host.registry,
+                on_drop=host.drops,
+            )
+        )
+
+    async def _serve_http(self, host: Host, app: "OpenAiApp", sock: socket.socket) -> str:
+        asgi = self._with_dashboard(host, app.asgi)
+        served = asgi if host.probes is None else Probed(asgi, host.probes)
+        server = HttpServer(served, sock, app.http)
+        if isinstance(asgi, Dashboard):
+            asgi.hang_up = server.hang_up
+        app.state.server = server
+        await server.start()
+        self._server = server
+        self._stack.push_async_callback(server.stop, 0.0)
+        return url_of(sock, tls=app.http.tls is not None)
+
+    def _with_dashboard(self, host: Host, app: "ASGIApp") -> "ASGIApp":
+        """Unless it is turned off: by default that is wherever other machines could see it."""
+        private = is_loopback(self._config.host)
+        if self._config.dashboard is False or (self._config.dashboard is None and not private):
+            return app
+        self._viewers = viewers = Viewers(
+            lambda: Observer(host.store, host.messaging, self._spec.namespace, host.drops)
+        )
+        self._stack.push_async_callback(viewers.close)
+        return Dashboard(app, viewers, any_name=self._config.dashboard is True)
+
+    async def _serve_processor(self, host: Host, app: "OpenAiApp") -> None:
+        processor = Processor(
+            self._processor_config, app.asgi, api_key=app.api_key, on_drop=host.drops
+        )
+        for endpoint in ENDPOINTS:
+            subject = names.endpoint_subject(
+                self._spec.namespace, "Processor", endpoint, host.lease.id
+            )
+            await self._stack.enter_async_context(
+                host.messaging.serve(subject, partial(processor.answer, endpoint))
+            )
+            await host.register(endpoint, component="Processor", model=app.served_model)
+
+    async def drain(self, grace_s: float) -> None:
+        """No new connections; open responses may finish, then they are cancelled. Those of
+        the dashboard would never finish."""
+        async with asyncio.TaskGroup() as closing:
+            if self._viewers is not None:
+                closing.create_task(self._viewers.close())
+            if self._server is not None:
+                closing.create_task(self._server.stop(grace_s))
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def health(self) -> dict[str, Any]:
+        client = self._app.client if self._app is not None else None
+        broken = client is not None and client.errored
+        workers = len(self._roster.members) if self._roster is not None else 0
+        responsive = len(self._workers.responsive) if self._workers is not None else 0
+        return {
+            "ok": client is not None and not broken,
+            "dead": "the task that hands out tokens has ended" if broken else "",
+            "checks": {
+                "model": "" if client is not None else "its tokenizer is not loaded yet: wait",
+                "workers": _workers_trouble(workers, responsive),
+            },
+            "workers": workers,
+            "responsive": responsive,
+            "requests": client.get_num_unfinished_requests() if client is not None else 0,
+            "options": self._options.facts() if self._options is not None else {},
+        }
+
+
+def _workers_trouble(workers: int, responsive: int) -> str:
+    """What keeps requests from being answered; empty when nothing does."""
+    if responsive:
+        return ""
+    if workers:
+        return f"none of {workers} decode workers responds: see `dynamo-lite ps` and their logs"
+    return "no decode worker is registered: start one, or wait until it has loaded its model"

@@ -1,0 +1,131 @@
+"""The Processor's endpoints: OpenAI requests over NATS, answered by the same app.
+
+Chat template, tokenisation and detokenisation run in the Frontend's process;
+these endpoints give the other members of a graph the whole of it as one
+request and one reply. Streams are HTTP's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.services.config import ProcessorConfig
+
+logger = logging.getLogger(__name__)
+
+#: Endpoint name to the app's path.
+ENDPOINTS: Mapping[str, str] = {
+    "chat/completions": "/v1/chat/completions",
+    "completions": "/v1/completions",
+}
+
+
+class Processor:
+    """app: the ASGI app. api_key: what the app asks for, if anything."""
+
+    def __init__(
+        self,
+        config: ProcessorConfig,
+        app: Any,
+        *,
+        api_key: str | None = None,
+        on_drop: OnDrop = uncounted,
+    ):
+        self._on_drop = on_drop
+        self._config = config
+        self._app = app
+        self._headers = [
+            (b"host", b"processor"),
+            (b"content-type", b"application/json"),
+            (b"x-request-timeout", b"%g" % config.request_timeout_s),
+        ]
+        if api_key is not None:
+            self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
+
+    async def answer(self, endpoint: str, payload: bytes) -> bytes:
+        """The JSON reply to a JSON request; errors in the form of the app's own bodies."""
+        try:
+            request = decode_json(payload, dict[str, Any])
+        except ProtocolError as exc:
+            self._on_drop(endpoint)
+            return _error(400, f"The request is not a JSON object: {exc}")
+        if request.get("stream"):
+            return _error(400, "This endpoint does not stream; ask over HTTP", param="stream")
+        call = _Call(self._app, ENDPOINTS[endpoint], self._headers, payload)
+        timeout_s = self._config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call.body()
+        except TimeoutError:
+            return _error(504, f"No answer within {timeout_s:g} s")
+        finally:
+            await call.hang_up()
+
+
+class _Call:
+    """One POST to an ASGI app in this process.
+
+    `hang_up` is a client's disconnect: vLLM's app runs a request in a task of
+    its own, which only a disconnect ends; cancelling the caller does not.
+    """
+
+    def __init__(self, app: Any, path: str, headers: list[tuple[bytes, bytes]], body: bytes):
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": headers,
+            "client": None,
+            "server": ("processor", 80),
+        }
+        self._request: bytes | None = body
+        self._reply: list[bytes] = []
+        self._left = asyncio.Event()
+        self._task = asyncio.create_task(app(scope, self._receive, self._send), name=f"call {path}")
+
+    async def body(self) -> bytes:
+        """An app that raises has answered 500 before, as Starlette's do."""
+        await asyncio.wait({self._task})
+        if not self._task.cancelled() and (exc := self._task.exception()) is not None:
+            logger.error("the app failed on a request", exc_info=exc)
+        return b"".join(self._reply) or _error(500, "Internal server error")
+
+    async def hang_up(self) -> None:
+        self._left.set()
+        await asyncio.wait({self._task}, timeout=_HANG_UP_S)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._request is not None:
+            body, self._request = self._request, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            self._reply.append(message.get("body", b""))
+
+
+#: How long the app may take to notice that the caller is gone.
+_HANG_UP_S = 5.0
+
+_ERROR_TYPES = {400: "BadRequestError", 500: "InternalServerError", 504: "GatewayTimeoutError"}
+
+
+def _error(code: int, message: str, param: str | None = None) -> bytes:
+    error = {"message": message, "type": _ERROR_TYPES[code], "param": param, "code": code}
+    return msgspec.json.encode({"error": error})

@@ -1,0 +1,55 @@
+"""The KV-aware picker with all that it needs to know: in a Frontend, or in a router."""
+
+import random
+from contextlib import AsyncExitStack
+from dataclasses import fields
+from typing import Any
+
+from msgspec import UNSET
+
+from dynamo_lite.kv_events import KvFollower
+from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
+from dynamo_lite.protocol.live_options import RouterLiveOptions
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.services.config import KvRouterOptions
+from dynamo_lite.services.metrics import RouterMetrics
+
+
+def weights(options: KvRouterOptions, values: RouterLiveOptions) -> KvRoutingOptions:
+    """options: what the file says. values: what was set since."""
+    changed: dict[str, Any] = {}
+    for field in fields(KvRoutingOptions):
+        value = getattr(values, field.name)
+        changed[field.name] = getattr(options, field.name) if value is UNSET else value
+    return KvRoutingOptions(**changed)
+
+
+async def open_kv_picker(
+    stack: AsyncExitStack,
+    host: Host,
+    workers: Roster,
+    options: KvRouterOptions,
+    rng: random.Random,
+) -> KvPicker:
+    """Follows the workers until `stack` is closed."""
+    follower = await stack.enter_async_context(
+        KvFollower(
+            host.messaging,
+            workers,
+            namespace=host.spec.namespace,
+            component=host.spec.watch_component,
+            max_blocks=options.max_index_blocks,
+            registry=host.registry,
+            on_drop=host.drops,
+        )
+    )
+    picker = KvPicker(
+        follower,
+        weights(options, RouterLiveOptions()),
+        now=host.clock.monotonic,
+        uniform=rng.random,
+    )
+    follower.on_load(picker.reported)
+    host.registry.register(RouterMetrics(picker))
+    return picker

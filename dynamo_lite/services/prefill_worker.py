@@ -1,0 +1,209 @@
+"""The prefill worker: pulls jobs, computes them, writes the KV where it is wanted."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+from prometheus_client import Gauge
+
+from dynamo_lite.disagg.prefill.fence_updater import FenceUpdater
+from dynamo_lite.disagg.prefill.jobs import PrefillJobs
+from dynamo_lite.disagg.prefill.peer_links import PeerLinks
+from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.policy.lanes import BEFORE_LONG
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.prefill import EngineStatus
+from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.members.backlog import BacklogFollower
+from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.services.backend import WorkerBackend
+from dynamo_lite.services.config import PrefillWorkerConfig
+from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
+from dynamo_lite.services.queue_tokens import show_queue_tokens
+from dynamo_lite.services.vllm_backend import VllmBackend
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+logger = logging.getLogger(__name__)
+
+_DEPTH_PERIOD_S = 2.0
+#: How long the start waits for decode engines that are there to be tried. A try ends within
+#: 30 s by itself, also of an engine that hangs.
+_FIRST_TRIES_S = 30.0
+#: Whose blocks are written.
+_DECODE_COMPONENT = "VllmWorker"
+
+
+class PrefillWorker:
+    """Component. config: the fields of `PrefillWorkerConfig`."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | PrefillWorkerConfig,
+        spec: ProcessSpec,
+        parts: WorkerBackend | None = None,
+    ):
+        self._config = msgspec.convert(config, PrefillWorkerConfig)
+        self._spec = spec
+        self._parts = parts or VllmBackend(spec)
+        self._stack = AsyncExitStack()
+        self._jobs: PrefillJobs | None = None
+        self._links: PeerLinks | None = None
+        self._fence: FenceUpdater | None = None
+        self._probe: EngineProbe | None = None
+        self._beat: HeartbeatPublisher | None = None
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        await self._parts.prepare()
+        fence = self._parts.open_fence(host)
+        self._stack.callback(fence.close)
+        self._fence = keeper = FenceUpdater(host, fence)
+        host.spawn(keeper.keep(), "lease-fence")
+        host.progress("loading the model")
+        enter = self._stack.enter_async_context
+        engine = await enter(self._parts.open_prefill_engine(host, self._config, fence))
+        host.spawn(engine.run_prefills(), "engine-steps")
+        self._probe = probe = EngineProbe(
+            engine,
+            host.messaging,
+            host.clock,
+            busy=lambda: bool(keeper.jobs and keeper.jobs.working),
+            step_timeout_s=self._config.step_timeout_s,
+            on_status=_pool_gauges(host),
+        )
+        queue = await enter(self._parts.open_queue(host, self._config.queue))
+        directory = await self._open_directory(host, engine)
+        self._links = links = PeerLinks(host, engine, directory)
+        self._jobs = keeper.jobs = jobs = PrefillJobs(
+            namespace=self._spec.namespace,
+            lease_id=host.lease.id,
+            ack_wait_s=self._config.queue.ack_wait_s,
+            queue=queue,
+            engine=engine,
+            directory=directory,
+            messaging=host.messaging,
+            registry=host.registry,
+            fit=lambda: probe.verdict()[0] and not links.hopeless,
+            links=links,
+            clock=host.clock,
+            on_drop=host.drops,
+            tracer=host.tracer,
+        )
+        cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
+        on_cancel = counted(jobs.on_cancel, "cancel", host.drops)
+        await enter(host.messaging.serve(cancel, on_cancel))
+        await self._try_links(host, links)
+        await host.register("prefill", model=engine.model)
+        self._beat = HeartbeatPublisher(
+            host.messaging,
+            namespace=self._spec.namespace,
+            component=self._spec.component,
+            lease_id=host.lease.id,
+            verdict=probe.verdict,
+        )
+        host.spawn(probe.run(), "engine-probe")
+        host.spawn(self._beat.run(), "health-beat")
+        for index in range(self._config.concurrency):
+            host.spawn(jobs.run(), f"prefill-jobs-{index}")
+        if self._config.queue.order == "short-first":
+            for index in range(self._config.short_slots):
+                host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
+        host.spawn(_watch_depth(host, queue), "queue-depth")
+        demand = BacklogFollower(self._spec.namespace, host.clock.monotonic, on_drop=host.drops)
+        show_queue_tokens(host, demand)
+        await enter(demand.follow(host.messaging))
+        return {"model": engine.model}
+
+    async def drain(self, grace_s: float) -> None:
+        """Stops pulling; what was pulled is finished, its writes too."""
+        if self._fence is None or self._jobs is None:
+            return
+        if self._beat is not None:
+            self._beat.stop()
+        self._fence.leaving.set()
+        await self._jobs.stop()
+        # Behind a closed fence no write starts or moves on: no job can end well.
+        await _either(self._jobs.idle, self._fence.closed, timeout_s=grace_s)
+
+    async def close(self) -> None:
+        if self._probe is not None:
+            self._probe.closing = True
+        await self._stack.aclose()
+
+    def health(self) -> Mapping[str, Any]:
+        if self._jobs is None or self._probe is None:
+            return NOT_LOADED
+        return {**self._probe.facts(), "jobs": len(self._jobs.working)}
+
+    async def _try_links(self, host: Host, links: PeerLinks) -> None:
+        """So that decode engines which this worker cannot write into know it from the start."""
+        host.spawn(links.run(), "links")
+        host.progress("trying the links to decode engines")
+        if late := await links.first_tries(_FIRST_TRIES_S):
+            logger.warning(
+                "the links to these decode engines were not tried within %g s, and are tried"
+                " further: %s",
+                _FIRST_TRIES_S,
+                ", ".join(late),
+            )
+
+    async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
+        directory = MetadataDirectory(host.store, self._spec.namespace, host.drops)
+        prefix = names.endpoint_prefix(self._spec.namespace, _DECODE_COMPONENT, "generate")
+        roster = Roster(host.store, prefix, host.drops)
+        decoders = await self._stack.enter_async_context(roster)
+
+        def on_change(_joined: frozenset[int], left: frozenset[int]) -> None:
+            engine.forget(directory.forget_leases(left))
+            if self._links is not None:
+                self._links.forget_leases(left)
+
+        decoders.on_change(on_change)
+        return directory
+
+
+async def _either(*events: asyncio.Event, timeout_s: float) -> None:
+    """Waits until one of them is set, or the time is over."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _pool_gauges(host: Host) -> Callable[[EngineStatus], None]:
+    """Shows how the engine's blocks stand, as it said last."""
+    free = Gauge(
+        "dynamo_lite_kv_blocks_free",
+        "KV blocks that a new request may take",
+        registry=host.registry,
+    )
+    total = Gauge("dynamo_lite_kv_blocks_total", "KV blocks of the engine", registry=host.registry)
+
+    def show(status: EngineStatus) -> None:
+        free.set(status.free_blocks)
+        total.set(status.total_blocks)
+
+    return show
+
+
+async def _watch_depth(host: Host, queue: PrefillQueue) -> None:
+    gauge = Gauge(
+        "dynamo_lite_prefill_queue_depth",
+        "Jobs on the prefill queue, waiting and in flight",
+        registry=host.registry,
+    )
+    while True:
+        try:
+            gauge.set((await queue.depth()).total)
+        except DynamoLiteError:
+            gauge.set(float("nan"))
+        await asyncio.sleep(_DEPTH_PERIOD_S)

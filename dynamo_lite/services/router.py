@@ -1,0 +1,153 @@
+"""The KV-aware router as a process of its own: one for all Frontends."""
+
+import random
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.policy.kv_routing import KvPicker
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.live_options import RouterLiveOptions
+from dynamo_lite.protocol.routing import (
+    Chosen,
+    NobodyKnown,
+    PickRequest,
+    RequestOutcomes,
+    decode_fates,
+    decode_pick_request,
+)
+from dynamo_lite.runtime.drops import counted
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.services.config import RouterConfig
+from dynamo_lite.services.kv_picker import open_kv_picker, weights
+from dynamo_lite.services.live_options import ComponentOptions
+
+#: Requests that were released before they were asked about.
+_MAX_EARLY = 1024
+
+
+class Router:
+    """Component. config: the fields of `RouterConfig`."""
+
+    def __init__(self, config: Mapping[str, Any] | RouterConfig, spec: ProcessSpec):
+        self._config = msgspec.convert(config, RouterConfig)
+        self._spec = spec
+        self._stack = AsyncExitStack()
+        self._workers: Roster | None = None
+        self._picker: KvPicker | None = None
+        self._options: ComponentOptions[RouterLiveOptions] | None = None
+        self._placed: dict[int, set[str]] = {}
+        self._early: OrderedDict[str, None] = OrderedDict()
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        """Registered last: who sees it may ask."""
+        namespace, enter = self._spec.namespace, self._stack.enter_async_context
+        prefix = names.endpoint_prefix(namespace, self._spec.watch_component, "generate")
+        self._workers = await enter(Roster(host.store, prefix, host.drops))
+        config = self._config
+        self._picker = picker = await open_kv_picker(
+            self._stack, host, self._workers, config.kv_router, random.Random()
+        )
+
+        def apply(values: RouterLiveOptions) -> None:
+            picker.options = weights(config.kv_router, values)
+
+        self._options = options = ComponentOptions(host, config, RouterLiveOptions(), apply)
+        await enter(options.following)
+        frontends = await enter(
+            Roster(host.store, names.endpoint_prefix(namespace, "Frontend", "http"), host.drops)
+        )
+        frontends.on_change(self._on_frontends)
+        pick = names.endpoint_subject(namespace, self._spec.component, "pick", host.lease.id)
+        fates = names.fates_subject(namespace, host.lease.id)
+        await enter(host.messaging.serve(pick, counted(self._on_pick, "pick", host.drops)))
+        await enter(host.messaging.serve(fates, counted(self._on_fates, "fates", host.drops)))
+        await host.register("pick")
+        return {}
+
+    async def drain(self, grace_s: float) -> None:
+        """Nothing waits here."""
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def health(self) -> dict[str, Any]:
+        return {
+            "ok": self._picker is not None,
+            "checks": {"index": "" if self._picker else "not open yet: wait"},
+            "workers": len(self._workers.members) if self._workers is not None else 0,
+            "requests": sum(len(placed) for placed in self._placed.values()),
+            "options": self._options.facts() if self._options is not None else {},
+        }
+
+    async def _on_pick(self, payload: bytes) -> bytes:
+        asked = decode_pick_request(payload)
+        _check_version(asked)
+        assert self._workers is not None and self._picker is not None
+        candidates = set(asked.candidates)
+        members = [m for m in self._workers.members if m.lease_id in candidates]
+        if not members:
+            return encode(NobodyKnown())
+        request = GenerateRequest(
+            request_id=_own_id(asked.client, asked.request_id),
+            client_id="",
+            prompt_token_ids=asked.prompt_token_ids,
+            sampling=b"",
+            arrival_time=0.0,
+            cache_salt=asked.cache_salt,
+            session=asked.session,
+        )
+        picked = self._picker.pick(members, request)
+        if request.request_id in self._early:
+            del self._early[request.request_id]
+            self._picker.released(request.request_id)
+        else:
+            self._placed.setdefault(asked.client, set()).add(request.request_id)
+        return encode(Chosen(lease_id=picked.member.lease_id, reason=picked.reason))
+
+    async def _on_fates(self, payload: bytes) -> None:
+        fates = decode_fates(payload)
+        _check_version(fates)
+        assert self._picker is not None
+        placed = self._placed.get(fates.client, set())
+        for request_id in fates.answered:
+            self._picker.answered(_own_id(fates.client, request_id))
+        for request_id in fates.released:
+            own = _own_id(fates.client, request_id)
+            if own in placed:
+                placed.remove(own)
+                self._picker.released(own)
+            else:
+                self._release_early(own)
+        if not placed:
+            self._placed.pop(fates.client, None)
+
+    def _release_early(self, own_id: str) -> None:
+        """The question may still be on its way: nobody waits for its answer."""
+        self._early[own_id] = None
+        if len(self._early) > _MAX_EARLY:
+            self._early.popitem(last=False)
+
+    def _on_frontends(self, joined: frozenset[int], left: frozenset[int]) -> None:
+        """Nobody tells any more what becomes of a gone Frontend's requests."""
+        assert self._picker is not None
+        for client in left:
+            for request_id in self._placed.pop(client, ()):
+                self._picker.released(request_id)
+
+
+def _check_version(message: PickRequest | RequestOutcomes) -> None:
+    if message.wire_version != WIRE_VERSION:
+        raise ProtocolError(f"wire version {message.wire_version} is not spoken")
+
+
+def _own_id(client: int, request_id: str) -> str:
+    """Two Frontends may use the same id."""
+    return f"{client:x}/{request_id}"

@@ -1,0 +1,188 @@
+"""Puts a simulated engine's process together: pool, memory, mover, halves, core."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
+from dynamo_lite.disagg.engine_config import (
+    DecodeEngineConfig,
+    EngineConfig,
+    PrefillEngineConfig,
+)
+from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.disagg.server_clients import ServerClients
+from dynamo_lite.policy.ledger import Ledger
+from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.simulation.engine.core import Outputs, SimCore, SimModelConfig
+from dynamo_lite.simulation.engine.halves import (
+    DecodeHalves,
+    PrefillHalves,
+    TaskBridge,
+    WatchedRank,
+    rank_clock,
+)
+from dynamo_lite.simulation.engine.memory import KvMemory
+from dynamo_lite.simulation.engine.mover import Fabric, SimMover
+from dynamo_lite.simulation.engine.pool import BlockPool
+
+#: An incarnation's memory begins up to so many blocks behind this address.
+_BASE, _SHIFTS = 1 << 20, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """What one incarnation of an engine is made from.
+
+    outside: the engine process's own clients. alive: a prefill engine's fence.
+    address: its host on the fabric.
+    """
+
+    config: SimModelConfig
+    link: EngineConfig
+    outside: ServerClients
+    fabric: Fabric
+    address: str
+    clock: Clock
+    rng: random.Random
+    alive: Callable[[], bool] = lambda: True
+
+
+@dataclass
+class Engine:
+    """An engine's process from within, for its component's pipe and for who checks it."""
+
+    setup: EngineSetup
+    core: SimCore
+    halves: DecodeHalves | PrefillHalves
+    mover: SimMover
+    metadata: EngineMetadata
+    ready: bool = False
+
+    async def main(self, on_ready: Callable[[], None]) -> None:
+        """The process: loads, then runs until the core is told to stop."""
+        await asyncio.sleep(self.setup.config.load_s)
+        try:
+            async with self.halves.running():
+                self.ready = True
+                on_ready()
+                await self.core.run()
+        finally:
+            self.halves.rank.close()
+
+
+class Assembly:
+    """Makes engines of shipped parts. Its methods are there to be overridden: by tests
+    that show that a safety is needed by taking it away."""
+
+    def build(self, setup: EngineSetup, deliver: Callable[[Outputs], None]) -> Engine:
+        config, rng = setup.config, setup.rng
+        decodes = isinstance(setup.link.role, DecodeEngineConfig)
+        shift = rng.randrange(_SHIFTS) * config.block_size * 8
+        memory = KvMemory(config.num_blocks, config.block_size, _BASE + shift, dense=decodes)
+        mover = SimMover(setup.fabric, setup.link.engine_id, setup.address, memory)
+        pool = BlockPool(config.num_blocks)
+        metadata = self._metadata(setup, mover)
+        make = self.decode_halves if decodes else self.prefill_halves
+        halves = make(setup, pool, mover, metadata)
+        core = SimCore(config, pool, memory, halves, clock=setup.clock, deliver=deliver)
+        if isinstance(halves, PrefillHalves):
+            requests = core.scheduler.requests
+            halves.scheduler.bind_block_pool(pool, lambda job: requests[job].block_ids)
+        else:
+            halves.scheduler.bind_block_pool(pool, core.scheduler.cache)
+        return Engine(setup, core, halves, mover, metadata)
+
+    def decode_halves(
+        self, setup: EngineSetup, pool: BlockPool, mover: SimMover, metadata: EngineMetadata
+    ) -> DecodeHalves:
+        bridges: list[TaskBridge] = []
+
+        def open_bridge(session: Any) -> TaskBridge:
+            bridges.append(TaskBridge(session))
+            return bridges[0]
+
+        scheduler = self.decode_scheduler(
+            setup.link,
+            setup.config.block_size,
+            outside=setup.outside,
+            open_bridge=open_bridge,
+            clock=setup.clock,
+            ledger=self.ledger(setup),
+            new_attempt=lambda: f"{setup.rng.getrandbits(64):016x}",
+            hash_block_size=setup.config.block_size,
+        )
+        scheduler.metadata = metadata
+        return DecodeHalves(
+            scheduler,
+            DecodeRank(mover, metadata.ranks[0], mover.memory.read_raw),
+            bridges[0],
+            setup.config.block_size,
+        )
+
+    #: Makes a decode engine's scheduler half.
+    decode_scheduler: type[DecodeScheduler] = DecodeScheduler
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return Ledger(writer_grace_s=setup.link.lease_ttl_s)
+
+    def prefill_halves(
+        self, setup: EngineSetup, pool: BlockPool, mover: SimMover, metadata: EngineMetadata
+    ) -> PrefillHalves:
+        bridges: list[TaskBridge] = []
+
+        def open_bridge(session: Any) -> TaskBridge:
+            bridges.append(TaskBridge(session))
+            return bridges[0]
+
+        scheduler = PrefillScheduler(
+            setup.link,
+            setup.config.block_size,
+            outside=setup.outside,
+            open_bridge=open_bridge,
+            clock=setup.clock,
+        )
+        scheduler.metadata = metadata
+        rank = self.prefill_rank(setup, mover, metadata)
+        return PrefillHalves(scheduler, rank, bridges[0], mover)
+
+    def prefill_rank(
+        self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
+    ) -> PrefillRank:
+        role = setup.link.role
+        assert isinstance(role, PrefillEngineConfig)
+        rank = WatchedRank(
+            mover,
+            metadata.ranks[0],
+            0,
+            setup.alive,
+            rank_clock(setup.clock),
+            checksum_rate=role.kv_checksum_rate,
+            read=mover.memory.read_raw,
+            scratch=mover.scratch,
+        )
+        rank.watched = mover
+        return rank
+
+    def _metadata(self, setup: EngineSetup, mover: SimMover) -> EngineMetadata:
+        config = setup.config
+        rank = RankMetadata(
+            agent=mover.metadata(),
+            memory="DRAM",
+            device=0,
+            regions=mover.memory.regions(),
+            scratch=mover.scratch.region,
+        )
+        return EngineMetadata(
+            engine_id=setup.link.engine_id,
+            lease_id=setup.link.lease_id,
+            fingerprint={"model": config.model, "block_size": str(config.block_size)},
+            block_size_tokens=config.block_size,
+            num_blocks=config.num_blocks,
+            ranks=(rank,),
+        )

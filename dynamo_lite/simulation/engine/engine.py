@@ -1,0 +1,279 @@
+"""A simulated engine as its component sees it: the other end of a pipe.
+
+Implements DecodeEngine and PrefillEngine. The engine itself is a process of its
+own, which can be stopped, killed or slow while its component is well.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from dynamo_lite.disagg.counters import ENDED, PREFLIGHT
+from dynamo_lite.disagg.decode.deadline import time_limit
+from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
+from dynamo_lite.engine.request_ids import RequestIds
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import (
+    EngineDied,
+    IncompatiblePeer,
+    NoResponders,
+    Refused,
+    StartupError,
+)
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.prefill import (
+    EngineStatus,
+    Listen,
+    RemotePrefillRequest,
+    decode_engine_status,
+)
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.simulation.engine.assembly import Assembly, Engine, EngineSetup
+from dynamo_lite.simulation.engine.core import Outputs
+from dynamo_lite.simulation.engine.model import Sampling, sampling_from_bytes
+from dynamo_lite.simulation.engine.request import SimRequest
+
+_START_S = 15.0
+_STOP_S = 5.0
+_DESCRIBE_S = 5.0
+
+
+class EngineProcess(Protocol):
+    def kill(self) -> None: ...
+
+
+class Home(Protocol):
+    """Where engines' processes run."""
+
+    def start_engine(
+        self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
+    ) -> EngineProcess:
+        """Runs `main` as a process of its own; `on_end` is called in the caller's process
+        when it has ended, however it did."""
+        ...
+
+
+class SimEngine:
+    """on_counts: takes what the halves have counted."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        home: Home,
+        assembly: Assembly,
+        messaging: Messaging,
+        on_counts: Callable[[dict[str, Any]], None],
+    ):
+        self._setup, self._home, self._assembly = setup, home, assembly
+        self._messaging, self._on_counts = messaging, on_counts
+        self._engine: Engine | None = None
+        self._process: EngineProcess | None = None
+        self._ready, self._ended = asyncio.Event(), asyncio.Event()
+        self._outputs: asyncio.Queue[Outputs | None] = asyncio.Queue()
+        self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
+        self._left: list[str] = []
+        self._ids = RequestIds()
+        self._preflights = LinkTestClient(setup.link, messaging, self._wake)
+        self._closing = False
+        self.load = EngineLoad()
+        self.metadata: EngineMetadata | None = None
+
+    @property
+    def model(self) -> str:
+        return self._setup.config.model
+
+    async def __aenter__(self) -> Self:
+        self._engine = engine = self._assembly.build(self._setup, self._outputs.put_nowait)
+        self._process = self._home.start_engine(engine, engine.main(self._ready.set), self._on_end)
+        try:
+            await self._wait_ready()
+            self.metadata = (await self.describe()).metadata
+        except BaseException:
+            self._process.kill()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._engine is not None and self._process is not None
+        self._closing = True
+        for waiting in self._attempts.values():
+            waiting.cancel()
+        self._preflights.close()
+        self._engine.core.stop()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), _STOP_S)
+        self._process.kill()
+
+    @property
+    def kv_events(self) -> None:
+        """Nobody routes by prefixes here."""
+        return None
+
+    async def describe(self) -> EngineStatus:
+        subject = names.describe_subject(self._setup.link.namespace, self._setup.link.engine_id)
+        try:
+            reply = await self._messaging.request(subject, b"", timeout_s=_DESCRIBE_S)
+        except NoResponders as exc:
+            raise StartupError("the engine's process does not answer on NATS") from exc
+        return decode_engine_status(reply)
+
+    async def submit(self, request: GenerateRequest) -> None:
+        sampling = sampling_from_bytes(request.sampling)
+        done = request.output_token_ids
+        prompt = [*request.prompt_token_ids, *done]
+        self._check_prompt(prompt)
+        now = self._setup.clock.monotonic()
+        left = sampling.max_tokens - len(done)
+        if left <= 0:
+            # Its last token was given elsewhere, and the word of its end got lost.
+            own = self._ids.enter(request.request_id)
+            delta = TokenDelta(request_id=own, token_ids=[], finish_reason="length")
+            self._outputs.put_nowait(Outputs(deltas=[delta], load=self.load))
+            return
+        self._add(
+            SimRequest(
+                request_id=self._ids.enter(request.request_id),
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                max_tokens=min(left, self._setup.config.max_model_len - len(prompt)),
+                arrived=now,
+                block_size=self._setup.config.block_size,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                kv_transfer_params=time_limit(request.timeout_s, now),
+            )
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if self._engine is not None:
+            self._engine.core.abort(self._ids.leave(request_ids))
+
+    async def steps(self) -> AsyncIterator[list[TokenDelta]]:
+        while (outputs := await self._next()) is not None:
+            deltas = [mine for delta in outputs.deltas if (mine := self._named(delta))]
+            if deltas:
+                yield deltas
+
+    async def run_prefills(self) -> None:
+        try:
+            while await self._next() is not None:
+                pass
+        except EngineDied as exc:
+            # A dead process starts no write: say so, rather than let anybody wait.
+            self._settle([(attempt, "died", str(exc)) for attempt in self._attempts])
+            raise
+
+    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
+        self._check_peer(target)
+        self._check_prompt(job.prompt_token_ids)
+        left, self._left = self._left, []
+        transfer = {
+            "attempt": job.attempt,
+            "engine_id": job.engine_id,
+            "num_computed_tokens": job.num_computed_tokens,
+            "block_size": target.block_size_tokens,
+            "block_ids": job.block_ids,
+            "prefix_block_ids": job.prefix_block_ids,
+            "target": encode(target),
+            "forget": left,
+        }
+        ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
+        self._attempts[job.attempt] = ended
+        try:
+            self._add(
+                SimRequest(
+                    request_id=job.attempt,
+                    prompt_token_ids=job.prompt_token_ids,
+                    sampling=Sampling(max_tokens=1),
+                    max_tokens=1,
+                    arrived=self._setup.clock.monotonic(),
+                    block_size=self._setup.config.block_size,
+                    priority=job.priority,
+                    cache_salt=job.cache_salt,
+                    kv_transfer_params=transfer,
+                )
+            )
+            return await ended
+        finally:
+            self._attempts.pop(job.attempt, None)
+
+    async def preflight(self, target: EngineMetadata) -> LinkReport:
+        self._check_peer(target)
+        return await self._preflights.fly(target)
+
+    async def listen(self, listen: Listen) -> None:
+        await self._preflights.listen(listen)
+
+    async def abandon(self, attempt: str) -> None:
+        if self._engine is not None:
+            self._engine.core.abort([attempt])
+
+    def forget(self, engine_ids: Sequence[str]) -> None:
+        self._left += engine_ids
+
+    async def _wake(self) -> None:
+        if self._engine is not None:
+            self._engine.core.wake()
+
+    def _check_peer(self, target: EngineMetadata) -> None:
+        assert self.metadata is not None
+        if target.fingerprint != self.metadata.fingerprint:
+            raise IncompatiblePeer(target.engine_id, "another model")
+
+    def _named(self, delta: TokenDelta) -> TokenDelta | None:
+        """The delta as its caller knows it; None when that has aborted the request."""
+        caller = self._ids.caller(delta.request_id, ended=delta.finish_reason is not None)
+        return None if caller is None else msgspec.structs.replace(delta, request_id=caller)
+
+    async def _wait_ready(self) -> None:
+        waits = [asyncio.ensure_future(e.wait()) for e in (self._ready, self._ended)]
+        try:
+            await asyncio.wait(waits, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not self._ready.is_set():
+            raise StartupError("the engine did not start")
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        longest = self._setup.config.max_model_len - 1
+        if not 1 <= len(prompt) <= longest:
+            raise Refused(
+                f"prompt of {len(prompt)} tokens; this model takes 1 to {longest}", elsewhere=False
+            )
+
+    def _add(self, request: SimRequest) -> None:
+        if self._ended.is_set() or self._engine is None:
+            raise Refused("the engine's process is gone", elsewhere=True)
+        self._engine.core.add(request)
+
+    async def _next(self) -> Outputs | None:
+        """One step's outputs; None once the engine is being closed."""
+        outputs = await self._outputs.get()
+        if outputs is None:
+            if self._closing:
+                return None
+            raise EngineDied("the engine's process ended")
+        self.load = outputs.load
+        if outputs.counts:
+            self._settle(outputs.counts.get(ENDED, ()))
+            self._preflights.settle(outputs.counts.get(PREFLIGHT, ()))
+            self._on_counts(outputs.counts)
+        return outputs
+
+    def _settle(self, ended: Sequence[Sequence[str]]) -> None:
+        for attempt, outcome, detail in ended:
+            waiting = self._attempts.get(attempt)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(AttemptOutcome(attempt, outcome, detail))
+
+    def _on_end(self) -> None:
+        self._ended.set()
+        self._outputs.put_nowait(None)

@@ -1,0 +1,241 @@
+"""The remote prefill halves inside a simulated engine, called in vLLM's order."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from dynamo_lite.disagg.bridge import Session
+from dynamo_lite.disagg.counters import Counters
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
+from dynamo_lite.disagg.engine_api import Block
+from dynamo_lite.disagg.messages import (
+    BlockWrite,
+    PrefixRead,
+    RankResults,
+    WorkerReport,
+)
+from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank
+from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.policy.ledger import AttemptState
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.simulation.engine.mover import SimMover
+from dynamo_lite.simulation.engine.plan import Plan
+from dynamo_lite.simulation.engine.request import SimRequest
+from dynamo_lite.transfer.base import Transfer
+from dynamo_lite.transfer.block_map import BlockMap
+
+
+class TaskBridge:
+    """Implements Bridge for an engine whose steps and network share an event loop.
+
+    Instead of `start`, enter `running`.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self._session():
+            try:
+                yield
+            finally:
+                for task in list(self._tasks):
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def start(self, timeout_s: float) -> None:
+        raise NotImplementedError("a coroutine cannot be waited for here")
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine, name="bridge")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Leaving `running` ends it."""
+
+
+class DecodeHalves:
+    """Both halves of a decode engine; implements the scheduler's Connector.
+
+    asked: attempt -> its request, and the blocks that were offered for it: to be written,
+    and to be read.
+    """
+
+    def __init__(
+        self, scheduler: DecodeScheduler, rank: DecodeRank, bridge: TaskBridge, block_size: int
+    ):
+        self.scheduler, self.rank, self._bridge = scheduler, rank, bridge
+        self._size = block_size
+        self._offered: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
+        self.asked: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
+
+    def held(self, attempt: str) -> Sequence[Block]:
+        """The blocks that are kept back because the attempt's writer may still write."""
+        return self.scheduler._held.get(attempt, ())
+
+    def waits_for(self, attempt: str, writer_lease_id: int) -> bool:
+        """Whether the attempt is wanted, and nobody but this writer could have claimed it."""
+        ledger = self.scheduler._book.ledger
+        state = ledger.state(attempt)
+        if state is AttemptState.QUEUED:
+            return True
+        return state is AttemptState.CLAIMED and ledger.writer(attempt) == writer_lease_id
+
+    def awaits_claim(self, attempt: str, now: float) -> bool:
+        """Whether the attempt is wanted, and may still be claimed."""
+        entry = self.scheduler._book.ledger._attempts.get(attempt)
+        return entry is not None and entry.state is AttemptState.QUEUED and now < entry.deadline
+
+    def stage(self, request: SimRequest) -> tuple[str | None, AttemptState | None]:
+        """The attempt that a request waits for or has left in quarantine, and its state."""
+        ledger = self.scheduler._book.ledger
+        for attempt, (asker, _, _) in reversed(self.asked.items()):
+            if asker is request and (state := ledger.state(attempt)) is not None:
+                return attempt, state
+        return None, None
+
+    def writes(self, attempt: str) -> bool:
+        """Whether it was claimed by a writer that has not said yet that it is done."""
+        entry = self.scheduler._book.ledger._attempts.get(attempt)
+        return entry is not None and entry.writer is not None and not entry.writer_done
+
+    def unsettled(self) -> str | None:
+        """What the halves still wait for, to read; None when nothing is left."""
+        if self.scheduler._held:
+            return f"attempts {', '.join(self.scheduler._held)} are in quarantine"
+        if self.scheduler.busy:
+            return "the scheduler half is busy"
+        return None
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._bridge.running()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def matched(self, request: SimRequest, cached: int) -> tuple[int | None, bool]:
+        return self.scheduler.num_new_matched_tokens(request, cached)
+
+    def allocated(self, request: SimRequest, external: int) -> None:
+        self.scheduler.state_after_alloc(request, request.block_ids, external)
+        if external:
+            first = (request.num_prompt_tokens - 1 - external) // self._size
+            prefix, targets = request.block_ids[:first], request.block_ids[first:]
+            self._offered[request.request_id] = request, frozenset(targets), frozenset(prefix)
+
+    def build_step(self, plan: Plan) -> Any:
+        step = self.scheduler.build_step(plan.filling, plan.num_scheduled_tokens)
+        for attempt, request_id in step.expect.items():
+            self.asked[attempt] = self._offered.pop(request_id)
+        return step
+
+    def before_forward(self, step: Any) -> None:
+        """Remote KV is written by the peer."""
+
+    def after_forward(self, step: Any) -> tuple[RankResults, WorkerReport | None]:
+        self.rank.step(step)
+        return self.rank.results(), self.rank.report()
+
+    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
+        self.scheduler.worker_output(results, report)
+
+    def finished(self, request: SimRequest) -> bool:
+        self.scheduler.request_finished(request.request_id)
+        return False
+
+    def take_counts(self) -> list[dict[str, Any]]:
+        return [self.scheduler.stats.take(), self.rank.stats.take()]
+
+
+class WatchedRank(PrefillRank):
+    """Names the attempt of each write and read to its mover, for whoever watches them."""
+
+    watched: SimMover | None = None
+
+    def _write(
+        self, write: BlockWrite, peer: RemoteRank, where: BlockMap, *, says: bool
+    ) -> Transfer:
+        if self.watched is not None:
+            self.watched.attempt = write.attempt
+        return super()._write(write, peer, where, says=says)
+
+    def _start_read(self, read: PrefixRead) -> None:
+        if self.watched is not None:
+            self.watched.attempt = read.attempt
+        super()._start_read(read)
+
+
+class PrefillHalves:
+    """Both halves of a prefill engine; implements the scheduler's Connector."""
+
+    def __init__(
+        self, scheduler: PrefillScheduler, rank: PrefillRank, bridge: TaskBridge, mover: SimMover
+    ):
+        self.scheduler, self.rank, self._bridge, self._mover = scheduler, rank, bridge, mover
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._bridge.running()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def matched(self, request: SimRequest, cached: int) -> tuple[int, bool]:
+        return self.scheduler.num_new_matched_tokens(request, cached)
+
+    def allocated(self, request: SimRequest, external: int) -> None:
+        self.scheduler.state_after_alloc(request, request.block_ids, external, request.arrived)
+
+    def build_step(self, plan: Plan) -> Any:
+        return self.scheduler.build_step(plan.num_scheduled_tokens, plan.preempted)
+
+    def before_forward(self, step: Any) -> None:
+        if step.preempted:
+            self._mover.hurry()
+            self.rank.drain_preempted(step)
+
+    def after_forward(self, step: Any) -> tuple[RankResults, WorkerReport | None]:
+        self.rank.step(step, _computed)
+        return self.rank.results(), self.rank.report()
+
+    def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
+        self.scheduler.worker_output(results, report)
+
+    def finished(self, request: SimRequest) -> bool:
+        return self.scheduler.request_finished(request)
+
+    def take_counts(self) -> list[dict[str, Any]]:
+        return [self.scheduler.stats.take(), self.rank.stats.take()]
+
+
+def rank_clock(clock: Clock) -> Clock:
+    """`clock`, on which each look takes a moment: a rank's busy loops end in virtual time, too."""
+    looks = itertools.count()
+    return Clock(monotonic=lambda: clock.monotonic() + next(looks) * 1e-4, wall=clock.wall)
+
+
+def _computed() -> bool:
+    """A step has ended when its KV is written."""
+    return True
+
+
+def merge(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """As one step's counts; numbers add up, lists follow each other."""
+    merged = Counters()
+    for data in counts:
+        for name, value in data.items():
+            if isinstance(value, list):
+                for item in value:
+                    merged.append(name, item)
+            else:
+                merged.add(name, value)
+    return merged.data

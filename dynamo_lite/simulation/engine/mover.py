@@ -1,0 +1,296 @@
+"""The mover of a simulated engine: copies that take time, land in pieces, and outlive their start.
+
+Like a network card it goes on by itself: what was posted lands although its
+sender stands still, and may land although it was killed. What is written to an
+agent that has gone lands nowhere, whoever is at its address now; what is written
+to one that lives lands wherever the writer says. Reads are either the card's, too,
+or made by the reader itself as it polls: one that stood still reads what lies there
+when it goes on.
+"""
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.simulation.engine.memory import KvMemory, SimScratch
+from dynamo_lite.transfer.block_map import Descriptors
+
+#: A write's descriptors land in at most this many portions.
+_PORTIONS = 3
+
+#: Source address, destination address, length.
+Copy = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How long things take, in seconds.
+
+    Every portion of a write or read lands between `fastest_s` and `slowest_s` after
+    its start; of writes, `slowest_s` must stay below the grace that a ledger gives a lost
+    writer. notice_s: from the sender's look at a finished write to its notice.
+    dead_s: until a write to a dead peer fails.
+    """
+
+    fastest_s: float = 0.001
+    slowest_s: float = 0.02
+    notice_s: float = 0.001
+    dead_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A copy into or from blocks, that an attempt's writer has under way, arrives now, or is
+    read.
+
+    address: of the first byte in the target's memory.
+    """
+
+    attempt: str
+    sender: str
+    target: "SimMover"
+    address: int
+    length: int
+
+
+def _nothing(_landing: Landing) -> None:
+    return None
+
+
+def _nothing_read(_reader: "SimMover", _landing: Landing) -> None:
+    return None
+
+
+def _always(_here: str, _there: str) -> bool:
+    return True
+
+
+@dataclass
+class Fabric:
+    """What joins the movers of a simulation.
+
+    Make it outside of any simulated process: its timers are the network's, and go
+    on when processes stand still. on_landing: sees every copy that lands, just
+    before; on_read: every copy that is read. joined: whether two agents' hosts reach
+    each other now.
+    """
+
+    rng: random.Random
+    wire: Wire = field(default_factory=Wire)
+    on_landing: Callable[[Landing], None] = _nothing
+    on_read: Callable[["SimMover", Landing], None] = _nothing_read
+    joined: Callable[[str, str], bool] = _always
+    agents: dict[bytes, "SimMover"] = field(default_factory=dict[bytes, "SimMover"])
+    _context: contextvars.Context = field(default_factory=contextvars.copy_context)
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(delay_s, call, context=self._context)
+
+
+class SimWrite:
+    """Implements Transfer."""
+
+    def __init__(
+        self, sender: "SimMover", peer: str, target: "SimMover", copies: list[Copy], notice: bytes
+    ):
+        self._sender, self._peer, self._target = sender, peer, target
+        self._attempt, self._notice = sender.attempt, notice
+        self._failure: str | None = None
+        self._told = False
+        fabric, wire = sender.fabric, sender.fabric.wire
+        fabric.rng.shuffle(copies)
+        step = -(-len(copies) // fabric.rng.randint(1, _PORTIONS))
+        self._portions = [copies[at : at + step] for at in range(0, len(copies), step)]
+        if target.closed or not fabric.joined(sender.address, target.address):
+            fabric.later(wire.dead_s, lambda: self._fail("the peer does not answer"))
+            return
+        for portion in self._portions:
+            delay_s = fabric.rng.uniform(wire.fastest_s, wire.slowest_s)
+            fabric.later(delay_s, lambda portion=portion: self._land(portion))
+
+    @property
+    def flying(self) -> bool:
+        return bool(self._portions)
+
+    def done(self) -> bool:
+        if self._failure is not None:
+            raise TransferError(self._peer, self._failure)
+        if self._portions:
+            return False
+        if self._notice and not self._told:
+            self._told = True
+            # It leaves when the sender sees the end of its write, not before.
+            fabric = self._sender.fabric
+            fabric.later(fabric.wire.notice_s, self._notify)
+        return True
+
+    def hurry(self) -> None:
+        """All that is under way lands now."""
+        for portion in list(self._portions):
+            self._land(portion)
+
+    def _land(self, portion: list[Copy]) -> None:
+        if portion not in self._portions:
+            return
+        sender, target = self._sender, self._target
+        if sender.dead and sender.fabric.rng.random() < 0.5:
+            return self._fail("the sender died")
+        if target.closed:
+            return self._fail("the peer is gone")
+        if not sender.fabric.joined(sender.address, target.address):
+            return self._fail("the peer is cut off")
+        self._portions.remove(portion)
+        for source, destination, length in portion:
+            if target.memory.covers(destination, length):
+                landing = Landing(self._attempt, sender.address, target, destination, length)
+                sender.fabric.on_landing(landing)
+            target.bytes_at(destination, length)[:] = sender.bytes_at(source, length)
+
+    def _fail(self, why: str) -> None:
+        self._portions.clear()
+        self._failure = why
+
+    def _notify(self) -> None:
+        sender, target = self._sender, self._target
+        if not target.closed and sender.fabric.joined(sender.address, target.address):
+            target.inbox.append(self._notice)
+
+
+class SimRead:
+    """Implements Transfer."""
+
+    def __init__(self, reader: "SimMover", peer: str, target: "SimMover", copies: list[Copy]):
+        self._reader, self._peer, self._target, self._copies = reader, peer, target, copies
+        self._failure: str | None = None
+        self._attempt, self._due = reader.attempt, False
+        fabric, wire = reader.fabric, reader.fabric.wire
+        if target.closed or not fabric.joined(reader.address, target.address):
+            fabric.later(wire.dead_s, lambda: self._fail("the peer does not answer"))
+            return
+        by_itself = fabric.rng.random() < 0.5
+        delay_s = fabric.rng.uniform(wire.fastest_s, wire.slowest_s)
+        fabric.later(delay_s, self._land if by_itself else self._fall_due)
+
+    def done(self) -> bool:
+        if self._due:
+            self._land()
+        if self._failure is not None:
+            raise TransferError(self._peer, self._failure)
+        return not self._copies
+
+    def _fall_due(self) -> None:
+        self._due = True
+
+    def _land(self) -> None:
+        self._due = False
+        reader, target = self._reader, self._target
+        if target.closed:
+            return self._fail("the peer is gone")
+        if not reader.fabric.joined(reader.address, target.address):
+            return self._fail("the peer is cut off")
+        copies, self._copies = self._copies, []
+        for here, there, length in copies:
+            if target.memory.covers(there, length):
+                landing = Landing(self._attempt, reader.address, target, there, length)
+                reader.fabric.on_read(reader, landing)
+            reader.bytes_at(here, length)[:] = target.bytes_at(there, length)
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+
+
+class SimMover:
+    """Implements Mover. One per engine, with one memory, and scratch memory beside it.
+
+    name: unique per engine incarnation. address: its host. attempt: of the write
+    that is being started, for whoever watches landings.
+    """
+
+    def __init__(self, fabric: Fabric, name: str, address: str, memory: KvMemory):
+        self.fabric, self.name, self.address, self.memory = fabric, name, address, memory
+        self.scratch = SimScratch()
+        self.attempt = ""
+        self.inbox: list[bytes] = []
+        self.closed = self.dead = False
+        self._peers: dict[str, bytes] = {}
+        self._writes: list[SimWrite] = []
+        fabric.agents[self.metadata()] = self
+
+    def register(self, spans: Sequence[tuple[int, int]], memory: str, device: int) -> None:
+        """The memory is known already."""
+
+    def metadata(self) -> bytes:
+        """ADDRESS/NAME."""
+        return f"{self.address}/{self.name}".encode()
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        self._peers[peer] = metadata
+
+    def remove_peer(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def write(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        *,
+        memory: tuple[str, str],
+        notice: bytes = b"",
+    ) -> SimWrite:
+        target, copies = self._match(peer, local, remote)
+        write = SimWrite(self, peer, target, copies, notice)
+        self._writes = [w for w in self._writes if w.flying]
+        self._writes.append(write)
+        return write
+
+    def read(
+        self, peer: str, local: Descriptors, remote: Descriptors, *, memory: tuple[str, str]
+    ) -> SimRead:
+        return SimRead(self, peer, *self._match(peer, local, remote))
+
+    def notices(self) -> list[bytes]:
+        arrived, self.inbox = self.inbox, []
+        return arrived
+
+    def close(self) -> None:
+        """The engine leaves in order."""
+        self.closed = True
+
+    def die(self) -> None:
+        """Its process was killed: what it has posted may land or not."""
+        self.dead = True
+        self.close()
+
+    def hurry(self) -> None:
+        """What this mover has under way lands now: its engine waits for it, doing nothing else."""
+        for write in self._writes:
+            write.hurry()
+
+    def _match(
+        self, peer: str, local: Descriptors, remote: Descriptors
+    ) -> tuple["SimMover", list[Copy]]:
+        """The peer, and (address here, address there, length). Raises TransferError."""
+        target = self.fabric.agents.get(self._peers.get(peer, b""))
+        if target is None:
+            raise TransferError(peer, "no such peer")
+        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
+            raise TransferError(peer, "not started: the two sides differ or are empty")
+        copies: list[Copy] = []
+        for (here, length, _), (there, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
+            if not (self.covers(here, length) and target.covers(there, length)):
+                raise TransferError(peer, "not started: memory is not registered")
+            copies.append((here, there, length))
+        return target, copies
+
+    def covers(self, address: int, length: int) -> bool:
+        return self.memory.covers(address, length) or self.scratch.covers(address, length)
+
+    def bytes_at(self, address: int, length: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+        memory = self.memory if self.memory.covers(address, length) else self.scratch
+        return memory.raw[address - memory.base :][:length]

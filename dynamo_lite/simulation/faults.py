@@ -1,0 +1,130 @@
+"""Makes a scenario's faults happen, and takes them back."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dynamo_lite.simulation.loop.process import SimProcess
+from dynamo_lite.simulation.network.network import Network, Weather
+from dynamo_lite.simulation.scenario import Fault, Kind
+from dynamo_lite.simulation.supervisor import Slot
+
+#: How long a killed server is away at least.
+_SERVER_RESTART_S = 0.3
+
+
+class Server(Protocol):
+    """A server of the cluster that can be killed and started again."""
+
+    @property
+    def process(self) -> SimProcess: ...
+
+    def start(self, *, wiped: bool = False) -> None: ...
+
+
+@dataclass
+class Sabotage:
+    """slots: by name. revoke: takes a lease away from outside.
+
+    paused: for whom, from when to when.
+    """
+
+    network: Network
+    slots: dict[str, Slot]
+    servers: dict[str, Server]
+    revoke: Callable[[int], None]
+    paused: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
+    _stopped: Counter[SimProcess] = field(default_factory=Counter[SimProcess])
+    _parted: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+
+    async def carry_out(self, fault: Fault) -> None:
+        """Returns when the fault is over."""
+        self.network.loop.trace.add(f"FAULT {fault}", "world")
+        match fault.kind:
+            case Kind.CRASH | Kind.ENGINE_CRASH | Kind.DRAIN | Kind.REVOKE:
+                self._end(fault)
+            case Kind.PAUSE | Kind.COMPONENT_PAUSE | Kind.ENGINE_PAUSE:
+                await self._pause(fault.target, self._paused_by(fault), fault.for_s)
+            case Kind.BROKER_PAUSE:
+                await self._pause("nats", [self.servers["nats"].process], fault.for_s)
+            case Kind.STORE_PAUSE:
+                await self._pause("etcd", [self.servers["etcd"].process], fault.for_s)
+            case Kind.ISOLATE | Kind.CUT:
+                await self._part(fault)
+            case Kind.WEATHER:
+                await self._storm(fault)
+            case Kind.WALL_JUMP:
+                self.network.loop.jump_wall(fault.target, fault.amount)
+            case Kind.BROKER_CRASH | Kind.STORE_CRASH | Kind.STORE_WIPE:
+                await self._restart(fault)
+
+    def held_up_s(self, name: str, begin: float, end: float) -> float:
+        """For how long `name` was stopped between two times."""
+        return sum(
+            max(0.0, min(end, until) - max(begin, since))
+            for who, since, until in self.paused
+            if who == name
+        )
+
+    def _end(self, fault: Fault) -> None:
+        slot = self.slots[fault.target]
+        if fault.kind is Kind.ENGINE_CRASH:
+            if slot.engine is not None:
+                slot.engine.kill()
+        elif fault.kind is Kind.CRASH:
+            if slot.process is not None:
+                slot.process.kill()
+        elif fault.kind is Kind.DRAIN:
+            slot.terminate()
+        elif slot.host is not None:
+            self.revoke(slot.host.lease.id)
+
+    def _paused_by(self, fault: Fault) -> list[SimProcess]:
+        slot = self.slots[fault.target]
+        if fault.kind is Kind.PAUSE:
+            return slot.processes()
+        half = slot.engine if fault.kind is Kind.ENGINE_PAUSE else slot.process
+        return [half] if half is not None and not half.dead else []
+
+    async def _pause(self, name: str, processes: list[SimProcess], for_s: float) -> None:
+        """Pauses may overlap: the last one to end lets a process go on."""
+        began = self.network.loop.time()
+        for process in processes:
+            self._stopped[process] += 1
+            process.pause()
+        await asyncio.sleep(for_s)
+        for process in processes:
+            self._stopped[process] -= 1
+            if not self._stopped[process]:
+                process.resume()
+        self.paused.append((name, began, self.network.loop.time()))
+
+    async def _part(self, fault: Fault) -> None:
+        """Faults of one kind may overlap: the last one to end takes it back."""
+        network, here, there = self.network, fault.target, fault.other
+        count = self._parted
+        count[here, there] += 1
+        if count[here, there] == 1:
+            network.cut(here, there) if there else network.isolate(here)
+        await asyncio.sleep(fault.for_s)
+        count[here, there] -= 1
+        if not count[here, there]:
+            network.heal(here, there) if there else network.rejoin(here)
+
+    async def _storm(self, fault: Fault) -> None:
+        bad = fault.amount
+        self.network.weather = Weather(
+            delay_s=0.0005, spread_s=bad, loss=bad / 2, duplicate=bad / 2, reorder=bad
+        )
+        await asyncio.sleep(fault.for_s)
+        self.network.weather = Weather()
+
+    async def _restart(self, fault: Fault) -> None:
+        name = "nats" if fault.kind is Kind.BROKER_CRASH else "etcd"
+        server = self.servers[name]
+        server.process.kill()
+        await asyncio.sleep(max(fault.for_s, _SERVER_RESTART_S))
+        if server.process.dead:
+            server.start(wiped=fault.kind is Kind.STORE_WIPE)

@@ -1,0 +1,319 @@
+"""What must always hold, and who looks when.
+
+A write lands only in blocks of its attempt, and only what is kept for it is read; every
+block comes back; every request ends once, in time, with the model's tokens or a stated
+error; every job ends, and its decode engine knows; no task outlives its owner.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_lite.disagg.counters import MISMATCH
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
+from dynamo_lite.queue.base import Job
+from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.simulation.cancels import CancelWatch
+from dynamo_lite.simulation.client import Story
+from dynamo_lite.simulation.engine.assembly import Engine
+from dynamo_lite.simulation.engine.halves import DecodeHalves, PrefillHalves
+from dynamo_lite.simulation.engine.model import first_wrong
+from dynamo_lite.simulation.engine.mover import Landing, SimMover
+from dynamo_lite.simulation.engine.request import SimRequest
+from dynamo_lite.simulation.loop.scheduler import START_S
+from dynamo_lite.simulation.tally import Wait, Waits
+
+#: A request may end so much later than its deadline: the next turn of its process.
+_LATE_S = 0.1
+#: So long may a cancel be on its way to a prefill worker while nothing is broken.
+_CANCEL_S = 1.0
+#: Violations beyond these are only counted.
+_MOST_TOLD = 20
+
+
+@dataclass
+class Judge:
+    """say: takes each violation, for the trace. now: virtual time. faultless: nothing is
+    broken. counts: what happened, by name; shows whether a run reached what matters."""
+
+    now: Callable[[], float]
+    say: Callable[[str], None]
+    faultless: bool = False
+    violations: list[str] = field(default_factory=list[str])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    stories: list[tuple[str, Story]] = field(default_factory=list[tuple[str, Story]])
+    waits: Waits = field(default_factory=Waits)
+    _engines: dict[SimMover, Engine] = field(default_factory=dict[SimMover, Engine])
+    _deliveries: dict[str, int] = field(default_factory=dict[str, int])
+    _told: set[SimRequest] = field(default_factory=set[SimRequest])
+    _ends_told: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        self.cancels = CancelWatch(self.now, self._cancelled_at, self.counts)
+
+    def violate(self, text: str) -> None:
+        self.counts["violations"] += 1
+        if len(self.violations) < _MOST_TOLD:
+            self.violations.append(f"{self.now() - START_S:.3f} s: {text}")
+        self.say(f"VIOLATION {text}")
+
+    def engine_started(self, engine: Engine) -> None:
+        self._engines[engine.mover] = engine
+        engine.core.on_step = lambda scheduled_at: self.stepped(engine, scheduled_at)
+        engine.core.on_abort = lambda ids: self.cancels.aborting(engine, ids)
+
+    def engine_died(self, engine: Engine) -> None:
+        """Whose memory is gone has no blocks to lose."""
+        self._engines.pop(engine.mover, None)
+
+    def landing(self, landing: Landing) -> None:
+        """Before a copy lands: each of its blocks must be its attempt's."""
+        engine = self._engines.get(landing.target)
+        if engine is None:
+            return
+        self.counts["writes landed"] += 1
+        for block in _blocks(engine, landing):
+            owned = _ownership(engine, landing.attempt, block)
+            if owned is None:
+                self.violate(
+                    f"a write of {landing.sender} for attempt {landing.attempt} landed in block"
+                    f" {block} of {landing.target.address}, which is not the attempt's"
+                )
+                return
+            self.counts[f"writes landed {owned}"] += 1
+
+    def reading(self, reader: SimMover, landing: Landing) -> None:
+        """As a copy is read: who may use it reads what its attempt may be sure of."""
+        engine, own = self._engines.get(landing.target), self._engines.get(reader)
+        if engine is None or own is None or not own.setup.alive():
+            return
+        self.counts["reads landed"] += 1
+        for block in _blocks(engine, landing):
+            if not _may_be_read(engine, landing.attempt, block):
+                self.violate(
+                    f"{landing.sender} read block {block} of {landing.target.address}, which is not"
+                    f" kept for attempt {landing.attempt}"
+                )
+                return
+
+    def stepped(self, engine: Engine, scheduled_at: float) -> None:
+        """After a step: whoever has waited for remote KV long enough waits no more."""
+        role = engine.setup.link.role
+        if not isinstance(role, DecodeEngineConfig):
+            return
+        for request in engine.core.scheduler.waiting_for_kv():
+            over_s = scheduled_at - request.parked_at - role.remote_prefill_timeout_s
+            if over_s > 0 and request not in self._told:
+                self._told.add(request)
+                self.violate(
+                    f"{engine.setup.address}: {request.request_id} still waits for remote KV,"
+                    f" {over_s:.3f} s after its deadline"
+                )
+
+    # Jobs
+
+    def broker_started(self) -> None:
+        """Its queue is empty: the jobs of the one before are on none."""
+        self._deliveries.clear()
+
+    def pulled(self, job: Job) -> None:
+        attempt = decode_job(job.payload).attempt
+        self._deliveries[attempt] = max(job.deliveries, self._deliveries.get(attempt, 0))
+
+    def said(self, subject: str, payload: bytes) -> None:
+        """A component has published something."""
+        if subject.endswith(".writer_done"):
+            self._ends_told.add(decode_writer_done(payload).attempt)
+
+    def job_ended(self, job: Job, lease_id: int) -> None:
+        """A worker takes a job off the queue: nobody else will work on it, so its engine must
+        not go on waiting for somebody to claim it."""
+        request = decode_job(job.payload)
+        engine = self._engine(request.engine_id)
+        if engine is None or request.attempt in self._ends_told:
+            return
+        assert isinstance(engine.halves, DecodeHalves)
+        if engine.halves.awaits_claim(request.attempt, self.now()):
+            self.violate(
+                f"{lease_id:x} took the job of attempt {request.attempt} off the queue, and"
+                f" {engine.setup.address} still waits for somebody to claim it"
+            )
+
+    def prefill_worker_died(self, worker: PrefillWorker, lease_id: int, queued: set[str]) -> None:
+        """What it worked on, and nobody else has had yet, must still be on the queue."""
+        if worker._jobs is None:
+            return
+        for attempt, job in worker._jobs.working.items():
+            engine = self._engine(job.engine_id)
+            if engine is None or attempt in queued or self._deliveries.get(attempt) != 1:
+                continue
+            assert isinstance(engine.halves, DecodeHalves)
+            if engine.halves.waits_for(attempt, lease_id):
+                self.violate(f"the job of attempt {attempt} was lost with its worker")
+
+    def unsettled(self) -> str | None:
+        """What of the engines has not come to its end; None when all has."""
+        for engine in self._engines.values():
+            what = _engine_unsettled(engine)
+            if what is not None:
+                return f"{engine.setup.address}: {what}"
+        return None
+
+    def check_caches(self) -> None:
+        """What the prefix cache promises must lie in its blocks."""
+        for engine in self._engines.values():
+            for block, key in engine.core.pool.cached():
+                if not engine.core.memory.ends_with(block, key):
+                    self.violate(
+                        f"{engine.setup.address}: block {block} does not hold what it is cached for"
+                    )
+
+    # Cancels
+
+    def heard(self, subject: str, payload: bytes) -> None:
+        """A component is told something."""
+        if not subject.endswith(".cancel"):
+            return
+        took_s = self.cancels.heard(payload)
+        if took_s is not None and took_s > _CANCEL_S and self.faultless:
+            self.violate(f"a cancel reached its writer after {took_s:.3f} s")
+
+    def judge_cancels(self) -> None:
+        if self.faultless and (left := self.cancels.under_way):
+            self.violate(f"cancels that have not reached their writers: {left}")
+
+    # Requests
+
+    def story(self, client: str, story: Story) -> None:
+        self.stories.append((client, story))
+
+    def client_died(self, client: str) -> None:
+        """Its callers' connections break: nobody tells them anything any more."""
+        for name, story in self.stories:
+            if name == client and not story.ends:
+                story.end("client died", self.now())
+
+    def open_stories(self) -> list[Story]:
+        return [story for _, story in self.stories if not story.ends]
+
+    def judge_stories(self, held_up_s: Callable[[str, float, float], float]) -> None:
+        """held_up_s: for how long a client was unable to act between two times."""
+        for client, story in self.stories:
+            self.counts[f"request {_kind(story)}"] += 1
+            for text in _wrongs(story):
+                self.violate(f"request {story.ask.request_id} of {client}: {text}")
+            if story.ended_at is None or story.ends[0] == "client died":
+                continue
+            held_up = held_up_s(client, story.began_at, story.ended_at)
+            wait = Wait(
+                request=f"{story.ask.request_id} of {client}",
+                waited_s=story.ended_at - story.began_at,
+                limit_s=story.ask.timeout_s + held_up,
+                how=story.ends[0],
+            )
+            self.waits.add(wait)
+            if wait.over_s > _LATE_S:
+                self.violate(
+                    f"request {wait.request} ended {wait.over_s:.3f} s after its deadline:"
+                    f" {wait.how}"
+                )
+
+    def _cancelled_at(self, request: SimRequest) -> float | None:
+        """When the caller of an engine's request left."""
+        name = request.request_id.partition("~")[0]
+        for _, story in reversed(self.stories):
+            if story.ask.request_id == name and story.began_at <= request.arrived:
+                return story.ended_at if story.ends[:1] == ["cancelled"] else None
+        return None
+
+    def _engine(self, engine_id: str) -> Engine | None:
+        found = (e for e in self._engines.values() if e.setup.link.engine_id == engine_id)
+        return next(found, None)
+
+    # Counts
+
+    def count_engine(self, counts: Mapping[str, Any]) -> None:
+        for name, value in counts.items():
+            if name == MISMATCH:
+                self.violate(f"{value} commits did not hold")
+            if name.startswith(("decision/", "remote/")) or not isinstance(value, list):
+                self.counts[name] += value
+            elif name == "ended":
+                for _, outcome, _ in value:
+                    self.counts[f"attempt {outcome}"] += 1
+
+
+def _ownership(engine: Engine, attempt: str, block: int) -> str | None:
+    """In which state of the attempt a write into this block is right; None: in none."""
+    halves = engine.halves
+    if not isinstance(halves, DecodeHalves):
+        return None
+    asked = halves.asked.get(attempt)
+    if asked is None:
+        return None
+    request, blocks, _ = asked
+    if any(held.block_id == block for held in halves.held(attempt)):
+        return "in quarantine"
+    if engine.core.scheduler.parked(request) and block in blocks:
+        return "in time"
+    return None
+
+
+def _may_be_read(engine: Engine, attempt: str, block: int) -> bool:
+    halves = engine.halves
+    if not isinstance(halves, DecodeHalves) or attempt not in halves.asked:
+        return False
+    request, _, prefix = halves.asked[attempt]
+    if any(held.block_id == block for held in halves.held(attempt)):
+        return True
+    return engine.core.scheduler.parked(request) and block in prefix
+
+
+def _blocks(engine: Engine, landing: Landing) -> list[int]:
+    """Which blocks of the engine it lies in."""
+    memory = engine.core.memory
+    at = landing.address - memory.base
+    return [memory.block_at(i) for i in range(at, at + landing.length, memory.block_bytes)]
+
+
+def _engine_unsettled(engine: Engine) -> str | None:
+    core, halves = engine.core, engine.halves
+    if core.scheduler.requests:
+        return f"requests {', '.join(core.scheduler.requests)}"
+    if taken := core.pool.taken():
+        return f"blocks {taken} are taken"
+    if isinstance(halves, DecodeHalves) and (what := halves.unsettled()):
+        return what
+    if isinstance(halves, PrefillHalves) and halves.busy:
+        return "the prefill halves are busy"
+    return None
+
+
+def _kind(story: Story) -> str:
+    if story.error is not None:
+        return type(story.error).__name__
+    return story.ends[0] if story.ends else "without an end"
+
+
+def _wrongs(story: Story) -> list[str]:
+    out: list[str] = []
+    ask = story.ask
+    if len(story.ends) != 1:
+        out.append(f"it ended {len(story.ends)} times: {story.ends}")
+    wrong = first_wrong(ask.prompt, ask.sampling, story.tokens)
+    if wrong is not None:
+        out.append(f"token {wrong} of {len(story.tokens)} is wrong")
+    if len(story.tokens) > ask.sampling.max_tokens:
+        out.append(f"{len(story.tokens)} tokens instead of {ask.sampling.max_tokens}")
+    if story.ends[:1] == ["length"]:
+        if len(story.tokens) != ask.sampling.max_tokens:
+            out.append(f"{len(story.tokens)} tokens instead of {ask.sampling.max_tokens}")
+        if story.prompts_told != 1:
+            out.append(f"its prompt was accounted for {story.prompts_told} times")
+    elif story.ends and not isinstance(story.error, DynamoLiteError):
+        if story.ends[0] not in ("cancelled", "client died", "refused: the same id is running"):
+            out.append(f"it ended with {story.ends[0]!r}")
+    return out

@@ -1,0 +1,68 @@
+"""Handles and tasks of the virtual loop: each knows whose it is."""
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from dynamo_lite.simulation.loop.loop import VirtualLoop
+    from dynamo_lite.simulation.loop.process import SimProcess
+
+T = TypeVar("T")
+
+
+class SimHandle(asyncio.Handle):
+    """As asyncio's, without debug mode; `process` is whose it is, `timed` whether it
+    waits for its time."""
+
+    __slots__ = ("process", "timed", "when_s")
+
+    def __init__(
+        self,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: contextvars.Context,
+        process: "SimProcess",
+    ):
+        self._callback: Any = callback
+        self._args: Any = args
+        self._context = context
+        self._cancelled = False
+        self.process = process
+        self.timed = False
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self._cancelled else getattr(self._callback, "__qualname__", "?")
+        return f"<SimHandle {self.process} {state}>"
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            self._callback = None
+            self._args = None
+            if self.timed:
+                self.process.loop.cancelled_timers += 1
+
+    def when(self) -> float:
+        """Loop time of a timer."""
+        return self.when_s
+
+
+class SimTask(asyncio.Task[T]):
+    """A task that knows whose it is, and whose place in a set is the same in every run."""
+
+    __slots__ = ("number", "process")
+
+    number: int
+    process: "SimProcess"
+
+    def __hash__(self) -> int:
+        # Asked for the first time by asyncio's own registry of tasks, as it is made.
+        try:
+            return self.number
+        except AttributeError:
+            loop: VirtualLoop = self.get_loop()  # pyright: ignore[reportAssignmentType]
+            loop.tasks_made += 1
+            self.number = loop.tasks_made
+            return self.number

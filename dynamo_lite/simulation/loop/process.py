@@ -1,0 +1,115 @@
+"""A simulated process: which handles of the loop are its own, and whether they may run.
+
+A process is a value of a context variable. Every handle carries the context of
+whoever made it, so whatever a process's code starts belongs to that process.
+"""
+
+import contextvars
+import enum
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dynamo_lite.runtime.clock import Clock
+
+if TYPE_CHECKING:
+    from dynamo_lite.simulation.loop.handles import SimHandle, SimTask
+    from dynamo_lite.simulation.loop.loop import VirtualLoop
+
+T = TypeVar("T")
+
+
+class State(enum.Enum):
+    """What a process is at."""
+
+    RUNNING = "running"
+    PAUSED = "paused"  # as by SIGSTOP: nothing of it runs, everything is kept
+    DEAD = "dead"  # as by SIGKILL, or ended: nothing of it runs ever again
+
+
+class SimProcess:
+    """One incarnation of a named process. States: running <-> paused, both -> dead.
+
+    A paused process's handles wait in their order, also those of timers that come
+    due: they run when it goes on, as those of a process that was stopped do. A dead
+    process's handles are dropped: no `finally` and no `except` of it runs.
+
+    host: processes of one host share its wall clock, and reach each other always.
+    ready, idle, tasks_made: the loop's business. idle: running, and nothing is ready.
+    """
+
+    def __init__(self, loop: "VirtualLoop", name: str, incarnation: int, host: str):
+        self.loop = loop
+        self.name = name
+        self.host = host
+        self.incarnation = incarnation
+        self.state = State.RUNNING
+        self.ready: deque[SimHandle] = deque()
+        self.idle = True
+        self.tasks_made: weakref.WeakSet[SimTask[Any]] = weakref.WeakSet()
+        self.clock = Clock(monotonic=loop.time, wall=self.wall, boottime=loop.time)
+        self.context = contextvars.Context()
+        self.context.run(PROCESS.set, self)
+        #: Called as (process, new state), in order of registration, by `pause`, `resume`,
+        #: `kill` and `exit`; outside of every process.
+        self.watchers: list[Callable[[SimProcess, State], None]] = []
+
+    def __repr__(self) -> str:
+        return f"SimProcess({self}, {self.state.value})"
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.incarnation}"
+
+    @property
+    def running(self) -> bool:
+        return self.state is State.RUNNING
+
+    @property
+    def dead(self) -> bool:
+        return self.state is State.DEAD
+
+    def wall(self) -> float:
+        """Seconds since the epoch, as the clock of its host shows them."""
+        return self.loop.wall(self.host)
+
+    def spawn(self, coro: Coroutine[Any, Any, T], name: str | None = None) -> "SimTask[T]":
+        """A task of this process."""
+        return self.loop.create_task(coro, name=name, context=self.context.copy())
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls `function` now, as this process: what it starts is the process's."""
+        return self.context.copy().run(function, *args)
+
+    def pause(self) -> None:
+        if self.state is State.RUNNING:
+            self._become(State.PAUSED)
+
+    def resume(self) -> None:
+        if self.state is State.PAUSED:
+            self._become(State.RUNNING)
+
+    def kill(self) -> None:
+        """Ends it as SIGKILL does. A handle of it that is running gets to its end."""
+        if self.state is not State.DEAD:
+            self._become(State.DEAD)
+
+    def exit(self) -> list[str]:
+        """Ends it after its main task has returned. Returns the names of tasks it left behind."""
+        left = [task.get_name() for task in self.tasks()]
+        self.kill()
+        return left
+
+    def tasks(self) -> list["SimTask[Any]"]:
+        """Its tasks that are not done, oldest first; of a dead one those that it left."""
+        return sorted((task for task in self.tasks_made if not task.done()), key=hash)
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self.loop.process_changed(self)
+        for watcher in list(self.watchers):
+            watcher(self, state)
+
+
+#: Whose code is running. Unset in the code that drives the simulation.
+PROCESS: contextvars.ContextVar[SimProcess] = contextvars.ContextVar("dynamo_lite_sim_process")

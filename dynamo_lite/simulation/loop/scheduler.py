@@ -1,0 +1,172 @@
+"""Time and order in a simulation: who runs next, and what time it is then.
+
+Nothing waits: when no handle is ready the clock jumps to the next timer. Handles of
+one process run in the order in which they became ready, as asyncio code expects;
+between processes that are ready at the same time a seeded choice decides.
+"""
+
+import asyncio
+import contextvars
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+from dynamo_lite.simulation.loop.handles import SimHandle, SimTask
+from dynamo_lite.simulation.loop.process import PROCESS, SimProcess, State
+
+#: So many handles without time going on are a loop that never ends.
+_MAX_HANDLES_PER_INSTANT = 500_000
+#: Virtual monotonic time starts here: code that mistakes 0 for "never" shall show.
+START_S = 1000.0
+
+
+class SimulationStuck(RuntimeError):
+    """Nothing will ever happen again, or time does not go on."""
+
+
+class Scheduler(asyncio.BaseEventLoop):
+    """The part of the loop that runs handles.
+
+    world: whose handles are that belong to no process. handles_run: so far.
+    cancelled_timers: those that still lie among the timers; told by their handles.
+    """
+
+    world: SimProcess
+
+    def __init__(self, rng: random.Random):
+        super().__init__()
+        self.set_debug(False)
+        self.rng = rng
+        self.handles_run = 0
+        self.cancelled_timers = 0
+        self._now = START_S
+        self._timers: list[tuple[float, int, SimHandle]] = []
+        self._timer_number = 0
+        self._handles_at_instant = 0
+        self._active: list[SimProcess] = []  # running, something is ready, not taken
+        self._taken: SimProcess | None = None  # whose turn it is
+
+    def time(self) -> float:
+        return self._now
+
+    def call_soon(
+        self,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> SimHandle:
+        if context is None:
+            context = contextvars.copy_context()
+        process: SimProcess = context.get(PROCESS, self.world)
+        handle = SimHandle(callback, args, context, process)
+        process.ready.append(handle)
+        if process.idle:
+            process.idle = False
+            self._active.append(process)
+        return handle
+
+    call_soon_threadsafe = call_soon  # pyright: ignore[reportAssignmentType]
+
+    def call_later(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        delay: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> SimHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> SimHandle:
+        if context is None:
+            context = contextvars.copy_context()
+        handle = SimHandle(callback, args, context, context.get(PROCESS, self.world))
+        handle.when_s = when
+        handle.timed = True
+        self._timer_number += 1
+        heapq.heappush(self._timers, (when, self._timer_number, handle))
+        return handle
+
+    def process_changed(self, process: SimProcess) -> None:
+        """A process was paused, goes on, or is dead."""
+        if process in self._active:
+            self._active.remove(process)
+        process.idle = False
+        if process.state is State.RUNNING and process is not self._taken:
+            if process.ready:
+                self._active.append(process)
+            else:
+                process.idle = True
+
+    def _run_once(self) -> None:
+        """One turn of one process, or a jump of the clock."""
+        active = self._active
+        if not active:
+            self._advance()
+            return
+        place = int(self.rng.random() * len(active)) if len(active) > 1 else 0
+        active[place], active[-1] = active[-1], active[place]
+        process = self._taken = active.pop()
+        ready = process.ready
+        turn = len(ready)
+        for _ in range(turn):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            try:
+                handle._context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as exc:
+                what = f"a callback of {process} raised"
+                self.call_exception_handler({"message": what, "exception": exc})
+            if process.state is not State.RUNNING:
+                break
+        self.handles_run += turn
+        self._handles_at_instant += turn
+        if self._handles_at_instant > _MAX_HANDLES_PER_INSTANT:
+            raise SimulationStuck(f"time does not go on; {process} is busy")
+        self._taken = None
+        if process.state is State.RUNNING:
+            if ready:
+                active.append(process)
+            else:
+                process.idle = True
+
+    def _advance(self) -> None:
+        timers = self._timers
+        if self.cancelled_timers > 100 and self.cancelled_timers * 2 > len(timers):
+            self._timers = timers = [timer for timer in timers if not timer[2]._cancelled]
+            heapq.heapify(timers)
+            self.cancelled_timers = 0
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+            self.cancelled_timers -= 1
+        if not timers:
+            raise SimulationStuck(f"nothing is left to happen; waiting: {self._waiting()}")
+        now = timers[0][0]
+        if now > self._now:
+            self._now = now
+            self._handles_at_instant = 0
+        active = self._active
+        while timers and timers[0][0] <= now:
+            handle = heapq.heappop(timers)[2]
+            handle.timed = False
+            if handle._cancelled:
+                self.cancelled_timers -= 1
+                continue
+            process = handle.process
+            process.ready.append(handle)
+            if process.idle:
+                process.idle = False
+                active.append(process)
+
+    def _waiting(self) -> str:
+        tasks = sorted((t for t in asyncio.all_tasks(self) if isinstance(t, SimTask)), key=hash)
+        return ", ".join(f"{task.process}: {task.get_name()}" for task in tasks) or "no task"

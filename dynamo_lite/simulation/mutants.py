@@ -1,0 +1,229 @@
+"""The shipped parts with one safety taken away: what the simulation must find.
+
+They show that its invariants can fail, and run nowhere else.
+"""
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.disagg.decode.decider import Decided
+from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
+from dynamo_lite.disagg.engine_api import Prompt
+from dynamo_lite.disagg.prefill.job_runner import JobEnd
+from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
+from dynamo_lite.policy.ledger import Ledger, Refusal
+from dynamo_lite.protocol.prefill import decode_job
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion
+from dynamo_lite.queue.base import Job, PrefillQueue
+from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.backend import WorkerBackend
+from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.simulation.engine.assembly import EngineSetup
+from dynamo_lite.simulation.engine.mover import SimMover
+from dynamo_lite.simulation.loop.process import PROCESS
+from dynamo_lite.simulation.shipped import Shipped
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+
+class AckOnDequeue(Shipped):
+    """A job is acknowledged when it is pulled, not when it is over."""
+
+    @contextlib.asynccontextmanager
+    async def queue(
+        self, opened: AbstractAsyncContextManager[PrefillQueue]
+    ) -> AsyncIterator[PrefillQueue]:
+        async with opened as queue:
+            pull = queue.pull
+
+            async def hasty(**wanted: Any) -> Job | None:
+                job = await pull(**wanted)
+                if job is not None:
+                    await job.ack()
+                return job
+
+            queue.pull = hasty
+            yield queue
+
+
+class NoClaim(Shipped):
+    """A writer is granted what it asks for, and nobody takes note of it."""
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _NoClaim(setup.link.lease_ttl_s)
+
+
+class _NoClaim(Ledger):
+    def claim(
+        self, attempt: str, writer_lease_id: int, now: float, number: int = 0
+    ) -> Refusal | None:
+        return None
+
+
+class NoQuarantine(Shipped):
+    """Blocks of a withdrawn attempt are free at once, whoever may be writing."""
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _NoQuarantine(setup.link.lease_ttl_s)
+
+
+class _NoQuarantine(Ledger):
+    def _withdraw(self, entry: Any, outcome: Outcome, detail: str = "") -> list[Instruction]:
+        entry.writer_done = True
+        return super()._withdraw(entry, outcome, detail)
+
+
+class _NoPrefixHold(DecodeScheduler):
+    def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
+        super()._apply([self._less(one) for one in instructions], fresh=fresh)
+
+    def _less(self, instruction: Instruction) -> Instruction:
+        if not isinstance(instruction, Hold):
+            return instruction
+        assert self._pool is not None
+        blocks = [self._pool.blocks[i] for i in instruction.block_ids]
+        return Hold(instruction.attempt, tuple(b.block_id for b in blocks if b.key is None))
+
+
+class NoPrefixHold(Shipped):
+    """Of a withdrawn attempt's blocks those are free that its writer may only read."""
+
+    decode_scheduler = _NoPrefixHold
+
+
+class NoFence(Shipped):
+    """A writer does not look whether its lease lives."""
+
+    def prefill_rank(
+        self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
+    ) -> PrefillRank:
+        rank = super().prefill_rank(setup, mover, metadata)
+        rank._alive = lambda: True
+        return rank
+
+
+class MetadataByAddress(Shipped):
+    """The layout of a decode engine's memory is known by where that is, not by which
+    incarnation it is."""
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
+    ) -> PrefillWorker:
+        return _ByAddressWorker(config, spec, parts)
+
+
+class _ByAddressWorker(PrefillWorker):
+    async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
+        await super()._open_directory(host, engine)
+        return _ByAddress(host.store, host.spec.namespace)
+
+
+class _ByAddress(MetadataDirectory):
+    def __init__(self, store: Store, namespace: str):
+        super().__init__(store, namespace)
+        self._met: dict[bytes, tuple[KvRegion, ...]] = {}
+
+    async def get(self, engine_id: str) -> EngineMetadata | None:
+        found = await super().get(engine_id)
+        if found is None:
+            return None
+        (rank,) = found.ranks
+        address = rank.agent.partition(b"/")[0]
+        rank = msgspec.structs.replace(rank, regions=self._met.setdefault(address, rank.regions))
+        return msgspec.structs.replace(found, ranks=(rank,))
+
+
+class _NoAttemptId(DecodeScheduler):
+    def _ask(
+        self, request: Prompt, block_ids: Sequence[int], external: int, decided: Decided
+    ) -> None:
+        self._new_attempt = lambda: request.request_id.partition("~")[0]
+        super()._ask(request, block_ids, external, decided)
+
+
+class NoAttemptId(Shipped):
+    """A remote prefill goes by the caller's request id, however often that is tried."""
+
+    decode_scheduler = _NoAttemptId
+
+
+class NoDeadline(Shipped):
+    """A decode engine waits for remote KV as long as it takes."""
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _NoDeadline(setup.link.lease_ttl_s)
+
+
+class _NoDeadline(Ledger):
+    def allocated(
+        self, request_id: str, attempt: str, block_ids: tuple[int, ...], deadline: float
+    ) -> None:
+        super().allocated(request_id, attempt, block_ids, math.inf)
+
+
+class SilentlyUsedUp(Shipped):
+    """A job that was delivered too often is dropped, and nobody is told."""
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
+    ) -> PrefillWorker:
+        return _SilentWorker(config, spec, parts)
+
+
+class _SilentWorker(PrefillWorker):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        assert self._jobs is not None
+        runner = self._jobs._runner
+        hand_back = runner._hand_back
+
+        async def hand_back_others(request: Any, outcome: Any, why: str, counted: str) -> JobEnd:
+            if counted == "used_up":
+                return JobEnd("used_up", why)
+            return await hand_back(request, outcome, why, counted)
+
+        runner._hand_back = hand_back_others
+        return facts
+
+
+class WallClockDeadline(Shipped):
+    """A worker drops jobs whose deadline is over by the wall clock of its own host."""
+
+    @contextlib.asynccontextmanager
+    async def queue(
+        self, opened: AbstractAsyncContextManager[PrefillQueue]
+    ) -> AsyncIterator[PrefillQueue]:
+        async with opened as queue:
+            pull = queue.pull
+
+            async def pull_fresh(**wanted: Any) -> Job | None:
+                job = await pull(**wanted)
+                if job is not None and decode_job(job.payload).deadline < PROCESS.get().wall():
+                    await job.ack()
+                    return None
+                return job
+
+            queue.pull = pull_fresh
+            yield queue
+
+
+#: By the name that the command line takes.
+MUTANTS: dict[str, type[Shipped]] = {
+    "ack-on-dequeue": AckOnDequeue,
+    "no-claim": NoClaim,
+    "no-quarantine": NoQuarantine,
+    "no-prefix-hold": NoPrefixHold,
+    "no-fence": NoFence,
+    "metadata-by-address": MetadataByAddress,
+    "no-attempt-id": NoAttemptId,
+    "no-deadline": NoDeadline,
+    "silently-used-up": SilentlyUsedUp,
+    "wall-clock-deadline": WallClockDeadline,
+}

@@ -1,0 +1,192 @@
+"""One connection between two simulated processes: its two ends, in order and without gaps.
+
+While the two are cut off from each other what is sent waits, and goes on when they
+reach each other again, or is lost when an end gives up.
+"""
+
+import contextvars
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dynamo_lite.simulation.loop.process import SimProcess, State
+
+if TYPE_CHECKING:
+    from dynamo_lite.simulation.loop.handles import SimHandle
+    from dynamo_lite.simulation.network.network import Network
+
+#: A connection whose peer is out of reach breaks after a time in this range.
+CUT_BREAKS_S = (6.0, 15.0)
+_MOST_RETRANSMIT_S = 0.4
+_REORDER_S = 0.05
+
+
+class _Fin:
+    def __init__(self, why: str):
+        self.why = why
+
+
+class End:
+    """A process's end of a connection. States: open -> closed.
+
+    on_item: called with what the peer sent; until it is set items wait.
+    on_closed: called once, with the reason, unless this end itself closed; "" when
+    the peer closed in good order.
+    silence_s: range of seconds after which this end closes a connection whose peer
+    does not answer, be it paused or out of reach; None: only the network itself
+    breaks it, when it is cut (see CUT_BREAKS_S).
+    """
+
+    def __init__(self, network: "Network", process: SimProcess, context: contextvars.Context):
+        self.network = network
+        self.process = process
+        self.context = context
+        self.is_open = True
+        self.on_item: Callable[[Any], None] | None = None
+        self.on_closed: Callable[[str], None] | None = None
+        self.silence_s: tuple[float, float] | None = None
+        self.peer: End
+        self._waiting: deque[Any] = deque()  # arrived before there was an on_item
+        self._held: deque[Any] = deque()  # sent while cut off
+        self._last_arrival = 0.0  # at the peer
+        self._give_up: SimHandle | None = None
+
+    def __repr__(self) -> str:
+        state = "open" if self.is_open else "closed"
+        return f"<End {self.process} -> {self.peer.process} {state}>"
+
+    def join(self, peer: "End", *, at: float) -> None:
+        """Makes the two one connection; nothing arrives here before `at`."""
+        self.peer, peer.peer = peer, self
+        peer._last_arrival = at
+        self.network.add_end(self)
+        self.network.add_end(peer)
+
+    def send(self, item: Any) -> None:
+        """Arrives at the peer in order, or never. Dropped when this end is closed."""
+        if not self.is_open or self.process.dead:
+            return
+        self._send(item)
+
+    def send_loosely(self, item: Any) -> None:
+        """As `send`, but may be lost, arrive twice, or late, as the weather is."""
+        weather = self.network.weather
+        random = self.network.random
+        if weather.loss and random() < weather.loss:
+            self.network.loop.trace.add(f"network: lost on the way to {self.peer.process}")
+            return
+        if weather.reorder and random() < weather.reorder:
+            self._send_late(item)
+        else:
+            self.send(item)
+        if weather.duplicate and random() < weather.duplicate:
+            self._send_late(item)
+
+    def close(self) -> None:
+        """After what was sent, the peer is told."""
+        self._close("", fin=_Fin(""))
+
+    def abort(self) -> None:
+        """The peer is told that the connection was reset."""
+        self._close("", fin=_Fin("connection reset by peer"))
+
+    def start(
+        self, on_item: Callable[[Any], None], on_closed: Callable[[str], None] | None = None
+    ) -> None:
+        """Sets both callbacks, and hands over what waits."""
+        self.on_item, self.on_closed = on_item, on_closed
+        while self._waiting and self.is_open:
+            self._take(self._waiting.popleft())
+
+    # The network's business
+
+    def owner_died(self) -> None:
+        """What it has sent still arrives; then its kernel closes, or resets if it had
+        something unread."""
+        unread = self.network.random() < 0.5
+        self._close("", fin=_Fin("connection reset by peer" if unread else ""))
+
+    def reconsider(self) -> None:
+        """Who reaches whom has changed, or who is paused."""
+        cut = self.network.is_cut(self.process.host, self.peer.process.host)
+        if not cut and self._held:
+            self._flush()
+        if not self.is_open:
+            return
+        mute = cut or (self.silence_s is not None and self.peer.process.state is State.PAUSED)
+        if mute and self._give_up is None:
+            low, high = self.silence_s or CUT_BREAKS_S
+            after_s = low + (high - low) * self.network.random()
+            self._give_up = self.network.loop.call_later(
+                after_s, self._gave_up, context=self.context
+            )
+        elif not mute and self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
+
+    def _send(self, item: Any) -> None:
+        network, peer = self.network, self.peer
+        if self._held or network.is_cut(self.process.host, peer.process.host):
+            self._held.append(item)
+            return
+        arrival = network.loop.time() + network.delay_s()
+        if arrival < self._last_arrival:
+            arrival = self._last_arrival
+        else:
+            self._last_arrival = arrival
+        network.loop.call_at(arrival, peer._arrive, item, context=peer.context)
+
+    def _send_late(self, item: Any) -> None:
+        """Out of order; lost when cut off."""
+        network, peer = self.network, self.peer
+        if self.is_open and not network.is_cut(self.process.host, peer.process.host):
+            delay_s = network.delay_s() + _REORDER_S * network.random()
+            network.loop.call_later(delay_s, peer._arrive, item, context=peer.context)
+
+    def _flush(self) -> None:
+        held, self._held = self._held, deque()
+        again_at = self.network.loop.time() + _MOST_RETRANSMIT_S * self.network.random()
+        self._last_arrival = max(self._last_arrival, again_at)
+        for item in held:
+            self._send(item)
+        if not self.is_open:
+            self.network.forget_end(self)
+
+    def _arrive(self, item: Any) -> None:
+        if not self.is_open:
+            return
+        if self.on_item is None or self._waiting:
+            self._waiting.append(item)
+        else:
+            self._take(item)
+
+    def _take(self, item: Any) -> None:
+        if isinstance(item, _Fin):
+            self._close(item.why, fin=None)
+            if self.on_closed is not None:
+                self.on_closed(item.why)
+        else:
+            assert self.on_item is not None
+            self.on_item(item)
+
+    def _gave_up(self) -> None:
+        self._give_up = None
+        why = "the peer does not answer"
+        self.network.loop.trace.add(f"network: gave up {self.peer.process}: {why}")
+        self._close(why, fin=_Fin("connection reset by peer"))
+        if self.on_closed is not None:
+            self.on_closed(why)
+
+    def _close(self, why: str, *, fin: _Fin | None) -> None:
+        if not self.is_open:
+            return
+        if fin is not None:
+            if fin.why and self._held:
+                self._held.clear()
+            self._send(fin)
+        self.is_open = False
+        if self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
+        if not self._held:
+            self.network.forget_end(self)

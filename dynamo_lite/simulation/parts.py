@@ -1,0 +1,238 @@
+"""What the shipped components run on in a simulation: parts, servers' clients, clocks."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_lite.disagg.engine_config import (
+    DecodeEngineConfig,
+    EngineConfig,
+    PrefillEngineConfig,
+)
+from dynamo_lite.protocol import names
+from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
+from dynamo_lite.runtime.fence import Fence, MemoryFence
+from dynamo_lite.runtime.messaging import Handler, Messaging
+from dynamo_lite.runtime.process.host import Host, ProcessEnvironment, ProcessSpec
+from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
+from dynamo_lite.services.vllm_backend import PREFILL_COMPONENT, queue_config
+from dynamo_lite.simulation.engine.assembly import EngineSetup
+from dynamo_lite.simulation.engine.core import SimModelConfig
+from dynamo_lite.simulation.engine.engine import SimEngine
+from dynamo_lite.simulation.engine.mover import Fabric
+from dynamo_lite.simulation.invariants import Judge
+from dynamo_lite.simulation.loop.process import SimProcess
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.messaging import SimMessaging
+from dynamo_lite.simulation.servers.queue import SimQueue
+from dynamo_lite.simulation.servers.store import SimStore
+from dynamo_lite.simulation.shipped import Shipped
+from dynamo_lite.simulation.supervisor import Slot
+
+#: Takes a subject and a payload.
+Hear = Callable[[str, bytes], None]
+
+#: How long a component's imports take.
+_IMPORTS_S = 0.05
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Implements the halves' Outside: clients of the process that opens them."""
+
+    network: Network
+    namespace: str
+
+    def messaging(self) -> AbstractAsyncContextManager[Messaging]:
+        return SimMessaging(self.network)
+
+    def store(self) -> AbstractAsyncContextManager[Store]:
+        return SimStore(self.network)
+
+    def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]:
+        return SimQueue(
+            self.network,
+            stream=names.prefill_stream(self.namespace),
+            subject=names.prefill_jobs_subject(self.namespace),
+            config=config,
+        )
+
+
+class Pulls:
+    """A worker's queue whose pulled jobs, and their ends, the judge sees."""
+
+    def __init__(
+        self, opened: AbstractAsyncContextManager[PrefillQueue], judge: Judge, lease_id: int
+    ):
+        self._opened, self._judge, self._lease_id = opened, judge, lease_id
+
+    async def __aenter__(self) -> PrefillQueue:
+        queue = await self._opened.__aenter__()
+        pull = queue.pull
+
+        async def watched(**wanted: Any) -> Job | None:
+            job = await pull(**wanted)
+            if job is not None:
+                self._judge.pulled(job)
+                self._watch(job)
+            return job
+
+        queue.pull = watched
+        return queue
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self._opened.__aexit__(*exc_info)
+
+    def _watch(self, job: Any) -> None:
+        ack, term = job.ack, job.term
+
+        async def watched_ack() -> None:
+            self._judge.job_ended(job, self._lease_id)
+            await ack()
+
+        async def watched_term() -> None:
+            self._judge.job_ended(job, self._lease_id)
+            await term()
+
+        job.ack, job.term = watched_ack, watched_term
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimParts:
+    """Implements WorkerBackend for one incarnation of a worker."""
+
+    network: Network
+    fabric: Fabric
+    judge: Judge
+    shipped: Shipped
+    model: SimModelConfig
+    slot: Slot
+    process: SimProcess
+    rng: random.Random
+
+    async def prepare(self) -> None:
+        await asyncio.sleep(_IMPORTS_S)
+
+    def open_fence(self, host: Host) -> MemoryFence:
+        return MemoryFence(self.process.clock.monotonic)
+
+    def open_queue(
+        self, host: Host, options: QueueOptions
+    ) -> AbstractAsyncContextManager[PrefillQueue]:
+        opened = Outside(self.network, host.spec.namespace).queue(queue_config(options))
+        return self.shipped.queue(Pulls(opened, self.judge, host.lease.id))
+
+    def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
+        role = DecodeEngineConfig(
+            max_local_prefill_length_tokens=config.max_local_prefill_length,
+            max_prefill_queue_size=config.max_prefill_queue_size,
+            max_prefill_queue_tokens=config.max_prefill_queue_tokens,
+            remote_prefill_timeout_s=config.remote_prefill_timeout_s,
+            queue_view_max_age_s=config.queue_view_max_age_s,
+            prefill_component=PREFILL_COMPONENT,
+            queue=queue_config(config.queue),
+            single_flight_min_length_tokens=config.single_flight_min_length,
+            max_remote_prefills=config.max_remote_prefills,
+            component=host.spec.component,
+        )
+        return self._engine(host, role, None)
+
+    def open_prefill_engine(
+        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+    ) -> SimEngine:
+        assert isinstance(fence, MemoryFence)
+        role = PrefillEngineConfig(
+            fence_path="",
+            kv_checksum_rate=config.kv_checksum_rate,
+            min_prefix_read_length_tokens=config.min_prefix_read_length,
+        )
+        return self._engine(host, role, fence)
+
+    def _engine(
+        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, fence: MemoryFence | None
+    ) -> SimEngine:
+        spec = host.spec
+        link = EngineConfig(
+            namespace=spec.namespace,
+            engine_id=_uuid(self.rng),
+            lease_id=host.lease.id,
+            lease_ttl_s=spec.lease_ttl_s,
+            nats_url=spec.nats_url,
+            etcd_url=spec.etcd_url,
+            role=role,
+        )
+        setup = EngineSetup(
+            config=self.model,
+            link=link,
+            outside=Outside(self.network, spec.namespace),
+            fabric=self.fabric,
+            address=self.slot.name,
+            clock=self.process.clock,
+            rng=self.rng,
+            alive=fence.open if fence is not None else lambda: True,
+        )
+        return SimEngine(
+            setup,
+            home=self.slot,
+            assembly=self.shipped,
+            messaging=host.messaging,
+            on_counts=self.judge.count_engine,
+        )
+
+
+class _HeardMessaging(SimMessaging):
+    """Messaging whose every arriving message somebody sees first, with its subject, and
+    every published one when it has left."""
+
+    def __init__(self, network: Network, hear: Hear, said: Hear):
+        super().__init__(network)
+        self._hear, self._said = hear, said
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        await super().publish(subject, payload)
+        self._said(subject, payload)
+
+    @asynccontextmanager
+    async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
+        async def heard(payload: bytes) -> bytes | None:
+            self._hear(subject, payload)
+            return await handler(payload)
+
+        async with super().serve(subject, heard):
+            yield
+
+
+class _NoStatus:
+    url = "http://nowhere"
+
+
+def surroundings(
+    network: Network, process: SimProcess, hear: Hear, said: Hear
+) -> ProcessEnvironment:
+    """hear: sees what the process is told, before it does. said: sees what it publishes."""
+
+    @asynccontextmanager
+    async def no_status(*_: Any) -> AsyncIterator[_NoStatus]:
+        yield _NoStatus()
+
+    def open_store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:
+        return SimStore(network)
+
+    def open_messaging(*_: Any) -> AbstractAsyncContextManager[Messaging]:
+        return _HeardMessaging(network, hear, said)
+
+    return ProcessEnvironment(
+        open_store=open_store,
+        open_messaging=open_messaging,
+        open_status=no_status,
+        clock=process.clock,
+    )
+
+
+def _uuid(rng: random.Random) -> str:
+    digits = f"{rng.getrandbits(128):032x}"
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))

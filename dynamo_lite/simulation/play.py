@@ -1,0 +1,115 @@
+"""Plays one seed: starts its cluster, lets happen what shall, and judges how it ended."""
+
+import asyncio
+import logging
+import traceback
+
+import msgspec
+
+from dynamo_lite.simulation.loop.loop import START_S, SimulationStuck, VirtualLoop
+from dynamo_lite.simulation.loop.trace import Trace, log_to
+from dynamo_lite.simulation.scenario import LOAD_FROM_S, Fault, Scenario, draw
+from dynamo_lite.simulation.shipped import Shipped
+from dynamo_lite.simulation.tally import Played, Waits
+from dynamo_lite.simulation.world import World
+
+#: After the last fault, and the last request's deadline, everything must be settled
+#: within this time: leases and quarantines run out, backoffs end.
+_SETTLE_S = 60.0
+_LOOK_S = 0.25
+_STOP_S = 40.0
+
+
+def play(seed: int, *, shipped: Shipped | None = None, trace: Trace | None = None) -> Played:
+    """violations of what is returned: empty when every invariant held."""
+    return play_scenario(draw(seed), shipped=shipped, trace=trace)
+
+
+def play_scenario(
+    scenario: Scenario, *, shipped: Shipped | None = None, trace: Trace | None = None
+) -> Played:
+    trace = trace or Trace()
+    with VirtualLoop(scenario.seed, trace=trace) as loop, log_to(trace, logging.INFO):
+        # In a call of its own: the loop collects its garbage as it closes, and the
+        # world must be garbage by then.
+        return _judged(loop, scenario, shipped or Shipped(), trace)
+
+
+def _judged(loop: VirtualLoop, scenario: Scenario, shipped: Shipped, trace: Trace) -> Played:
+    world = World(loop, scenario, shipped)
+    judge = world.judge
+    try:
+        loop.run_until_complete(_play(world))
+    except SimulationStuck as exc:
+        judge.violate(str(exc))
+    except Exception as exc:
+        judge.violate(f"the simulation itself failed: {exc!r}")
+        for line in traceback.format_exc().splitlines():
+            trace.add(line)
+    for failure in loop.failures:
+        judge.violate(failure)
+    waits = Waits()
+    for wait in (judge.waits.longest, judge.waits.latest):
+        if wait is not None:
+            waits.add(msgspec.structs.replace(wait, seed=scenario.seed))
+    return Played(
+        seed=scenario.seed,
+        profile=scenario.profile,
+        violations=judge.violations,
+        counts=dict(judge.counts),
+        waits=waits,
+        cancel_s=judge.cancels.longest_s,
+        virtual_s=loop.time() - START_S,
+        fingerprint=loop.fingerprint(),
+    )
+
+
+async def _play(world: World) -> None:
+    loop, scenario = world.loop, world.scenario
+    world.start()
+    begin = loop.time()
+    faults = [
+        loop.create_task(_carry_out(world, fault), name=str(fault)) for fault in scenario.faults
+    ]
+    for fault in scenario.faults:
+        world.judge.counts[f"fault {fault.kind.value}"] += 1
+    for ask in scenario.asks:
+        loop.call_at(begin + ask.at_s, world.ask, ask)
+    await asyncio.sleep(max(scenario.quiet_at_s, LOAD_FROM_S))
+    await asyncio.gather(*faults)
+    await _settle(world)
+    await _stop(world)
+    world.judge.judge_stories(world.sabotage.held_up_s)
+    world.judge.judge_cancels()
+
+
+async def _carry_out(world: World, fault: Fault) -> None:
+    await asyncio.sleep(fault.at_s)
+    await world.sabotage.carry_out(fault)
+
+
+async def _settle(world: World) -> None:
+    longest_s = max((ask.timeout_s for ask in world.scenario.asks), default=0.0)
+    until = world.loop.time() + longest_s + _SETTLE_S
+    while (left := world.unsettled()) is not None:
+        if world.loop.time() > until:
+            world.judge.violate(
+                f"not settled {longest_s + _SETTLE_S:.0f} s after the last fault: {left}"
+            )
+            return
+        await asyncio.sleep(_LOOK_S)
+    world.judge.check_caches()
+
+
+async def _stop(world: World) -> None:
+    """As the supervisor does: callers before callees."""
+    for kind in ("client", "decode", "prefill"):
+        names = [name for name in world.slots if name.startswith(kind)]
+        await world.stop(names, _STOP_S)
+    # Whoever was killed has left its keys to its lease.
+    for _ in range(8):
+        if not world.etcd.keys():
+            return
+        await asyncio.sleep(1.0)
+    if keys := world.etcd.keys():
+        world.judge.violate(f"left in the store: {keys}")

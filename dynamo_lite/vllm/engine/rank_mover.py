@@ -1,0 +1,37 @@
+"""The mover of a rank: NIXL, and a thread that moves its transfers on where that is needed."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
+from dynamo_lite.transfer.base import Mover
+from dynamo_lite.transfer.nixl import NixlMover
+from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
+
+
+def open_mover(
+    link: EngineConfig, rank: int, device: torch.device, alive: Callable[[], bool]
+) -> Mover:
+    """rank: this process's index; device: of its KV; alive: the fence.
+
+    On a CPU a write in shared memory is over when it was posted, and the thread would
+    only take time from the engine.
+    """
+    mover = NixlMover(f"{link.engine_id}-{rank}")
+    on_gpu = device.type != "cpu"
+    if not (on_gpu if link.transfer_thread is None else link.transfer_thread):
+        return mover
+    return PolledMover(
+        mover,
+        alive=alive,
+        # A prefill rank is told nothing by notices; its own transfers are enough to poll.
+        listen_s=LISTEN_S if isinstance(link.role, DecodeEngineConfig) else 0.0,
+        # UCX's CUDA transports work in the calling thread's context.
+        enter=partial(torch.cuda.set_device, device) if on_gpu else _nothing,
+    )
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,105 @@
+"""vLLM's scheduler for prefill engines: short prompts pass long ones that are under way.
+
+By itself vLLM goes on with what runs before it admits what waits, and one long prompt can
+take all of a step. Here long prompts sit out steps while short ones are to do, as vLLM's
+own running requests do when a step's tokens are used up; they keep their blocks, and
+their place.
+"""
+
+from collections.abc import Iterator
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from dynamo_lite.disagg.engine_config import (
+    ENGINE_CONFIG_FILE,
+    EngineConfig,
+    PrefillEngineConfig,
+    read_engine_config,
+)
+from dynamo_lite.policy.lanes import BEFORE_LONG, lane_of
+
+#: So many steps in a row a long prompt sits out; and so many nobody does, when it was in vain.
+_PATIENCE_STEPS, _VAIN_STEPS = 32, 8
+
+
+def let_short_pass(config: VllmConfig, link: EngineConfig | None) -> None:
+    """Makes it the scheduler of a prefill engine that pulls short jobs first, unless the
+    user has named another one."""
+    role = None if link is None else link.role
+    if not isinstance(role, PrefillEngineConfig) or role.short_length_tokens is None:
+        return
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        made = AsyncShortFirst if scheduler.async_scheduling else ShortFirst
+        scheduler.scheduler_cls = f"{__name__}.{made.__name__}"
+
+
+class _Passing(Scheduler):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        transfer = self.vllm_config.kv_transfer_config
+        assert transfer is not None
+        role = read_engine_config(transfer.kv_connector_extra_config[ENGINE_CONFIG_FILE]).role
+        assert isinstance(role, PrefillEngineConfig) and role.short_length_tokens is not None
+        self._short_length = role.short_length_tokens
+        self._sat_out = self._go_on = 0
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        held = [] if self._go_on else self._held()
+        self._go_on = max(self._go_on - 1, 0)
+        self._sat_out = self._sat_out + 1 if held else 0
+        if self._sat_out == _PATIENCE_STEPS:
+            self._go_on = 1
+        if not held:
+            return super().schedule(throttle_prefills)
+        out = {request.request_id for request in held}
+        self.running = [request for request in self.running if request.request_id not in out]
+        most = self.max_num_running_reqs, self.max_num_active_reqs
+        # Who sits out keeps a place in the batch.
+        self.max_num_running_reqs -= len(held)
+        self.max_num_active_reqs -= len(held)
+        try:
+            made = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_running_reqs, self.max_num_active_reqs = most
+            self.running = held + self.running
+        if made.total_num_scheduled_tokens == 0:
+            self._go_on = _VAIN_STEPS  # there are no blocks for the others
+        return made
+
+    def _held(self) -> list[Request]:
+        """Long prompts under way, while there are others to compute."""
+        computing = [r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens]
+        long = [request for request in computing if not self._passes(request)]
+        if not long:
+            return []
+        room = len(self.running) < self.max_num_active_reqs
+        passing = len(long) < len(computing) or (room and any(map(self._passes, self._ready())))
+        return long if passing else []
+
+    def _ready(self) -> Iterator[Request]:
+        """Waiting requests that a step can begin to compute."""
+        for request in (*self.waiting, *self.kv_holding_waiting):
+            # Whose prefix has been read vLLM notices when a step has tokens left for it.
+            if (
+                request.status == RequestStatus.WAITING
+                or request.request_id in self.finished_recving_kv_req_ids
+            ):
+                yield request
+
+    def _passes(self, request: Request) -> bool:
+        params = request.kv_transfer_params or {}
+        tokens = request.num_prompt_tokens - params.get("num_computed_tokens", 0)
+        return lane_of(tokens, request.priority, self._short_length) in BEFORE_LONG
+
+
+class ShortFirst(_Passing, Scheduler):
+    """Where steps do not overlap."""
+
+
+class AsyncShortFirst(_Passing, AsyncScheduler):
+    """Where the next step is made while one runs."""

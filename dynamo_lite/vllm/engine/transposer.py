@@ -1,0 +1,108 @@
+"""The staging memory of a rank, and what puts blocks of another order together in it.
+
+A Triton kernel on CUDA, torch's strided copies elsewhere; both give the same bytes.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from dynamo_lite.transfer.digest import Span
+from dynamo_lite.transfer.transpose import Layout, Move, Place, Units
+from dynamo_lite.vllm.engine.device_reads import memory_reader
+
+logger = logging.getLogger(__name__)
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Copies units of KV into the slot at this offset of the staging memory.
+Copy = Callable[[Layout, Units, int], None]
+
+
+class TorchTransposer:
+    """Implements Transposer.
+
+    storages: of the rank's KV; all on one device. num_bytes: of the staging memory.
+    Raises RuntimeError where there is no memory for it.
+    """
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage], num_bytes: int):
+        self._storages = {storage.data_ptr(): storage for storage in storages}
+        device = storages[0].device
+        self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._read = memory_reader([self._staging.untyped_storage()])
+        self._copy = _kernel(self._staging) or self._strided_copy
+
+    @property
+    def address(self) -> int:
+        return self._staging.data_ptr()
+
+    def transpose(self, layout: Layout, units: Units, offset: int) -> Callable[[], bool]:
+        """On CUDA on a stream of its own: the engine's next step need not wait for it."""
+        if self._stream is None:
+            self._copy(layout, units, offset)
+            return _at_once
+        event = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            self._copy(layout, units, offset)
+            event.record()
+        return event.query
+
+    def read(self, spans: Sequence[Span]) -> Iterable[bytes]:
+        return self._read(spans)
+
+    def _strided_copy(self, layout: Layout, units: Units, offset: int) -> None:
+        device = self._staging.device
+        blocks = torch.from_numpy(units.blocks).to(device)
+        numbers = torch.from_numpy(units.units).to(device)
+        count = (len(units.blocks) + units.padding) // layout.target_units
+        most, per_block = int(units.blocks.max()) + 1, layout.local_tokens // layout.unit_tokens
+        staging = self._staging.untyped_storage()
+        for move in layout.moves:
+            base = max(start for start in self._storages if start <= move.source.start)
+            start = move.source.start - base
+            shape = (most, per_block, *_of_unit(move, layout.word_bytes))
+            source = _view(self._storages[base], start, move.source, shape, layout.word_bytes)
+            found = source[blocks, numbers]
+            if units.padding:
+                found = torch.cat([found, found.new_zeros((units.padding, *found.shape[1:]))])
+            start = offset + move.target.start
+            shape = (count, layout.target_units, *shape[2:])
+            target = _view(staging, start, move.target, shape, layout.word_bytes)
+            target.copy_(found.view(target.shape))
+
+
+def _of_unit(move: Move, word_bytes: int) -> tuple[int, ...]:
+    return move.heads, move.groups, move.items, move.item_bytes // word_bytes
+
+
+def _view(
+    storage: torch.UntypedStorage, start: int, place: Place, shape: Sequence[int], word_bytes: int
+) -> torch.Tensor:
+    """[blocks, units, heads, groups, items, words] of one side of a move; start: in bytes."""
+    strides = (place.block, place.unit, place.head, place.group, place.item, word_bytes)
+    empty = torch.empty(0, dtype=_WORDS[word_bytes], device=storage.device)
+    return empty.set_(
+        storage,  # type: ignore[call-overload]
+        start // word_bytes,
+        tuple(shape),
+        tuple(stride // word_bytes for stride in strides),
+    )
+
+
+def _kernel(staging: torch.Tensor) -> Copy | None:
+    """The Triton kernel where there is one."""
+    if staging.device.type != "cuda":
+        return None
+    try:
+        from dynamo_lite.vllm.engine.transpose_kernel import KernelCopy
+    except ImportError as exc:
+        logger.warning("blocks are rearranged without Triton, which takes longer: %s", exc)
+        return None
+    return KernelCopy(staging)
+
+
+def _at_once() -> bool:
+    return True

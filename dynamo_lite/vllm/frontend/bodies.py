@@ -1,0 +1,282 @@
+"""Request bodies: how large, how long, how many at a time, and whether they are text.
+
+vLLM's app parses and validates a body on the event loop that also hands out everybody's
+tokens (0.02 to 0.3 s per MiB), and tokenizes all prompts in one thread. So a body is received
+here first, within limits, and large ones reach the app one at a time, with pauses in which
+the streams go on.
+"""
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dynamo_lite.vllm.frontend.edge import current_context, late_message
+from dynamo_lite.vllm.frontend.loop_turns import LoopTurns, Turn
+from dynamo_lite.vllm.frontend.refusal import header, refuse
+
+#: More cannot be served: a request travels to its worker in at most 8 MiB of msgpack.
+MAX_BODY_BYTES = 32 << 20
+
+#: After a refusal, how long and how far a client that is still sending is heard out, so
+#: that it reads the answer before the connection is closed.
+_LINGER_S = 2.0
+_LINGER_BYTES = 1 << 20
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+#: As far as there is no half of a surrogate pair. It is one match, because a loop over millions
+#: of escapes would hold the event loop.
+_PAIRED = re.compile(
+    rb"(?:[^\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|\\(?!u[dD][89a-fA-F][0-9a-fA-F]{2}).)*+",
+    re.DOTALL,
+)
+_LONE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+
+
+def body_limit(max_model_len: int) -> int:
+    """What a body may have, in bytes, for a model of `max_model_len` tokens.
+
+    64 bytes for each token (JSON needs 6 for an escaped character, and tokens of
+    whitespace or of source code are long) and 2 MiB for what is not one prompt, like
+    tools, or a list of prompts; never more than `MAX_BODY_BYTES`.
+    """
+    return min(MAX_BODY_BYTES, (2 << 20) + 64 * max_model_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodyLimits:
+    """max_bytes: of one body. large_bytes: from here on bodies take turns. held_bytes: of
+    all large ones that are on their way or wait for their turn. body_s: for one to arrive."""
+
+    max_bytes: int = MAX_BODY_BYTES
+    large_bytes: int = 16 << 10
+    held_bytes: int = 256 << 20
+    body_s: float = 60.0
+
+
+class _Refusal(Exception):
+    def __init__(self, status: HTTPStatus, kind: str, message: str):
+        super().__init__(message)
+        self.status, self.kind = status, kind
+
+
+class _Gone(Exception):
+    """The client has hung up."""
+
+
+@dataclass
+class _Body:
+    """held: its bytes that count against `held_bytes`."""
+
+    chunks: list[bytes] = field(default_factory=list[bytes])
+    size: int = 0
+    held: int = 0
+
+
+class Bodies:
+    """ASGI middleware: the app gets each body whole, in one message, or not at all."""
+
+    def __init__(self, app: ASGIApp, limits: BodyLimits):
+        self._app, self._limits = app, limits
+        self._held = 0
+        self._turns = LoopTurns()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            whole, turn = await self._take(scope, receive)
+        except _Refusal as refusal:
+            return await _hang_up(refusal, receive, send)
+        except _Gone:
+            return
+        handing = _Handing(whole, receive, send, turn)
+        del whole
+        try:
+            await self._app(scope, handing.receive, send if turn is None else handing.send)
+        finally:
+            handing.close()
+
+    async def _take(self, scope: Scope, receive: Receive) -> tuple[bytes, Turn | None]:
+        """The body, and a large one's turn. Raises _Refusal, _Gone."""
+        body = _Body()
+        try:
+            await self._receive(scope, receive, body)
+            whole = b"".join(body.chunks)
+            body.chunks.clear()
+            _check_text(scope, whole)
+            large = body.size >= self._limits.large_bytes
+            return whole, await self._wait_for_turn(receive) if large else None
+        finally:
+            # Nothing of it is kept while a client that is refused is heard out.
+            body.chunks.clear()
+            self._held -= body.held
+
+    async def _receive(self, scope: Scope, receive: Receive, body: _Body) -> None:
+        """Raises _Refusal, _Gone."""
+        length = header(scope, b"content-length") or b""
+        if length.isdigit() and int(length) > self._limits.max_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone
+                    self._add(body, message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError as exc:
+            raise _Refusal(
+                HTTPStatus.REQUEST_TIMEOUT,
+                "RequestTimeout",
+                f"The request's body did not arrive within {self._limits.body_s:g} s",
+            ) from exc
+
+    def _add(self, body: _Body, chunk: bytes) -> None:
+        body.chunks.append(chunk)
+        body.size += len(chunk)
+        if body.size > self._limits.max_bytes:
+            raise self._too_large()
+        if body.size < self._limits.large_bytes:
+            return
+        more = body.size - body.held
+        if self._held + more > self._limits.held_bytes:
+            raise _Refusal(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "ServiceUnavailableError",
+                f"Large requests of {self._held} bytes together are waiting already."
+                " Please try again later.",
+            )
+        self._held += more
+        body.held += more
+
+    def _too_large(self) -> _Refusal:
+        return _Refusal(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            "RequestEntityTooLarge",
+            f"The request's body has more than {self._limits.max_bytes} bytes, which is"
+            " the limit here (the Frontend's `max-body-bytes`)",
+        )
+
+    async def _wait_for_turn(self, receive: Receive) -> Turn:
+        """Raises _Refusal when the request's time is up, _Gone when nobody waits for it."""
+        context = current_context()
+        try:
+            async with asyncio.timeout_at(None if context is None else context.deadline):
+                turn = await self._turns.wait()
+        except TimeoutError as exc:
+            assert context is not None
+            message = late_message(context.timeout_s)
+            raise _Refusal(HTTPStatus.GATEWAY_TIMEOUT, "Gateway Timeout", message) from exc
+        try:
+            if await _has_gone(receive):
+                raise _Gone
+        except BaseException:
+            turn.end()
+            raise
+        return turn
+
+
+class _Handing:
+    """Gives a body to the app. turn: of a large one, over when a worker is asked or the
+    answer begins: until then it is parsed and tokenized."""
+
+    def __init__(self, whole: bytes, receive: Receive, send: Send, turn: Turn | None):
+        self._whole: bytes | None = whole
+        self._receive, self._send, self._turn = receive, send, turn
+
+    async def receive(self) -> Message:
+        if (whole := self._whole) is None:
+            return await self._receive()
+        self._whole = None
+        if self._turn is not None:
+            self._turn.handed_over()
+            if (context := current_context()) is not None:
+                context.on_placing = self._turn.end
+        return {"type": "http.request", "body": whole, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        self.close()
+        await self._send(message)
+
+    def close(self) -> None:
+        if self._turn is not None:
+            self._turn.end()
+
+
+def _check_text(scope: Scope, body: bytes) -> None:
+    """Raises _Refusal unless a JSON body is UTF-8, and each string in it can be encoded.
+
+    `json.loads` takes other encodings, and strings with half of a surrogate pair, which then
+    fail wherever they are encoded: in the tokenizer, on the wire, or in the answer.
+    """
+    if (header(scope, b"content-type") or b"").startswith(b"multipart/"):
+        return
+    problem = ""
+    if json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
+        problem = "it is not UTF-8"
+    else:
+        try:
+            body.decode()
+        except UnicodeDecodeError as exc:
+            problem = f"byte {exc.start} is not UTF-8"
+    if not problem and _SURROGATE.search(body):
+        paired = _PAIRED.match(body)
+        lone = _LONE.match(body, paired.end() if paired else 0)
+        if lone is not None:
+            escape = lone.group().decode()
+            problem = f"{escape} at byte {lone.start()} is half of a surrogate pair, no character"
+    if problem:
+        raise _Refusal(
+            HTTPStatus.BAD_REQUEST,
+            "BadRequestError",
+            f"The request's body is not valid text: {problem}",
+        )
+
+
+async def _has_gone(receive: Receive) -> bool:
+    """Of a client whose whole body has been received."""
+    try:
+        async with asyncio.timeout(0):
+            return (await receive())["type"] == "http.disconnect"
+    except TimeoutError:
+        return False
+
+
+async def _hang_up(refusal: _Refusal, receive: Receive, send: Send) -> None:
+    """Refuses, and has the server close the connection: what is still on its way is not
+    read into memory."""
+    early = refusal.status in (
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.REQUEST_TIMEOUT,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+    headers = ((b"connection", b"close"),) if early else ()
+
+    async def answer(message: Message) -> None:
+        if early and message["type"] == "http.response.body":
+            await send({**message, "more_body": True})
+            await _linger(receive)
+            message = {"type": "http.response.body", "body": b""}
+        await send(message)
+
+    await refuse(answer, refusal.status, str(refusal), kind=refusal.kind, headers=headers)
+
+
+async def _linger(receive: Receive) -> None:
+    dropped = 0
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            while dropped < _LINGER_BYTES:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+                dropped += len(message.get("body", b""))
+            await asyncio.sleep(_LINGER_S)
+    except TimeoutError:
+        pass

@@ -1,0 +1,217 @@
+"""The HTTP edge around vLLM's app: a request's time, and when to come again.
+
+Owns the headers `x-request-timeout` and `x-session-id`, the deadline that everything which is
+generated for one HTTP request shares, `Retry-After`, and the status of a stream
+that fails before it has begun.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
+
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    DynamoLiteError,
+    Overloaded,
+    Refused,
+    Unavailable,
+)
+from dynamo_lite.protocol.trace import TraceContext
+from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.vllm.frontend.http_trace import trace_http
+from dynamo_lite.vllm.frontend.refusal import header, json_head, refuse
+
+TIMEOUT_HEADER = "x-request-timeout"
+SESSION_HEADER = "x-session-id"
+
+_MAX_SESSION = 256
+
+#: What a retry may heal.
+_RETRYABLE = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+#: What a stream that has said nothing yet is still answered with.
+_EARLY = frozenset({*_RETRYABLE, HTTPStatus.GATEWAY_TIMEOUT})
+#: How vLLM's app begins an error event.
+_ERROR_EVENT = b'data: {"error":'
+
+
+@dataclass
+class RequestContext:
+    """One HTTP request. timeout_s: its time; deadline: its end, by the event loop's clock.
+
+    retry_after_s: what its client is told after a refusal. session: what it says that it
+    belongs to. trace: where it is in a trace; None where it is not traced. on_placing: is
+    called when a worker is looked for, each time.
+    """
+
+    timeout_s: float
+    deadline: float
+    retry_after_s: float = 1.0
+    session: str | None = None
+    trace: TraceContext | None = None
+    on_placing: Callable[[], None] = lambda: None
+
+
+#: Tasks that the app starts for a request inherit it.
+_context: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
+
+
+def current_context() -> RequestContext | None:
+    """The HTTP request that the caller runs for; None outside of one."""
+    return _context.get()
+
+
+def http_error(error: DynamoLiteError) -> VLLMError:
+    """The exception that vLLM's app answers with the status that fits `error`."""
+    if isinstance(error, Refused):
+        return VLLMValidationError(error.reason)
+    if isinstance(error, DeadlineExceeded):
+        return GracefulHTTPError(late_message(error.after_s), HTTPStatus.GATEWAY_TIMEOUT)
+    if isinstance(error, Unavailable) and (context := current_context()) is not None:
+        context.retry_after_s = error.retry_after_s
+    if isinstance(error, Overloaded):
+        return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
+    return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def late_message(after_s: float) -> str:
+    """What a client is told whose request had `after_s` seconds."""
+    return (
+        f"The request was not done within its {math.ceil(after_s * 10) / 10:g} s ({TIMEOUT_HEADER})"
+    )
+
+
+class Edge:
+    """ASGI middleware.
+
+    default_timeout_s: time of a request that does not say how much it has.
+    max_timeout_s: more is not granted. tracer: None where nothing is traced.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        default_timeout_s: float,
+        max_timeout_s: float,
+        tracer: Tracer | None = None,
+    ):
+        self._app, self._tracer = app, tracer
+        self._default_timeout_s = min(default_timeout_s, max_timeout_s)
+        self._max_timeout_s = max_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        trace = None if self._tracer is None else trace_http(self._tracer, scope, send)
+        if trace is None:
+            return await self._answer(scope, receive, send, None)
+        try:
+            await self._answer(scope, receive, trace.send, trace.context)
+        finally:
+            trace.ended()
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, trace: TraceContext | None
+    ) -> None:
+        now = asyncio.get_running_loop().time()
+        try:
+            timeout_s = self._timeout_s(scope)
+        except ValueError as exc:
+            return await refuse(send, HTTPStatus.BAD_REQUEST, str(exc), param=TIMEOUT_HEADER)
+        context = RequestContext(
+            timeout_s, deadline=now + timeout_s, session=_session(scope), trace=trace
+        )
+        token = _context.set(context)
+        try:
+            await self._app(scope, receive, _Answer(send, context).send)
+        finally:
+            _context.reset(token)
+
+    def _timeout_s(self, scope: Scope) -> float:
+        """Raises ValueError with a message for the client."""
+        text = header(scope, TIMEOUT_HEADER.encode())
+        if text is None:
+            return self._default_timeout_s
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = math.nan
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(
+                f"{TIMEOUT_HEADER}: expected seconds as a number greater than 0,"
+                f" got {text.decode('latin-1')!r}"
+            )
+        return min(timeout_s, self._max_timeout_s)
+
+
+def _session(scope: Scope) -> str | None:
+    value = header(scope, SESSION_HEADER.encode())
+    return value.decode("latin-1")[:_MAX_SESSION] if value else None
+
+
+class _Answer:
+    """Passes the app's answer on.
+
+    The head of an event stream waits for its first event. If that is an error
+    that is worth a status, the answer is no stream but this error.
+    """
+
+    def __init__(self, send: Send, context: RequestContext):
+        self._send, self._context = send, context
+        self._head: Message | None = None
+        self._replaced = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if message["status"] == HTTPStatus.OK and _is_event_stream(message):
+                self._head = message
+            else:
+                await self._send(self._with_retry_after(message))
+            return
+        if self._replaced:
+            return
+        if (head := self._head) is not None and message["type"] == "http.response.body":
+            body = message.get("body", b"")
+            if not body and message.get("more_body", False):
+                return
+            self._head = None
+            if (early := _early_error(body)) is not None:
+                self._replaced = True
+                status, body = early
+                message = {"type": "http.response.body", "body": body}
+                head = self._with_retry_after(json_head(status, body, head.get("headers", ())))
+            await self._send(head)
+        await self._send(message)
+
+    def _with_retry_after(self, head: Message) -> Message:
+        if head["status"] not in _RETRYABLE:
+            return head
+        seconds = max(1, math.ceil(self._context.retry_after_s))
+        header = (b"retry-after", str(seconds).encode())
+        return {**head, "headers": [*head.get("headers", ()), header]}
+
+
+def _is_event_stream(head: Message) -> bool:
+    return any(
+        key.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for key, value in head.get("headers", ())
+    )
+
+
+def _early_error(event: bytes) -> tuple[int, bytes] | None:
+    """Status and body of an error event, where a stream need not be begun for it."""
+    if not event.startswith(_ERROR_EVENT):
+        return None
+    body = event.removeprefix(b"data: ").partition(b"\n")[0]
+    try:
+        status = json.loads(body)["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return (status, body) if status in _EARLY else None

@@ -1,0 +1,173 @@
+"""vLLM's OpenAI HTTP app without an engine in its process.
+
+Owns the way from vLLM's command-line flags to a configuration that needs no
+device and no KV cache, and the assembly of vLLM's FastAPI app over a remote
+engine core. Routes, request validation, templates, tools and error bodies are
+vLLM's.
+"""
+
+import asyncio
+import logging
+from argparse import Namespace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+import vllm.envs as envs
+from starlette.datastructures import State
+from starlette.types import ASGIApp
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.exceptions import VLLMError
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.vllm.frontend.bodies import Bodies, BodyLimits, body_limit
+from dynamo_lite.vllm.frontend.edge import Edge
+from dynamo_lite.vllm.frontend.fail_fast import fail_fast_routes
+from dynamo_lite.vllm.frontend.keys import KeyGuard
+from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
+from dynamo_lite.vllm.frontend.remote_core import RemoteCore
+from dynamo_lite.vllm.http_options import HttpOptions, http_options
+
+logger = logging.getLogger(__name__)
+
+
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"vLLM's arguments: {message}"])
+
+
+@dataclass(frozen=True)
+class OpenAiApp:
+    """The ASGI app and what its server should know.
+
+    state: of vLLM's app; it wants to know its `server`.
+    served_model: the first name under which the model is served.
+    api_key: a key that the app takes, None when it asks for none. http: for its server.
+    """
+
+    asgi: ASGIApp
+    state: State
+    client: RemoteEngineClient
+    served_model: str
+    api_key: str | None
+    http: HttpOptions
+
+
+def parse_args(flags: Sequence[str]) -> Namespace:
+    """The flags of `vllm serve`. Raises ConfigError for wrong ones."""
+    args = make_arg_parser(_Parser(prog="vllm serve")).parse_args(list(flags))
+    assert args is not None  # vLLM's parser is typed as if it could be
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    try:
+        for plugin, load in (
+            (args.tool_parser_plugin, ToolParserManager.import_tool_parser),
+            (args.reasoning_parser_plugin, ReasoningParserManager.import_reasoning_parser),
+        ):
+            if plugin:
+                load(plugin)
+        validate_parsed_serve_args(args)
+        validate_api_server_args(args)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ConfigError([f"vLLM's arguments: {exc}"]) from exc
+    return args
+
+
+def frontend_config(args: Namespace) -> VllmConfig:
+    """What the front half of vLLM needs to know; no device, no KV cache.
+
+    Raises StartupError when the model cannot be read.
+    """
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    # There is no KV cache here; this silences the CPU platform's sizing of one.
+    envs.VLLM_CPU_KVCACHE_SPACE = 0
+    try:
+        model_config = engine_args.create_model_config()
+        # Quantised kernels are the worker's business, and their checks ask for a device.
+        model_config.quantization = None
+        config = VllmConfig(
+            model_config=model_config,
+            structured_outputs_config=engine_args.create_structured_outputs_config(),
+            observability_config=engine_args.create_observability_config(),
+            logging_config=engine_args.create_logging_config(),
+        )
+    except (OSError, ValueError, VLLMError) as exc:
+        raise StartupError(f"model {args.model!r}: {exc}") from exc
+    scheduler = config.scheduler_config
+    scheduler.stream_interval = engine_args.stream_interval
+    scheduler.max_num_queued_reqs = engine_args.max_num_queued_reqs
+    scheduler.max_num_queued_tokens = engine_args.max_num_queued_tokens
+    return config
+
+
+def _make_client(args: Namespace, core: RemoteCore) -> RemoteEngineClient:
+    return RemoteEngineClient(
+        frontend_config(args),
+        core,
+        log_stats=not args.disable_log_stats,
+        log_requests=args.enable_log_requests,
+    )
+
+
+def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int) -> ASGIApp:
+    """The key comes first: without it no body is received."""
+    held_bytes = max(BodyLimits().held_bytes, max_body_bytes)
+    limits = BodyLimits(max_bytes=max_body_bytes, held_bytes=held_bytes)
+    guarded: ASGIApp = Bodies(app, limits)
+    return KeyGuard(guarded, keys, root_path) if keys else guarded
+
+
+@asynccontextmanager
+async def open_app(
+    flags: Sequence[str],
+    core: RemoteCore,
+    *,
+    default_timeout_s: float = 600.0,
+    max_timeout_s: float = 3600.0,
+    max_body_bytes: int | None = None,
+    tracer: Tracer | None = None,
+) -> AsyncIterator[OpenAiApp]:
+    """The app while the context lasts. Raises ConfigError or StartupError.
+
+    default_timeout_s, max_timeout_s, tracer: of one request; see `Edge`. max_body_bytes: of
+    a request; None for what `body_limit` says.
+    """
+    args = parse_args(flags)
+    http = http_options(args, envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
+    # A model from the hub may have to be fetched first; the loop must go on meanwhile.
+    client = await asyncio.to_thread(_make_client, args, core)
+    client.start()
+    try:
+        tasks = await client.get_supported_tasks()
+        app = build_app(args, tasks, client.model_config)
+        fail_fast_routes(app)
+        await init_app_state(client, app.state, args, tasks)
+        keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+        if max_body_bytes is None:
+            max_body_bytes = body_limit(client.model_config.max_model_len)
+        yield OpenAiApp(
+            # Around it, not among its middleware: vLLM has put that together already.
+            asgi=Edge(
+                _guarded(app, keys, args.root_path or "", max_body_bytes),
+                default_timeout_s=default_timeout_s,
+                max_timeout_s=max_timeout_s,
+                tracer=tracer,
+            ),
+            state=app.state,
+            client=client,
+            served_model=(args.served_model_name or [args.model])[0],
+            api_key=keys[0] if keys else None,
+            http=http,
+        )
+    finally:
+        await client.close()

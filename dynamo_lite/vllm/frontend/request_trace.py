@@ -1,0 +1,82 @@
+"""What the Frontend does with each traced sequence, as spans."""
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+from vllm import SamplingParams
+from vllm.tracing import SpanAttributes
+
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.trace import TraceContext
+from dynamo_lite.runtime.tracing.tracer import Tracer, record_child
+
+
+@dataclass
+class _Open:
+    context: TraceContext
+    parent: str
+    began: float
+    attributes: dict[str, str | bool | int | float] = field(default_factory=dict)
+    tokens: int = 0
+
+
+class RequestTraces:
+    """Attributes have vLLM's names."""
+
+    def __init__(self, tracer: Tracer):
+        self._tracer = tracer
+        self._open: dict[str, _Open] = {}
+
+    def begin(
+        self, request: GenerateRequest, params: SamplingParams | None, above: TraceContext | None
+    ) -> GenerateRequest:
+        """A sequence of an HTTP request, which is at `above` where it is traced. Returns it
+        as workers shall get it."""
+        if above is None:
+            return msgspec.structs.replace(request, trace_headers=None)
+        entry = self._open[request.request_id] = _Open(
+            above.child(), above.span_id, time.monotonic()
+        )
+        entry.attributes[SpanAttributes.GEN_AI_REQUEST_ID] = request.request_id
+        entry.attributes[SpanAttributes.GEN_AI_USAGE_PROMPT_TOKENS] = len(request.prompt_token_ids)
+        if params is not None:
+            entry.attributes[SpanAttributes.GEN_AI_REQUEST_TEMPERATURE] = params.temperature
+            entry.attributes[SpanAttributes.GEN_AI_REQUEST_TOP_P] = params.top_p
+            if params.max_tokens is not None:
+                entry.attributes[SpanAttributes.GEN_AI_REQUEST_MAX_TOKENS] = params.max_tokens
+        return msgspec.structs.replace(request, trace_headers=entry.context.headers())
+
+    def placed(self, request_id: str) -> None:
+        """A worker has it."""
+        if (entry := self._open.get(request_id)) is not None:
+            record_child(self._tracer, "route", entry.context, entry.began, time.monotonic())
+
+    def delivered(self, delta: TokenDelta) -> None:
+        if (entry := self._open.get(delta.request_id)) is None:
+            return
+        if delta.token_ids and not entry.tokens:
+            first_s = time.monotonic() - entry.began
+            entry.attributes[SpanAttributes.GEN_AI_LATENCY_TIME_TO_FIRST_TOKEN] = first_s
+        entry.tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.ended(delta.request_id, delta.finish_reason)
+
+    def ended(self, request_id: str, reason: str, error: str = "") -> None:
+        """Nothing follows. Those that are over, or are not traced, are ignored."""
+        if (entry := self._open.pop(request_id, None)) is None:
+            return
+        now = time.monotonic()
+        entry.attributes[SpanAttributes.GEN_AI_USAGE_COMPLETION_TOKENS] = entry.tokens
+        entry.attributes[SpanAttributes.GEN_AI_LATENCY_E2E] = now - entry.began
+        entry.attributes["dynamo_lite.finish_reason"] = reason
+        self._tracer.record(
+            "generate",
+            entry.context,
+            entry.parent,
+            entry.began,
+            now,
+            kind="client",
+            attributes=entry.attributes,
+            error=error,
+        )

@@ -1,0 +1,237 @@
+"""vLLM's engine requests to messages at the Frontend, and back at the engine's door.
+
+What would break an engine's step is refused here: the engine's process serves
+everybody, and an exception in its loop ends it.
+"""
+
+import time
+from collections.abc import Sequence
+
+from vllm import SamplingParams
+from vllm.config import ModelConfig
+from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
+
+from dynamo_lite.disagg.decode.deadline import time_limit
+from dynamo_lite.policy.migration import Plan
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import ProtocolError, Refused
+from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.request_plane import MAX_REQUEST_ID
+from dynamo_lite.vllm.migratable import is_causal, movable
+from dynamo_lite.vllm.wire import (
+    KV_TRANSFER_PARAMS,
+    sampling_from_bytes,
+    sampling_to_bytes,
+)
+
+
+def generate_request(
+    request: EngineCoreRequest,
+    timeout_s: float | None,
+    session: str | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[GenerateRequest, Plan]:
+    """The message, and how it goes on when its worker is lost.
+
+    timeout_s: what is left of its time. session: see `GenerateRequest`. causal: whether
+    the model is.
+    Raises VLLMValidationError for what cannot travel.
+    """
+    params = _sampling(request)
+    try:
+        sampling = sampling_to_bytes(params)
+    except ProtocolError as exc:
+        raise VLLMValidationError(f"Not served here: {exc}") from exc
+    message = GenerateRequest(
+        request_id=request.request_id,
+        client_id="",  # the transport's to fill in
+        prompt_token_ids=request.prompt_token_ids or [],
+        sampling=sampling,
+        arrival_time=request.arrival_time,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        trace_headers=dict(request.trace_headers) if request.trace_headers else None,
+        reasoning_ended=request.reasoning_ended,
+        reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+        timeout_s=timeout_s,
+        session=session,
+    )
+    return message, movable(params, causal=causal)
+
+
+def canary(request_id: str, timeout_s: float, *, max_tokens: int) -> GenerateRequest:
+    """A request that any model can take: too short for its prompt to be cached, or handed over."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
+    return GenerateRequest(
+        request_id=request_id,
+        client_id="",  # the transport's to fill in
+        prompt_token_ids=[1, 2, 3],
+        sampling=sampling_to_bytes(params),
+        arrival_time=time.time(),
+        timeout_s=timeout_s,
+    )
+
+
+def _sampling(request: EngineCoreRequest) -> SamplingParams:
+    """Of a request of the kind that is served here."""
+    params = request.sampling_params
+    if params is None or request.pooling_params is not None:
+        raise VLLMValidationError("Only text generation is served here")
+    if request.mm_features or request.prompt_embeds is not None:
+        raise VLLMValidationError("Multimodal inputs and prompt embeddings are not served here")
+    if request.lora_request is not None:
+        raise VLLMValidationError("LoRA adapters are not served here")
+    if request.resumable:
+        raise VLLMValidationError("Streamed prompts are not served here")
+    if len(request.request_id) > MAX_REQUEST_ID:
+        raise VLLMValidationError(
+            f"The request id may have at most {MAX_REQUEST_ID} characters",
+            parameter="request_id",
+        )
+    # -1 stands for the vocabulary, which the worker knows; see `generation`.
+    if (asked := params.prompt_logprobs or 0) > 0:
+        tokens = len(request.prompt_token_ids or ())
+        if too_many := _too_many_logprobs(tokens, asked):
+            raise VLLMValidationError(too_many, parameter="prompt_logprobs")
+    return params
+
+
+def _too_many_logprobs(tokens: int, asked: int) -> str | None:
+    """Why log-probabilities of `asked` candidates for each prompt token cannot be sent."""
+    size = LogprobRows.size_of(tokens, asked + 1)
+    if size <= MAX_DELTA_BYTES:
+        return None
+    return (
+        f"prompt_logprobs of {asked} for this prompt are {size} bytes; at most"
+        f" {MAX_DELTA_BYTES} are served: ask for fewer, or for a shorter prompt"
+    )
+
+
+def generation(
+    request: GenerateRequest, model: ModelConfig, *, timed: bool = False
+) -> EngineCoreRequest:
+    """Raises Refused when this model cannot take the request.
+
+    timed: the engine has a connector, which shall know the request's time limit.
+
+    Tokens that were generated elsewhere become the end of the prompt, and the
+    limits shrink by their number: the engine goes on where the other one was.
+    """
+    try:
+        sampling = sampling_from_bytes(request.sampling)
+        sampling.verify(model, None, None, None)
+    except (ProtocolError, VLLMError, ValueError) as exc:
+        raise Refused(str(exc), elsewhere=False) from exc
+    if sampling.prompt_logprobs == -1:
+        tokens = len(request.prompt_token_ids)
+        if too_many := _too_many_logprobs(tokens, model.get_vocab_size()):
+            raise Refused(too_many, elsewhere=False)
+    if sampling.n != 1:
+        raise Refused("n > 1 must be fanned out by the frontend", elsewhere=False)
+    _check_prompt(request.prompt_token_ids, model)
+    prompt = request.prompt_token_ids
+    if sampling.max_tokens is None:
+        sampling.max_tokens = model.max_model_len - len(prompt)
+    if request.output_token_ids:
+        if not is_causal(model):
+            raise Refused(
+                "this model is not causal: generated tokens cannot become the end of its prompt",
+                elsewhere=False,
+            )
+        prompt = prompt + request.output_token_ids
+        _check_prompt(prompt, model)
+        _go_on_after(len(request.output_token_ids), sampling)
+    if timed and (limit := time_limit(request.timeout_s, time.monotonic())) is not None:
+        sampling.extra_args = {**(sampling.extra_args or {}), KV_TRANSFER_PARAMS: limit}
+    return EngineCoreRequest(
+        request_id=request.request_id,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=request.arrival_time,
+        lora_request=None,
+        cache_salt=request.cache_salt,
+        data_parallel_rank=None,
+        priority=request.priority,
+        trace_headers=request.trace_headers,
+        external_req_id=request.request_id,
+        reasoning_ended=request.reasoning_ended,
+        reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+    )
+
+
+def prefill(
+    job: RemotePrefillRequest, target: EngineMetadata, forget: list[str], model: ModelConfig
+) -> EngineCoreRequest:
+    """A job as a one-token request; its transfer parameters reach the connector.
+
+    forget: decode engines that have left. Raises Refused.
+    """
+    _check_prompt(job.prompt_token_ids, model)
+    transfer = {
+        "attempt": job.attempt,
+        "engine_id": job.engine_id,
+        "num_computed_tokens": job.num_computed_tokens,
+        "block_size": target.block_size_tokens,
+        "block_ids": job.block_ids,
+        "prefix_block_ids": job.prefix_block_ids,
+        "target": encode(target),
+        "forget": forget,
+    }
+    return EngineCoreRequest(
+        request_id=job.attempt,
+        prompt_token_ids=job.prompt_token_ids,
+        mm_features=None,
+        sampling_params=SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={KV_TRANSFER_PARAMS: transfer},
+        ),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=job.cache_salt,
+        data_parallel_rank=None,
+        priority=job.priority,
+        trace_headers=job.trace_headers,
+        external_req_id=job.request_id,
+    )
+
+
+def _go_on_after(generated: int, sampling: SamplingParams) -> None:
+    """`sampling` for the rest of a request that has `generated` tokens already.
+
+    What is asked about the prompt was answered with the first of them.
+    """
+    assert sampling.max_tokens is not None
+    if generated >= sampling.max_tokens:
+        raise Refused(
+            f"all {sampling.max_tokens} tokens are there: {generated} were generated elsewhere",
+            elsewhere=False,
+        )
+    sampling.max_tokens -= generated
+    sampling.min_tokens = max(0, sampling.min_tokens - generated)
+    if sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None:
+        sampling.prompt_logprobs = None
+        sampling.prompt_logprob_token_ids = None
+        sampling.prompt_logprob_start = None
+        # vLLM computes such prompts anew; for this reason there is none any more.
+        sampling.skip_reading_prefix_cache = False
+
+
+def _check_prompt(prompt: Sequence[int], model: ModelConfig) -> None:
+    longest = model.max_model_len - 1
+    if not 1 <= len(prompt) <= longest:
+        raise Refused(
+            f"prompt of {len(prompt)} tokens; this model takes 1 to {longest}", elsewhere=False
+        )
+    if max(prompt) >= model.get_vocab_size():
+        raise Refused(f"token id {max(prompt)} is outside the vocabulary", elsewhere=False)
