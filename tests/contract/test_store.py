@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from dynamo_lite.runtime.lease import grant_lease
 
 from dynamo_lite.protocol.errors import (
     ConfigError,
@@ -17,7 +16,10 @@ from dynamo_lite.protocol.errors import (
     StoreUnavailable,
 )
 from dynamo_lite.runtime.clock import boottime
-from dynamo_lite.runtime.etcd.store import EtcdStore, lease_thread
+from dynamo_lite.runtime.etcd import lease as etcd_lease
+from dynamo_lite.runtime.etcd import lease_thread
+from dynamo_lite.runtime.etcd.lease import grant_lease
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
 from dynamo_lite.simulation.servers.memory import MemoryStore
 
@@ -273,7 +275,7 @@ async def test_a_suspended_host_has_lost_its_lease(etcd_server, monkeypatch) -> 
     """CLOCK_MONOTONIC stands still in a suspend; CLOCK_BOOTTIME does not."""
     async with EtcdStore(etcd_server.url) as store, store.lease(30) as lease:
         assert lease.loss is None
-        for module in (lease, lease_thread):
+        for module in (etcd_lease, lease_thread):
             monkeypatch.setattr(module, "boottime", lambda: boottime() + 31)
         assert lease.remaining_s() == 0
         assert lease.loss is LeaseLoss.EXPIRED

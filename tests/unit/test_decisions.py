@@ -4,9 +4,9 @@ import time
 from typing import Any
 
 import pytest
-from dynamo_lite.serve.decision_log import Taken
 
 from dynamo_lite.cli import decision_view
+from dynamo_lite.cli.decisions import Taken
 from dynamo_lite.disagg.decode import decision_log
 from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.policy.cost import Rates
@@ -50,7 +50,7 @@ async def decode(clock: Clock):
 def told(decode: Decode, **wanted: Any) -> list[Decision]:
     answer = decode_explained(decode.half._log.answer(encode(Explain(**wanted))))
     assert (answer.engine_id, answer.lease_id) == (ENGINE, 1)
-    return answer.decision_log
+    return answer.decisions
 
 
 async def test_a_local_prompt_says_what_it_was_decided_from(decode: Decode, clock: Clock):

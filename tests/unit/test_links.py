@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from dynamo_lite.services.peer_links import PeerLinks
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.prefill import peer_links
+from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol import names

@@ -13,7 +13,7 @@ import pytest
 from dynamo_lite.runtime.process import logs
 from dynamo_lite.runtime.process.logs import JsonLines, LogFormat, ids, logging_config
 
-PACKAGE = Path(logs.__file__).parents[1]
+PACKAGE = Path(logs.__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

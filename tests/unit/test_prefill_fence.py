@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dynamo_lite.services.fence_updater import FenceUpdater
 
 from dynamo_lite.disagg.prefill import fence_updater
+from dynamo_lite.disagg.prefill.fence_updater import FenceUpdater
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import (

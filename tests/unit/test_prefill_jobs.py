@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from dynamo_lite.services.jobs import PrefillJobs
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.prefill import claims, jobs
+from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode, encode_sealed

@@ -96,7 +96,7 @@ class Prefill(Engine):
 
     def start(self, target: Engine, order: str = "1.1") -> None:
         step = PrefillStep(
-            link_test_rank=[LinkTestOrder(order, target.name)],
+            preflights=[LinkTestOrder(order, target.name)],
             targets={target.name: encode(target.metadata())},
             own=encode(self.metadata()),
         )

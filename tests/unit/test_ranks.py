@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from dynamo_lite.disagg.rank import DecodeRank
 
 from dynamo_lite.disagg.counters import (
     BYTES,
@@ -14,7 +13,8 @@ from dynamo_lite.disagg.counters import (
     MISMATCH,
     SECONDS,
 )
-from dynamo_lite.disagg.decode import rank
+from dynamo_lite.disagg.decode import rank as decode_rank
+from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
     BlockWrite,
     DecodeStep,
@@ -582,8 +582,8 @@ def test_an_idle_engine_is_not_polled(decode):
 
 
 def test_memory_of_strangers_and_of_the_given_up_is_bounded(decode, monkeypatch):
-    monkeypatch.setattr(rank, "_MAX_EARLY", 3)
-    monkeypatch.setattr(rank, "_MAX_GIVEN_UP", 3)
+    monkeypatch.setattr(decode_rank, "_MAX_EARLY", 3)
+    monkeypatch.setattr(decode_rank, "_MAX_GIVEN_UP", 3)
     decode.mover.inbox += [notice(f"s{i}") for i in range(5)]
     decode.settle()
     expected = {f"s{i}": f"r{i}" for i in range(5)}

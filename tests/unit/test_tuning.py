@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from dynamo_lite.disagg.live_options import LiveThresholds
 from msgspec import UNSET, UnsetType
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.cli import live_options, live_options_view
+from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.protocol import names
