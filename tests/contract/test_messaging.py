@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -391,6 +392,39 @@ async def test_a_server_that_throws_us_out_is_asked_again(error: str) -> None:
                 while visits < 3:
                     await asyncio.sleep(0.01)
             await messaging.wait_connected(5)
+
+
+@pytest.mark.parametrize("how", ["request", "flush"])
+async def test_a_cancel_that_comes_with_the_answer_is_not_lost(
+    nats_server: PrivateServer, how: str
+) -> None:
+    """Else a task that asks in a loop would not end, and who waits for its end would wait for
+    ever."""
+    async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
+        client: Any = messaging.client
+        asking = asyncio.create_task(
+            client.request("s", b"x", timeout=5) if how == "request" else client.flush(5)
+        )
+        awaited: list[asyncio.Future[Any]] = []
+        while not awaited:
+            await asyncio.sleep(0)
+            awaited = list(client._resp_map.values()) if how == "request" else client._pongs
+        [answer] = awaited
+        answer.add_done_callback(lambda _: asking.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
+
+
+async def test_a_cancel_that_comes_while_it_flushes_is_not_lost(
+    nats_server: PrivateServer,
+) -> None:
+    async with NatsMessaging(nats_server.url) as messaging:
+        client: Any = messaging.client
+        flushing = asyncio.create_task(client._flush_pending(force_flush=True))
+        asyncio.get_running_loop().call_soon(flushing.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await flushing
 
 
 async def test_leaving_during_an_outage_is_bounded(nats_server) -> None:

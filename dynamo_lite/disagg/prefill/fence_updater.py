@@ -49,7 +49,8 @@ class FenceUpdater:
                     await self._abandon(request, "this worker stood still for too long")
             self._open(lease.remaining_s())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.leaving.wait(), lease.ttl_s / 10)
+                async with asyncio.timeout(lease.ttl_s / 10):
+                    await self.leaving.wait()
         # Decode engines give back what nobody promised them in time; what is written after
         # that lands in blocks of others, also when the next promise is heard.
         while lease.loss is not LeaseLoss.EXPIRED and self._now() < self._open_until:

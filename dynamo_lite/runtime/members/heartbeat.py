@@ -43,7 +43,8 @@ class HeartbeatPublisher:
             with contextlib.suppress(Unavailable):  # then nobody blames us for the silence
                 await self._messaging.publish(self._subject, encode(beat))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), self._period_s)
+                async with asyncio.timeout(self._period_s):
+                    await self._stopped.wait()
 
     def stop(self) -> None:
         """The worker leaves: from here on its keys speak for it, or their absence."""

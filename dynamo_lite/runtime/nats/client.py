@@ -5,15 +5,20 @@ have it: too many connections, a login that ran out, a violated protocol. Before
 connects anew it waits for what it has still to send, even where the old server
 hangs or is cut off and will never read it; and it forgets to close a connection on
 which nothing was said. It stops reading at a message whose headers or reply subject
-it cannot read.
+it cannot read. It loses a cancel that comes in the same turn of the event loop as the
+answer (Python 3.11's `asyncio.wait_for` returns the answer then), and one that comes while
+it flushes: a task that asks in a loop would never end.
 """
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from nats import errors
 from nats.aio.client import DEFAULT_BUFFER_SIZE, Client
+from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
 
 from dynamo_lite.protocol.errors import ProtocolError
@@ -51,6 +56,18 @@ class PersistentClient(Client):
             await self._error_cb(ProtocolError(f"unreadable headers: {exc!r}"))
             return None
 
+    async def request(self, *args: Any, **options: Any) -> Msg:
+        with _keeping_cancels():
+            return await super().request(*args, **options)
+
+    async def flush(self, *args: Any, **options: Any) -> None:
+        with _keeping_cancels():
+            await super().flush(*args, **options)
+
+    async def _flush_pending(self, *args: Any, **options: Any) -> Any:
+        with _keeping_cancels():
+            return await super()._flush_pending(*args, **options)
+
     async def _attempt_reconnect(self) -> None:
         self._break_off()
         await super()._attempt_reconnect()
@@ -78,3 +95,14 @@ class PersistentClient(Client):
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()
+
+
+@contextlib.contextmanager
+def _keeping_cancels() -> Iterator[None]:
+    """Raises CancelledError at its end when the task was cancelled inside, and did not notice."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    yield
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
