@@ -3,7 +3,7 @@
     python -m benchmarks.disagg_report FILE [--markdown]
 
 prints them again from what `benchmarks.disagg --json FILE` has written; with
---markdown the table of the README.
+--markdown the table of docs/performance.md.
 """
 
 import json
