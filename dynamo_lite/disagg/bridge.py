@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class ThreadBridge:
         self._stop = asyncio.Event()
         self._ready = threading.Event()
         self._failure: BaseException | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._thread = threading.Thread(target=self._run, name="dynamo-lite-bridge", daemon=True)
 
     def start(self, timeout_s: float) -> None:
@@ -75,14 +76,7 @@ class ThreadBridge:
             self._thread.join(_JOIN_S)
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._settle)
-
-    def _settle(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (failure := task.exception()) is not None:
-            logger.error("bridge task failed", exc_info=failure)
+        self._tasks.start(coroutine, name="bridge work")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -96,9 +90,6 @@ class ThreadBridge:
             self._loop.close()
 
     async def _main(self) -> None:
-        async with self._session():
+        async with self._session(), self._tasks:
             self._ready.set()
             await self._stop.wait()
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -30,6 +30,7 @@ from dynamo_lite.protocol.kv import (
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class KvFollower:
         self._peers: dict[int, Peer] = {}
         self._indexes: dict[tuple[str, int], KvIndex] = {}
         self._repairs: dict[int, asyncio.Task[None]] = {}
+        self._tasks = OwnedTasks()
         self._changed = asyncio.Event()
         self._on_load: Callable[[int], None] = lambda lease_id: None
         self._open = False
@@ -131,10 +133,7 @@ class KvFollower:
 
     async def _close(self) -> None:
         self._open = False
-        repairs = list(self._repairs.values())
-        for task in repairs:
-            task.cancel()
-        await asyncio.gather(*repairs, return_exceptions=True)
+        await self._tasks.end()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -191,8 +190,8 @@ class KvFollower:
 
     def _repair(self, peer: Peer) -> None:
         if peer.lease_id not in self._repairs:
-            task = asyncio.create_task(self._fetch(peer), name=f"kv-snapshot {peer.lease_id:x}")
-            self._repairs[peer.lease_id] = task
+            name = f"kv-snapshot {peer.lease_id:x}"
+            self._repairs[peer.lease_id] = self._tasks.start(self._fetch(peer), name=name)
 
     async def _fetch(self, peer: Peer) -> None:
         """Until there is one that fits, or the worker leaves."""

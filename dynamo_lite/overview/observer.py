@@ -30,6 +30,7 @@ from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class Observer:
             events = await stack.enter_async_context(
                 self._store.watch(names.links_prefix(self._namespace))
             )
-            task = asyncio.create_task(self._follow_links(events), name="observer links")
-            stack.push_async_callback(_end, task)
+            follower = running(self._follow_links(events), name="observer links")
+            await stack.enter_async_context(follower)
             subject = names.kv_subject(self._namespace, _TELLS_LOAD)
             handler = counted(self._on_notice, "kv_notice", self._on_drop)
             await stack.enter_async_context(self._messaging.serve(subject, handler))
@@ -166,8 +167,3 @@ def _http_of(members: tuple[EndpointRecord, ...]) -> dict[str, str]:
         for member in members
         if (member.component, member.endpoint) == ("Frontend", "http") and member.transport.stream
     }
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -1,10 +1,9 @@
 """Whether the queue on the broker is still the one that was seen before."""
 
-import contextlib
-import logging
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 
-logger = logging.getLogger(__name__)
+from dynamo_lite.runtime.listeners import Listeners
 
 
 class Incarnations:
@@ -13,7 +12,7 @@ class Incarnations:
     def __init__(self) -> None:
         self.number = 0
         self._identity: Hashable = None
-        self._callbacks: list[Callable[[], None]] = []
+        self._listeners = Listeners[[]]("the queue")
 
     def __repr__(self) -> str:
         return f"Incarnations({self.number}, {self._identity!r})"
@@ -24,17 +23,8 @@ class Incarnations:
         if before in (None, identity):
             return
         self.number += 1
-        for callback in list(self._callbacks):
-            try:
-                callback()
-            except Exception:
-                logger.exception("a listener of the queue failed")
+        self._listeners.notify()
 
-    @contextlib.contextmanager
-    def watch(self, callback: Callable[[], None]) -> Generator[None]:
+    def watch(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
         """Calls back after each growth of `number` while the context lasts."""
-        self._callbacks.append(callback)
-        try:
-            yield
-        finally:
-            self._callbacks.remove(callback)
+        return self._listeners.add(callback)

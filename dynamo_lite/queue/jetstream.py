@@ -27,6 +27,7 @@ from dynamo_lite.queue.topology import Topology, consumer_name
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
+from dynamo_lite.runtime.tasks import running
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +100,8 @@ class JetStreamQueue:
                 raise StartupError(f"JetStream cannot be used: {exc}") from exc
             self._puller = Puller(client, self._topology, self._missing.set, self._on_drop)
             await stack.enter_async_context(self._puller)
-            keeper = asyncio.create_task(self._keep(), name=f"keep {self._topology.stream}")
-            stack.push_async_callback(_cancel, keeper)
+            keeper = running(self._keep(), name=f"keep {self._topology.stream}")
+            await stack.enter_async_context(keeper)
             self._resources = stack.pop_all()
         return self
 
@@ -239,8 +240,3 @@ class JetStreamQueue:
         except (errors.Error, OSError, TimeoutError) as exc:
             reason = str(exc) or type(exc).__name__
             raise BrokerUnavailable(f"{what}: {reason}") from exc
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})

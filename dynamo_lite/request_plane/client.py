@@ -12,6 +12,7 @@ from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.connection import Connection
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import end_tasks
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +54,7 @@ class RemoteGenerateClient:
 
     async def __aexit__(self, *_: object) -> None:
         self._closed = True
-        connecting = list(self._connecting.values())
-        for task in connecting:
-            task.cancel()
-        if connecting:
-            await asyncio.wait(connecting)
+        await end_tasks(*self._connecting.values())
         links = list(self._links.values())
         for link in links:
             link.leave()

@@ -28,6 +28,7 @@ from dynamo_lite.request_plane.base import NO_STREAM, OnDeltas, OnLost
 from dynamo_lite.request_plane.framing import FrameConnection, frame, parse_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import end_tasks
 
 _log = logging.getLogger(__name__)
 
@@ -129,9 +130,7 @@ class Connection:
         try:
             await asyncio.wait({asking, self.closed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not asking.done():
-                asking.cancel()
-                await asyncio.wait({asking})
+            await end_tasks(asking)
             if not asking.cancelled():
                 asking.exception()  # retrieved, also where a cancelled caller will not look
         if asking.cancelled():

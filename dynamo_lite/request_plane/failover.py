@@ -8,9 +8,9 @@ worker that was given up can get into the answer of its successor.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Self
 
 from dynamo_lite.policy.migration import Plan
 from dynamo_lite.policy.routing import Picker
@@ -29,6 +29,7 @@ from dynamo_lite.request_plane.placement import Placement
 from dynamo_lite.request_plane.selector import LocalSelector, WorkerSelector
 from dynamo_lite.request_plane.stats import FailoverStats
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import OwnedTasks
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class FailoverClient:
         )
         self._attempts = self._placer.attempts
         self._flights: dict[str, MigratingRequest] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._closed = False
         self._messaging = messaging
         self._stack = ExitStack()
@@ -108,10 +109,7 @@ class FailoverClient:
         self._stack.close()
         for flight in list(self._flights.values()):
             self._forget(flight)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.end()
 
     def members_changed(self) -> None:
         """Somebody joined, left, or may be picked again."""
@@ -224,7 +222,8 @@ class FailoverClient:
                 flight.avoid = flight.member.lease_id
             self.stats.moved[flight.move_kind] += 1
             _log.info("request %s: %s; moving it (%s)", flight.request_id, why, flight.move_kind)
-            flight.mover = self._spawn(self._move(flight, gone), f"move {flight.request_id}")
+            name = f"move {flight.request_id}"
+            flight.mover = self._tasks.start(self._move(flight, gone), name=name)
 
     async def _move(self, flight: MigratingRequest, gone: str) -> None:
         try:
@@ -257,7 +256,7 @@ class FailoverClient:
         wire_id = flight.wire_id
         self._forget(flight)
         if wire_id:
-            self._spawn(self._abort([wire_id]), f"abort {wire_id}")
+            self._tasks.start(self._abort([wire_id]), name=f"abort {wire_id}")
 
     def _forget(self, flight: MigratingRequest) -> None:
         """It is over: no attempt, timer or move of it is left."""
@@ -282,12 +281,6 @@ class FailoverClient:
         if connected:
             self._placer.reconnected()
             self.members_changed()
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _is_late(flight: MigratingRequest) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import Handler
+from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,8 @@ class Dispatcher:
         self._handler = handler
         self._context = contextvars.copy_context()
         self._slots = asyncio.Semaphore(limit)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
+        self._cancelled = False
         self._log_limit = LogLimit()
 
     def __repr__(self) -> str:
@@ -40,32 +42,24 @@ class Dispatcher:
     async def submit(self, payload: bytes, reply: Reply | None) -> None:
         """Starts the handler on `payload`; waits while `limit` handlers run."""
         await self._slots.acquire()
-        task = asyncio.create_task(
+        task = self._tasks.start(
             self._run(payload, reply),
             name=f"handle {self._subject}",
             context=self._context.copy(),
         )
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(lambda _: self._slots.release())
 
     async def join(self) -> None:
         """Waits for the running handlers; cancels them if the wait is cancelled."""
-        try:
-            while self._tasks:
-                await asyncio.wait(self._tasks)
-        except asyncio.CancelledError:
-            self.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            raise
+        if self._cancelled:
+            await self._tasks.end()
+        else:
+            await self._tasks.join()
 
     def cancel(self) -> None:
         """Cancels the running handlers; `join` waits for their end."""
-        for task in self._tasks:
-            task.cancel()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._slots.release()
+        self._cancelled = True
+        self._tasks.cancel()
 
     async def _run(self, payload: bytes, reply: Reply | None) -> None:
         try:

@@ -6,12 +6,11 @@
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
-logger = logging.getLogger(__name__)
+from dynamo_lite.runtime.listeners import Listeners
 
 #: Takes a payload; returns the reply, or None where the sender wants none.
 Handler = Callable[[bytes], Awaitable[bytes | None]]
@@ -63,15 +62,10 @@ class ConnectionWatch:
     """Who wants to know when the connection comes and goes; part of each implementation."""
 
     def __init__(self) -> None:
-        self._callbacks: list[OnConnection] = []
+        self._listeners = Listeners[[bool]]("the connection")
 
-    @contextlib.contextmanager
-    def watch(self, callback: OnConnection) -> Generator[None]:
-        self._callbacks.append(callback)
-        try:
-            yield
-        finally:
-            self._callbacks.remove(callback)
+    def watch(self, callback: OnConnection) -> AbstractContextManager[None]:
+        return self._listeners.add(callback)
 
     async def wait(self, connected: Callable[[], bool], timeout_s: float) -> None:
         """Returns when `connected` is true, or after the time."""
@@ -83,8 +77,4 @@ class ConnectionWatch:
                     changed.clear()
 
     def tell(self, connected: bool) -> None:
-        for callback in list(self._callbacks):
-            try:
-                callback(connected)
-            except Exception:
-                logger.exception("a listener of the connection failed")
+        self._listeners.notify(connected)

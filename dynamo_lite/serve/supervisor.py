@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.stop import StopRequest
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.progress import Progress
@@ -199,9 +200,7 @@ async def _first_of(*waits: object, timeout_s: float | None = None) -> None:
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
 
 def _first(group: BaseExceptionGroup[StartupError]) -> StartupError:

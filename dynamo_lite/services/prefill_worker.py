@@ -23,6 +23,7 @@ from dynamo_lite.runtime.members.backlog import BacklogFollower
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import PrefillWorkerConfig
 from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
@@ -174,9 +175,7 @@ async def _either(*events: asyncio.Event, timeout_s: float) -> None:
     try:
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await end_tasks(*waiting)
 
 
 def _pool_gauges(host: Host) -> Callable[[EngineStatus], None]:

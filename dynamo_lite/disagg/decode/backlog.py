@@ -22,6 +22,7 @@ from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.backlog import BacklogFollower
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -124,12 +125,10 @@ class BacklogExchange:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._follower.follow(messaging))
             stack.enter_context(messaging.watch_connection(self._on_connection))
-            telling = asyncio.create_task(self._tell(messaging), name="prefill-demand")
             try:
-                yield
+                async with running(self._tell(messaging), name="prefill-demand"):
+                    yield
             finally:
-                telling.cancel()
-                await asyncio.gather(telling, return_exceptions=True)
                 await self._say(messaging, leaving=True)
 
     def stirred(self) -> None:

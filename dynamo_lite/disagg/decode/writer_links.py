@@ -18,6 +18,7 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.members.roster import Members
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +84,8 @@ class WriterLinks:
                     self._apply(await anext(events))
             except TimeoutError as exc:
                 raise StoreUnavailable(f"no listing of {prefix}") from exc
-            task = asyncio.create_task(self._follow(events, on_change), name="writer-links")
-            try:
+            async with running(self._follow(events, on_change), name="writer-links"):
                 yield
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
 
     async def _follow(
         self, events: AsyncIterator[WatchEvent], on_change: Callable[[], None]

@@ -32,6 +32,7 @@ from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.transfer.directory import MetadataDirectory
 
@@ -156,12 +157,10 @@ class PrefillJobs:
             request = trace.request
         self.working[request.attempt] = request
         self.idle.clear()
-        keeper = asyncio.create_task(self._extend(job), name=f"extend-{job.sequence}")
         try:
-            end = await self._runner.run(job, request, trace)
+            async with running(self._extend(job), name=f"extend-{job.sequence}"):
+                end = await self._runner.run(job, request, trace)
         finally:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
             del self.working[request.attempt]
             if not self.working:
                 self.idle.set()

@@ -14,6 +14,7 @@ from dynamo_lite.protocol.errors import DeadlineExceeded, Unavailable
 from dynamo_lite.protocol.prefill import LinkTest, Listen
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class LinkTestClient:
         self._link, self._messaging, self._wake = link, messaging, wake
         self._numbers = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[LinkReport]] = {}
-        self._waking: set[asyncio.Task[None]] = set()
+        self._waking = OwnedTasks()
 
     async def fly(self, target: EngineMetadata) -> LinkReport:
         """Raises Unavailable, DeadlineExceeded or ProtocolError when the engine was not heard."""
@@ -65,9 +66,7 @@ class LinkTestClient:
                 waiting.set_result(LinkReport(failure or None, lanes, contact_s, round_trip_s))
 
     def _wake_soon(self) -> None:
-        task = asyncio.create_task(self._wake_safely(), name="wake")
-        self._waking.add(task)
-        task.add_done_callback(self._waking.discard)
+        self._waking.start(self._wake_safely(), name="wake")
 
     async def _wake_safely(self) -> None:
         try:
@@ -76,7 +75,6 @@ class LinkTestClient:
             logger.warning("%s", exc)
 
     def close(self) -> None:
-        for task in self._waking:
-            task.cancel()
+        self._waking.cancel()
         for waiting in self._waiting.values():
             waiting.cancel()

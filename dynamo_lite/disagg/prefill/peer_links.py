@@ -29,6 +29,7 @@ from dynamo_lite.protocol.prefill import Listen
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord
 from dynamo_lite.runtime.process.host import Host
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
+from dynamo_lite.runtime.tasks import running
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
@@ -207,12 +208,10 @@ class PeerLinks:
         """Meanwhile the engine makes steps, though it may be idle. Raises Unavailable,
         DeadlineExceeded."""
         await self._ask_to_listen(engine_id, _LISTEN_S)
-        task = asyncio.create_task(self._keep_listening(engine_id), name=f"listen {engine_id}")
         try:
-            yield
+            async with running(self._keep_listening(engine_id), name=f"listen {engine_id}"):
+                yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             with contextlib.suppress(Unavailable, DeadlineExceeded):
                 await self._ask_to_listen(engine_id, 0)
 

@@ -18,6 +18,7 @@ from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 from dynamo_lite.runtime.etcd.client import is_future_revision
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -192,12 +193,10 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
 async def open_watch(client: Any, prefix: str, *, timeout_s: float) -> AsyncIterator[EtcdWatch]:
     """Runs a watch while the context lasts."""
     watch = EtcdWatch(client, prefix, timeout_s=timeout_s)
-    task = asyncio.create_task(watch.run(), name=f"watch {prefix}")
     try:
-        yield watch
+        async with running(watch.run(), name=f"watch {prefix}"):
+            yield watch
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         watch.close()
 
 

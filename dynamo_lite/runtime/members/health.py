@@ -18,6 +18,7 @@ from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Heartbeat, decode_heartbeat
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.members.member_health import MemberHealth
 from dynamo_lite.runtime.members.roster import Members, Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -54,7 +55,7 @@ class HealthMonitor:
         self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
         self._subject = names.health_subject(namespace, component)
         self._members: dict[int, MemberHealth] = {}
-        self._callbacks: list[OnHealth] = []
+        self._listeners = Listeners[frozenset[int], frozenset[int]](self._subject)
         self._timer: asyncio.TimerHandle | None = None
         self._stack = contextlib.AsyncExitStack()
         self._open = False
@@ -127,7 +128,7 @@ class HealthMonitor:
     def on_change(self, callback: OnHealth) -> None:
         """Calls `callback` from the event loop after members turned; joins and leaves are
         the roster's to tell."""
-        self._callbacks.append(callback)
+        self._listeners.add(callback)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -195,10 +196,10 @@ class HealthMonitor:
         if member.responsive and not before:
             logger.info("worker %x works again", lease_id)
             self._arm()
-            self._tell(frozenset({lease_id}), frozenset())
+            self._listeners.notify(frozenset({lease_id}), frozenset())
         elif before and not member.responsive:
             logger.warning("worker %x cannot work: %s", lease_id, self.trouble(lease_id))
-            self._tell(frozenset(), frozenset({lease_id}))
+            self._listeners.notify(frozenset(), frozenset({lease_id}))
 
     def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
         if not self._open:
@@ -215,13 +216,6 @@ class HealthMonitor:
             for member in self._members.values():
                 member.well_at = self._now()
             self._arm()
-
-    def _tell(self, back: frozenset[int], lost: frozenset[int]) -> None:
-        for callback in self._callbacks:
-            try:
-                callback(back, lost)
-            except Exception:
-                logger.exception("a listener of %s failed", self._subject)
 
     # What is not heard: one timer, for the next member that may have fallen silent
 
@@ -259,7 +253,7 @@ class HealthMonitor:
             logger.warning("worker %x does not work: %s", lease_id, self.trouble(lease_id))
         self._arm()
         if silent:
-            self._tell(frozenset(), silent)
+            self._listeners.notify(frozenset(), silent)
 
     def _overdue(self, limit_s: float) -> frozenset[int]:
         # Added up as for the timer: rounded otherwise, it would fire again and again at its time.

@@ -17,6 +17,7 @@ from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError
 from dynamo_lite.protocol.live_options import decode_tuning
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,8 @@ class LiveOptions(Generic[T]):
         """Raises DeadlineExceeded or StoreUnavailable."""
         async with contextlib.AsyncExitStack() as stack:
             events = await stack.enter_async_context(self._store.watch(self._key))
-            task = asyncio.create_task(self._follow(events), name=f"options {self._key}")
-            stack.push_async_callback(_end, task)
+            follower = running(self._follow(events), name=f"options {self._key}")
+            await stack.enter_async_context(follower)
             try:
                 async with asyncio.timeout(_FIRST_LISTING_S):
                     await self._looked.wait()
@@ -101,8 +102,3 @@ class LiveOptions(Generic[T]):
         self.values, self.version = values, version
         logger.info("%s: version %d holds: %s", self._key, version, msgspec.to_builtins(values))
         self._on_change(values, version)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -11,7 +11,9 @@ from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, StoreUn
 from dynamo_lite.protocol.names import endpoint_key
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class Roster:
         self._timer: asyncio.TimerHandle | None = None
         self._members: Members = ()
         self._version = 0
-        self._callbacks: list[OnChange] = []
+        self._listeners = Listeners[frozenset[int], frozenset[int]](prefix)
         self._changed = asyncio.Event()
         self._stack = contextlib.AsyncExitStack()
 
@@ -64,7 +66,7 @@ class Roster:
 
     def on_change(self, callback: OnChange) -> None:
         """Calls `callback` after each join or leave, from the event loop, with `members` new."""
-        self._callbacks.append(callback)
+        self._listeners.add(callback)
 
     async def wait(self, accept: Callable[[Members], bool], timeout_s: float) -> Members:
         """Returns the members once `accept(members)`. Raises DeadlineExceeded."""
@@ -86,9 +88,9 @@ class Roster:
                     self._apply(await anext(events))
             except TimeoutError as exc:
                 raise StoreUnavailable(f"no listing of {self._prefix}") from exc
-            task = asyncio.create_task(self._follow(events), name=f"roster {self._prefix}")
             stack.callback(self._forget_timer)
-            stack.push_async_callback(_end, task)
+            follower = running(self._follow(events), name=f"roster {self._prefix}")
+            await stack.enter_async_context(follower)
             self._stack = stack.pop_all()
         return self
 
@@ -164,15 +166,5 @@ class Roster:
         changed.set()
         after = {member.lease_id for member in members}
         joined, left = frozenset(after - before), frozenset(before - after)
-        if not joined and not left:
-            return
-        for callback in self._callbacks:
-            try:
-                callback(joined, left)
-            except Exception:
-                logger.exception("a listener of %s failed", self._prefix)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+        if joined or left:
+            self._listeners.notify(joined, left)

@@ -27,6 +27,7 @@ from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
 from dynamo_lite.runtime.nats.client import PersistentClient
 from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
 from dynamo_lite.runtime.retry import retry_while_unavailable
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.runtime.tls import tls_refusal
 
 logger = logging.getLogger(__name__)
@@ -174,9 +175,9 @@ class NatsMessaging:
             if not connecting.done():
                 raise errors.Error(refused.result())
         finally:
-            for task in (connecting, refused):
-                task.cancel()
-            await asyncio.gather(connecting, refused, return_exceptions=True)
+            await end_tasks(connecting, refused)
+            if not connecting.cancelled():
+                connecting.exception()  # retrieved, also where the refusal is raised
         connecting.result()
 
     async def _all_refuse(self) -> str:

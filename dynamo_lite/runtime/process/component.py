@@ -22,6 +22,7 @@ from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.retry import START_WAIT_S, retry_while_unavailable
 from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.runtime.tracing.tracer import Tracer, TracingOptions
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class Host:
         self._held: dict[str, bytes] = {}
         self._endpoints: list[str] = []
         self._guard: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = OwnedTasks(self._task_failed)
 
     def __repr__(self) -> str:
         name = f"{self.spec.namespace}/{self.spec.component}[{self.spec.instance}]"
@@ -194,10 +195,7 @@ class Host:
 
         It is cancelled after the component is closed.
         """
-        task = asyncio.create_task(coro, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
+        return self._tasks.start(coro, name=name)
 
     def stop(self, reason: str, code: int = 0) -> None:
         """Asks for a drain, then an exit with `code`. The first call counts."""
@@ -205,16 +203,9 @@ class Host:
 
     async def cancel_tasks(self) -> None:
         """Ends the owned tasks."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.end()
 
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        exc = None if task.cancelled() else task.exception()
-        if exc is None:
-            return
+    def _task_failed(self, task: asyncio.Task[Any], exc: BaseException) -> None:
         loss = self.lease.loss
         if loss is not None:
             self.stop(f"lease {loss.value}", loss_exit_code(loss))

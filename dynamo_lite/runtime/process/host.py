@@ -29,6 +29,7 @@ from dynamo_lite.runtime.process.stop import (
 )
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.store import Lease, Store
+from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing.open import open_tracer
 from dynamo_lite.runtime.tracing.tracer import Tracer
 
@@ -146,7 +147,7 @@ class _Process:
         )
         self.host.status_url = status.url
         # Outlives the owned tasks' failures: it decides between their code and its own.
-        stack.push_async_callback(_cancel, asyncio.create_task(self._await_loss()))
+        await stack.enter_async_context(running(self._await_loss(), name="lease loss"))
 
     async def _open_tracer(self, stack: AsyncExitStack) -> Tracer | None:
         spec = self._spec
@@ -294,8 +295,3 @@ def count_reconnects(
             reconnects.inc()
 
     return messaging.watch_connection(on_connection)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -20,6 +20,7 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import advertised_address, host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.process.readiness import Probes
+from dynamo_lite.runtime.tasks import OwnedTasks
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 2.0
@@ -45,7 +46,7 @@ class StatusServer:
         self._registry = registry
         self._host = host
         self._port = port
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = OwnedTasks()
         self._server: _Server | None = None
 
     def __repr__(self) -> str:
@@ -69,10 +70,9 @@ class StatusServer:
             ws="none",
             timeout_graceful_shutdown=1,
         )
-        server = _Server(config)
-        task = asyncio.create_task(server.serve([listener]), name="status server")
-        self._server, self._task = server, task
-        started = asyncio.create_task(server.up.wait())
+        self._server = server = _Server(config)
+        task = self._tasks.start(server.serve([listener]), name="status server")
+        started = self._tasks.start(server.up.wait(), name="status server is up")
         try:
             await asyncio.wait(
                 {started, task}, timeout=_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
@@ -82,19 +82,16 @@ class StatusServer:
         except BaseException:
             await self.__aexit__()
             raise
-        finally:
-            started.cancel()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        server, task = self._server, self._task
-        self._server = self._task = None
-        if server is None or task is None:
+        server, self._server = self._server, None
+        if server is None:
             return
         server.should_exit = True
-        await asyncio.wait({task}, timeout=_STOP_TIMEOUT_S)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self._tasks.join()
 
     def _routes(self) -> list[Route]:
         routes = [Route("/health", self._get_health), Route("/metrics", self._get_metrics)]

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.process.readiness import Probes
+from dynamo_lite.runtime.tasks import running
 from dynamo_lite.vllm.http_options import HttpOptions, QuietPaths, TlsOptions
 
 _log = logging.getLogger(__name__)
@@ -218,12 +219,8 @@ async def _refreshed(
                 seen = now
                 _reload(context, tls)
 
-    following = asyncio.create_task(follow(), name="tls-refresh")
-    try:
+    async with running(follow(), name="tls-refresh"):
         yield
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
 
 
 def _versions(tls: TlsOptions) -> list[tuple[int, int] | None]:

@@ -15,6 +15,7 @@ import msgspec
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.services.config import ProcessorConfig
 
 logger = logging.getLogger(__name__)
@@ -105,8 +106,7 @@ class _Call:
     async def hang_up(self) -> None:
         self._left.set()
         await asyncio.wait({self._task}, timeout=_HANG_UP_S)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     async def _receive(self) -> dict[str, Any]:
         if self._request is not None:

@@ -23,6 +23,7 @@ from dynamo_lite.request_plane import WorkerSelector
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +64,14 @@ class RemoteRouter(WorkerSelector):
         self._told = asyncio.Event()
         self._rests_until: dict[int, float] = {}
         self._silent: set[int] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = OwnedTasks()
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._tell(), name="router-fates")
+        self._tasks.start(self._tell(), name="router-fates")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.end()
 
     async def choose(
         self, members: Sequence[EndpointRecord], request: GenerateRequest

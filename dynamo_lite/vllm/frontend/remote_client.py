@@ -15,6 +15,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.loggers import StatLoggerManager
 
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.vllm.frontend.remote_core import RemoteCore
 from dynamo_lite.vllm.migratable import is_causal
 
@@ -102,4 +103,4 @@ class RemoteEngineClient(AsyncLLM):
         handler = self.output_handler
         self.shutdown()
         if handler is not None:
-            await asyncio.gather(handler, return_exceptions=True)
+            await end_tasks(handler)

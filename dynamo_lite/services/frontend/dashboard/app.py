@@ -14,6 +14,7 @@ from importlib.resources import files
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_lite.protocol.errors import Overloaded
+from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 
 PATH = "/dashboard"
@@ -116,9 +117,7 @@ class Dashboard:
                 {pumping, gone}, timeout=self._stream_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            for task in (pumping, gone):
-                task.cancel()
-            await asyncio.gather(pumping, gone, return_exceptions=True)
+            await end_tasks(pumping, gone)
         stuck = not pumping.cancelled() and isinstance(pumping.exception(), TimeoutError)
         if not stuck:
             try:

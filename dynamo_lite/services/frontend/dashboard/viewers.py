@@ -15,6 +15,7 @@ import msgspec
 
 from dynamo_lite.overview import Overview
 from dynamo_lite.protocol.errors import DynamoLiteError, Overloaded
+from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,7 @@ class Viewers:
         self._tell()
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks(task)
 
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()

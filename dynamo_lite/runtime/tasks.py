@@ -1,0 +1,121 @@
+"""Ownership of asyncio tasks: who starts a task ends it, and a failure is never silent."""
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Self, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Pause between two cancels of a task that has not ended. It is longer than the timeouts of
+#: what tasks do on their way out (5 s at most), so that only lost cancels are repeated.
+CANCEL_AGAIN_S = 10.0
+
+#: Takes a task that has ended with an exception, and that exception.
+OnFailure = Callable[[asyncio.Task[Any], BaseException], None]
+
+
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels `tasks` and returns when all of them have ended. Their results stay unread.
+
+    A single cancel is not enough: on Python 3.11 `asyncio.wait_for` returns its result and
+    drops a cancel that comes in the same turn of the event loop, and libraries use it. So
+    the cancel is repeated every `CANCEL_AGAIN_S`. When the caller is cancelled meanwhile, that
+    cancel is passed on to the tasks, and raised here after they have ended.
+    """
+    if asyncio.current_task() in tasks:
+        raise RuntimeError("a task cannot wait for its own end: end it from its owner's task")
+    running = [task for task in tasks if not task.done()]
+    cancelled: asyncio.CancelledError | None = None
+    while running:
+        for task in running:
+            task.cancel()
+        try:
+            await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+        running = [task for task in running if not task.done()]
+    if cancelled is not None:
+        raise cancelled
+
+
+def log_failure(task: asyncio.Task[Any], exc: BaseException) -> None:
+    """The OnFailure of an owner that goes on without the task."""
+    logger.error("task %s failed", task.get_name(), exc_info=exc)
+
+
+class OwnedTasks:
+    """The tasks of one owner. An async context manager: leaving it ends them, as does `end`.
+
+    on_failure: called in the event loop as soon as a task has failed; the others go on.
+    """
+
+    def __init__(self, on_failure: OnFailure = log_failure):
+        self._on_failure = on_failure
+        # A dict and not a set: tasks are ended in the order of their start.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def __repr__(self) -> str:
+        return f"OwnedTasks({[task.get_name() for task in self._tasks]})"
+
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._tasks)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end()
+
+    def start(
+        self,
+        coro: Coroutine[Any, Any, T],
+        *,
+        name: str,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[T]:
+        """Runs `coro` as a task. Must be called in the event loop. See `asyncio.create_task`."""
+        task = asyncio.create_task(coro, name=name, context=context)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    async def join(self) -> None:
+        """Returns when no task is left. If the wait is cancelled, the tasks are ended."""
+        try:
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+        except asyncio.CancelledError:
+            await self.end()
+            raise
+
+    def cancel(self) -> None:
+        """Cancels all tasks once, for callers that cannot wait here. `end` waits for them."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def end(self) -> None:
+        """Ends all tasks; see `end_tasks`."""
+        while self._tasks:
+            await end_tasks(*self._tasks)
+            if self._tasks:  # the callbacks of those that have ended are still to be called
+                await asyncio.sleep(0)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            self._on_failure(task, exc)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    coro: Coroutine[Any, Any, T], *, name: str, on_failure: OnFailure = log_failure
+) -> AsyncIterator[asyncio.Task[T]]:
+    """Runs `coro` as a task while the context lasts; its failure does not end the context."""
+    async with OwnedTasks(on_failure) as tasks:
+        yield tasks.start(coro, name=name)

@@ -1,0 +1,60 @@
+"""Listeners: each is called, in order, until it is removed."""
+
+import pytest
+
+from dynamo_lite.runtime.listeners import Listeners
+
+
+def test_listeners_are_called_in_order_with_what_happened():
+    listeners = Listeners[int, str]("the store")
+    heard: list[tuple[str, int, str]] = []
+    listeners.add(lambda number, text: heard.append(("first", number, text)))
+    listeners.add(lambda number, text: heard.append(("second", number, text)))
+    listeners.notify(1, "a")
+    assert heard == [("first", 1, "a"), ("second", 1, "a")]
+    assert repr(listeners) == "Listeners('the store', 2)"
+
+
+def test_a_listener_is_removed_when_its_context_is_left():
+    listeners = Listeners[int]("the store")
+    heard: list[int] = []
+    added = listeners.add(heard.append)
+    listeners.notify(1)
+    with added:
+        listeners.notify(2)
+    listeners.notify(3)
+    assert heard == [1, 2]
+
+
+def test_a_failing_listener_is_logged_and_keeps_nobody_from_being_called(
+    caplog: pytest.LogCaptureFixture,
+):
+    def fails(number: int) -> None:
+        raise ValueError(f"cannot take {number}")
+
+    listeners = Listeners[int]("the store")
+    heard: list[int] = []
+    listeners.add(fails)
+    listeners.add(heard.append)
+    listeners.notify(1)
+    assert heard == [1]
+    (logged,) = caplog.records
+    assert logged.getMessage() == "a listener of the store failed"
+    assert "cannot take 1" in caplog.text
+
+
+def test_a_listener_may_be_added_or_removed_by_another_one():
+    listeners = Listeners[[]]("the store")
+    heard: list[str] = []
+    leaving = listeners.add(lambda: heard.append("leaving"))
+
+    def changes() -> None:
+        listeners.add(lambda: heard.append("new"))
+        with leaving:
+            pass
+
+    with listeners.add(changes):
+        listeners.notify()
+    assert heard == ["leaving"]
+    listeners.notify()
+    assert heard == ["leaving", "new"]

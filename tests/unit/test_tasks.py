@@ -1,0 +1,222 @@
+"""OwnedTasks: tasks end with their owner, also when a cancel is lost, and fail loudly."""
+
+import asyncio
+import logging
+
+import pytest
+
+from dynamo_lite.runtime.tasks import CANCEL_AGAIN_S, OwnedTasks, end_tasks, running
+from tests.unit.virtual import virtual
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def loses_cancels(count: int) -> None:
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if count == 0:
+                raise
+            count -= 1
+
+
+async def fails(exc: Exception) -> None:
+    raise exc
+
+
+async def cleans_up_for(seconds: float, ended: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(seconds)
+        ended.append("cleaned up")
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+@virtual
+async def test_a_lost_cancel_is_repeated_until_the_task_has_ended(lost: int):
+    task = asyncio.create_task(loses_cancels(lost))
+    await asyncio.sleep(1)
+    began = now()
+    await end_tasks(task)
+    assert task.cancelled()
+    assert now() - began == pytest.approx(lost * CANCEL_AGAIN_S)
+
+
+@virtual
+async def test_a_cancel_that_meets_the_answer_of_wait_for_does_not_keep_the_task():
+    answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    answers: list[None] = []
+
+    async def asks() -> None:
+        answers.append(await asyncio.wait_for(answer, 1000))
+        await forever()
+
+    task = asyncio.create_task(asks())
+    await asyncio.sleep(1)
+    answer.set_result(None)
+    await end_tasks(task)
+    assert task.cancelled()
+    assert answers == [None]
+
+
+@virtual
+async def test_a_clean_up_that_keeps_its_deadline_is_not_interrupted():
+    ended: list[str] = []
+    task = asyncio.create_task(cleans_up_for(CANCEL_AGAIN_S - 1, ended))
+    await asyncio.sleep(1)
+    await end_tasks(task)
+    assert ended == ["cleaned up"]
+
+
+@virtual
+async def test_ended_tasks_and_no_tasks_need_no_wait():
+    task = asyncio.create_task(asyncio.sleep(0))
+    await task
+    began = now()
+    await end_tasks(task)
+    await end_tasks()
+    assert now() == began
+
+
+@virtual
+async def test_the_callers_cancel_is_raised_after_the_tasks_have_ended():
+    task = asyncio.create_task(loses_cancels(1))
+    await asyncio.sleep(1)
+    began = now()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2):
+            await end_tasks(task)
+    assert task.cancelled()
+    assert now() - began == pytest.approx(2)
+
+
+@virtual
+async def test_a_task_cannot_end_itself():
+    async def ends_itself() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        await end_tasks(task)
+
+    with pytest.raises(RuntimeError, match="its own end"):
+        await asyncio.create_task(ends_itself())
+
+
+@virtual
+async def test_leaving_the_context_ends_what_still_runs():
+    async with OwnedTasks() as tasks:
+        long = tasks.start(forever(), name="long")
+        stubborn = tasks.start(loses_cancels(1), name="stubborn")
+        short = tasks.start(asyncio.sleep(0, "result"), name="short")
+        assert await short == "result"
+        assert len(tasks) == 2
+        assert repr(tasks) == "OwnedTasks(['long', 'stubborn'])"
+    assert long.cancelled() and stubborn.cancelled()
+    assert len(tasks) == 0
+
+
+@virtual
+async def test_what_is_started_while_the_tasks_end_is_ended_too():
+    tasks = OwnedTasks()
+    late: list[asyncio.Task[None]] = []
+
+    async def starts_another() -> None:
+        try:
+            await forever()
+        finally:
+            late.append(tasks.start(forever(), name="late"))
+
+    tasks.start(starts_another(), name="first")
+    await asyncio.sleep(1)
+    await tasks.end()
+    assert [task.cancelled() for task in late] == [True]
+    assert len(tasks) == 0
+
+
+@virtual
+async def test_join_waits_for_all_and_ends_them_when_it_is_cancelled():
+    tasks = OwnedTasks()
+    tasks.start(asyncio.sleep(5), name="short")
+    began = now()
+    await tasks.join()
+    assert now() - began == pytest.approx(5)
+    long = tasks.start(forever(), name="long")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await tasks.join()
+    assert long.cancelled()
+
+
+@virtual
+async def test_cancel_does_not_wait():
+    tasks = OwnedTasks()
+    task = tasks.start(forever(), name="long")
+    await asyncio.sleep(0)
+    tasks.cancel()
+    assert not task.done()
+    await tasks.join()
+    assert task.cancelled()
+
+
+def test_a_failure_is_logged_at_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
+    @virtual
+    async def body() -> None:
+        async with OwnedTasks() as tasks:
+            other = tasks.start(forever(), name="other")
+            tasks.start(fails(ValueError("no such thing")), name="follower")
+            await asyncio.sleep(1)
+            (logged,) = caplog.records
+            assert logged.levelno == logging.ERROR
+            assert logged.getMessage() == "task follower failed"
+            assert "no such thing" in caplog.text
+            assert not other.done()
+
+    body()
+
+
+def test_a_failure_while_a_task_is_ended_is_logged(caplog: pytest.LogCaptureFixture):
+    async def fails_on_its_way_out() -> None:
+        try:
+            await forever()
+        finally:
+            raise ValueError("not closed")
+
+    @virtual
+    async def body() -> None:
+        async with running(fails_on_its_way_out(), name="follower"):
+            await asyncio.sleep(1)
+
+    body()
+    assert "task follower failed" in caplog.text and "not closed" in caplog.text
+
+
+def test_an_owner_may_take_failures_itself(caplog: pytest.LogCaptureFixture):
+    @virtual
+    async def body() -> None:
+        failures: list[tuple[str, str]] = []
+        owner = OwnedTasks(lambda task, exc: failures.append((task.get_name(), str(exc))))
+        async with owner as tasks:
+            tasks.start(fails(ValueError("first")), name="a")
+            tasks.start(forever(), name="cancelled")
+            await asyncio.sleep(1)
+        assert failures == [("a", "first")]
+
+    body()
+    assert caplog.records == []
+
+
+@virtual
+async def test_running_ends_its_task_with_the_context():
+    with pytest.raises(KeyError):
+        async with running(loses_cancels(1), name="follower") as task:
+            assert task.get_name() == "follower"
+            await asyncio.sleep(1)
+            raise KeyError
+    assert task.cancelled()
