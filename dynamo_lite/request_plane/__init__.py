@@ -8,6 +8,7 @@ many workers and moves requests from one to another.
 from dynamo_lite.request_plane.base import (
     GenerateClient,
     GenerateHandler,
+    MakeTransport,
     OnDeltas,
     OnLost,
 )
@@ -16,6 +17,7 @@ from dynamo_lite.request_plane.failover import (
     MAX_REQUEST_ID,
     FailoverClient,
     OnEnded,
+    OnTokens,
 )
 from dynamo_lite.request_plane.local import LocalGenerateClient
 from dynamo_lite.request_plane.selector import WorkerSelector
@@ -30,9 +32,11 @@ __all__ = [
     "GenerateHandler",
     "GenerateServer",
     "LocalGenerateClient",
+    "MakeTransport",
     "OnDeltas",
     "OnEnded",
     "OnLost",
+    "OnTokens",
     "RemoteGenerateClient",
     "WorkerSelector",
 ]

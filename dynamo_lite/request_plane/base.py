@@ -52,6 +52,10 @@ class GenerateClient(Protocol):
         ...
 
 
+#: Makes the transport of one owner, who takes its callbacks and enters it.
+MakeTransport = Callable[[OnDeltas, OnLost], GenerateClient]
+
+
 class GenerateHandler(Protocol):
     """What a GenerateServer serves: an engine."""
 

@@ -9,7 +9,7 @@ worker that was given up can get into the answer of its successor.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from typing import Self
 
 from dynamo_lite.policy.migration import Plan
@@ -23,7 +23,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.base import GenerateClient, OnDeltas
+from dynamo_lite.request_plane.base import MakeTransport, OnDeltas
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.placement import Placement
 from dynamo_lite.request_plane.selector import LocalSelector, WorkerSelector
@@ -40,47 +40,59 @@ _CLOCK_SLACK_S = 0.1
 
 #: Takes the id of a request that will get no further delta, and why.
 OnEnded = Callable[[str, DynamoLiteError], None]
+#: Takes the lease id of a worker that gave tokens, and whether first tokens were among them.
+OnTokens = Callable[[int, bool], None]
 
 
 class FailoverClient:
-    """Async context manager; leaving it forgets what runs, without `on_ended`.
+    """Async context manager; leaving it drops what runs, without `on_ended`.
 
-    members: the workers that may be picked. on_deltas: takes deltas under the requests' own
-    ids. on_ended: see OnEnded; it may call `abort`. messaging: asked whether the broker is
-    there; without it nothing is held. max_moves: losses of a worker that a request survives.
-    hold_s, move_wait_s: how long a request waits for the broker; for another worker.
-
-    The transport given to `connect` has this object's `take_deltas` and `take_lost` as
-    callbacks, and stays its owner's. `on_tokens` takes who gave tokens, and whether first ones.
+    make_transport: makes the connections to the workers, which live as long as this context.
+    members: returns the workers that may be picked.
+    on_deltas: takes deltas under the requests' own ids.
+    on_ended: see OnEnded; it may call `abort`.
+    on_tokens: called with the lease id of a worker whenever it gives tokens, and with whether
+        first tokens of a request were among them.
+    messaging: shows whether the broker is connected; without it no request waits for the broker.
+    max_moves: losses of a worker that a request survives.
+    hold_s, move_wait_s: how long a request waits for the broker, and for another worker.
     """
 
     def __init__(
         self,
+        make_transport: MakeTransport,
         *,
         members: Callable[[], Sequence[EndpointRecord]],
         picker: Picker | WorkerSelector,
         on_deltas: OnDeltas,
         on_ended: OnEnded,
+        on_tokens: OnTokens = lambda lease_id, first: None,
         messaging: Messaging | None = None,
         max_moves: int = 3,
         hold_s: float = 30.0,
         move_wait_s: float = 15.0,
     ):
         self.stats = FailoverStats()
-        self.on_tokens: Callable[[int, bool], None] = lambda lease_id, first: None
+        self.transport = make_transport(self.take_deltas, self.take_lost)
         self._on_deltas = on_deltas
+        self._on_tokens = on_tokens
         self._on_ended = on_ended
         self._max_moves = max_moves
         self._chooser = picker if isinstance(picker, WorkerSelector) else LocalSelector(picker)
         self._placer = Placement(
-            members, self._chooser, messaging, hold_s=hold_s, move_wait_s=move_wait_s
+            self.transport,
+            members,
+            self._chooser,
+            messaging,
+            hold_s=hold_s,
+            move_wait_s=move_wait_s,
         )
         self._attempts = self._placer.attempts
         self._flights: dict[str, MigratingRequest] = {}
         self._tasks = OwnedTasks()
         self._closed = False
         self._messaging = messaging
-        self._stack = ExitStack()
+        self._stack = AsyncExitStack()
 
     def __repr__(self) -> str:
         return (
@@ -93,20 +105,20 @@ class FailoverClient:
         """Requests that were submitted and have not ended."""
         return len(self._flights)
 
-    def connect(self, transport: GenerateClient) -> None:
-        self._placer.transport = transport
-
     async def __aenter__(self) -> Self:
-        if self._messaging is not None:
-            self._stack.enter_context(self._messaging.watch_connection(self._connection_changed))
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.transport)
+            stack.push_async_callback(self._close)
+            if self._messaging is not None:
+                stack.enter_context(self._messaging.watch_connection(self._connection_changed))
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+        await self._stack.aclose()
 
-    async def aclose(self) -> None:
+    async def _close(self) -> None:
         self._closed = True
-        self._stack.close()
         for flight in list(self._flights.values()):
             self._forget(flight)
         await self._tasks.end()
@@ -198,7 +210,7 @@ class FailoverClient:
         flights = (self._attempts.get(delta.request_id) for delta in deltas)
         giver = next((f.member for f in flights if f is not None and f.member is not None), None)
         if giver is not None:  # of all: they came on one connection
-            self.on_tokens(giver.lease_id, any(delta.prefill is not None for delta in deltas))
+            self._on_tokens(giver.lease_id, any(delta.prefill is not None for delta in deltas))
 
     def take_lost(self, request_ids: Sequence[str], why: str) -> None:
         for wire_id in request_ids:
@@ -274,8 +286,8 @@ class FailoverClient:
             flight.mover.cancel()
 
     async def _abort(self, wire_ids: Sequence[str]) -> None:
-        if wire_ids and self._placer.transport is not None:
-            await self._placer.transport.abort(wire_ids)
+        if wire_ids:
+            await self.transport.abort(wire_ids)
 
     def _connection_changed(self, connected: bool) -> None:
         if connected:

@@ -39,6 +39,7 @@ class Placement:
 
     def __init__(
         self,
+        transport: GenerateClient,
         members: Callable[[], Sequence[EndpointRecord]],
         chooser: WorkerSelector,
         messaging: Messaging | None,
@@ -47,7 +48,7 @@ class Placement:
         move_wait_s: float,
     ):
         self.attempts: dict[str, MigratingRequest] = {}
-        self.transport: GenerateClient | None = None
+        self._transport = transport
         self._members = members
         self._chooser = chooser
         self._messaging = messaging
@@ -163,12 +164,11 @@ class Placement:
 
     async def _send(self, flight: MigratingRequest, member: EndpointRecord) -> None:
         """One attempt at one worker, under an id that no other attempt has or had."""
-        assert self.transport is not None, "connect() comes first"
         wire_id = self._wire_id(flight)
         request = flight.attempt(wire_id, member, asyncio.get_running_loop().time())
         self.attempts[wire_id] = flight
         try:
-            await self.transport.submit(member, request)
+            await self._transport.submit(member, request)
         except BaseException:
             if self.attempts.pop(wire_id, None) is flight:
                 flight.wire_id = ""

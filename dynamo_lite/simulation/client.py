@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dynamo_lite.policy.migration import SamplingFacts, plan
@@ -75,6 +76,12 @@ class SimFrontend:
         )
         self.client = client = await enter(
             FailoverClient(
+                partial(
+                    RemoteGenerateClient,
+                    host.messaging,
+                    f"{host.lease.id:x}",
+                    request_timeout_s=_REQUEST_S,
+                ),
                 members=lambda: health.members_or_all,
                 picker=RoundRobin(),
                 on_deltas=self._on_deltas,
@@ -82,17 +89,9 @@ class SimFrontend:
                 messaging=host.messaging,
             )
         )
-        transport = await enter(
-            RemoteGenerateClient(
-                host.messaging,
-                f"{host.lease.id:x}",
-                client.take_deltas,
-                client.take_lost,
-                request_timeout_s=_REQUEST_S,
-            )
+        self._stack.enter_context(
+            Rotation(roster, health, client.transport, client.members_changed)
         )
-        client.connect(transport)
-        self._stack.enter_context(Rotation(roster, health, transport, client.members_changed))
         await host.register("http")
         self._accepting = True
         return {}

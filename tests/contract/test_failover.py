@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 import pytest
@@ -104,6 +105,7 @@ class Cluster:
             await worker.start()
             self.workers.append(worker)
         self.client = FailoverClient(
+            partial(RemoteGenerateClient, self.messaging, "front"),
             members=lambda: [worker.record for worker in self.workers],
             picker=RoundRobin(),
             on_deltas=self._on_deltas,
@@ -111,11 +113,6 @@ class Cluster:
             messaging=self.messaging,
         )
         await stack.enter_async_context(self.client)
-        self.transport = RemoteGenerateClient(
-            self.messaging, "front", self.client.take_deltas, self.client.take_lost
-        )
-        await stack.enter_async_context(self.transport)
-        self.client.connect(self.transport)
         return self.client
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -188,7 +185,7 @@ async def test_a_silent_worker_is_cut_off_and_may_wake_up(messaging: Messaging, 
         for _ in range(3):
             silent.steps.release()
         await cluster.have(3, 1)
-        cluster.transport.drop(silent.record, "no beat")
+        cluster.client.transport.drop(silent.record, "no beat")
         cluster.run_freely()
         await cluster.until(lambda: bool(cluster.ends))
         assert cluster.tokens == {"r1": answer_to(1)}

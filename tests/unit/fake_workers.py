@@ -20,7 +20,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.request_plane import FailoverClient
+from dynamo_lite.request_plane import FailoverClient, OnDeltas, OnLost
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
 
 STEP_S = 1.0
@@ -145,6 +145,11 @@ class FakeWorkers:
 
     # GenerateClient
 
+    def connected(self, on_deltas: OnDeltas, on_lost: OnLost) -> Self:
+        """The MakeTransport of the client under test."""
+        self._on_deltas, self._on_lost = on_deltas, on_lost
+        return self
+
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
         worker = self.workers[member.lease_id]
         worker.asked.append(request)
@@ -209,15 +214,13 @@ class FakeWorkers:
         return {i: list(worker.running) for i, worker in self.workers.items() if worker.running}
 
     def _lose(self, worker: Worker, why: str) -> None:
-        assert self.client is not None
         lost = [i for i in worker.running if i not in self.deaf]
         self.deaf.update(lost)
         if lost:
-            self.client.take_lost(lost, why)
+            self._on_lost(lost, why)
 
     async def _pump(self, worker: Worker, wire_id: str) -> None:
         """The answer, a step at a time; also to a client that has given the worker up."""
-        assert self.client is not None
         while True:
             await asyncio.sleep(STEP_S)
             if worker.frozen and not worker.dead:
@@ -229,7 +232,7 @@ class FakeWorkers:
             if delta.finish_reason is not None:
                 del worker.running[wire_id]
                 self.finished += [wire_id] if wire_id not in self.deaf else []
-            self.client.take_deltas([delta])
+            self._on_deltas([delta])
 
 
 @asynccontextmanager
@@ -239,6 +242,7 @@ async def cluster(
     """Workers 1 to `workers`, and a client of them."""
     async with FakeWorkers(workers) as fake:
         fake.client = client = FailoverClient(
+            fake.connected,
             members=fake.members,
             picker=RoundRobin(),
             on_deltas=fake.on_deltas,
@@ -246,7 +250,6 @@ async def cluster(
             messaging=fake.messaging,
             **options,
         )
-        client.connect(fake)
         async with client:
             yield fake, client
 

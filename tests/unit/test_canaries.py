@@ -5,12 +5,14 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Self
 
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane import OnDeltas, OnLost
 from dynamo_lite.services.config import CanaryOptions
 from dynamo_lite.services.frontend.canaries import Canaries
 from tests.unit.fake_workers import request_of
@@ -25,34 +27,46 @@ class Transport:
     """Answers a canary after a second."""
 
     def __init__(self) -> None:
+        self.closed = False
         self.fates: dict[int, Fate] = {}
         self.asked: list[tuple[float, int]] = []
         self.aborted: list[str] = []
-        self.canaries: Canaries | None = None
+
+    def connected(self, on_deltas: OnDeltas, on_lost: OnLost) -> Self:
+        """The MakeTransport of the canaries."""
+        self._on_deltas, self._on_lost = on_deltas, on_lost
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.closed = True
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
         self.asked.append((now(), member.lease_id))
         fate = self.fates.get(member.lease_id, "length")
         if isinstance(fate, DynamoLiteError):
             raise fate
-        assert self.canaries is not None
         stranger = TokenDelta(request_id="another", token_ids=[1], finish_reason="error")
-        self.canaries.take_deltas([stranger])
+        self._on_deltas([stranger])
         if fate == "lost":
-            self._later(lambda c: c.take_lost([request.request_id], "its worker hung up"))
+            self._later(lambda: self._on_lost([request.request_id], "its worker hung up"))
         elif fate:
             delta = TokenDelta(request_id=request.request_id, token_ids=[1], finish_reason=fate)
-            self._later(lambda c: c.take_deltas([delta]))
+            self._later(lambda: self._on_deltas([delta]))
 
-    def _later(self, what: Callable[[Canaries], None]) -> None:
-        assert self.canaries is not None
-        asyncio.get_running_loop().call_later(1.0, what, self.canaries)
+    def _later(self, what: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(1.0, what)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
 
     def retain(self, members: object) -> None:
         pass
+
+    def drop(self, member: EndpointRecord, why: str) -> None:
+        raise AssertionError("canaries drop no worker")
 
     def of(self, lease_id: int) -> list[float]:
         return [at for at, asked in self.asked if asked == lease_id]
@@ -62,15 +76,15 @@ class Stand:
     def __init__(self, frontend: Frontend, options: CanaryOptions):
         self.frontend, self.health = frontend, frontend.health
         self.transport, self.registry = Transport(), CollectorRegistry()
-        self.canaries = self.transport.canaries = Canaries(
+        self.canaries = Canaries(
             options,
             frontend.roster,
             frontend.health,
             frontend.messaging,
             lambda request_id, timeout_s: request_of(request_id, timeout_s=timeout_s),
+            self.transport.connected,
             self.registry,
         )
-        self.canaries.connect(self.transport)  # type: ignore[arg-type]
 
     def counts(self) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -94,6 +108,7 @@ async def stand(**options: float) -> AsyncIterator[Stand]:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            assert stand.transport.closed
 
 
 @virtual

@@ -57,9 +57,12 @@ async def test_a_killed_worker_s_request_goes_on_exactly(plan: Plan):
 
 @virtual
 async def test_who_gives_tokens_is_told():
-    async with cluster() as (fake, client):
-        told: list[tuple[int, bool]] = []
-        client.on_tokens = lambda lease_id, first: told.append((lease_id, first))
+    told: list[tuple[int, bool]] = []
+
+    def on_tokens(lease_id: int, first: bool) -> None:
+        told.append((lease_id, first))
+
+    async with cluster(on_tokens=on_tokens) as (fake, client):
         await client.submit(A, movable=CONTINUE)
         await steps(3)
         assert told == [(1, True), (1, False), (1, False)]

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Self
 
 import httpx
 
@@ -20,7 +21,7 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.request_plane import FailoverClient
+from dynamo_lite.request_plane import FailoverClient, OnDeltas, OnLost
 from dynamo_lite.vllm.frontend.openai_app import OpenAiApp, open_app
 from dynamo_lite.vllm.frontend.remote_core import RemoteCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
@@ -117,14 +118,20 @@ class Workers:
         self.asked: list[tuple[int, GenerateRequest]] = []
         self.aborted: list[str] = []
         self.first_token = asyncio.Event()
-        self._failover: FailoverClient | None = None
         self._abort_seen = asyncio.Condition()
         self._released = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def connect(self, failover: FailoverClient) -> None:
-        self._failover = failover
-        failover.connect(self)
+    def connected(self, on_deltas: OnDeltas, on_lost: OnLost) -> Self:
+        """The MakeTransport of the failover client."""
+        self._on_deltas, self._on_lost = on_deltas, on_lost
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """`close` ends what runs."""
 
     def release(self) -> None:
         """Whoever is held goes on."""
@@ -135,8 +142,7 @@ class Workers:
         for request_id in request_ids:
             if task := self._tasks.pop(request_id, None):
                 task.cancel()
-        assert self._failover is not None
-        self._failover.take_lost(request_ids, why)
+        self._on_lost(list(request_ids), why)
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
         self.asked.append((member.lease_id, request))
@@ -170,7 +176,6 @@ class Workers:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _generate(self, request: GenerateRequest) -> None:
-        assert self._failover is not None
         params = sampling_from_bytes(request.sampling)
         count = params.max_tokens or 0
         text = self.script or bytes(97 + i % 26 for i in range(count))
@@ -181,11 +186,11 @@ class Workers:
             await self._released.wait()
         for rows in self.prompt_logprobs:
             said = TokenDelta(request_id=request.request_id, token_ids=[], prompt_logprobs=rows)
-            self._failover.take_deltas([said])
+            self._on_deltas([said])
         for i, token in enumerate(tokens[len(request.output_token_ids) :]):
             last = i == len(tokens) - 1 - len(request.output_token_ids)
             reason = ("stop" if token == _SPECIAL else "length") if last else None
-            self._failover.take_deltas(
+            self._on_deltas(
                 [
                     TokenDelta(
                         request_id=request.request_id,
@@ -243,6 +248,7 @@ async def open_front(
     )
     async with (
         FailoverClient(
+            workers.connected,
             members=lambda: workers.members,
             picker=RoundRobin(),
             on_deltas=core.on_deltas,
@@ -251,7 +257,6 @@ async def open_front(
         ) as failover,
         open_app([*flags(model), *extra], core, max_body_bytes=max_body_bytes, **times) as app,
     ):
-        workers.connect(failover)
         core.connect(failover)
         front = Front(app, workers, core)
         try:

@@ -8,14 +8,14 @@ their own, and are no part of what the Frontend admits or a router books.
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane import GenerateClient, RemoteGenerateClient
+from dynamo_lite.request_plane import MakeTransport, RemoteGenerateClient
 from dynamo_lite.request_plane.placement import SETTLE_S
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
@@ -38,11 +38,7 @@ class _Failed(Exception):
 
 
 class Canaries:
-    """`run` is to be owned by the process; `connect` comes first.
-
-    The transport that is given to `connect` has this object's `take_deltas` and
-    `take_lost` as its callbacks, and serves nobody else.
-    """
+    """`run` sends them, over a transport that lasts as long and serves only them."""
 
     def __init__(
         self,
@@ -51,11 +47,12 @@ class Canaries:
         health: HealthMonitor,
         messaging: Messaging,
         make: MakeCanary,
+        make_transport: MakeTransport,
         registry: CollectorRegistry,
     ):
         self._options, self._make = options, make
         self._roster, self._health, self._messaging = roster, health, messaging
-        self._transport: GenerateClient | None = None
+        self._transport = make_transport(self.take_deltas, self.take_lost)
         self._heard: dict[int, float] = {}  # when it gave tokens last, or was tried
         # Workers know the requests of all Frontends by their ids.
         self._name, self._number = f"canary-{uuid.uuid4().hex[:12]}", 0
@@ -73,9 +70,6 @@ class Canaries:
             "dynamo_lite_canary_seconds", "How long good canaries took", registry=registry
         )
 
-    def connect(self, transport: GenerateClient) -> None:
-        self._transport = transport
-
     def heard(self, lease_id: int, first: bool) -> None:
         """Requests of users have got tokens from this worker; `first`: one its first one.
 
@@ -88,18 +82,21 @@ class Canaries:
 
     async def run(self) -> None:
         self._roster.on_change(lambda *_: self._retain())
-        with self._messaging.watch_connection(self._on_connection):
-            while True:
-                member = self._due()
-                if member is None:
-                    await asyncio.sleep(_LOOK_S)
-                else:
-                    await self._try(member)
-                    await asyncio.sleep(60 / self._options.max_per_minute)
+        async with self._transport:
+            with self._messaging.watch_connection(self._on_connection):
+                await self._try_all()
+
+    async def _try_all(self) -> None:
+        while True:
+            member = self._due()
+            if member is None:
+                await asyncio.sleep(_LOOK_S)
+            else:
+                await self._try(member)
+                await asyncio.sleep(60 / self._options.max_per_minute)
 
     def _retain(self) -> None:
-        if self._transport is not None:
-            self._transport.retain(self._roster.members)
+        self._transport.retain(self._roster.members)
 
     def _on_connection(self, _connected: bool) -> None:
         self._changes += 1
@@ -145,7 +142,6 @@ class Canaries:
 
     async def _ask(self, member: EndpointRecord) -> None:
         """Returns with the last token. Raises _Failed, TimeoutError, or what `submit` does."""
-        assert self._transport is not None
         self._number += 1
         request = self._make(f"{self._name}-{self._number}", self._options.timeout_s)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -181,25 +177,24 @@ class Canaries:
             self._waiting[1].set_exception(_Failed(trouble))
 
 
-async def open_canaries(
-    stack: AsyncExitStack,
+def start_canaries(
     host: Host,
     options: CanaryOptions,
     roster: Roster,
     health: HealthMonitor,
     make: MakeCanary,
 ) -> Canaries:
-    """Tries workers until the process ends; its connections live as long as `stack`."""
-    canaries = Canaries(options, roster, health, host.messaging, make, host.registry)
-    transport = RemoteGenerateClient(
+    """Tries workers until the process ends."""
+    make_transport = partial(
+        RemoteGenerateClient,
         host.messaging,
         f"{host.lease.id:x}-canary",
-        canaries.take_deltas,
-        canaries.take_lost,
         request_timeout_s=options.timeout_s,
         on_drop=host.drops,
     )
-    canaries.connect(await stack.enter_async_context(transport))
+    canaries = Canaries(
+        options, roster, health, host.messaging, make, make_transport, host.registry
+    )
     host.spawn(canaries.run(), "canaries")
     return canaries
 

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from dynamo_lite.request_plane import (
     FailoverClient,
     OnDeltas,
     OnEnded,
+    OnTokens,
     RemoteGenerateClient,
     WorkerSelector,
 )
@@ -28,7 +29,7 @@ from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.host import Host, ProcessSpec
 from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
-from dynamo_lite.services.frontend.canaries import open_canaries
+from dynamo_lite.services.frontend.canaries import start_canaries
 from dynamo_lite.services.frontend.dashboard import Dashboard, Viewers, is_loopback
 from dynamo_lite.services.frontend.http import HttpServer, Probed, bind, url_of
 from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
@@ -134,43 +135,37 @@ class Frontend:
         assert self._roster is not None and self._workers is not None
         failover = await self._stack.enter_async_context(
             FailoverClient(
+                partial(
+                    RemoteGenerateClient,
+                    host.messaging,
+                    f"{host.lease.id:x}",
+                    request_timeout_s=self._config.request_timeout_s,
+                    on_drop=host.drops,
+                ),
                 members=self._candidates,
                 picker=self._picker,
                 on_deltas=on_deltas,
                 on_ended=on_ended,
+                on_tokens=self._start_canaries(host),
                 messaging=host.messaging,
                 max_moves=self._config.max_moves,
             )
         )
-        transport = await self._stack.enter_async_context(
-            RemoteGenerateClient(
-                host.messaging,
-                f"{host.lease.id:x}",
-                failover.take_deltas,
-                failover.take_lost,
-                request_timeout_s=self._config.request_timeout_s,
-                on_drop=host.drops,
-            )
-        )
-        failover.connect(transport)
         self._stack.enter_context(
-            Rotation(self._roster, self._workers, transport, failover.members_changed)
+            Rotation(self._roster, self._workers, failover.transport, failover.members_changed)
         )
-        if self._config.canary.interval_s:
-            failover.on_tokens = await self._open_canaries(host)
         return failover
 
-    async def _open_canaries(self, host: Host) -> Callable[[int, bool], None]:
-        """Returns who is to be told of workers that give tokens."""
+    def _start_canaries(self, host: Host) -> OnTokens:
+        """Returns the callback that takes which workers give tokens."""
+        options = self._config.canary
+        if not options.interval_s:
+            return lambda lease_id, first: None
         from dynamo_lite.vllm.requests import canary
 
         assert self._roster is not None and self._workers is not None
-        options = self._config.canary
         make = partial(canary, max_tokens=options.max_tokens)
-        canaries = await open_canaries(
-            self._stack, host, options, self._roster, self._workers, make
-        )
-        return canaries.heard
+        return start_canaries(host, options, self._roster, self._workers, make).heard
 
     def _candidates(self) -> Sequence[EndpointRecord]:
         """The workers that a request may be given to: those that respond; if none does, all."""
