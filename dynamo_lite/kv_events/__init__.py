@@ -1,4 +1,4 @@
-"""Which worker holds which prefixes: told by the workers, followed by the routers."""
+"""KV routing events: workers publish the prefixes that they hold, routers follow them."""
 
 from dynamo_lite.kv_events.follower import KvFollower
 from dynamo_lite.kv_events.publisher import Holdings, KvPublisher

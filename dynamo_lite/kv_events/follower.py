@@ -1,8 +1,8 @@
-"""A router's side: what every live worker holds and how busy it is, kept up to date.
+"""A router's side: the KV blocks and the load of every live worker, kept up to date.
 
-The index of a worker that is just met, or whose notices have a gap, or that may have
-spoken while we were not connected, is repaired by a snapshot. Until it comes, what was
-known stays: it chooses workers, and nothing else depends on it.
+A snapshot repairs the index of a worker that has just joined, whose notices have a gap, or
+that may have published while NATS was disconnected. Until the snapshot comes, the old state
+is used: it only affects the choice of workers.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from dynamo_lite.kv_events.worker_view import Peer
+from dynamo_lite.kv_events.worker_view import WorkerView
 from dynamo_lite.policy.kv_index import KvIndex
 from dynamo_lite.policy.kv_routing import LoadReport, Shard
 from dynamo_lite.protocol import names
@@ -34,7 +34,7 @@ from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
-#: A load that was told so long ago says nothing any more.
+#: A reported load that is older than this is stale and ignored.
 LOAD_AGE_S = 3.0
 
 _REQUEST_S = 2.0
@@ -43,10 +43,10 @@ _LONGEST_PAUSE_S = 2.0
 
 
 class KvFollower:
-    """Async context manager, over the members of an open roster. Implements `KvView`.
+    """Async context manager over the members of an open roster. Implements `KvView`.
 
-    max_blocks: different blocks that each index keeps; there is one for each model and
-    block size.
+    max_blocks: how many distinct blocks each index keeps. There is one index for each model
+    and block size.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class KvFollower:
         self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
         self._namespace, self._component = namespace, component
         self._max_blocks = max_blocks
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, WorkerView] = {}
         self._indexes: dict[tuple[str, int], KvIndex] = {}
         self._repairs: dict[int, asyncio.Task[None]] = {}
         self._tasks = OwnedTasks()
@@ -82,11 +82,11 @@ class KvFollower:
 
     @property
     def unsettled(self) -> int:
-        """Members whose snapshot is still to come."""
+        """How many members have no valid snapshot yet."""
         return sum(peer.number is None for peer in self._peers.values())
 
     async def settled(self, timeout_s: float) -> None:
-        """Returns when every member's snapshot has come. Raises DeadlineExceeded."""
+        """Returns when every member has a valid snapshot. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.unsettled:
@@ -95,7 +95,7 @@ class KvFollower:
             raise DeadlineExceeded("snapshots of the members", timeout_s) from exc
 
     def on_load(self, callback: Callable[[int], None]) -> None:
-        """Calls `callback` with the lease id of a worker that has said its load."""
+        """Sets the callback that takes the lease id of each worker that has reported its load."""
         self._on_load = callback
 
     def load(self, lease_id: int) -> LoadReport | None:
@@ -138,25 +138,25 @@ class KvFollower:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    # What is heard
+    # Notices, members, connection
 
     async def _on_notice(self, payload: bytes) -> None:
         notice = decode_kv_notice(payload)
         if notice.wire_version != WIRE_VERSION:
-            raise ProtocolError(f"wire version {notice.wire_version} is not spoken")
+            raise ProtocolError(f"unsupported wire version {notice.wire_version}")
         peer = self._peers.get(notice.lease_id)
-        result = "unknown" if peer is None else self._take(peer, notice)
+        result = "unknown" if peer is None else self._apply_notice(peer, notice)
         self._metrics.notices.labels(result).inc()
 
-    def _take(self, peer: Peer, notice: KvNotice) -> str:
-        result = peer.take(notice)
+    def _apply_notice(self, peer: WorkerView, notice: KvNotice) -> str:
+        result = peer.receive(notice)
         if result != "late":
-            self._hear(peer, notice.load)
+            self._update_load(peer, notice.load)
         if result == "gap":
             self._repair(peer)
         return result
 
-    def _hear(self, peer: Peer, load: Load) -> None:
+    def _update_load(self, peer: WorkerView, load: Load) -> None:
         peer.load, peer.heard_at = load, self._now()
         self._on_load(peer.lease_id)
 
@@ -172,33 +172,33 @@ class KvFollower:
         for lease_id in joined:
             member = self._roster.get(lease_id)
             if member is not None and lease_id not in self._peers:
-                self._peers[lease_id] = peer = Peer(lease_id, member.model)
+                self._peers[lease_id] = peer = WorkerView(lease_id, member.model)
                 self._repair(peer)
-        self._tell()
+        self._wake_waiters()
 
     def _on_connection(self, connected: bool) -> None:
         if connected:
             for peer in self._peers.values():
-                peer.doubt()
+                peer.invalidate()
                 self._repair(peer)
 
-    def _tell(self) -> None:
+    def _wake_waiters(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     # Snapshots
 
-    def _repair(self, peer: Peer) -> None:
+    def _repair(self, peer: WorkerView) -> None:
         if peer.lease_id not in self._repairs:
             name = f"kv-snapshot {peer.lease_id:x}"
             self._repairs[peer.lease_id] = self._tasks.start(self._fetch(peer), name=name)
 
-    async def _fetch(self, peer: Peer) -> None:
-        """Until there is one that fits, or the worker leaves."""
+    async def _fetch(self, peer: WorkerView) -> None:
+        """Requests snapshots until one is valid or the worker has left."""
         pause_s = _FIRST_PAUSE_S
         try:
             while self._peers.get(peer.lease_id) is peer:
-                if await self._settle(peer):
+                if await self._fetch_once(peer):
                     break
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -206,40 +206,40 @@ class KvFollower:
             if self._repairs.get(peer.lease_id) is asyncio.current_task():
                 del self._repairs[peer.lease_id]
 
-    async def _settle(self, peer: Peer) -> bool:
+    async def _fetch_once(self, peer: WorkerView) -> bool:
         try:
-            parts = [await self._ask(peer, 0, 0)]
+            parts = [await self._request_part(peer, 0, 0)]
             for part in range(1, parts[0].parts):
-                parts.append(await self._ask(peer, part, parts[0].parts))
+                parts.append(await self._request_part(peer, part, parts[0].parts))
         except (Unavailable, DeadlineExceeded) as exc:
-            logger.debug("no snapshot of worker %x: %s", peer.lease_id, exc)
+            logger.debug("no KV snapshot of worker %x, retrying: %s", peer.lease_id, exc)
             return False
         except ProtocolError as exc:
             self._on_drop("kv_snapshot_reply")
-            logger.warning("the snapshot of worker %x: %s", peer.lease_id, exc)
+            logger.warning("malformed KV snapshot of worker %x, retrying: %s", peer.lease_id, exc)
             return False
         if self._peers.get(peer.lease_id) is not peer:
             return False
-        self._place(peer, parts[0].block_size_tokens)
-        if not peer.settle(parts):
+        self._assign_index(peer, parts[0].block_size_tokens)
+        if not peer.apply_snapshot(parts):
             return False
-        self._hear(peer, parts[-1].load)
+        self._update_load(peer, parts[-1].load)
         self._metrics.snapshots.inc()
-        self._tell()
+        self._wake_waiters()
         return True
 
-    async def _ask(self, peer: Peer, part: int, parts: int) -> KvSnapshot:
+    async def _request_part(self, peer: WorkerView, part: int, parts: int) -> KvSnapshot:
         subject = names.kv_snapshot_subject(self._namespace, self._component, peer.lease_id)
         request = encode(KvSnapshotRequest(part=part, parts=parts))
         reply = await self._messaging.request(subject, request, timeout_s=_REQUEST_S)
         snapshot = decode_kv_snapshot(reply)
         asked = (peer.lease_id, part, parts or snapshot.parts, WIRE_VERSION)
         if asked != (snapshot.lease_id, snapshot.part, snapshot.parts, snapshot.wire_version):
-            raise ProtocolError("it answers another question")
+            raise ProtocolError("the reply does not match the request")
         return snapshot
 
-    def _place(self, peer: Peer, block_size: int) -> None:
-        """Gives the worker's blocks to the index where they belong."""
+    def _assign_index(self, peer: WorkerView, block_size: int) -> None:
+        """Assigns the worker to the index of its model and block size."""
         if peer.block_size != block_size and peer.index is not None:
             peer.index.leave(peer.lease_id)
             peer.index = None
@@ -252,7 +252,7 @@ class KvFollower:
 
 
 class _Metrics:
-    """A follower's counts."""
+    """The metrics of a follower."""
 
     def __init__(self, registry: CollectorRegistry, follower: KvFollower):
         self.notices = Counter(

@@ -1,4 +1,4 @@
-"""A worker's side: notices of what it holds and how busy it is, and snapshots on request."""
+"""The worker's side: publishes its KV blocks and load, and sends snapshots on request."""
 
 import asyncio
 import contextlib
@@ -26,14 +26,14 @@ from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
 
-#: A load that changed is told so much later than the last one, at the earliest.
+#: Shortest time between two notices that only report a changed load.
 LOAD_PERIOD_S = 0.1
-#: Longest silence: a router that missed the last notice learns of it by the next.
+#: Longest time between two notices, so that a router soon detects a missed last one.
 IDLE_PERIOD_S = 1.0
 
 
 class Holdings(Protocol):
-    """What an engine holds, at this moment, with all changes that it has told of so far."""
+    """The KV blocks of an engine, including all changes that were reported so far."""
 
     @property
     def block_size_tokens(self) -> int: ...
@@ -41,15 +41,14 @@ class Holdings(Protocol):
     def held(self) -> Sequence[int]: ...
 
     def cuts(self) -> Sequence[int]:
-        """Blocks that it does not hold, though some behind them."""
+        """Evicted blocks that are followed by blocks that are still held."""
         ...
 
 
 class KvPublisher:
-    """`serve` answers routers while its context lasts; `run` publishes, until cancelled.
+    """`serve` answers snapshot requests while its context lasts; `run` publishes until cancelled.
 
-    load: asked whenever something is published. holdings: None for a worker that does
-    not know what it holds.
+    load: called for each notice. holdings: None for a worker that cannot list its blocks.
     """
 
     def __init__(
@@ -67,8 +66,11 @@ class KvPublisher:
         self._subject = names.kv_subject(namespace, component)
         self._snapshots = names.kv_snapshot_subject(namespace, component, lease_id)
         self._load, self._holdings, self._on_drop = load, holdings, on_drop
+        #: Number of the last notice.
         self._number = 0
+        #: Changes for the next notice.
         self._pending: list[KvChange] = []
+        #: The load in the last notice, and when that was published.
         self._told = Load()
         self._told_at = 0.0
         self._wake = asyncio.Event()
@@ -78,12 +80,12 @@ class KvPublisher:
         return f"<KvPublisher {self._lease_id:x} number={self._number}>"
 
     def changed(self, changes: Sequence[KvChange]) -> None:
-        """Tells of them at once; those of one engine step are one notice."""
+        """Publishes changes at once; those of one engine step go into one notice."""
         self._pending += changes
         self._wake.set()
 
-    def stirred(self) -> None:
-        """The load may be another one."""
+    def load_changed(self) -> None:
+        """To be called when the load may have changed; publishes it within `LOAD_PERIOD_S`."""
         if self._timer is None and not self._wake.is_set():
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(self._told_at + LOAD_PERIOD_S, self._load_is_due)
@@ -113,7 +115,7 @@ class KvPublisher:
             self._wake.set()
 
     async def _publish(self) -> None:
-        """One notice, or more where it would be too large."""
+        """Publishes the pending changes in one notice, or in several if it would be too large."""
         pending, self._pending = self._pending, []
         while True:
             count = _fitting(pending)
@@ -123,7 +125,7 @@ class KvPublisher:
                 return
 
     async def _send(self, changes: list[KvChange]) -> None:
-        """What cannot be sent has had its number: whoever missed it will know."""
+        """The number advances even if publishing fails, so that routers detect the gap."""
         self._number += 1
         self._told, self._told_at = self._load(), asyncio.get_running_loop().time()
         notice = KvNotice(
@@ -132,7 +134,11 @@ class KvPublisher:
         try:
             await self._messaging.publish(self._subject, encode(notice))
         except Unavailable:
-            logger.debug("notice %d of %x was not sent", self._number, self._lease_id)
+            logger.debug(
+                "notice %d of worker %x was not sent: NATS is disconnected",
+                self._number,
+                self._lease_id,
+            )
 
     async def _on_request(self, payload: bytes) -> bytes:
         request = decode_kv_snapshot_request(payload)
@@ -140,7 +146,7 @@ class KvPublisher:
         cut = self._holdings.cuts() if self._holdings else ()
         parts = request.parts or min(MAX_PARTS, 1 + (len(held) + len(cut)) // HASHES_PER_MESSAGE)
         if request.part >= parts:
-            raise ProtocolError(f"part {request.part} of {parts}")
+            raise ProtocolError(f"no part {request.part} in a snapshot of {parts} parts")
         return encode(
             KvSnapshot(
                 lease_id=self._lease_id,
@@ -157,7 +163,7 @@ class KvPublisher:
 
 
 def _fitting(changes: Sequence[KvChange]) -> int:
-    """How many of the first ones make one notice; at least one, if there is any."""
+    """How many of the first changes fit into one notice; at least one, if there are any."""
     room = HASHES_PER_MESSAGE
     for count, change in enumerate(changes):
         match change:

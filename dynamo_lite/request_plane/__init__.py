@@ -1,8 +1,8 @@
 """The generate endpoint: requests over NATS, token deltas over direct TCP.
 
-`base.py` has the seams, `client.py` the frontend's side, `server.py` the
-worker's, `local.py` the short-cut within one process; `failover.py` chooses among
-many workers and moves requests from one to another.
+`base.py` has the interfaces, `client.py` the frontend's side, `server.py` the worker's side
+and `local.py` a client within the worker's process. `failover.py` chooses among many workers
+and migrates requests from a lost worker to another one.
 """
 
 from dynamo_lite.request_plane.base import (

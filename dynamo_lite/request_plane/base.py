@@ -1,4 +1,4 @@
-"""The seams of the generate endpoint.
+"""The interfaces of the generate endpoint.
 
 Implementations of GenerateClient: `client.py` (another process) and `local.py`
 (the same process). Both pass `tests/contract/test_generate.py`.
@@ -10,21 +10,21 @@ from typing import Protocol, Self
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 
-#: Takes one engine step's deltas for this frontend.
+#: Takes the deltas of one engine step for this client.
 OnDeltas = Callable[[list[TokenDelta]], None]
-#: Takes the ids of accepted requests that will get no further delta, and why.
+#: Takes the ids of accepted requests that get no further delta, and the reason.
 OnLost = Callable[[list[str], str], None]
 
-#: Reason of the refusal of a request whose stream the worker does not know.
+#: The reason of a refusal when the worker has no open stream for the request's client id.
 NO_STREAM = "no stream from this client"
 
 
 class GenerateClient(Protocol):
-    """An async context manager; leaving it aborts what still runs, without `on_lost`.
+    """An async context manager. Leaving it aborts running requests, without `on_lost`.
 
-    A request whose `submit` returned ends in exactly one way: a delta with a
-    finish_reason, `abort`, or `on_lost`. A request whose `submit` raised runs
-    nowhere. Deltas may arrive before `submit` returns.
+    After `submit` has returned, a request ends in exactly one way: a delta with a
+    finish_reason, `abort`, or `on_lost`. If `submit` raises, the request runs on no worker.
+    Deltas may arrive before `submit` returns.
     """
 
     async def __aenter__(self) -> Self: ...
@@ -32,23 +32,23 @@ class GenerateClient(Protocol):
     async def __aexit__(self, *exc_info: object) -> None: ...
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
-        """Has `member` run `request`; `request.client_id` is filled in here.
+        """Submits `request` to `member`, with this client's own `client_id`.
 
-        Raises NoResponders, DeadlineExceeded, Unavailable or Refused. When it
-        raises or is cancelled no delta was or will be passed on.
+        Raises NoResponders, DeadlineExceeded, Unavailable or Refused. If it raises or is
+        cancelled, no delta of the request is passed on, before or after.
         """
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """No delta follows for these. Unknown and finished ids are ignored."""
+        """Cancels requests; no delta of them follows. Unknown and finished ids are ignored."""
         ...
 
     def retain(self, members: Iterable[EndpointRecord]) -> None:
-        """These are the live members: what leads to others is closed once idle."""
+        """Sets the live members. Connections to other workers are closed when they are idle."""
         ...
 
     def drop(self, member: EndpointRecord, why: str) -> None:
-        """`member` does not respond: what runs there is reported lost, soon and by itself."""
+        """Disconnects an unresponsive member. `on_lost` reports its requests a little later."""
         ...
 
 
@@ -57,7 +57,7 @@ MakeTransport = Callable[[OnDeltas, OnLost], GenerateClient]
 
 
 class GenerateHandler(Protocol):
-    """What a GenerateServer serves: an engine."""
+    """The engine behind a GenerateServer."""
 
     async def submit(self, request: GenerateRequest) -> None:
         """Raises Refused."""

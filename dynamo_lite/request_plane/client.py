@@ -14,17 +14,18 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import end_tasks
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RemoteGenerateClient:
     """GenerateClient of workers in other processes.
 
-    connect_timeout_s: for a worker's TCP connection and its Welcome.
-    request_timeout_s: for a worker's answer to a request.
-    client_id: at most 100 characters, unique among the worker's clients. Every
-    connection gets its own id derived from it, so that a request can only ever
-    run on the connection that its sender watches.
+    client_id: at most 100 characters, unique among the worker's clients. Each connection gets
+        an id of its own, derived from this one: so a request only runs while the connection
+        that it was submitted with is open.
+    on_deltas, on_lost: see `base.py`.
+    connect_timeout_s: timeout of the TCP connection to a worker and of its Welcome.
+    request_timeout_s: timeout of a worker's reply to a request.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RemoteGenerateClient:
         if not address:
             raise Unavailable(f"worker {member.lease_id:x} has no token stream")
         if any(link.runs(request.request_id) for link in self._links.values()):
-            raise Refused(f"request {request.request_id} runs already", elsewhere=False)
+            raise Refused(f"request {request.request_id} is already running", elsewhere=False)
         link = await self._link(address)
         await link.submit(
             self._messaging, member.transport.nats_tcp, request, self._request_timeout_s
@@ -87,7 +88,7 @@ class RemoteGenerateClient:
             link.drop(why)
 
     async def _link(self, address: str) -> Connection:
-        """The open connection to `address`; concurrent callers share one attempt."""
+        """Returns the open connection to `address`. Concurrent callers share one attempt."""
         if self._closed:
             raise Unavailable("the client is closed")
         link = self._links.get(address)
@@ -112,7 +113,7 @@ class RemoteGenerateClient:
         if task.cancelled():
             return
         if exc := task.exception():
-            _log.warning("worker at %s: %s", address, exc)
+            logger.warning("worker at %s: connecting failed: %s", address, exc)
             return
         link = self._links[address] = task.result()
         link.closed.add_done_callback(lambda _: self._forget(address, link))

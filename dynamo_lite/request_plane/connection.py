@@ -30,18 +30,17 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import end_tasks
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-#: A worker that left the roster and says nothing for this long is given up.
+#: A worker that is not registered any more and sends nothing for this long is disconnected.
 RETIRED_SILENCE_S = 60.0
 
 
 class Connection:
-    """A request is pending from `submit` to its acceptance, then running.
+    """One TCP connection to a worker, and the state of the requests on it.
 
-    The first delta proves acceptance as well as the worker's answer does: they
-    travel on different connections, in any order. `closed` is done, with the
-    reason, when the connection is gone.
+    A request is pending from `submit` until the worker has accepted it, then running. Both the
+    worker's reply over NATS and the first delta over TCP show acceptance; either may come first.
     """
 
     def __init__(
@@ -57,20 +56,24 @@ class Connection:
         self._client_id = client_id
         self._on_deltas = on_deltas
         self._on_lost = on_lost
-        self._wanted: set[str] = set()  # pending and running
+        #: Ids of pending and running requests.
+        self._wanted: set[str] = set()
+        #: Ids of requests that the worker has not accepted yet.
         self._pending: set[str] = set()
+        #: Set while the worker is not registered.
         self._retired = False
         self._silence: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self._connection = FrameConnection(self, on_drop=on_drop)
         self._welcomed: asyncio.Future[None] = loop.create_future()
+        #: Done when the connection is closed; the result is the reason.
         self.closed: asyncio.Future[str] = loop.create_future()
 
     def runs(self, request_id: str) -> bool:
         return request_id in self._wanted
 
     async def open(self, timeout_s: float) -> None:
-        """Connects and introduces itself. Raises Unavailable or DeadlineExceeded."""
+        """Connects and waits for the Welcome. Raises Unavailable or DeadlineExceeded."""
         loop = asyncio.get_running_loop()
         try:
             host, port = parse_address(self._address)
@@ -84,18 +87,18 @@ class Connection:
             raise DeadlineExceeded(f"connecting to the worker at {self._address}", timeout_s) from (
                 exc
             )
-        except (OSError, ValueError, ProtocolError) as exc:  # ValueError: no host can be called so
+        except (OSError, ValueError, ProtocolError) as exc:  # ValueError: an impossible host name
             raise Unavailable(f"cannot reach the worker at {self._address}: {exc}") from exc
         finally:
             if not self._welcomed.done():
-                self._connection.abort("not welcomed")
+                self._connection.abort("no Welcome from the worker")
         if self.closed.done():
-            raise Unavailable(f"the worker at {self._address} hung up: {self.closed.result()}")
+            raise Unavailable(f"the worker at {self._address} disconnected: {self.closed.result()}")
 
     async def submit(
         self, messaging: Messaging, subject: str, request: GenerateRequest, timeout_s: float
     ) -> None:
-        """As GenerateClient.submit, over this connection."""
+        """See GenerateClient.submit."""
         request_id = request.request_id
         if self.closed.done():
             raise Unavailable(f"the worker's stream broke: {self.closed.result()}")
@@ -103,7 +106,7 @@ class Connection:
         self._wanted.add(request_id)
         self._pending.add(request_id)
         try:
-            await self._ask(messaging, subject, payload, timeout_s)
+            await self._request(messaging, subject, payload, timeout_s)
             if self.closed.done():
                 raise Unavailable(f"the worker's stream broke: {self.closed.result()}")
         except (NoResponders, Refused):
@@ -111,7 +114,7 @@ class Connection:
                 self._wanted.discard(request_id)
                 raise
         except (Unavailable, DeadlineExceeded):
-            # The worker may have the request; if it has shown so, it runs.
+            # The worker may have accepted the request. It has, if a delta has arrived.
             if request_id in self._pending:
                 self.cancel([request_id])
                 raise
@@ -122,32 +125,32 @@ class Connection:
             self._pending.discard(request_id)
             self._close_if_retired()
 
-    async def _ask(
+    async def _request(
         self, messaging: Messaging, subject: str, payload: bytes, timeout_s: float
     ) -> None:
-        """Returns when the worker accepted or the connection broke."""
+        """Returns when the worker has accepted or the connection is closed."""
         asking = asyncio.create_task(messaging.request(subject, payload, timeout_s=timeout_s))
         try:
             await asyncio.wait({asking, self.closed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await end_tasks(asking)
             if not asking.cancelled():
-                asking.exception()  # retrieved, also where a cancelled caller will not look
+                asking.exception()  # retrieved also when the caller was cancelled
         if asking.cancelled():
             return
         try:
             answer = asking.result()
-        except ProtocolError as exc:  # too large to be sent
+        except ProtocolError as exc:  # above the broker's size limit
             raise Refused(str(exc), elsewhere=False) from exc
         try:
             reply = decode_generate_reply(answer)
         except ProtocolError as exc:
             self._on_drop("generate_reply")
-            raise Unavailable(f"unreadable answer of the worker: {exc}") from exc
+            raise Unavailable(f"malformed reply of the worker: {exc}") from exc
         if isinstance(reply, RequestRefused):
             if reply.reason == NO_STREAM:
-                self._connection.abort("the worker does not know this stream")
-                raise Unavailable(f"the worker at {self._address} does not know this stream")
+                self._connection.abort("the worker has no such stream")
+                raise Unavailable(f"the worker at {self._address} has no such stream")
             raise Refused(
                 reply.reason,
                 elsewhere=reply.elsewhere,
@@ -156,7 +159,7 @@ class Connection:
             )
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Forgets those that run here, and tells the worker."""
+        """Drops these requests and sends a Cancel for those that are on this connection."""
         mine = [i for i in request_ids if i in self._wanted]
         if mine:
             self._wanted.difference_update(mine)
@@ -165,7 +168,7 @@ class Connection:
             self._close_if_retired()
 
     def set_retired(self, retired: bool) -> None:
-        """A retired connection is closed when nothing runs on it any more."""
+        """Marks the worker as left. The connection is closed when no request is left on it."""
         if retired == self._retired:
             return
         self._retired = retired
@@ -176,11 +179,11 @@ class Connection:
             self._silence.cancel()
 
     def drop(self, why: str) -> None:
-        """Cuts the connection; what runs on it is reported lost."""
+        """Disconnects. `on_lost` reports the running requests."""
         self._connection.abort(why)
 
     def leave(self) -> None:
-        """Closes; the worker aborts what runs, and nothing is reported lost."""
+        """Closes without `on_lost`. The worker aborts the requests."""
         self._wanted.clear()
         self._connection.abort("the client closed")
 
@@ -192,9 +195,9 @@ class Connection:
             if not self._welcomed.done():
                 self._welcomed.set_result(None)
             return
-        self._take(message)
+        self._receive_deltas(message)
 
-    def _take(self, message: Deltas) -> None:
+    def _receive_deltas(self, message: Deltas) -> None:
         wanted = self._wanted
         deltas = [delta for delta in message.deltas if delta.request_id in wanted]
         if not deltas:
@@ -214,7 +217,9 @@ class Connection:
         self._wanted.clear()
         self.closed.set_result(why)
         if lost:
-            _log.warning("worker at %s: %d requests lost: %s", self._address, len(lost), why)
+            logger.warning(
+                "worker at %s: disconnected, %d requests lost: %s", self._address, len(lost), why
+            )
             self._on_lost(lost, why)
 
     # Retirement
@@ -230,6 +235,6 @@ class Connection:
 
     def _check_silence(self, frames_before: int) -> None:
         if self._connection.frames_received == frames_before:
-            self._connection.abort(f"the worker left and was silent for {RETIRED_SILENCE_S:g} s")
+            self._connection.abort(f"the worker left and sent nothing for {RETIRED_SILENCE_S:g} s")
         else:
             self._watch_silence()

@@ -1,9 +1,8 @@
-"""Requests over many workers: each ends once, though its worker may not last.
+"""Requests over many workers: each ends exactly once, even when its worker is lost.
 
-Owns the choice of a worker, the retry on another one while nothing has been
-accepted, the move of an accepted request whose worker is lost, and deadlines.
-Every attempt has a request id of its own on the wire, so that nothing of a
-worker that was given up can get into the answer of its successor.
+Owns the choice of a worker, the retry on another one until one accepts, the migration of an
+accepted request whose worker is lost, and the requests' timeouts. Every attempt has its own
+request id on the wire, so that late deltas of an earlier worker cannot get into the answer.
 """
 
 import asyncio
@@ -31,14 +30,14 @@ from dynamo_lite.request_plane.stats import FailoverStats
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import OwnedTasks
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-#: The longest request id; an attempt's id on the wire is a little longer.
+#: Longest request id in characters. An attempt's id on the wire is a little longer.
 MAX_REQUEST_ID = 240
-#: A worker's clock may run this much ahead of ours over a request's time.
+#: How much a worker's timer may be ahead of ours at the end of a request's timeout.
 _CLOCK_SLACK_S = 0.1
 
-#: Takes the id of a request that will get no further delta, and why.
+#: Takes the id of a request that gets no further delta, and the error that ended it.
 OnEnded = Callable[[str, DynamoLiteError], None]
 #: Takes the lease id of a worker that gave tokens, and whether first tokens were among them.
 OnTokens = Callable[[int, bool], None]
@@ -124,17 +123,17 @@ class FailoverClient:
         await self._tasks.end()
 
     def members_changed(self) -> None:
-        """Somebody joined, left, or may be picked again."""
+        """Wakes waiting requests: a worker has joined, left, or is healthy again."""
         for flight in self._flights.values():
             flight.wake.set()
 
     async def submit(self, request: GenerateRequest, *, movable: Plan) -> None:
-        """Returns when a worker has it, or when it was aborted meanwhile.
+        """Returns when a worker has accepted the request, or when it was aborted meanwhile.
 
-        After that it ends in one way: a delta with a finish_reason, `abort`, or
+        After that it ends in exactly one way: a delta with a finish_reason, `abort`, or
         `on_ended` with WorkerLost or DeadlineExceeded. Raises Refused, NoWorkers,
         Overloaded, another Unavailable, or DeadlineExceeded (a worker did not
-        answer, or `timeout_s` has passed); then it runs nowhere.
+        reply, or `timeout_s` has passed); then the request runs on no worker.
         """
         self._check(request)
         loop = asyncio.get_running_loop()
@@ -161,7 +160,7 @@ class FailoverClient:
         if self._closed:
             raise Unavailable("the client is closed")
         if request_id in self._flights:
-            raise Refused(f"request {request_id} runs already", elsewhere=False)
+            raise Refused(f"request {request_id} is already running", elsewhere=False)
         if len(request_id) > MAX_REQUEST_ID:
             raise Refused(f"a request id has at most {MAX_REQUEST_ID} characters", elsewhere=False)
         if request.timeout_s is not None and not request.timeout_s > 0:
@@ -169,7 +168,7 @@ class FailoverClient:
             raise _expired(request)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """No delta follows for these. Unknown and ended ids are ignored."""
+        """Cancels requests; no delta of them follows. Unknown and ended ids are ignored."""
         running: list[str] = []
         for request_id in request_ids:
             if (flight := self._flights.get(request_id)) is not None:
@@ -182,7 +181,7 @@ class FailoverClient:
     def take_deltas(self, deltas: list[TokenDelta]) -> None:
         taken: list[TokenDelta] = []
         ended: list[tuple[MigratingRequest, DynamoLiteError]] = []
-        self._tell_giver(deltas)
+        self._report_tokens(deltas)
         for delta in deltas:
             flight = self._attempts.get(delta.request_id)
             if flight is None:
@@ -206,11 +205,11 @@ class FailoverClient:
         for flight, error in ended:
             self._end(flight, error)
 
-    def _tell_giver(self, deltas: list[TokenDelta]) -> None:
+    def _report_tokens(self, deltas: list[TokenDelta]) -> None:
         flights = (self._attempts.get(delta.request_id) for delta in deltas)
-        giver = next((f.member for f in flights if f is not None and f.member is not None), None)
-        if giver is not None:  # of all: they came on one connection
-            self._on_tokens(giver.lease_id, any(delta.prefill is not None for delta in deltas))
+        worker = next((f.member for f in flights if f is not None and f.member is not None), None)
+        if worker is not None:  # one for all deltas: they came on one connection
+            self._on_tokens(worker.lease_id, any(delta.prefill is not None for delta in deltas))
 
     def take_lost(self, request_ids: Sequence[str], why: str) -> None:
         for wire_id in request_ids:
@@ -219,32 +218,39 @@ class FailoverClient:
                 flight.wire_id = ""
                 self._lose(flight, why)
 
-    # Moves
+    # Migration
 
     def _lose(self, flight: MigratingRequest, why: str) -> None:
-        """Its worker is gone: somebody else goes on with it, or it ends."""
+        """The worker of the request is lost: migrates the request or ends it."""
         gone = f"the worker that ran this request is gone ({why})"
         if flight.bound is not None:
-            self._end(flight, WorkerLost(f"{gone}; it cannot be moved: {flight.bound}"))
+            self._end(flight, WorkerLost(f"{gone}; it cannot be migrated: {flight.bound}"))
         elif flight.moves >= self._max_moves:
-            self._end(flight, WorkerLost(f"{gone}; it had been moved {flight.moves} times"))
+            self._end(
+                flight, WorkerLost(f"{gone}; it has been migrated {flight.moves} times already")
+            )
         else:
             flight.moves += 1
             if flight.member is not None:
                 flight.avoid = flight.member.lease_id
             self.stats.moved[flight.move_kind] += 1
-            _log.info("request %s: %s; moving it (%s)", flight.request_id, why, flight.move_kind)
-            name = f"move {flight.request_id}"
-            flight.mover = self._tasks.start(self._move(flight, gone), name=name)
+            logger.info(
+                "request %s: worker lost: %s; migrating it (%s)",
+                flight.request_id,
+                why,
+                flight.move_kind,
+            )
+            name = f"migrate {flight.request_id}"
+            flight.migration = self._tasks.start(self._migrate(flight, gone), name=name)
 
-    async def _move(self, flight: MigratingRequest, gone: str) -> None:
+    async def _migrate(self, flight: MigratingRequest, gone: str) -> None:
         try:
             await self._placer.place(flight, moving=True)
         except DynamoLiteError as exc:
-            self._end(flight, WorkerLost(f"{gone}; no other took it: {exc}"))
+            self._end(flight, WorkerLost(f"{gone}; no other worker accepted it: {exc}"))
         except Exception:
-            _log.exception("request %s could not be moved", flight.request_id)
-            self._end(flight, WorkerLost(f"{gone}; it could not be moved"))
+            logger.exception("request %s: migration failed", flight.request_id)
+            self._end(flight, WorkerLost(f"{gone}; it could not be migrated"))
 
     # Ends
 
@@ -252,26 +258,26 @@ class FailoverClient:
         self._end(flight, _expired(flight.request))
 
     def _end(self, flight: MigratingRequest, error: DynamoLiteError) -> None:
-        """An end that only we know of: the caller is told, and the worker if there is one."""
+        """Ends a request with an error: aborts it at its worker and calls `on_ended`."""
         if flight.over:
             return
         if isinstance(error, DeadlineExceeded):
             self.stats.expired += 1
         else:
             self.stats.lost += 1
-            _log.warning("request %s: %s", flight.request_id, error)
+            logger.warning("request %s: %s", flight.request_id, error)
         self._drop(flight)
         self._on_ended(flight.request_id, error)
 
     def _drop(self, flight: MigratingRequest) -> None:
-        """Ends it here and, if it may run somewhere, there."""
+        """Forgets the request, and aborts it at its worker if it may run there."""
         wire_id = flight.wire_id
         self._forget(flight)
         if wire_id:
             self._tasks.start(self._abort([wire_id]), name=f"abort {wire_id}")
 
     def _forget(self, flight: MigratingRequest) -> None:
-        """It is over: no attempt, timer or move of it is left."""
+        """Ends the request's attempt, timer and migration."""
         if flight.over:
             return
         flight.over = True
@@ -282,8 +288,8 @@ class FailoverClient:
         flight.wire_id = ""
         if flight.timer is not None:
             flight.timer.cancel()
-        if flight.mover is not None and flight.mover is not asyncio.current_task():
-            flight.mover.cancel()
+        if flight.migration is not None and flight.migration is not asyncio.current_task():
+            flight.migration.cancel()
 
     async def _abort(self, wire_ids: Sequence[str]) -> None:
         if wire_ids:

@@ -1,9 +1,8 @@
 """The direct TCP token plane: frames, their parser, and one connection.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. This
-module owns framing, back-pressure and liveness; what the frames mean is its
-user's business. Bytes that cannot be a frame end that connection and nothing
-else.
+A frame is a 4-byte big-endian length followed by that many bytes of msgpack. This
+module owns framing, back-pressure and liveness; its users own the meaning of the frames.
+Malformed bytes end their connection and nothing else.
 """
 
 import asyncio
@@ -17,13 +16,13 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.address import host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _HEADER_BYTES = 4
 
 #: A connection with more unsent bytes than this is closed.
 MAX_UNSENT_BYTES = 64 << 20
-#: A connection whose peer takes no byte for this long, while some wait, is closed.
+#: A connection whose peer reads nothing for this long, while bytes are unsent, is closed.
 STALL_TIMEOUT_S = 20.0
 #: The first frame must arrive within this time.
 FIRST_FRAME_TIMEOUT_S = 5.0
@@ -45,17 +44,16 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 class FrameParser:
-    """Cuts a byte stream into payloads; holds at most one unfinished frame."""
+    """Splits a byte stream into payloads; buffers at most one incomplete frame."""
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES):
         self._max_bytes = max_bytes
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes, in order.
+        """Returns the payloads that `data` completes, in order.
 
-        Raises ProtocolError at a length that no frame has; the stream is out of
-        step then, and the parser must not be fed again.
+        Raises ProtocolError at an invalid frame length. The parser must not be used after that.
         """
         if self._rest:
             self._rest += data
@@ -72,7 +70,7 @@ class FrameParser:
         return payloads
 
     def _wanted(self, data: bytes | bytearray, at: int) -> int:
-        """Bytes of the frame at `at`, header included, as far as they are known."""
+        """Length in bytes of the frame at `at`, with its header, as far as it is known."""
         if len(data) - at < _HEADER_BYTES:
             return _HEADER_BYTES
         length = int.from_bytes(data[at : at + _HEADER_BYTES], "big")
@@ -82,10 +80,10 @@ class FrameParser:
 
 
 class FrameReceiver(Protocol):
-    """The owner of a connection. Called on the event loop; must not block."""
+    """The owner of a connection. Called in the event loop; must not block."""
 
     def frame_received(self, connection: "FrameConnection", payload: bytes) -> None:
-        """Raises ProtocolError to have the connection closed."""
+        """May raise ProtocolError, which closes the connection."""
         ...
 
     def connection_closed(self, connection: "FrameConnection", why: str) -> None:
@@ -94,10 +92,10 @@ class FrameReceiver(Protocol):
 
 
 class FrameConnection(asyncio.Protocol):
-    """One TCP connection. `send` never waits; a peer that does not read is cut off.
+    """One TCP connection. `send` never waits; a peer that does not read is disconnected.
 
-    on_drop: told "stream" when what has come is no frame, or one out of place.
-    States: new -> open -> closed; `repr` shows the state and what is unsent.
+    on_drop: called with "stream" when a frame is malformed or unexpected.
+    States: new -> open -> closed; `repr` shows the state and the unsent bytes.
     """
 
     def __init__(
@@ -120,10 +118,14 @@ class FrameConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._frames_received = 0
+        #: Bytes that were written since the start, and those that had left when the peer was
+        #: checked last.
         self._bytes_sent = 0
         self._bytes_flushed = 0
+        #: Set while the transport's write buffer is full.
         self._paused = False
         self._closed = False
+        #: The first reason of `close` or `abort`.
         self._why = ""
         self.peer = "?"
 
@@ -140,16 +142,16 @@ class FrameConnection(asyncio.Protocol):
         return self._frames_received
 
     def send(self, data: bytes) -> None:
-        """Queues whole frames; dropped silently when the connection is closed."""
+        """Queues whole frames. They are dropped when the connection is closed."""
         if self._closed or self._transport is None:
             return
         self._transport.write(data)
         self._bytes_sent += len(data)
         if self._paused and self._unsent() > self._max_unsent_bytes:
-            self.abort(f"the peer left {self._unsent()} bytes unread")
+            self.abort(f"the peer is too slow: {self._unsent()} bytes are unsent")
 
     def close(self, why: str) -> None:
-        """Sends what is queued, then closes; a peer that does not read is cut off."""
+        """Sends what is queued, then closes. A peer that does not read is disconnected."""
         if self._transport is None or self._closed:
             return
         self._why = self._why or why
@@ -158,7 +160,7 @@ class FrameConnection(asyncio.Protocol):
             self._watch_stall()
 
     def abort(self, why: str) -> None:
-        """Closes at once; what is queued is lost."""
+        """Closes at once. Queued frames are lost."""
         if self._transport is not None and not self._closed:
             self._why = self._why or why
             self._transport.abort()
@@ -188,7 +190,7 @@ class FrameConnection(asyncio.Protocol):
                 if self._transport is None or self._transport.is_closing():
                     return
         except ProtocolError as exc:
-            _log.warning("closing the connection with %s: %s", self.peer, exc)
+            logger.warning("stream with %s: malformed frame, disconnecting: %s", self.peer, exc)
             self._on_drop("stream")
             self.abort(str(exc))
 
@@ -209,7 +211,7 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def room_bytes(self) -> int:
-        """What may still be sent before the connection is closed for a peer that is too slow."""
+        """How many bytes may still be queued before the peer counts as too slow."""
         return self._max_unsent_bytes - self._unsent()
 
     # Liveness
@@ -222,7 +224,7 @@ class FrameConnection(asyncio.Protocol):
         )
 
     def _watch_stall(self) -> None:
-        """A slow peer is fine; one that took nothing since the last look is not."""
+        """Checks after the timeout that the peer has read something since now."""
         self._cancel_timer()
         self._bytes_flushed = self._bytes_sent - self._unsent()
         self._timer = asyncio.get_running_loop().call_later(
@@ -234,7 +236,7 @@ class FrameConnection(asyncio.Protocol):
             self._watch_stall()
             return
         why = f"the peer read nothing for {self._stall_timeout_s:g} s"
-        _log.warning("closing the connection with %s: %s", self.peer, why)
+        logger.warning("stream with %s: timeout, disconnecting: %s", self.peer, why)
         self.abort(why)
 
     def _cancel_timer(self) -> None:
@@ -244,7 +246,7 @@ class FrameConnection(asyncio.Protocol):
 
 
 def _keep_alive(sock: socket.socket | None) -> None:
-    """Notices within about 15 s a host that vanished without closing."""
+    """Detects within about 15 s that the peer's host is gone."""
     if sock is None or sock.family == getattr(socket, "AF_UNIX", None):
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""The worker's TCP listener: connections to sessions, deltas to frames."""
+"""The worker's TCP listener. It turns connections into sessions, and deltas into frames."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dynamo_lite.request_plane.session import DeltaSink, Session
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class _Sessions(Protocol):
@@ -39,7 +39,7 @@ class _Sessions(Protocol):
 
 
 class _ConnectionSink:
-    """Sends a session's deltas over its connection: one frame, encoded once."""
+    """Sends a session's deltas over its connection, in one frame where they fit."""
 
     def __init__(self, connection: FrameConnection):
         self._connection = connection
@@ -54,10 +54,12 @@ class _ConnectionSink:
             return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
         fits = len(payload) <= min(MAX_DELTA_BYTES, self._connection.room_bytes * 3 // 4)
         if fits and (parts := halves(deltas[0])) is not None:
-            # The second is only of use after the first.
+            # The second half is of use only after the first one.
             return self.deliver([parts[0]]) or self.deliver([parts[1]])
         request_id = deltas[0].request_id
-        _log.error("request %s: a delta of %d bytes is too large", request_id, len(payload))
+        logger.error(
+            "request %s: ended, a delta of %d bytes is too large to send", request_id, len(payload)
+        )
         failed = TokenDelta(request_id=request_id, token_ids=[], finish_reason="error")
         self._connection.send(frame(encode(Deltas(deltas=[failed]))))
         return [request_id]
@@ -67,7 +69,7 @@ class _ConnectionSink:
 
 
 class Listener:
-    """Accepts connections; each becomes a session at its Hello."""
+    """Accepts connections. Each one becomes a session with its Hello."""
 
     def __init__(self, sessions: _Sessions, bind_host: str, on_drop: OnDrop = uncounted):
         self._sessions = sessions
@@ -79,7 +81,7 @@ class Listener:
         self.address = ""
 
     async def open(self) -> None:
-        """Raises StartupError when the host cannot be listened on."""
+        """Raises StartupError when it cannot listen on the host."""
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
@@ -93,7 +95,7 @@ class Listener:
         self.address = advertised_address(self._bind_host, port)
 
     async def close(self) -> None:
-        """Lets connections send what is queued, for a moment, then cuts them."""
+        """Waits up to 1 s for connections to send what is queued, then aborts them."""
         if self._server is None:
             return
         self._server.close()
@@ -117,9 +119,9 @@ class Listener:
         match decode_client_frame(payload):
             case Hello(client_id=client_id, wire_version=version):
                 if version != WIRE_VERSION:
-                    raise ProtocolError(f"wire version {version} is not spoken")
+                    raise ProtocolError(f"unsupported wire version {version}")
                 if self._connections.get(connection) is not None:
-                    raise ProtocolError("a second Hello")
+                    raise ProtocolError("a second Hello on one connection")
                 self._connections[connection] = self._sessions.open_session(
                     client_id, _ConnectionSink(connection)
                 )
@@ -133,7 +135,7 @@ class Listener:
     def connection_closed(self, connection: FrameConnection, why: str) -> None:
         session = self._connections.pop(connection, None)
         if session is not None:
-            _log.info("stream of client %s ended: %s", session.client_id, why)
+            logger.info("stream of client %s disconnected: %s", session.client_id, why)
             self._sessions.close_session(session)
         if not self._connections:
             self._all_closed.set()

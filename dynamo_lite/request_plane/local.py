@@ -1,4 +1,4 @@
-"""The short-cut within one process: no NATS, no TCP, no encoding."""
+"""GenerateClient of a server in the same process: no NATS, no TCP, no encoding."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -11,11 +11,11 @@ from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.request_plane.session import Session
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class LocalGenerateClient:
-    """GenerateClient of the server in this process; `member` is not looked at."""
+    """GenerateClient of the server in this process. `member` is ignored."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LocalGenerateClient:
         except DynamoLiteError:
             raise
         except Exception as exc:
-            _log.exception("request %s could not be started", request.request_id)
+            logger.exception("request %s: could not be started", request.request_id)
             raise Refused("internal error of the worker", elsewhere=False) from exc
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class LocalGenerateClient:
             self._server.cancel(self._session, request_ids)
 
     def retain(self, members: Iterable[EndpointRecord]) -> None:
-        """Nothing to close."""
+        """There is no connection to close."""
 
     def drop(self, member: EndpointRecord, why: str) -> None:
         if (session := self._session) is None:
@@ -68,16 +68,16 @@ class LocalGenerateClient:
         if running:
             self._on_lost(running, why)
 
-    # Outlet
+    # DeltaSink
 
     def deliver(self, deltas: list[TokenDelta]) -> list[str]:
         try:
             self._on_deltas(deltas)
         except Exception:
-            _log.exception("deltas could not be taken")
+            logger.exception("the receiver of deltas failed")
             lost = [delta.request_id for delta in deltas if delta.finish_reason is None]
             if lost:
-                self._on_lost(lost, "deltas could not be taken")
+                self._on_lost(lost, "the receiver of deltas failed")
             return lost
         return []
 

@@ -1,4 +1,4 @@
-"""One request on its way over one worker or several: what has been sent on of it."""
+"""The state of one request over one or several workers: which tokens the caller has got."""
 
 import asyncio
 from typing import Any
@@ -10,36 +10,42 @@ from dynamo_lite.protocol.errors import WorkerLost
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 
-#: Endings that say that the engine has nothing more to give.
+#: Finish reasons of an answer that the engine has completed.
 _COMPLETE = frozenset({"stop", "length", "repetition"})
 
 
 class MigratingRequest:
-    """Bookkeeping only: it sends nothing and waits for nothing.
-
-    deadline: by the event loop's clock. wire_id: the request id of the attempt
-    that is being sent or runs; empty while there is none. `wake` is set when
-    whoever waits to send it should look again. avoid: the lease id of the worker
-    that lost it last.
-    """
+    """Bookkeeping only: no I/O, no waiting."""
 
     def __init__(self, request: GenerateRequest, plan: Plan, deadline: float | None):
         self.request = request
         self.plan = plan
+        #: Seconds by the event loop's clock.
         self.deadline = deadline
+        #: Request id of the current attempt, submitted or running; empty while there is none.
         self.wire_id = ""
+        #: How often its worker was lost and it was submitted again.
         self.moves = 0
+        #: Set when the request has ended.
         self.over = False
+        #: Lease id of the worker that was lost last; -1 before.
         self.avoid = -1
+        #: The worker of the last attempt.
         self.member: EndpointRecord | None = None
+        #: Set when a placement that waits should try again.
         self.wake = asyncio.Event()
+        #: Ends the request at its deadline; set by FailoverClient after acceptance.
         self.timer: asyncio.TimerHandle | None = None
-        self.mover: asyncio.Task[None] | None = None
+        #: The task that migrates it; set by FailoverClient.
+        self.migration: asyncio.Task[None] | None = None
+        #: The tokens that were passed on to the caller.
         self._sent: list[int] = []
-        # How many of the tokens sent on the current attempt has given, or was given.
+        #: How many of `_sent` the current attempt has generated, or got with its request.
         self._covered = 0
+        #: Whether prefill counts were passed on.
         self._told_prefill = False
-        # Likewise, of the rows about the prompt.
+        #: How many rows of prompt logprobs were passed on, and how many of these the current
+        #: attempt has given.
         self._prompt_rows_told = 0
         self._prompt_rows_covered = 0
 
@@ -49,20 +55,20 @@ class MigratingRequest:
 
     @property
     def move_kind(self) -> str:
-        """What sending it again means: "fresh", "continue", "replay" or "stay"."""
+        """How it is submitted again: "fresh", "continue", "replay" or "stay"."""
         return type(self.plan).__name__.lower() if self._sent else "fresh"
 
     @property
     def bound(self) -> str | None:
-        """Why it cannot go on elsewhere; None when it can."""
+        """Why it cannot be migrated; None when it can."""
         return self.plan.reason if self._sent and isinstance(self.plan, Stay) else None
 
     def is_at(self, moves: int) -> bool:
-        """Whether it still needs the worker that was looked for when it had `moves` moves."""
+        """Whether it has not ended and was not migrated since it had `moves` migrations."""
         return not self.over and self.moves == moves
 
     def attempt(self, wire_id: str, member: EndpointRecord, now: float) -> GenerateRequest:
-        """Begins an attempt: the request as `member` shall get it at time `now`."""
+        """Begins an attempt. Returns the request to submit to `member` at time `now`."""
         self.wire_id, self.member = wire_id, member
         self._prompt_rows_covered = 0
         changes: dict[str, Any] = {}
@@ -81,9 +87,9 @@ class MigratingRequest:
         return msgspec.structs.replace(self.request, **changes) if changes else self.request
 
     def take(self, delta: TokenDelta) -> TokenDelta | None:
-        """What of the current attempt's delta is to be sent on; None when nothing is.
+        """Returns the part of the current attempt's delta that the caller has not got yet, or None.
 
-        Raises WorkerLost when a repetition does not repeat what was sent on.
+        Raises WorkerLost when a replay differs from the tokens that were passed on.
         """
         again = min(len(self._sent) - self._covered, len(delta.token_ids))
         if again:
@@ -95,7 +101,7 @@ class MigratingRequest:
         if again and again == len(delta.token_ids) and delta.finish_reason is None:
             return None
         cut = self._cut(delta, again)
-        return None if cut is not delta and _says_nothing(cut) else cut
+        return None if cut is not delta and _is_empty(cut) else cut
 
     def _compare(self, delta: TokenDelta, again: int) -> None:
         covered = self._covered + again
@@ -104,10 +110,10 @@ class MigratingRequest:
             raise self._differs()
 
     def _differs(self) -> WorkerLost:
-        return WorkerLost("its worker is gone, and the answer could not be repeated exactly")
+        return WorkerLost("its worker is gone, and the replayed answer differs from what was sent")
 
     def _cut(self, delta: TokenDelta, again: int) -> TokenDelta:
-        """Without its first `again` tokens, and without what is said once per request."""
+        """Removes the first `again` tokens, and what is sent once per request."""
         changes: dict[str, Any] = {}
         if delta.request_id != self.request_id:
             changes["request_id"] = self.request_id
@@ -128,13 +134,12 @@ class MigratingRequest:
         return msgspec.structs.replace(delta, **changes) if changes else delta
 
 
-def _says_nothing(delta: TokenDelta) -> bool:
-    said = delta.token_ids or delta.finish_reason or delta.prefill or delta.prompt_logprobs
-    return not said
+def _is_empty(delta: TokenDelta) -> bool:
+    return not (delta.token_ids or delta.finish_reason or delta.prefill or delta.prompt_logprobs)
 
 
 def rows_after(rows: LogprobRows, count: int) -> LogprobRows | None:
-    """Without the first `count` rows; None when none is left."""
+    """Returns `rows` without the first `count`, or None if none is left."""
     if rows.rows <= count:
         return None
     return rows.part(count, rows.rows)

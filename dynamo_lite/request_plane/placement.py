@@ -1,4 +1,4 @@
-"""Finding a worker that takes a request, as long as it is worth trying."""
+"""Submits a request to one worker after another until one accepts it or its time is up."""
 
 import asyncio
 import logging
@@ -20,10 +20,10 @@ from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.selector import WorkerSelector
 from dynamo_lite.runtime.messaging import Messaging
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-#: After a reconnect workers may come back later than we do, and answers that were
-#: under way are only given up by their timeout: failures within this time are not final.
+#: Failures within this time after a reconnect are not final: workers may reconnect later than
+#: this process, and replies that were lost end only by their timeout.
 SETTLE_S = 6.0
 
 _FIRST_PAUSE_S = 0.1
@@ -31,10 +31,10 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class Placement:
-    """Sends flights to workers. `attempts` has each flight by the id of its attempt.
+    """Submits requests to workers.
 
-    hold_s: how long a request waits for a broker that is away. move_wait_s: how
-    long one that lost its worker waits for another.
+    hold_s: how long a request waits while the broker is disconnected.
+    move_wait_s: how long a request that lost its worker waits for another one.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Placement:
         hold_s: float,
         move_wait_s: float,
     ):
+        #: The requests that were submitted, by the id of their attempt.
         self.attempts: dict[str, MigratingRequest] = {}
         self._transport = transport
         self._members = members
@@ -58,29 +59,29 @@ class Placement:
         self._settled_at = 0.0
 
     def reconnected(self) -> None:
-        """The broker is back."""
+        """To be called when the broker is connected again."""
         self._settled_at = asyncio.get_running_loop().time() + SETTLE_S
 
     async def place(self, flight: MigratingRequest, *, moving: bool) -> None:
-        """Returns when a worker has it, when it is over, or when it is moved by another call.
+        """Returns when a worker has accepted it, it has ended, or another call migrates it.
 
-        Raises what the last round of asking ended with: Refused, NoWorkers,
-        Overloaded, another Unavailable, or DeadlineExceeded.
+        Raises the error of the last round: Refused, NoWorkers, Overloaded, another
+        Unavailable, or DeadlineExceeded.
         """
         loop = asyncio.get_running_loop()
         started, pause_s = loop.time(), _FIRST_PAUSE_S
         turn = flight.moves
         while flight.is_at(turn):
             flight.wake.clear()
-            failure = await self._ask_members(flight, turn)
+            failure = await self._try_members(flight, turn)
             if failure is None:
                 return
             left_s = started + self._patience_s(failure, moving) - loop.time()
             if left_s <= 0:
                 raise failure
-            # A broker that is away and a worker that is missing are announced.
-            announced = not self._connected or isinstance(failure, NoWorkers)
-            await _wait(flight.wake, left_s if announced else min(left_s, pause_s))
+            # `wake` is set when the broker or a worker is back; other causes need a retry.
+            is_woken = not self._connected or isinstance(failure, NoWorkers)
+            await _wait(flight.wake, left_s if is_woken else min(left_s, pause_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     @property
@@ -88,7 +89,7 @@ class Placement:
         return self._messaging is None or self._messaging.connected
 
     def _patience_s(self, failure: DynamoLiteError, moving: bool) -> float:
-        """For how long after its start a placing goes on after this failure."""
+        """How many seconds after its start a placement is retried after this failure."""
         patience_s = self._move_wait_s if moving else 0.0
         if not moving and isinstance(failure, NoWorkers | Overloaded):
             return patience_s
@@ -98,10 +99,10 @@ class Placement:
             return max(patience_s, self._hold_s)
         return patience_s
 
-    async def _ask_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:
-        """Asks each live member at most once. None when there is nothing more to do.
+    async def _try_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:
+        """Submits to each live member at most once. Returns None when it needs no worker any more.
 
-        Raises Refused when the request is acceptable nowhere.
+        Raises Refused when no worker can accept the request.
         """
         tried: set[int] = set()
         failure: DynamoLiteError | None = None
@@ -115,7 +116,7 @@ class Placement:
                 await self._send(flight, picked.member)
             except BrokerUnavailable as exc:
                 self._chooser.released(flight.request_id)
-                return exc  # the same for every worker
+                return exc  # it would be the same with every worker
             except Refused as exc:
                 if not exc.elsewhere and flight.is_at(turn):
                     raise
@@ -126,11 +127,11 @@ class Placement:
             else:
                 return None
             self._chooser.released(flight.request_id)
-            _log.info(
-                "worker %x (%s) did not take request %s: %s",
+            logger.info(
+                "request %s: worker %x (%s) did not accept it: %s",
+                flight.request_id,
                 picked.member.lease_id,
                 picked.reason,
-                flight.request_id,
                 failure,
             )
         if not flight.is_at(turn):
@@ -145,7 +146,7 @@ class Placement:
     async def _choose(
         self, flight: MigratingRequest, turn: int, tried: set[int]
     ) -> Selection | None:
-        """The worker that lost it comes last. None when all were tried, or it needs none."""
+        """Chooses an untried worker, the lost one last. None: there is nothing left to do."""
         candidates = [m for m in self._members() if m.lease_id not in tried]
         if not candidates:
             return None
@@ -154,8 +155,8 @@ class Placement:
         if not flight.is_at(turn):
             self._chooser.released(flight.request_id)
             return None
-        _log.debug(
-            "request %s goes to worker %x: %s",
+        logger.debug(
+            "request %s: selected worker %x: %s",
             flight.request_id,
             picked.member.lease_id,
             picked.reason,
@@ -163,7 +164,7 @@ class Placement:
         return picked
 
     async def _send(self, flight: MigratingRequest, member: EndpointRecord) -> None:
-        """One attempt at one worker, under an id that no other attempt has or had."""
+        """Submits it to one worker, under a request id that no other attempt has or had."""
         wire_id = self._wire_id(flight)
         request = flight.attempt(wire_id, member, asyncio.get_running_loop().time())
         self.attempts[wire_id] = flight
@@ -175,8 +176,8 @@ class Placement:
             raise
 
     def _wire_id(self, flight: MigratingRequest) -> str:
-        """Numbered over all requests: a caller may use an id again, and deltas of the
-        request that had it before may still be on their way."""
+        """Numbered over all requests: a caller may reuse a request id while deltas of the earlier
+        request are still on their way."""
         self._sends += 1
         return f"{flight.request_id}~{self._sends}"
 

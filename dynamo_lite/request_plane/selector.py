@@ -1,4 +1,4 @@
-"""Who chooses a request's worker: a picker in this process, or a router in another one."""
+"""Selection of a request's worker: by a picker in this process, or by a remote router."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 
 
 class WorkerSelector(ABC):
-    """As `Picker`, but it may take a while. A cancelled `choose` has placed nothing."""
+    """The asynchronous form of `Picker`. A cancelled `choose` books nothing."""
 
     @abstractmethod
     async def choose(

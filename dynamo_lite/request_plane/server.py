@@ -1,8 +1,8 @@
-"""The worker's side: who asked for which request, and where its deltas go.
+"""The worker's side: which session a request belongs to, and where its deltas go.
 
-Requests come in over NATS and are bound to the session (a TCP connection, or a
-client in the same process) that they name; deltas go out through it, one frame
-per engine step and session. A session that ends aborts what it asked for.
+Requests come in over NATS and name their session (a TCP connection, or a client in the same
+process). Deltas go out through the session, one frame per engine step and session. When a
+session ends, its requests are aborted.
 """
 
 import asyncio
@@ -27,21 +27,20 @@ from dynamo_lite.request_plane.session import AdmittedRequests, DeltaSink, Sessi
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-#: Cancels remembered per session for requests that have not arrived yet.
+#: How many cancels are kept per session for requests that have not arrived yet.
 _MAX_EARLY_CANCELS = 1024
 
-#: How long closing waits for the engine to take or abort what it was given.
+#: How long closing waits for the engine to accept or abort requests.
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class GenerateServer:
-    """Async context manager: listens while it lasts.
+    """Async context manager; listens for connections while it lasts.
 
-    `in_flight` counts requests from their arrival until their last delta, their
-    cancel, or their session's end. max_in_flight, max_prompt_tokens: see
-    `policy/admission.py`; what is beyond goes elsewhere.
+    max_in_flight, max_prompt_tokens: limits, see `policy/admission.py`. Requests beyond them
+    are refused as busy, and go to another worker.
     """
 
     def __init__(
@@ -63,8 +62,11 @@ class GenerateServer:
             Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire
         )
         self._owners = self._owned.owners
+        #: Requests that the engine is still accepting.
         self._submitting: set[str] = set()
+        #: Requests that the engine is aborting, by the task that waits for it.
         self._aborts: dict[asyncio.Task[None], list[str]] = {}
+        #: Why all new requests are refused; None while they are not.
         self._refusal: str | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -74,10 +76,13 @@ class GenerateServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.hang_up("the worker closed the stream")
+        self.disconnect_all("the worker closed the stream")
         await self._listener.close()
         if not await self.wait_idle(_CLOSE_TIMEOUT_S):
-            _log.warning("closed while the engine was still taking or aborting requests")
+            logger.warning(
+                "timeout after %g s: closed while the engine still accepts or aborts requests",
+                _CLOSE_TIMEOUT_S,
+            )
 
     @property
     def stream_address(self) -> str:
@@ -86,33 +91,34 @@ class GenerateServer:
 
     @property
     def in_flight(self) -> int:
+        """Requests that have arrived, and have no last delta, no cancel and no ended session."""
         return len(self._owners) + sum(i not in self._owners for i in self._submitting)
 
     @property
     def waiting_tokens(self) -> int:
-        """Of prompts without a first token."""
+        """Prompt tokens of the requests without a first token."""
         return self._owned.admission.waiting_tokens
 
     def has_client(self, client_id: str) -> bool:
-        """Whether a session of this client is open."""
+        """Whether this client has an open session."""
         return client_id in self._sessions
 
     def limit(self, limits: Limits) -> None:
-        """Holds for new requests from here on."""
+        """Sets the limits for new requests."""
         self._owned.admission.limit(limits)
 
     def refuse_new(self, reason: str) -> None:
-        """From here on every new request is refused; other workers may take it."""
+        """Refuses every new request from now on. Other workers may accept it."""
         self._refusal = reason
 
-    def hang_up(self, why: str) -> None:
-        """The engine is gone: every client is told so now, and new requests are refused."""
+    def disconnect_all(self, why: str) -> None:
+        """To be called when the engine is dead: ends all sessions and refuses new requests."""
         self.refuse_new(why)
         for session in list(self._sessions.values()):
-            self._dismiss(session, why)
+            self._disconnect(session, why)
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether nothing was in flight any more within `timeout_s`."""
+        """Waits until no request is in flight. Returns False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -122,13 +128,13 @@ class GenerateServer:
 
     @asynccontextmanager
     async def serve(self, subject: str) -> AsyncIterator[None]:
-        """Takes requests on `subject` while the context lasts."""
+        """Serves requests on `subject` while the context lasts."""
         handler = counted(self._on_request, "generate", self._on_drop)
         async with self._messaging.serve(subject, handler):
             yield
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
-        """One engine step's output. Deltas of unknown (cancelled) requests are dropped."""
+        """Sends the output of one engine step. Drops deltas of unknown or cancelled requests."""
         owners, admission = self._owners, self._owned.admission
         by_session: dict[Session, list[TokenDelta]] = {}
         for delta in deltas:
@@ -153,55 +159,55 @@ class GenerateServer:
     # Sessions
 
     def open_session(self, client_id: str, outlet: DeltaSink) -> Session:
-        """Raises ProtocolError when the client has one already.
+        """Raises ProtocolError when the client has an open session already.
 
-        A client's connections have ids of their own, so that a repeated `Hello`
-        is somebody else's; it must not cost the first one its requests.
+        Each connection of a client has an id of its own. So a repeated `Hello` comes from
+        another client, and must not end the requests of the first one.
         """
         if client_id in self._sessions:
-            raise ProtocolError(f"client {client_id!r} is connected already")
+            raise ProtocolError(f"client {client_id!r} is already connected")
         session = self._sessions[client_id] = Session(client_id, outlet)
         return session
 
     def close_session(self, session: Session) -> None:
-        """Aborts everything that was asked through it."""
+        """Ends the session and aborts its requests."""
         if self._sessions.get(session.client_id) is session:
             del self._sessions[session.client_id]
             self.cancel(session, sorted(session.request_ids))
 
-    def _dismiss(self, session: Session, why: str) -> None:
+    def _disconnect(self, session: Session, why: str) -> None:
         running = sorted(session.request_ids)
         self.close_session(session)
         session.outlet.closed(running, why)
 
     def cancel(self, session: Session, request_ids: Sequence[str]) -> None:
-        """Nobody waits for these any more: no delta of them goes out after this."""
+        """Ends these requests; no delta of them is sent after this."""
         running: list[str] = []
         for request_id in request_ids:
             if self._owners.get(request_id) is session:
                 self._owned.release(request_id)
                 running.append(request_id)
             else:
-                # TCP may overtake NATS: the request itself may be yet to come.
+                # TCP may overtake NATS: the request itself may not have arrived yet.
                 session.early_cancels[request_id] = None
                 if len(session.early_cancels) > _MAX_EARLY_CANCELS:
                     del session.early_cancels[next(iter(session.early_cancels))]
-        # Requests that the handler is still taking are aborted when it has them.
-        taken = [i for i in running if i not in self._submitting]
-        if taken:
-            self._abort_soon(taken)
+        # Requests that the engine is still accepting are aborted when it has accepted them.
+        accepted = [i for i in running if i not in self._submitting]
+        if accepted:
+            self._abort_soon(accepted)
         self._update_idle()
 
     async def admit(self, session: Session, request: GenerateRequest) -> None:
-        """Raises Refused, or what the handler raised; then the request runs nowhere."""
+        """Raises Refused, or the handler's exception; then the request does not run here."""
         request_id = request.request_id
         self._check(session, request)
         self._owned.enter(session, request)
         self._submitting.add(request_id)
         try:
             await self._handler.submit(request)
-            # Finished and cancelled requests have both lost their owner by now;
-            # to abort a finished one does nothing.
+            # Neither finished nor cancelled requests have an owner here; aborting a finished
+            # one does nothing.
             if request_id not in self._owners:
                 self._abort_soon([request_id])
         except BaseException as exc:
@@ -220,13 +226,13 @@ class GenerateServer:
         if self._sessions.get(session.client_id) is not session:
             raise Refused(NO_STREAM, elsewhere=False)
         if self._knows(request_id):
-            raise Refused(f"request {request_id} runs here already", elsewhere=True)
+            raise Refused(f"request {request_id} is already running here", elsewhere=True)
         if request_id in session.early_cancels:
             del session.early_cancels[request_id]
             raise Refused(f"request {request_id} was cancelled", elsewhere=True)
 
     def _expire(self, request_id: str) -> None:
-        """Its time is up. Its client's clock says the same, unless it does not look."""
+        """Ends a request after its timeout. Its client does the same, unless it is stuck."""
         session = self._owners[request_id]
         self.cancel(session, [request_id])
         session.outlet.deliver(
@@ -251,13 +257,13 @@ class GenerateServer:
         except DynamoLiteError as exc:
             return encode(RequestRefused(reason=str(exc), elsewhere=True))
         except Exception:
-            _log.exception("request %s could not be started", request.request_id)
+            logger.exception("request %s: could not be started", request.request_id)
             return encode(RequestRefused(reason="internal error of the worker", elsewhere=True))
         return encode(Accepted())
 
     async def _admit_remote(self, request: GenerateRequest) -> None:
         if request.wire_version != WIRE_VERSION:
-            raise Refused(f"wire version {request.wire_version} is not spoken", elsewhere=True)
+            raise Refused(f"unsupported wire version {request.wire_version}", elsewhere=True)
         session = self._sessions.get(request.client_id)
         if session is None:
             raise Refused(NO_STREAM, elsewhere=False)
@@ -281,7 +287,7 @@ class GenerateServer:
         try:
             await self._handler.abort(request_ids)
         except Exception:
-            _log.exception("the engine could not abort %s", request_ids)
+            logger.exception("the engine failed to abort %s", request_ids)
 
     def _abort_done(self, task: asyncio.Task[None]) -> None:
         del self._aborts[task]

@@ -1,4 +1,4 @@
-"""A worker's clients, and which request belongs to which of them."""
+"""The clients of a worker, and the requests of each."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,19 +8,19 @@ from dynamo_lite.policy.admission import Admission, Busy, Limits
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 
-#: A request that may take longer may run for this long.
+#: Upper limit of a request's timeout.
 _LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
 
 
 class DeltaSink(Protocol):
-    """Where a session's deltas go."""
+    """Takes the deltas of one session."""
 
     def deliver(self, deltas: list[TokenDelta]) -> list[str]:
-        """Returns the ids of requests that could not be delivered and must end."""
+        """Returns the ids of requests whose deltas could not be delivered; these must end."""
         ...
 
     def closed(self, request_ids: list[str], why: str) -> None:
-        """The server ended the session while these requests ran."""
+        """Called when the server has ended the session while these requests were running."""
         ...
 
 
@@ -30,14 +30,16 @@ class Session:
     def __init__(self, client_id: str, outlet: DeltaSink):
         self.client_id = client_id
         self.outlet = outlet
+        #: Requests in flight.
         self.request_ids: set[str] = set()
+        #: Requests that were cancelled before they arrived, oldest first.
         self.early_cancels: dict[str, None] = {}
 
 
 class AdmittedRequests:
-    """The requests that somebody waits for: their sessions, limits and timers.
+    """The requests in flight: their sessions, admission limits and timeouts.
 
-    on_expiry: called with the id of a request whose time is up.
+    on_expiry: called with the id of a request after its timeout.
     """
 
     def __init__(self, limits: Limits, on_expiry: Callable[[str], None]):
@@ -47,10 +49,10 @@ class AdmittedRequests:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def enter(self, session: Session, request: GenerateRequest) -> None:
-        """Raises Refused for a request that comes too late, or beyond a limit."""
+        """Raises Refused when the request has timed out or would exceed a limit."""
         request_id, timeout_s = request.request_id, request.timeout_s
         if timeout_s is not None and not timeout_s > 0:
-            raise Refused(f"the time of request {request_id} is up", elsewhere=False)
+            raise Refused(f"request {request_id} has timed out", elsewhere=False)
         prompt_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         verdict = self.admission.enter(request_id, prompt_tokens, promised=request.moved)
         if isinstance(verdict, Busy):
@@ -65,7 +67,7 @@ class AdmittedRequests:
             )
 
     def release(self, request_id: str) -> None:
-        """Nobody waits for it any more. Unknown ids are ignored."""
+        """Removes a request that has ended. Unknown ids are ignored."""
         session = self.owners.pop(request_id, None)
         if session is None:
             return

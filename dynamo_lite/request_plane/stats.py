@@ -1,4 +1,4 @@
-"""What a failover client counts."""
+"""Counters of a FailoverClient."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class FailoverStats:
-    """Counts since the start.
+    """Counts since the start."""
 
-    moved: losses of a worker after which the request was sent again, by what that
-    meant: "fresh" (it had given no token), "continue", "replay". lost: requests
-    ended by WorkerLost. expired: by their deadline.
-    """
-
+    #: Migrations by kind: "fresh" (it had given no token), "continue", "replay".
     moved: Counter[str] = field(default_factory=Counter[str])
+    #: Requests that ended with WorkerLost.
     lost: int = 0
+    #: Requests that ended by their timeout.
     expired: int = 0

@@ -160,7 +160,7 @@ class VllmWorker:
         self._demand = BacklogFollower(
             self._spec.namespace,
             host.clock.monotonic,
-            on_demand=lambda *_: self._publisher and self._publisher.stirred(),
+            on_demand=lambda *_: self._publisher and self._publisher.load_changed(),
             on_drop=host.drops,
         )
         show_queue_tokens(host, self._demand)
@@ -244,7 +244,7 @@ class VllmWorker:
         try:
             await probe.run()
         except EngineDied:
-            server.hang_up("the worker's engine is stuck")
+            server.disconnect_all("the worker's engine is stuck")
             raise
 
     async def _deliver(
@@ -256,9 +256,9 @@ class VllmWorker:
                     traced.delivered(deltas)
                 server.deliver(deltas)
                 if self._publisher is not None:
-                    self._publisher.stirred()
+                    self._publisher.load_changed()
         except EngineDied:
-            server.hang_up("the worker's engine died")
+            server.disconnect_all("the worker's engine died")
             raise
 
 

@@ -346,7 +346,7 @@ async def test_loads_are_told_when_they_change_and_not_more_often_than_that(
         async with Worker(messaging, store, namespace, 7) as worker:
             for running in range(1, 101):
                 worker.load = Load(running=running)
-                worker.publisher.stirred()
+                worker.publisher.load_changed()
                 await asyncio.sleep(0.004)
             await until(lambda: bool(told) and told[-1][1].running == 100)
         times = [at for at, _ in told]

@@ -181,7 +181,7 @@ async def test_an_answer_goes_on_when_its_worker_hangs_up(cluster: Cluster, mode
         async with asyncio.timeout(10):
             while not (first.in_flight or second.in_flight):
                 await asyncio.sleep(0)
-        (first if first.in_flight else second).hang_up("the worker's engine died")
+        (first if first.in_flight else second).disconnect_all("the worker's engine died")
         answer = await asking
         assert answer.json()["choices"] == expected.json()["choices"]
         assert answer.json()["usage"] == expected.json()["usage"]
