@@ -148,7 +148,7 @@ class FrameConnection(asyncio.Protocol):
         self._transport.write(data)
         self._bytes_sent += len(data)
         if self._paused and self._unsent() > self._max_unsent_bytes:
-            self.abort(f"the peer is too slow: {self._unsent()} bytes are unsent")
+            self.abort(f"the peer is too slow: {self._unsent()} bytes are unread")
 
     def close(self, why: str) -> None:
         """Sends what is queued, then closes. A peer that does not read is disconnected."""

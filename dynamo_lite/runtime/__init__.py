@@ -1,8 +1,8 @@
-"""What every process runs on: store, messaging, token streams, and the host that ties them."""
+"""What every process is built on: store, messaging, membership, tracing, process life cycle."""
 
 import os
 
-# gRPC reads these once, when it is first used. Its own logging repeats what the store
-# reports, and its fork handlers would complain about every subprocess.
+# gRPC reads these once, at its first use. Its own logging repeats what the store logs, and
+# its fork handlers log a warning for every subprocess.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,8 +1,7 @@
-"""Addresses: what server URLs mean, how they may be shown, and which address a
-process gives others for its own servers.
+"""Addresses: parsing and redaction of server URLs, and the advertised address of own servers.
 
-URLs may carry credentials and names of key files; only `redact`ed ones reach a log
-or an error.
+URLs may contain credentials and names of key files. Only redacted URLs may reach a log or an
+error.
 """
 
 import re
@@ -15,37 +14,37 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.runtime.tls import TlsFiles
 
-#: Up to the last @ of a URL: passwords in the wild hold @, / and commas, unescaped.
+#: Up to the last @ of a URL: real passwords contain unescaped @, / and commas.
 _CREDENTIALS = re.compile(r"([a-z+]+://)?(?:(?!,[a-z+]+://)\S)*@")
 _QUERY = re.compile(r"(?<=\S)\?\S+")
 _FILES = ("ca", "cert", "key")
 
 
 def redact(text: str) -> str:
-    """`text`, a URL or a sentence with URLs, without user names, passwords, tokens and
-    queries."""
+    """Removes user names, passwords, tokens and queries from the URLs in `text`."""
     return _QUERY.sub("", _CREDENTIALS.sub(lambda hit: hit[1] or "", text))
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """The servers of one cluster, and how a client is let in.
+    """The servers of one cluster, and the credentials of a client."""
 
-    hosts: (name or address, port), the preferred one first. tls: None for plain
-    TCP. user and password go together; token only for NATS.
-    """
-
+    #: (name or address, port), the preferred server first.
     hosts: tuple[tuple[str, int], ...]
+    #: None for plain TCP.
     tls: TlsFiles | None = None
+    #: User and password are both set, or neither.
     user: str | None = None
     password: str | None = field(default=None, repr=False)
+    #: Only for NATS.
     token: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class _Kind:
     name: str
-    schemes: Mapping[str, bool]  # scheme -> whether it means TLS
+    #: Scheme to whether it means TLS.
+    schemes: Mapping[str, bool]
     default_port: int
 
 
@@ -56,9 +55,9 @@ _NATS = _Kind("NATS", {"nats": False, "tls": True}, 4222)
 def parse_etcd_url(url: str) -> ServerAddress:
     """Parses `http[s]://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...][?ca=&cert=&key=]`.
 
-    Special characters of user, password and file names are written as %XX. Each of
-    several members may have the scheme and the same credentials in front. Raises
-    ConfigError, also when a file is missing or not what it should be.
+    Special characters of user, password and file names are written as %XX. Each host may
+    have the scheme and the same credentials in front. Raises ConfigError, also when a
+    certificate or key file is missing or invalid.
     """
     address = _parse(url, _ETCD)
     if address.token is not None:
@@ -67,13 +66,13 @@ def parse_etcd_url(url: str) -> ServerAddress:
 
 
 def parse_nats_url(url: str) -> ServerAddress:
-    """As `parse_etcd_url`, with `nats://` and `tls://`; a lone `TOKEN@` is possible."""
+    """As `parse_etcd_url`, with `nats://` and `tls://`. `TOKEN@` alone is allowed."""
     return _parse(url, _NATS)
 
 
 def _parse(url: str, kind: _Kind) -> ServerAddress:
     servers, _, query = url.strip().partition("?")
-    if "@" in query:  # it may be the end of a password
+    if "@" in query:  # the ? may be part of a password
         raise _mistake(kind, url, "a ? in a password is written as %3F, an @ in a file name as %40")
     parts = [_split(part.strip(), url, kind) for part in servers.split(",")]
     schemes = {part.scheme for part in parts if part.scheme}
@@ -97,7 +96,7 @@ def _parse(url: str, kind: _Kind) -> ServerAddress:
 
 
 def _split(part: str, url: str, kind: _Kind) -> SplitResult:
-    """One server; without a scheme when it has none."""
+    """Splits the URL of one server, which may have no scheme."""
     try:
         split = urlsplit(part if "://" in part else f"//{part}")
         _ = split.port
@@ -149,8 +148,8 @@ def _mistake(kind: _Kind, url: str, problem: str) -> ConfigError:
 def advertised_address(bind_host: str, port: int) -> str:
     """HOST:PORT under which others reach a server that listens on `bind_host`.
 
-    A server on all interfaces is reached by the host's name, as it names itself:
-    a fully qualified one would be `localhost` where no DNS knows the host.
+    For a server on all interfaces this is the host's own short name: its fully qualified
+    name would be `localhost` where DNS does not know the host.
     """
     everywhere = bind_host in ("", "0.0.0.0", "::")
     return host_port(socket.gethostname() if everywhere else bind_host, port)

@@ -1,4 +1,4 @@
-"""The clocks of a process, as one value that a simulation can replace."""
+"""The clocks of a process, in one object that a simulation can replace."""
 
 import time
 from collections.abc import Callable
@@ -6,24 +6,23 @@ from dataclasses import dataclass
 
 
 def boottime() -> float:
-    """Seconds since the boot, the time in which the host was suspended included.
+    """Seconds since the boot, including the time in which the host was suspended.
 
-    CLOCK_MONOTONIC stands still while a host is suspended or hibernated. Whatever others
-    may take back after a time (a lease, blocks under a fence) counts by this clock.
+    CLOCK_MONOTONIC stops while a host is suspended or hibernated. Deadlines after which others
+    may reuse something (a lease, blocks under a fence) are measured by this clock.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """monotonic: seconds, for durations and deadlines within one process; never jumps.
+    """The clocks that a component uses. All return seconds."""
 
-    wall: seconds since the epoch, for what other hosts read; may jump.
-    boottime: see `boottime`.
-    """
-
+    #: For durations and deadlines within one process; never jumps.
     monotonic: Callable[[], float] = time.monotonic
+    #: Since the epoch, for timestamps that other hosts read; may jump.
     wall: Callable[[], float] = time.time
+    #: See `boottime`.
     boottime: Callable[[], float] = boottime
 
 

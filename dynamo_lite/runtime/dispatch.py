@@ -1,4 +1,4 @@
-"""From messages to handler tasks: what both messaging implementations share."""
+"""Runs a handler task per message; shared by the messaging implementations."""
 
 import asyncio
 import contextvars
@@ -12,14 +12,15 @@ from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
-#: Sends a reply to whoever asked.
+#: Sends a reply to the sender of a request.
 Reply = Callable[[bytes], Awaitable[None]]
 
 
 class Dispatcher:
     """Owns the handler tasks of one subject; at most `limit` run at a time.
 
-    They run in the context in which this was made, not in that of whoever sends.
+    Handlers run in the contextvars context in which the Dispatcher was created, not in the
+    sender's.
     """
 
     def __init__(self, subject: str, handler: Handler, *, limit: int):
@@ -50,7 +51,7 @@ class Dispatcher:
         task.add_done_callback(lambda _: self._slots.release())
 
     async def join(self) -> None:
-        """Waits for the running handlers; cancels them if the wait is cancelled."""
+        """Waits for the running handlers. If the wait is cancelled, so are they."""
         if self._cancelled:
             await self._tasks.end()
         else:
@@ -67,14 +68,14 @@ class Dispatcher:
             if answer is not None and reply is not None:
                 await reply(answer)
         except ProtocolError as exc:
-            self._log(logging.WARNING, f"dropped a message: {exc}", None)
+            self._log(logging.WARNING, f"dropped a malformed message: {exc}", None)
         except DynamoLiteError as exc:
-            self._log(logging.WARNING, f"{type(exc).__name__}: {exc}", None)
+            self._log(logging.WARNING, f"the handler failed: {type(exc).__name__}: {exc}", None)
         except Exception as exc:
             self._log(logging.ERROR, "the handler failed", exc)
 
     def _log(self, level: int, text: str, exc: Exception | None) -> None:
         held_back = self._log_limit.allow()
         if held_back is not None:
-            more = f" ({held_back} more since the last such line)" if held_back else ""
+            more = f" ({held_back} similar lines were suppressed)" if held_back else ""
             logger.log(level, "%s: %s%s", self._subject, text, more, exc_info=exc)

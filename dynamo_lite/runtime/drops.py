@@ -1,4 +1,4 @@
-"""Messages that were refused as malformed or out of place, counted by where they arrived."""
+"""Counting of messages that are dropped as malformed or unexpected, by where they arrived."""
 
 from collections.abc import Callable
 
@@ -7,12 +7,12 @@ from prometheus_client import CollectorRegistry, Counter
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.messaging import Handler
 
-#: Takes the place at which a message was dropped: one of a few fixed words.
+#: Takes where a message was dropped: one of a few fixed names.
 OnDrop = Callable[[str], None]
 
 
 def uncounted(where: str) -> None:
-    """The OnDrop of whoever has nobody to tell."""
+    """The OnDrop of users without a registry: does nothing."""
 
 
 class DropCounter:
@@ -31,7 +31,7 @@ class DropCounter:
 
 
 def counted(handler: Handler, where: str, on_drop: OnDrop) -> Handler:
-    """`handler`, whose ProtocolErrors are counted on their way to whoever called it."""
+    """Wraps `handler` so that its ProtocolErrors are counted before they are raised."""
 
     async def handle(payload: bytes) -> bytes | None:
         try:

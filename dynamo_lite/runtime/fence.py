@@ -1,11 +1,10 @@
 """A lease's deadline, shared with the processes that act under it.
 
-The process that holds the lease writes, in eight bytes of a mapped file, until
-when the lease certainly lives; whoever must stop acting with it (the engine's
-worker half, before every write) reads them. CLOCK_BOOTTIME is one clock for all
-processes of a host, and counts the time in which the host was suspended. A holder that
-is stopped or partitioned cannot extend the deadline, so it passes: no message is needed
-to fence.
+The process that holds the lease writes the lease's deadline into a mapped file of eight
+bytes. A process that must stop acting when the lease ends (the engine's worker half, before
+every write) reads it. The deadline is in CLOCK_BOOTTIME, which is the same for all processes
+of a host and counts the time in which the host was suspended. A holder that is stopped or
+partitioned cannot extend the deadline, so the fence closes without any message.
 """
 
 import mmap
@@ -23,16 +22,16 @@ class Fence(Protocol):
     """The lease holder's end."""
 
     def extend(self, remaining_s: float) -> None:
-        """The lease lives at least `remaining_s` from now; 0 fences at once."""
+        """Keeps the fence open for `remaining_s` from now; 0 closes it at once."""
         ...
 
     def close(self) -> None:
-        """Lowers the fence for good."""
+        """Closes the fence for good."""
         ...
 
 
 class MemoryFence:
-    """Both ends within one process. now: seconds, as `boottime`."""
+    """Both ends within one process. now: a clock in seconds, as `boottime`."""
 
     def __init__(self, now: Callable[[], float] = boottime):
         self._now = now
@@ -49,7 +48,7 @@ class MemoryFence:
 
 
 class FenceHolder:
-    """The lease holder's end. Creates the file; `close` lowers the fence for good."""
+    """The lease holder's end. Creates the file; `close` closes the fence for good."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -58,7 +57,7 @@ class FenceHolder:
             self._map = mmap.mmap(file.fileno(), _DEADLINE.size)
 
     def extend(self, remaining_s: float) -> None:
-        """The lease lives at least `remaining_s` from now; 0 fences at once."""
+        """Keeps the fence open for `remaining_s` from now; 0 closes it at once."""
         deadline = boottime() + remaining_s if remaining_s > 0 else 0.0
         self._map[:] = _DEADLINE.pack(deadline)
 
@@ -69,14 +68,14 @@ class FenceHolder:
 
 
 class FenceReader:
-    """The acting end."""
+    """The end of the process that acts under the lease."""
 
     def __init__(self, path: Path):
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), _DEADLINE.size, prot=mmap.PROT_READ)
 
     def open(self) -> bool:
-        """Whether the lease still lives for certain."""
+        """Whether the lease is certainly still alive."""
         return boottime() < _DEADLINE.unpack(self._map[:])[0]
 
     def close(self) -> None:

@@ -24,6 +24,9 @@ class Listeners(Generic[P]):
     def __repr__(self) -> str:
         return f"Listeners({self._owner!r}, {len(self._callbacks)})"
 
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
     def add(self, callback: Callable[P, object]) -> AbstractContextManager[None]:
         """Adds `callback` at once. Leaving the returned context removes it again."""
         self._callbacks.append(callback)

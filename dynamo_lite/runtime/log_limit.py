@@ -1,4 +1,4 @@
-"""Keeps one bad peer from filling the log."""
+"""Rate limit for log lines, so that one bad peer cannot fill the log."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ class LogLimit:
         self._held_back = 0
 
     def allow(self) -> int | None:
-        """None: hold this line back. Otherwise how many were held back before it."""
+        """Returns None to suppress this line, else how many lines were suppressed before it."""
         now = _now()
         if now < self._next:
             self._held_back += 1
@@ -24,7 +24,7 @@ class LogLimit:
 
 
 def _now() -> float:
-    """By the running loop's clock, which may be a virtual one."""
+    """Seconds by the running event loop's clock, which may be virtual."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:

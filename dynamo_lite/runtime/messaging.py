@@ -1,6 +1,6 @@
-"""Request and notice messaging: one subject, bytes in, bytes out.
+"""Messaging: requests and notices on subjects, with bytes as payloads.
 
-`nats.py` is the real one; `memory.py` has the in-process twin. Both pass
+`runtime/nats/messaging.py` implements it on NATS. The simulation has others; all pass
 `tests/contract/test_messaging.py`.
 """
 
@@ -12,10 +12,10 @@ from typing import Protocol
 
 from dynamo_lite.runtime.listeners import Listeners
 
-#: Takes a payload; returns the reply, or None where the sender wants none.
+#: Takes a payload; returns the reply, or None for a notice.
 Handler = Callable[[bytes], Awaitable[bytes | None]]
 
-#: Takes whether the broker is connected now.
+#: Takes whether the broker is connected.
 OnConnection = Callable[[bool], None]
 
 
@@ -24,14 +24,14 @@ class Messaging(Protocol):
     def connected(self) -> bool: ...
 
     def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
-        """Calls back after each loss and each reconnect while the context lasts."""
+        """Calls `callback` after each disconnect and reconnect while the context lasts."""
         ...
 
     async def wait_connected(self, timeout_s: float) -> None:
         """Returns when the broker is connected. Raises BrokerUnavailable after `timeout_s`.
 
-        Others may find their way back a little later: nobody responding says little
-        just after a reconnect.
+        Other processes may reconnect a little later than this one, so NoResponders just after
+        a reconnect does not mean that a process is dead.
         """
         ...
 
@@ -39,7 +39,7 @@ class Messaging(Protocol):
         """Raises NoResponders, DeadlineExceeded or BrokerUnavailable.
 
         After the last two the message may have been handled or not. A payload above
-        the broker's limit raises ProtocolError, here and in `publish`.
+        the broker's size limit raises ProtocolError, here and in `publish`.
         """
         ...
 
@@ -48,18 +48,18 @@ class Messaging(Protocol):
         ...
 
     def serve(self, subject: str, handler: Handler) -> AbstractAsyncContextManager[None]:
-        """Serves `subject` while the context lasts; each message in a task of its own.
+        """Serves `subject` while the context lasts; each message is handled in its own task.
 
-        Entering waits for the broker, START_WAIT_S at most; then it raises BrokerUnavailable.
-        A handler that raises ProtocolError is logged and the message dropped;
-        any other exception is logged with its traceback. On exit running
-        handlers are awaited; when the exit is an exception they are cancelled first.
+        Entering waits up to START_WAIT_S for the broker, then it raises BrokerUnavailable.
+        A ProtocolError of a handler is logged and the message is dropped; any other exception
+        is logged with its traceback. On exit running handlers are awaited; if the context is
+        left by an exception they are cancelled first.
         """
         ...
 
 
 class ConnectionWatch:
-    """Who wants to know when the connection comes and goes; part of each implementation."""
+    """The listeners of a connection's state; part of each implementation."""
 
     def __init__(self) -> None:
         self._listeners = Listeners[[bool]]("the connection")
@@ -68,7 +68,7 @@ class ConnectionWatch:
         return self._listeners.add(callback)
 
     async def wait(self, connected: Callable[[], bool], timeout_s: float) -> None:
-        """Returns when `connected` is true, or after the time."""
+        """Returns when `connected()` is true, or after the timeout."""
         changed = asyncio.Event()
         with self.watch(lambda _: changed.set()), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -1,5 +1,4 @@
-"""Waiting for a server that is out of reach: what a start does, so that a short outage
-costs no process its start."""
+"""Retry while a server is unavailable, so that a short outage does not fail a process's start."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,7 +6,7 @@ from typing import TypeVar
 
 from dynamo_lite.protocol.errors import Unavailable
 
-#: As long as the first connection to a server is waited for.
+#: The same as the timeout of the first connection to a server.
 START_WAIT_S = 10.0
 _PAUSE_S = 0.1
 
@@ -17,8 +16,10 @@ T = TypeVar("T")
 async def retry_while_unavailable(
     call: Callable[[], Awaitable[T]], *, within_s: float = START_WAIT_S
 ) -> T:
-    """Calls again while that raises Unavailable; what it raises after `within_s` seconds,
-    and everything else, passes through. The call must be one that may be repeated."""
+    """Retries `call`, which must be idempotent, while it raises Unavailable.
+
+    Raises the last Unavailable after `within_s` seconds, and every other exception at once.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s
     while True:

@@ -1,6 +1,6 @@
-"""The store: keys with leases, and watches that never go silent.
+"""The store: keys with leases, and watches that survive reconnects.
 
-`etcd.py` is the real one; `memory.py` has the in-process twin. Both pass
+`runtime/etcd/store.py` implements it on etcd. The simulation has others; all pass
 `tests/contract/test_store.py`.
 """
 
@@ -14,16 +14,19 @@ from typing import Protocol
 class LeaseLoss(enum.Enum):
     """Why a lease ended."""
 
-    REVOKED = "revoked"  # somebody asked this process to leave
-    EXPIRED = "expired"  # it could not be refreshed, or granted anew, within its time-to-live
-    CLOSED = "closed"  # its owner gave it back
+    #: An operator or another process has revoked it: this process is to leave.
+    REVOKED = "revoked"
+    #: It could not be refreshed, or granted again, within its time-to-live.
+    EXPIRED = "expired"
+    #: Its owner has closed it.
+    CLOSED = "closed"
 
 
 class Lease(Protocol):
     """A lease that is kept alive until it is lost or its context ends.
 
-    A store that lost its data is given the same lease again, as long as this process's
-    own clock says that it lives. Keys are their owner's to put back.
+    When the store has lost its data, the same lease is granted again, provided that it has not
+    expired by this process's own clock. The owner of a key must put the key back.
     """
 
     @property
@@ -38,30 +41,28 @@ class Lease(Protocol):
         ...
 
     def remaining_s(self) -> float:
-        """Seconds that it certainly still lives, by this host's CLOCK_BOOTTIME."""
+        """Seconds until it may expire, by this host's CLOCK_BOOTTIME."""
         ...
 
     async def lost(self) -> LeaseLoss:
-        """Returns when the lease is gone, with the reason."""
+        """Waits until the lease is lost. Returns the reason."""
         ...
 
     async def verify(self) -> LeaseLoss | None:
-        """Asks the store now instead of at the next refresh.
+        """Refreshes the lease now.
 
-        Returns the loss, or None while the lease is held or the store is out of reach.
+        Returns the loss, or None while the lease is held or the store is unavailable.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The whole prefix as it is: first event of a watch, and after every resync.
-
-    lost_data: the store has forgotten what it had told before. Then the absence of a
-    key proves nothing: its owner may be about to put it back.
-    """
+    """All keys under the prefix: the first event of a watch, and the first after each resync."""
 
     entries: dict[str, bytes]
+    #: The store has lost data since the last event. A key that is missing may come back: its
+    #: owner may be about to put it again.
     lost_data: bool = False
 
 
@@ -80,7 +81,7 @@ WatchEvent = Snapshot | Put | Delete
 
 
 class Store(Protocol):
-    """Every call raises StoreUnavailable when there is no answer in time."""
+    """Every call raises StoreUnavailable when the store does not reply in time."""
 
     async def get(self, key: str) -> bytes | None: ...
 
@@ -97,7 +98,7 @@ class Store(Protocol):
     async def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
         """Puts `new` if the key holds `old` (None: if it is absent). Returns whether it did.
 
-        The key hangs on no lease afterwards.
+        Afterwards the key has no lease.
         """
         ...
 
@@ -110,9 +111,9 @@ class Store(Protocol):
         ...
 
     async def revoke(self, lease_id: int) -> bool:
-        """Revokes anybody's lease. Returns whether it existed."""
+        """Revokes the lease of any process. Returns whether it existed."""
         ...
 
     def watch(self, prefix: str) -> AbstractAsyncContextManager[AsyncIterator[WatchEvent]]:
-        """List, then watch. Survives reconnects; resyncs by a new Snapshot."""
+        """Lists, then watches. Survives reconnects; a resync gives a new Snapshot."""
         ...

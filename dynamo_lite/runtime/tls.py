@@ -1,4 +1,4 @@
-"""TLS towards NATS and etcd: the files that a server URL names, checked and loaded."""
+"""TLS connections to NATS and etcd: checks and loads the files that a server URL names."""
 
 import re
 import ssl
@@ -10,17 +10,18 @@ from dynamo_lite.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. Without `ca` the system's authorities are trusted; `cert` and `key` are
-    the client's own, both or none."""
+    """PEM files."""
 
+    #: The trusted authorities; None for the system's.
     ca: Path | None = None
+    #: The client's certificate and its key: both or neither.
     cert: Path | None = None
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """For a client that checks the server's certificate and name.
+        """The context of a client that checks the server's certificate and name.
 
-        Raises ConfigError when a file cannot be read or is not what it should be.
+        Raises ConfigError when a file cannot be read or is invalid.
         """
         for name, path in (("ca", self.ca), ("cert", self.cert), ("key", self.key)):
             _check_readable(name, path)
@@ -31,7 +32,7 @@ class TlsFiles:
             raise ConfigError([message]) from exc
         if self.cert is not None:
             try:
-                # An encrypted key must fail: there is nobody to ask for its password.
+                # An encrypted key must fail: its password cannot be entered.
                 context.load_cert_chain(self.cert, self.key, password=lambda: "")
             except ssl.SSLError as exc:
                 message = f"cert={self.cert} and key={self.key} are not a matching PEM pair"
@@ -56,7 +57,7 @@ def _read(path: Path | str | None) -> bytes | None:
     return Path(path).read_bytes() if path is not None else None
 
 
-#: What OpenSSL, BoringSSL and gRPC call the ways in which a handshake is refused.
+#: Error texts of OpenSSL, BoringSSL and gRPC for refused handshakes, and their meanings.
 _REFUSALS = (
     (r"(host ?name|ip address) (mismatch|verification)", "its certificate is for another name"),
     (r"CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted; name its authority: ?ca=FILE"),
@@ -69,8 +70,8 @@ _REFUSALS = (
 
 
 def tls_refusal(text: str) -> str | None:
-    """What to do about a failed handshake, from a library's words for it; None when
-    `text` is about something else, that may pass."""
+    """What is wrong with a TLS handshake, from the error text of a library. Returns None for
+    other errors, which may be temporary."""
     for pattern, meaning in _REFUSALS:
         if re.search(pattern, text, re.IGNORECASE):
             return meaning

@@ -18,10 +18,13 @@ def test_listeners_are_called_in_order_with_what_happened():
 def test_a_listener_is_removed_when_its_context_is_left():
     listeners = Listeners[int]("the store")
     heard: list[int] = []
+    listeners.add(str)
     added = listeners.add(heard.append)
     listeners.notify(1)
+    assert len(listeners) == 2
     with added:
         listeners.notify(2)
+    assert len(listeners) == 1
     listeners.notify(3)
     assert heard == [1, 2]
 

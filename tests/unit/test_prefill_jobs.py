@@ -458,7 +458,7 @@ async def test_an_end_waits_for_the_broker_before_it_is_told(monkeypatch):
         await eventually(lambda: rig.engine.ends)
         rig.messaging.set_connected(False)
         rig.engine.ends["a1"].set_result("failed")
-        await eventually(lambda: rig.messaging._watch._callbacks)
+        await eventually(lambda: len(rig.messaging._watch._listeners))
         assert rig.answers == []
         rig.messaging.set_connected(True)
         await rig.answered("ack")

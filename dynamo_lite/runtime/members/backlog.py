@@ -1,4 +1,4 @@
-"""Follows what decode engines say of the prefill queue."""
+"""Follows the reports of decode engines about their jobs in the prefill queue."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -10,12 +10,12 @@ from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 
-#: Takes a notice that was news, and the tokens that have come since the one before.
+#: Takes a new report, and the tokens that were prefilled since the report before.
 OnDemand = Callable[[Backlog, int], None]
 
 
 class BacklogFollower:
-    """now: monotonic. own: an engine whose notices do not count."""
+    """now: monotonic seconds. own: id of an engine whose reports are ignored."""
 
     def __init__(
         self,
@@ -32,16 +32,17 @@ class BacklogFollower:
 
     @contextlib.asynccontextmanager
     async def follow(self, messaging: Messaging) -> AsyncIterator[None]:
-        """What was said before is known within a second."""
-        handler = counted(self._hear, "demand", self._on_drop)
+        """Follows while the context lasts. Engines report every second, so `totals` is complete
+        after that."""
+        handler = counted(self._on_report, "demand", self._on_drop)
         async with messaging.serve(self.subject, handler):
             yield
 
     def totals(self) -> BacklogTotals:
-        """Of all engines that were heard lately."""
+        """The totals of all engines with a recent report."""
         return self._demands.totals(self._now())
 
-    async def _hear(self, payload: bytes) -> None:
+    async def _on_report(self, payload: bytes) -> None:
         demand = decode_demand(payload)
         if demand.engine_id == self._own or demand.wire_version != WIRE_VERSION:
             return

@@ -1,4 +1,4 @@
-"""A worker's health beats: once a second it says that it lives, and whether it can work."""
+"""Heartbeats: once a second a worker publishes that it is alive, and whether it is healthy."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,12 @@ from dynamo_lite.runtime.messaging import Messaging
 
 HEARTBEAT_PERIOD_S = 1.0
 
-#: Whether the worker can work, and what is wrong if not.
+#: Whether the worker is healthy, and what is wrong if it is not.
 Verdict = tuple[bool, str]
 
 
 class HeartbeatPublisher:
-    """One worker's beats. `run` is to be owned by the process; it ends with `stop`."""
+    """Publishes one worker's heartbeats: `run` is the body of a task, and returns after `stop`."""
 
     def __init__(
         self,
@@ -40,12 +40,13 @@ class HeartbeatPublisher:
             ok, detail = self._verdict()
             beat = Heartbeat(lease_id=self._lease_id, number=number, ok=ok, detail=detail[:512])
             number += 1
-            with contextlib.suppress(Unavailable):  # then nobody blames us for the silence
+            # Without a broker no process expects heartbeats.
+            with contextlib.suppress(Unavailable):
                 await self._messaging.publish(self._subject, encode(beat))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s):
                     await self._stopped.wait()
 
     def stop(self) -> None:
-        """The worker leaves: from here on its keys speak for it, or their absence."""
+        """Stops heartbeats. From now on only the worker's registration counts."""
         self._stopped.set()

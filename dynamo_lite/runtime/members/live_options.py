@@ -1,7 +1,7 @@
-"""Options of a component that are changed while it runs (`protocol/live_options.py`).
+"""Options of a component that can be changed while it runs (`protocol/live_options.py`).
 
-Owns which of them hold in this process: the last good record in the store. What is
-no such record is refused as a whole, and what held before goes on.
+Owns the values that are in effect in this process: those of the last valid record in the
+store. An invalid record is refused as a whole, and the values before stay in effect.
 """
 
 import asyncio
@@ -27,13 +27,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LiveOptions(Generic[T]):
-    """Async context manager; entering it waits for the first look at the store.
+    """Async context manager; entering it waits for the first listing of the store.
 
-    nothing: what holds where no record is. on_change: takes the values and their version,
-    from the event loop, whenever these change.
-
-    values, version: of the last good record; version 0: there is none. refused: what is
-    wrong with the one that lies there now; empty when nothing is.
+    nothing: the values without a record.
+    on_change: takes new values and their version, in the event loop.
     """
 
     def __init__(
@@ -48,8 +45,11 @@ class LiveOptions(Generic[T]):
     ):
         self._store, self._key = store, names.tuning_key(namespace, component)
         self._nothing, self._on_change, self._on_drop = nothing, on_change, on_drop
-        self.values, self.version, self.refused = nothing, 0, ""
-        self._looked = asyncio.Event()
+        #: The values of the last valid record, and its version; version 0 without one.
+        self.values, self.version = nothing, 0
+        #: Why the present record is refused; empty when it is not.
+        self.refused = ""
+        self._listed = asyncio.Event()
         self._stack = contextlib.AsyncExitStack()
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class LiveOptions(Generic[T]):
             await stack.enter_async_context(follower)
             try:
                 async with asyncio.timeout(_FIRST_LISTING_S):
-                    await self._looked.wait()
+                    await self._listed.wait()
             except TimeoutError as exc:
                 raise DeadlineExceeded(f"options at {self._key}", _FIRST_LISTING_S) from exc
             self._stack = stack.pop_all()
@@ -76,16 +76,16 @@ class LiveOptions(Generic[T]):
         async for event in events:
             match event:
                 case Snapshot(entries):
-                    self._take(entries.get(self._key))
+                    self._apply(entries.get(self._key))
                 case Put(key, value) if key == self._key:
-                    self._take(value)
+                    self._apply(value)
                 case Delete(key) if key == self._key:
-                    self._take(None)
-                case _:  # another component's, whose name begins like ours
+                    self._apply(None)
+                case _:  # a component whose name begins with this one's
                     pass
-            self._looked.set()
+            self._listed.set()
 
-    def _take(self, data: bytes | None) -> None:
+    def _apply(self, data: bytes | None) -> None:
         values, version = self._nothing, 0
         try:
             if data is not None:
@@ -94,11 +94,13 @@ class LiveOptions(Generic[T]):
         except ProtocolError as exc:
             self.refused = str(exc)
             self._on_drop("config")
-            logger.warning("%s: refused, nothing changes: %s", self._key, exc)
+            logger.warning("%s: invalid options refused, nothing changes: %s", self._key, exc)
             return
         self.refused = ""
         if (values, version) == (self.values, self.version):
             return
         self.values, self.version = values, version
-        logger.info("%s: version %d holds: %s", self._key, version, msgspec.to_builtins(values))
+        logger.info(
+            "%s: version %d is in effect: %s", self._key, version, msgspec.to_builtins(values)
+        )
         self._on_change(values, version)

@@ -1,4 +1,4 @@
-"""A live view of the members under a prefix of the store."""
+"""A live view of the members that are registered under a prefix of the store."""
 
 import asyncio
 import contextlib
@@ -19,20 +19,21 @@ logger = logging.getLogger(__name__)
 
 Members = tuple[EndpointRecord, ...]
 
-#: Called with the lease ids that joined and those that left.
+#: Takes the lease ids that have joined and those that have left.
 OnChange = Callable[[frozenset[int], frozenset[int]], None]
 
 _FIRST_LISTING_S = 10.0
-#: Processes put their keys back as soon as they see that the store lost them.
+#: How long members are kept after the store lost its data. Processes put their keys back as
+#: soon as they detect the loss.
 _RETURN_S = 5.0
 
 
 class Roster:
     """Async context manager; entering it waits for the first listing.
 
-    Malformed records, and records that lie at another key than their own, are
-    logged, counted and skipped. While the store is away the last known members stay, and
-    when it comes back without its data they have a while to put their keys back.
+    Malformed records, and records at a key of another member, are logged, counted and skipped.
+    While the store is unavailable the last known members stay. When the store has lost its
+    data, they stay for a few seconds, in which they put their keys back.
     """
 
     def __init__(self, store: Store, prefix: str, on_drop: OnDrop = uncounted):
@@ -40,7 +41,8 @@ class Roster:
         self._on_drop = on_drop
         self._prefix = prefix
         self._records: dict[str, EndpointRecord] = {}
-        self._doubted: set[str] = set()  # keys that the store has lost
+        #: Keys of `_records` that the store has lost.
+        self._lost_keys: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._members: Members = ()
         self._version = 0
@@ -65,7 +67,7 @@ class Roster:
         return next((m for m in self._members if m.lease_id == lease_id), None)
 
     def on_change(self, callback: OnChange) -> None:
-        """Calls `callback` after each join or leave, from the event loop, with `members` new."""
+        """Calls `callback` in the event loop after each join or leave, with `members` updated."""
         self._listeners.add(callback)
 
     async def wait(self, accept: Callable[[Members], bool], timeout_s: float) -> Members:
@@ -87,7 +89,9 @@ class Roster:
                 async with asyncio.timeout(_FIRST_LISTING_S):
                     self._apply(await anext(events))
             except TimeoutError as exc:
-                raise StoreUnavailable(f"no listing of {self._prefix}") from exc
+                raise StoreUnavailable(
+                    f"timeout: no listing of {self._prefix} within {_FIRST_LISTING_S:g} s"
+                ) from exc
             stack.callback(self._forget_timer)
             follower = running(self._follow(events), name=f"roster {self._prefix}")
             await stack.enter_async_context(follower)
@@ -110,19 +114,19 @@ class Roster:
                     if (record := self._parse(key, value)) is not None
                 }
                 if lost_data:
-                    self._begin_doubt()
-                self._doubted -= entries.keys()
-                kept = {key: self._records[key] for key in self._doubted}
+                    self._keep_lost_keys()
+                self._lost_keys -= entries.keys()
+                kept = {key: self._records[key] for key in self._lost_keys}
                 self._records = {**kept, **listed}
             case Put(key, value):
-                self._doubted.discard(key)
+                self._lost_keys.discard(key)
                 record = self._parse(key, value)
                 if record is None:
                     self._records.pop(key, None)
                 else:
                     self._records[key] = record
             case Delete(key):
-                self._doubted.discard(key)
+                self._lost_keys.discard(key)
                 self._records.pop(key, None)
         self._publish()
 
@@ -131,23 +135,23 @@ class Roster:
             record = decode_json(value, EndpointRecord)
             names = record.namespace, record.component, record.endpoint
             if key != endpoint_key(*names, record.lease_id):
-                raise ProtocolError("it belongs to another key")
+                raise ProtocolError("its key does not match its content")
         except ProtocolError as exc:
-            logger.warning("skipped the record at %s: %s", key, exc)
+            logger.warning("skipped the malformed record at %s: %s", key, exc)
             self._on_drop("record")
             return None
         return record
 
-    def _begin_doubt(self) -> None:
-        """All stay for a while although the store does not have them."""
-        self._doubted = set(self._records)
+    def _keep_lost_keys(self) -> None:
+        """Keeps all members for a few seconds although the store does not have them."""
+        self._lost_keys = set(self._records)
         self._forget_timer()
-        self._timer = asyncio.get_running_loop().call_later(_RETURN_S, self._end_doubt)
+        self._timer = asyncio.get_running_loop().call_later(_RETURN_S, self._remove_lost_keys)
 
-    def _end_doubt(self) -> None:
-        for key in self._doubted:
+    def _remove_lost_keys(self) -> None:
+        for key in self._lost_keys:
             self._records.pop(key, None)
-        self._doubted.clear()
+        self._lost_keys.clear()
         self._publish()
 
     def _forget_timer(self) -> None:
