@@ -96,7 +96,7 @@ class NullEngine:
         if max_tokens < 1:
             raise Refused(f"max_tokens must be at least 1, got {max_tokens}", elsewhere=False)
         if request.request_id in self._running:
-            raise Refused(f"request {request.request_id} runs already", elsewhere=False)
+            raise Refused(f"request {request.request_id} is already running", elsewhere=False)
         done = len(request.output_token_ids)
         prompt = request.prompt_token_ids
         self._running[request.request_id] = _Run(prompt, done, max(max_tokens - done, 0))

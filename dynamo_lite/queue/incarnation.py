@@ -1,4 +1,4 @@
-"""Whether the queue on the broker is still the one that was seen before."""
+"""Detection of a queue that the broker has lost and created again."""
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
@@ -7,7 +7,7 @@ from dynamo_lite.runtime.listeners import Listeners
 
 
 class Incarnations:
-    """Counts how often the broker was found with another queue than before."""
+    """Counts how often the broker had another queue than at the check before."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -18,7 +18,7 @@ class Incarnations:
         return f"Incarnations({self.number}, {self._identity!r})"
 
     def seen(self, identity: Hashable) -> None:
-        """identity: of the queue that the broker has; not None."""
+        """identity: identifies the queue that the broker has now; not None."""
         before, self._identity = self._identity, identity
         if before in (None, identity):
             return
@@ -26,5 +26,5 @@ class Incarnations:
         self._listeners.notify()
 
     def watch(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
-        """Calls back after each growth of `number` while the context lasts."""
+        """Calls `callback` after each increase of `number` while the context lasts."""
         return self._listeners.add(callback)

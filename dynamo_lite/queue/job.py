@@ -1,4 +1,4 @@
-"""One job as JetStream delivered it."""
+"""A job that JetStream has delivered."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,10 @@ from dynamo_lite.protocol.errors import BrokerUnavailable
 
 
 class JetStreamJob:
-    """Implements Job. arrived_at: loop time. max_deliver: see `QueueConfig`.
+    """Implements Job.
 
-    on_end: called when its holder is done with it, whether the broker heard that or not.
+    arrived_at: event loop time. timeout_s: for the broker's confirmation. max_deliver: see
+    `QueueConfig`. on_end: called after ack, nak or term, also if the broker did not get it.
     """
 
     def __init__(
@@ -52,20 +53,20 @@ class JetStreamJob:
 
     async def extend(self) -> None:
         if not self._ended:
-            await self._say(b"+WPI", confirmed=False)
+            await self._send(b"+WPI", confirmed=False)
 
     async def _end(self, verdict: bytes, *, confirmed: bool) -> None:
         if self._ended:
             return
         try:
-            await self._say(verdict, confirmed=confirmed)
+            await self._send(verdict, confirmed=confirmed)
         except BrokerUnavailable:
             self._on_end(self)
             raise
         self._ended = True
         self._on_end(self)
 
-    async def _say(self, text: bytes, *, confirmed: bool) -> None:
+    async def _send(self, text: bytes, *, confirmed: bool) -> None:
         if not self._client.is_connected:
             raise BrokerUnavailable(f"job {self.sequence}: NATS is disconnected")
         try:

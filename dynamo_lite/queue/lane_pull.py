@@ -1,8 +1,8 @@
-"""Pull requests to one lane's consumer, and the jobs that came for them.
+"""Pull requests to the consumer of one lane, and the jobs that it delivers.
 
-A pull request lives on the server until a job or its expiry answers it. So each
-one is remembered here until it is answered, whoever stops waiting meanwhile,
-and a job that arrives for nobody is kept.
+A pull request stays on the server until a job or its timeout answers it. So each one is kept
+here until it is answered, also when its caller stops waiting, and a job that arrives without
+a waiting caller is kept for the next one.
 """
 
 import asyncio
@@ -24,26 +24,28 @@ from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.topology import Topology, consumer_name
 from dynamo_lite.runtime.drops import OnDrop
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-#: Longest life of one pull request; a broken one is replaced after it.
+#: Timeout of one pull request on the server. A lost one is replaced after it.
 _REQUEST_S = 5.0
-#: How long the server's answer "nothing came" may be late.
+#: How much later than its timeout a pull request may be answered.
 GRACE_S = 0.25
 _CLOSE_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False)
 class PullRequest:
-    """until: when it is over, answered or not."""
+    """A pull request that the server has not answered yet."""
 
+    #: Event loop time after which it counts as lost.
     until: float
 
 
 class LanePull:
-    """on_change: something was answered. on_missing: the consumer is gone, or out of reach.
+    """The pull requests and the delivered jobs of one lane.
 
-    requests: unanswered ones. arrived: jobs that nobody has taken yet.
+    on_change: called when a request was answered. on_missing: called when the consumer is gone
+    or the broker is unavailable. on_end: see `JetStreamJob`.
     """
 
     def __init__(
@@ -64,21 +66,24 @@ class LanePull:
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{topology.stream}.{consumer_name(lane)}"
         self._inbox = client.new_inbox()
         self._subscription: Subscription | None = None
+        #: Unanswered requests, oldest first.
         self.requests: deque[PullRequest] = deque()
+        #: Delivered jobs that no `pull` has returned yet, oldest first.
         self.arrived: deque[JetStreamJob] = deque()
+        #: How many `pull` calls wait for this lane; written by Puller.
         self.pulling = 0
 
     async def open(self) -> None:
         self._subscription = await self._client.subscribe(self._inbox, cb=self._on_message)
 
     async def close(self) -> None:
-        """Naks what arrives or arrived for nobody. Idempotent."""
+        """Unsubscribes, and naks the jobs that no `pull` has returned. Idempotent."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             with contextlib.suppress(errors.Error, OSError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     if self._client.is_connected:
-                        # What the server sent before it heard of this still arrives.
+                        # Jobs that the server has sent before it unsubscribes still arrive.
                         await subscription.drain()
                     else:
                         await subscription.unsubscribe()
@@ -86,7 +91,7 @@ class LanePull:
             await give_back(self.arrived.popleft())
 
     async def ask(self, timeout_s: float) -> PullRequest | None:
-        """Asks the broker for one job, which has so long to come. None: it is out of reach."""
+        """Requests one job from the broker, with a timeout. None: the broker is unavailable."""
         life_s = min(timeout_s, _REQUEST_S)
         ask: dict[str, int | bool] = {"batch": 1}
         if life_s > 0.001:
@@ -98,7 +103,7 @@ class LanePull:
         try:
             await self._client.publish(self._next, msgspec.json.encode(ask), self._inbox)
         except (errors.Error, OSError) as exc:
-            _log.debug("cannot ask for a job: %r", exc)
+            logger.debug("cannot send a pull request: %r", exc)
             self._on_missing()
             return None
         return request
@@ -111,15 +116,16 @@ class LanePull:
         if self.requests:
             self.requests.popleft()
         status = message.headers.get("Status") if message.headers else None
-        # Whoever pushes a job chooses its headers; only the broker's own word has no reply.
+        # The sender of a job chooses its headers. Only the broker's own messages have no reply
+        # subject.
         if message.reply or status is None:
-            self._take_in(message)
+            self._add_job(message)
         elif status not in ("404", "408"):
-            _log.debug("pull answered with %s", message.headers)
+            logger.debug("the pull request was refused with %s", message.headers)
             self._on_missing()
         self._on_change()
 
-    def _take_in(self, message: Msg) -> None:
+    def _add_job(self, message: Msg) -> None:
         try:
             job = JetStreamJob(
                 self._client,
@@ -130,7 +136,7 @@ class LanePull:
                 self._on_end,
             )
         except (errors.Error, ValueError, IndexError, OverflowError, OSError) as exc:
-            _log.warning("dropped what is no delivery of a job: %r", exc)
+            logger.warning("dropped an unexpected message on the pull inbox: %r", exc)
             self._on_drop("job")
         else:
             self.arrived.append(job)

@@ -75,7 +75,7 @@ async def test_nats_asks_for_a_certificate_and_a_password(
         query = certificates.query(client=True)
         await use_broker(nats_url(server, query, LOGIN))
         said = await refusal(NatsMessaging(nats_url(server, certificates.query(), LOGIN)))
-        assert "it asks for a client's certificate: ?cert=FILE&key=FILE" in said
+        assert "it requires a client certificate: ?cert=FILE&key=FILE" in said
         for login in ("me:wrong-s3cret", "s3cret-token", ""):
             said = await refusal(NatsMessaging(nats_url(server, query, login)))
             assert "it refuses the user name, password or token" in said

@@ -131,7 +131,7 @@ async def test_a_draining_worker_sends_new_requests_elsewhere(setup: Setup):
 
 async def test_a_running_id_is_not_taken_twice(setup: Setup):
     await setup.client.submit(setup.member, request_of("a"))
-    with pytest.raises(Refused, match="runs"):
+    with pytest.raises(Refused, match="is already running"):
         await setup.client.submit(setup.member, request_of("a"))
     setup.server.deliver([tokens("a", 1, finish="stop")])
     await setup.outputs.until(lambda: bool(setup.outputs.deltas))

@@ -154,7 +154,7 @@ async def test_who_joins_is_trusted_and_who_falls_silent_is_not(graph: Graph) ->
         assert [m.lease_id for m in graph.monitor.members_or_all] == [B]
         assert not graph.monitor.is_responsive(A) and graph.monitor.is_responsive(B)
         assert graph.monitor.silent_for(A) >= 0.4 > graph.monitor.silent_for(B)
-        assert graph.monitor.trouble(A).startswith("silent for 0.")
+        assert graph.monitor.trouble(A).startswith("no heartbeat for 0.")
         assert graph.monitor.trouble(B) == ""
         assert graph.sample("dynamo_lite_workers_unresponsive") == 1
     assert await graph.next_turn() == (set(), {B})
@@ -304,6 +304,6 @@ async def test_a_failing_listener_does_not_stop_the_monitor(graph: Graph) -> Non
     def fail(*_: object) -> None:
         raise KeyError("listener")
 
-    graph.monitor._callbacks.insert(0, fail)
+    graph.monitor._listeners._callbacks.insert(0, fail)
     await graph.join(A)
     assert await graph.next_turn() == (set(), {A})

@@ -120,7 +120,7 @@ async def test_a_repetition_that_differs_or_ends_early_is_not_passed_on(answer_t
         await to_the_end(client)
         assert fake.tokens("a") == answer_to(A)[:3]
         assert fake.ends == [("a", "WorkerLost")]
-        assert "repeated" in str(fake.errors["a"])
+        assert "replayed" in str(fake.errors["a"])
         assert fake.running() == {}
 
 

@@ -111,7 +111,7 @@ async def test_a_silent_worker_gets_nothing_new_then_loses_what_it_has():
         assert frontend.transport.dropped == []
         await asyncio.sleep(2.0)
         [(lease_id, why, at)] = frontend.transport.dropped
-        assert lease_id == A and why.startswith("silent for 10.")
+        assert lease_id == A and why.startswith("no heartbeat for 10.")
         assert 9.0 <= at - stopped <= 10.5
         await asyncio.sleep(10.0)
         assert [lease_id for lease_id, *_ in frontend.transport.dropped] == [A, A]

@@ -1,10 +1,10 @@
-"""A watch on a prefix that resumes, and never goes silent.
+"""A watch on a prefix that resumes after a disconnect, without lost or repeated events.
 
-It lists the prefix at revision r, then watches from r+1. etcd's own watches end
-with the connection, ignore a start revision in the future (a wiped server), and
-forget what was compacted; so on every new connection the prefix as of the last
-seen revision is compared with what this watch has told. Equal: it goes on from
-there, and no event is lost or repeated. Otherwise: a fresh `Snapshot`.
+It lists the prefix at revision r, then watches from r+1. etcd's own watches end with the
+connection, ignore a start revision in the future (of a wiped server), and cannot replay
+compacted revisions. So on every new connection this watch compares the prefix as of the last
+seen revision with the events that it has given. If they are equal, it continues from there.
+Otherwise it gives a new `Snapshot`.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 _REFUSED_PAUSE_S = 1.0
 _BUFFERED_EVENTS = 1024
-#: A member that is cut off from the others ends the stream instead of going silent.
+#: With it a member that is partitioned from the others ends the stream.
 _NEEDS_LEADER = ("hasleader", "true")
 _UNREACHABLE = (rpc.AioRpcError, TimeoutError, EOFError)
 
@@ -38,7 +38,7 @@ def prefix_end(prefix: bytes) -> bytes:
 
 
 class EtcdWatch(AsyncIterator[WatchEvent]):
-    """`run` is the body of the task that owns the stream; iterate to take the events."""
+    """`run` is the body of the task that owns the stream; iterate to receive the events."""
 
     def __init__(self, client: Any, prefix: str, *, timeout_s: float):
         self._client = client
@@ -46,8 +46,11 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         self._end = prefix_end(self._prefix) if prefix else b"\0"
         self._timeout_s = timeout_s
         self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue(_BUFFERED_EVENTS)
-        self._known: dict[bytes, int] = {}  # key -> revision of its last change
-        self._revision = 0  # of the last thing told; 0: nothing, list first
+        #: Each key's revision of its last change, as of the events given so far.
+        self._known: dict[bytes, int] = {}
+        #: The revision of the last event; 0 when the prefix must be listed first.
+        self._revision = 0
+        #: Whether the store has lost data since the last event.
         self._lost_data = False
         self._broken = False
         self._closed = False
@@ -67,7 +70,7 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         return event
 
     def close(self) -> None:
-        """Ends the iteration; what was not taken yet is dropped."""
+        """Ends the iteration; events that were not received yet are dropped."""
         self._closed = True
         while not self._events.empty():
             self._events.get_nowait()
@@ -84,18 +87,18 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
             except _UNREACHABLE as exc:
                 self._note_broken(exc)
             except asyncio.CancelledError:
-                # gRPC reports a call that it gave up itself in the same way.
+                # gRPC also raises this for a call that it has cancelled itself.
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
             except Exception:
-                logger.exception("watch on %s failed; resyncing", self._prefix.decode())
+                logger.exception("watch on %s failed; listing it again", self._prefix.decode())
                 self._revision = 0
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _history_holds(self) -> bool:
-        """Whether the store, at the last revision told, is what was told."""
+        """Whether the store's content at the last seen revision is what this watch has given."""
         if not self._revision:
             return False
         try:
@@ -128,8 +131,8 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         )
 
     async def _follow(self) -> None:
-        """Tells events until the stream must be opened anew."""
-        # Without a request iterator gRPC keeps no task of its own behind this call.
+        """Gives events until the stream must be opened again."""
+        # With a request iterator gRPC would keep a task of its own for this call.
         metadata = (_NEEDS_LEADER, *(self._client.metadata or ()))
         call = rpc.WatchStub(self._client.channel).Watch(metadata=metadata)
         try:
@@ -138,10 +141,10 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
                 response = await call.read()
             while response is not EOF:
                 if response.canceled:
-                    await self._cancelled(response)
+                    await self._on_refused(response)
                     return
                 self._note_healthy()
-                await self._tell(response.events)
+                await self._give(response.events)
                 response = await call.read()
         finally:
             call.cancel()
@@ -155,7 +158,7 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
             )
         )
 
-    async def _tell(self, events: Any) -> None:
+    async def _give(self, events: Any) -> None:
         for event in events:
             key, revision = event.kv.key, event.kv.mod_revision
             if event.type == rpc.Event.PUT:
@@ -165,15 +168,17 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
                 self._known.pop(key, None)
                 await self._events.put(Delete(_text(key)))
         if events:
-            # Only whole responses count: one revision may hold several events.
+            # Set per response: one revision may have several events.
             self._revision = events[-1].kv.mod_revision
 
-    async def _cancelled(self, response: Any) -> None:
+    async def _on_refused(self, response: Any) -> None:
         if response.compact_revision:
             self._revision = 0
             return
         logger.error(
-            "etcd refuses the watch on %s: %s", self._prefix.decode(), response.cancel_reason
+            "etcd refuses the watch on %s, retrying: %s",
+            self._prefix.decode(),
+            response.cancel_reason,
         )
         await asyncio.sleep(_REFUSED_PAUSE_S)
 
@@ -181,12 +186,12 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         if not self._broken:
             self._broken = True
             reason = exc.details() if isinstance(exc, rpc.AioRpcError) else type(exc).__name__
-            logger.warning("watch on %s is interrupted: %s", self._prefix.decode(), reason)
+            logger.warning("watch on %s disconnected, retrying: %s", self._prefix.decode(), reason)
 
     def _note_healthy(self) -> None:
         if self._broken:
             self._broken = False
-            logger.info("watch on %s goes on", self._prefix.decode())
+            logger.info("watch on %s reconnected", self._prefix.decode())
 
 
 @contextlib.asynccontextmanager

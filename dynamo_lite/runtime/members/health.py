@@ -1,8 +1,8 @@
-"""Who of a roster's members responds, by their health beats (`beat.py`).
+"""Which of a roster's members are healthy, by their heartbeats (`heartbeat.py`).
 
-A member that is registered may still be unable to work: stopped, stuck, or with
-an engine that does not answer. Its beats tell long before its lease ends, and
-tell again when it is back.
+A registered member may be unable to work: stopped, stuck, or with an engine that does not
+reply. Missing or bad heartbeats show this long before its lease expires, and new ones show
+when it is healthy again.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
 
-#: A member without a beat for this long is suspected ...
+#: A member without a heartbeat for this long is suspected,
 SILENT_S = 3.0
-#: ... and judged so much later. It may be we who were held up, or whose connection
-#: has just broken: what waits in our own buffers, or that news, comes first.
+#: and marked unhealthy if there is still none this much later. This process itself may have
+#: been delayed or disconnected; heartbeats in its own buffers are read in this time.
 SECOND_LOOK_S = 1.0
 
-#: Takes the lease ids that respond again, and those that do no longer.
+#: Takes the lease ids that have become healthy, and those that have become unhealthy.
 OnHealth = Callable[[frozenset[int], frozenset[int]], None]
 
 
 class HealthMonitor:
-    """Async context manager: which of a roster's members respond. The roster must be open.
+    """Async context manager: which of a roster's members are healthy. The roster must be open.
 
-    Silence counts from the last good beat, from the member's joining or from our
-    own last reconnect, whichever is latest, and not while we are disconnected.
+    The timeout of a member starts at its last good heartbeat, at its joining or at this process's
+    last reconnect, whichever is latest. It does not run while this process is disconnected.
     """
 
     def __init__(
@@ -79,55 +79,55 @@ class HealthMonitor:
 
     @property
     def responsive(self) -> Members:
-        """Those that can be expected to answer; sorted by key."""
+        """The healthy members, sorted by key."""
         return tuple(m for m in self._roster.members if self._responds(m.lease_id))
 
     @property
     def members_or_all(self) -> Members:
-        """For who would rather try a suspect than give up."""
+        """The healthy members; if there are none, all."""
         return self.responsive or self._roster.members
 
     def is_responsive(self, lease_id: int) -> bool:
-        """False also for whom the roster does not have."""
+        """False also for a lease id that is not in the roster."""
         return self._roster.get(lease_id) is not None and self._responds(lease_id)
 
     def trouble(self, lease_id: int) -> str:
-        """What keeps an unresponsive member from work; empty when it responds."""
+        """Why a member is unhealthy; empty when it is healthy."""
         member = self._members.get(lease_id)
         if member is None or member.responsive:
             return ""
-        return member.trouble or f"silent for {self.silent_for(lease_id):.1f} s"
+        return member.trouble or f"no heartbeat for {self.silent_for(lease_id):.1f} s"
 
     def silent_for(self, lease_id: int) -> float:
-        """Seconds since the member was last known to be well; 0 for who is no member."""
+        """Seconds since the member was last known to be healthy; 0 if it is no member."""
         member = self._members.get(lease_id)
         return 0.0 if member is None else self._now() - member.well_at
 
     def shows_life(self, lease_id: int) -> None:
-        """The member was heard otherwise: it is not silent, though perhaps not well."""
-        self._heard(lease_id, None)
+        """The member has sent another message: it is alive, but perhaps not healthy."""
+        self._update(lease_id, None)
 
     def beats(self, lease_id: int) -> bool:
-        """Whether the member's own beats are good, whatever canaries say."""
+        """Whether the member's own heartbeats are good, regardless of canaries."""
         member = self._members.get(lease_id)
         return member is not None and member.ok and not member.silent
 
     def mark_unhealthy(self, lease_id: int, why: str) -> None:
-        """A canary failed there: it is unresponsive until `mark_healthy`, whatever it says."""
+        """A canary failed: unhealthy until `mark_healthy`, regardless of heartbeats."""
         if (member := self._members.get(lease_id)) is not None:
             before, member.failed = member.responsive, why
-            self._weigh(lease_id, member, before)
+            self._report_change(lease_id, member, before)
 
     def mark_healthy(self, lease_id: int) -> None:
-        """It has answered a request."""
+        """The member has answered a request."""
         member = self._members.get(lease_id)
         if member is not None and member.failed:
             member.failed = ""
-            self._weigh(lease_id, member, False)
+            self._report_change(lease_id, member, False)
 
     def on_change(self, callback: OnHealth) -> None:
-        """Calls `callback` from the event loop after members turned; joins and leaves are
-        the roster's to tell."""
+        """Calls `callback` in the event loop when members become healthy or unhealthy. Joins
+        and leaves are reported by the roster only."""
         self._listeners.add(callback)
 
     async def __aenter__(self) -> Self:
@@ -153,17 +153,17 @@ class HealthMonitor:
         return asyncio.get_running_loop().time()
 
     def _responds(self, lease_id: int) -> bool:
-        """Who has just joined, and is not known here yet, does."""
+        """A member that has just joined counts as healthy."""
         member = self._members.get(lease_id)
         return member is None or member.responsive
 
-    # What is heard
+    # Heartbeats
 
     async def _on_beat(self, payload: bytes) -> None:
         try:
             beat = decode_heartbeat(payload)
             if beat.wire_version != WIRE_VERSION:
-                raise ProtocolError(f"wire version {beat.wire_version} is not spoken")
+                raise ProtocolError(f"unsupported wire version {beat.wire_version}")
         except ProtocolError:
             self._drop("malformed")
             raise
@@ -173,13 +173,13 @@ class HealthMonitor:
         elif not member.is_news(beat.number):
             self._drop("late")
         else:
-            self._heard(beat.lease_id, beat)
+            self._update(beat.lease_id, beat)
 
     def _drop(self, reason: str) -> None:
         if self._dropped is not None:
             self._dropped.labels(reason).inc()
 
-    def _heard(self, lease_id: int, beat: Heartbeat | None) -> None:
+    def _update(self, lease_id: int, beat: Heartbeat | None) -> None:
         member = self._members.get(lease_id)
         if member is None:
             return
@@ -187,18 +187,18 @@ class HealthMonitor:
         member.silent = False
         if beat is not None:
             member.number, member.ok, member.detail = beat.number, beat.ok, beat.detail
-        self._weigh(lease_id, member, before)
+        self._report_change(lease_id, member, before)
 
-    def _weigh(self, lease_id: int, member: MemberHealth, before: bool) -> None:
-        """before: whether it responded, until now."""
+    def _report_change(self, lease_id: int, member: MemberHealth, before: bool) -> None:
+        """before: whether the member was healthy until now."""
         if member.well:
             member.well_at = self._now()
         if member.responsive and not before:
-            logger.info("worker %x works again", lease_id)
+            logger.info("worker %x is healthy again", lease_id)
             self._arm()
             self._listeners.notify(frozenset({lease_id}), frozenset())
         elif before and not member.responsive:
-            logger.warning("worker %x cannot work: %s", lease_id, self.trouble(lease_id))
+            logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
             self._listeners.notify(frozenset(), frozenset({lease_id}))
 
     def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
@@ -217,7 +217,7 @@ class HealthMonitor:
                 member.well_at = self._now()
             self._arm()
 
-    # What is not heard: one timer, for the next member that may have fallen silent
+    # Missing heartbeats: one timer, for the next member whose timeout ends
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -225,7 +225,7 @@ class HealthMonitor:
             self._timer = None
 
     def _arm(self) -> None:
-        """A timer that runs is never too late: whoever is heard is due after all others."""
+        """A running timer is never too late: a new heartbeat only moves its member to the end."""
         if self._timer is not None or not self._messaging.connected:
             return
         well = [member.well_at for member in self._members.values() if member.responsive]
@@ -243,20 +243,20 @@ class HealthMonitor:
             self._arm()
 
     def _judge(self, due: float) -> None:
-        """Those that are still silent a while after they were suspected."""
+        """Marks the members unhealthy that are still silent `SECOND_LOOK_S` after the suspicion."""
         self._timer = None
         if self._now() > due + SECOND_LOOK_S / 2:
-            return self._suspect(due)  # we were held up: look again
+            return self._suspect(due)  # this process was delayed: check again
         silent = self._overdue(SILENT_S + SECOND_LOOK_S)
         for lease_id in silent:
             self._members[lease_id].silent = True
-            logger.warning("worker %x does not work: %s", lease_id, self.trouble(lease_id))
+            logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
         self._arm()
         if silent:
             self._listeners.notify(frozenset(), silent)
 
     def _overdue(self, limit_s: float) -> frozenset[int]:
-        # Added up as for the timer: rounded otherwise, it would fire again and again at its time.
+        # The same sum as for the timer: with another rounding it would fire in a loop.
         now = self._now()
         return frozenset(
             lease_id

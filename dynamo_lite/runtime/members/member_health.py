@@ -1,27 +1,29 @@
-"""What is known of one member's health."""
+"""The health of one member, as its heartbeats and canaries show it."""
 
 from dataclasses import dataclass
 
-#: So many beats in a row are a worker's own, though somebody has sent a higher number.
+#: This many consecutive heartbeats are the worker's own, although another process has sent a
+#: higher number.
 _IN_ROW = 4
 
 
 @dataclass
 class MemberHealth:
-    """well_at: when it was last known to be well, or began to be waited for.
+    """Written by HealthMonitor."""
 
-    number: of the newest beat. late, late_in_row: the last number below it, and how
-    many have led to that one without a gap. ok, detail: what its beats say. failed: how
-    it has failed a canary; empty when it has not.
-    """
-
+    #: When it was last known to be healthy, or when its timeout began.
     well_at: float
+    #: Number of the newest heartbeat.
     number: int = -1
+    #: The last number below `number`, and how many led to it without a gap.
     late: int = -1
     late_in_row: int = 0
+    #: The content of the newest heartbeat.
     ok: bool = True
-    silent: bool = False
     detail: str = ""
+    #: Whether heartbeats are missing.
+    silent: bool = False
+    #: Why a canary failed; empty when none has.
     failed: str = ""
 
     @property
@@ -34,12 +36,12 @@ class MemberHealth:
 
     @property
     def trouble(self) -> str:
-        """Empty for who is well, though perhaps silent."""
+        """What is wrong; empty when only heartbeats are missing, or nothing."""
         return self.failed if self.ok else self.detail or "it cannot work"
 
     def is_news(self, number: int) -> bool:
-        """Whether the beat comes after the newest one, or shows that it was not the worker's:
-        late beats that keep coming one by one are no repetition."""
+        """Whether the heartbeat is newer than the newest one, or shows that the newest one was
+        forged: consecutive late heartbeats are no repetition."""
         if number <= self.number:
             self.late_in_row = self.late_in_row + 1 if number == self.late + 1 else 1
             self.late = number

@@ -1,4 +1,4 @@
-"""Messaging on NATS: connection options, and the client's errors as ours."""
+"""Messaging on NATS: connection options, and the mapping of the client's errors."""
 
 import asyncio
 import contextlib
@@ -37,10 +37,9 @@ _AUTHORIZATION = "authorization violation"
 
 
 class NatsMessaging:
-    """Implements `Messaging`; `client` is the nats-py connection beneath.
+    """Implements `Messaging`; `client` is the underlying nats-py connection.
 
-    url: see `parse_nats_url`. max_handlers: how many handlers of one served subject
-    run at a time.
+    url: see `parse_nats_url`. max_handlers: how many handlers of one subject run at a time.
     """
 
     def __init__(
@@ -85,15 +84,15 @@ class NatsMessaging:
         self._check_connected()
 
     async def __aenter__(self) -> Self:
-        """Raises StartupError when no server accepts the connection in time, or all refuse."""
+        """Raises StartupError on a timeout, or when all servers refuse the connection."""
         client = TlsClient(self._address.tls) if self._address.tls else PersistentClient()
         try:
-            # Endless reconnecting also means that the first connect never gives up.
+            # With endless reconnects the first connect never gives up either.
             async with asyncio.timeout(self._connect_timeout_s):
                 await self._connect(client)
         except (errors.Error, OSError, TimeoutError, ValueError) as exc:
             await _close(client)
-            reason = _reason(client.last_error or exc) or "no answer in time"
+            reason = _reason(client.last_error or exc) or "timeout, no server has answered"
             raise StartupError(f"cannot use NATS at {self._url}: {redact(reason)}") from exc
         except BaseException:
             await _close(client)
@@ -119,7 +118,7 @@ class NatsMessaging:
 
     @contextlib.asynccontextmanager
     async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
-        """See `Messaging.serve`. Returns from entering when the server has the subscription."""
+        """See `Messaging.serve`. Entering returns when the server has the subscription."""
         dispatcher = Dispatcher(subject, handler, limit=self._max_handlers)
 
         async def deliver(message: Msg) -> None:
@@ -134,7 +133,7 @@ class NatsMessaging:
             raise
         finally:
             try:
-                # What the server sent before it heard of this is still handled.
+                # Messages that the server sent before it unsubscribes are still handled.
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await subscription.drain()
             except (errors.Error, OSError, TimeoutError) as exc:
@@ -152,11 +151,13 @@ class NatsMessaging:
             try:
                 await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
             except BaseException as exc:
-                # It would be made again with the next connection.
+                # nats-py would subscribe again with the next connection.
                 with contextlib.suppress(errors.Error, OSError):
                     await subscription.unsubscribe()
                 if isinstance(exc, errors.TimeoutError):
-                    raise BrokerUnavailable(f"NATS at {self._url}: no answer in time") from exc
+                    raise BrokerUnavailable(
+                        f"NATS at {self._url}: timeout of the subscription"
+                    ) from exc
                 raise
         return subscription
 
@@ -167,7 +168,7 @@ class NatsMessaging:
         return reply
 
     async def _connect(self, client: Client) -> None:
-        """Raises what the last server said when each one has refused."""
+        """Raises the last server's reason when all servers have refused."""
         connecting = asyncio.create_task(self._open(client), name="connect to NATS")
         refused = asyncio.create_task(self._all_refuse(), name="refused by NATS")
         try:
@@ -201,12 +202,12 @@ class NatsMessaging:
             max_reconnect_attempts=-1,
             ping_interval=1,
             max_outstanding_pings=2,
-            # An outage raises at once; nothing is kept to be sent behind the caller's back.
+            # While disconnected every publish raises; nothing is buffered for later.
             pending_size=0,
         )
 
     def _check_connected(self) -> None:
-        # nats-py would first register a reply future, and forget to remove it.
+        # Otherwise nats-py registers a reply future, and never removes it.
         if not self.client.is_connected:
             raise BrokerUnavailable(f"NATS at {self._url}: disconnected")
 
@@ -215,7 +216,7 @@ class NatsMessaging:
         try:
             yield
         except errors.NoRespondersError as exc:
-            raise NoResponders(f"nobody serves {subject}") from exc
+            raise NoResponders(f"no process serves {subject}") from exc
         except errors.MaxPayloadError as exc:
             raise ProtocolError(f"the message to {subject} exceeds the broker's limit") from exc
         except errors.TimeoutError as exc:
@@ -231,7 +232,7 @@ class NatsMessaging:
             return
         if isinstance(exc, ProtocolError):
             self._on_drop("nats")
-        # While the server is away every reconnect attempt ends here.
+        # While the server is unavailable every reconnect attempt ends here.
         if self._outage and not _is_refusal(exc):
             return
         held_back = self._log_limit.allow()
@@ -251,13 +252,13 @@ class NatsMessaging:
 
 
 def _server_urls(address: ServerAddress) -> list[str]:
-    """Without credentials: those go to servers that the cluster names later, too."""
+    """Without credentials, which are also used for servers that the cluster announces later."""
     scheme = "tls" if address.tls else "nats"
     return [f"{scheme}://{host_port(*host)}" for host in address.hosts]
 
 
 def _is_refusal(exc: Exception) -> bool:
-    """Whether asking again is of no use."""
+    """Whether a retry is of no use."""
     text = str(exc)
     known = isinstance(exc, TlsMismatch) or _AUTHORIZATION in text.lower()
     return known or tls_refusal(text) is not None
@@ -271,7 +272,7 @@ def _reason(exc: BaseException) -> str:
 
 
 async def _close(client: Client) -> None:
-    """Closes, whatever state the connection is in, within a bounded time."""
+    """Closes the connection in any state, within `_CLOSE_TIMEOUT_S`."""
     with contextlib.suppress(errors.Error, OSError, TimeoutError):
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await client.close()

@@ -1,7 +1,7 @@
-"""A NATS client that insists on TLS.
+"""A NATS client that requires TLS.
 
-NATS servers begin in plain text and say there whether they want TLS. nats-py does
-as they say, so anybody between could ask for the password in plain text.
+A NATS server begins in plain text and announces there whether it wants TLS. nats-py follows
+that announcement, so a man in the middle could make it send the password in plain text.
 """
 
 import ssl
@@ -15,11 +15,11 @@ from dynamo_lite.runtime.tls import TlsFiles
 
 
 class TlsMismatch(errors.Error):
-    """Server and URL disagree about TLS: asking again is of no use."""
+    """Server and URL disagree about TLS: a retry is of no use."""
 
 
 class TlsClient(PersistentClient):
-    """Raises TlsMismatch, or has it reported, before anything is told to a wrong server."""
+    """Raises or reports TlsMismatch before it sends any credentials to a wrong server."""
 
     def __init__(self, files: TlsFiles):
         super().__init__()
@@ -30,14 +30,14 @@ class TlsClient(PersistentClient):
 
     def _connect_command(self) -> bytes:
         if not isinstance(self._transport, _TlsTransport) or not self._transport.secured:
-            raise TlsMismatch("it does not offer TLS; write nats:// if that is right")
+            raise TlsMismatch("it does not offer TLS; write nats:// if that is intended")
         if self._server_info.get("tls_verify") and self._files.cert is None:
-            raise TlsMismatch("it asks for a client's certificate: ?cert=FILE&key=FILE")
+            raise TlsMismatch("it requires a client certificate: ?cert=FILE&key=FILE")
         return super()._connect_command()
 
 
 class _TlsTransport(TcpTransport):
-    """Knows whether the handshake was made."""
+    """Records whether the TLS handshake has succeeded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,6 +54,6 @@ class _TlsTransport(TcpTransport):
         self.secured = True
 
     async def wait_closed(self) -> None:
-        # After a failed handshake nobody would ever say that the connection is closed.
+        # After a failed handshake asyncio would never report that the connection is closed.
         if self.secured:
             await super().wait_closed()

@@ -1,5 +1,5 @@
-"""What one process is told (`ProcessSpec`), what runs in it (`Component`), and what that
-gets to work with (`Host`)."""
+"""The specification of a process (`ProcessSpec`), the work in it (`Component`), and what the
+work gets from its process (`Host`)."""
 
 import asyncio
 import logging
@@ -29,36 +29,36 @@ logger = logging.getLogger(__name__)
 
 _RESTORE_PAUSE_S = 0.2
 
-#: Takes one line for the supervisor.
+#: Sends one message to the supervisor.
 Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """All that a child process needs to know; plain data.
-
-    component: the service's name, "VllmWorker"; instance: 0 .. workers-1.
-    bind_host: where the status server and the token stream listen.
-    grace_s: longest drain.
-    config: this service's own options; engine_args: flags for vLLM.
-    inner: options of the services that run inside this process, by name.
-    watch_component: whose `generate` endpoint a frontend calls. tracing: None where nothing
-    is traced.
-    """
+    """The whole input of a child process; plain data."""
 
     namespace: str
+    #: The service's name, such as "VllmWorker".
     component: str
+    #: 0 to workers - 1.
     instance: int
     nats_url: str
     etcd_url: str
     state_dir: str
+    #: Where the status server and the token stream listen.
     bind_host: str = "127.0.0.1"
     lease_ttl_s: float = 30.0
+    #: Longest drain.
     grace_s: float = 30.0
+    #: This service's own options.
     config: dict[str, Any] = field(default_factory=dict[str, Any])
+    #: Flags for vLLM.
     engine_args: list[str] = field(default_factory=list[str])
+    #: Options of the services that run inside this process, by name.
     inner: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    #: The component whose `generate` endpoint a Frontend calls.
     watch_component: str = ""
+    #: None when tracing is off.
     tracing: TracingOptions | None = None
 
 
@@ -66,34 +66,34 @@ class Component(Protocol):
     """The work of one process. All calls come from one task, in this order."""
 
     async def start(self, host: "Host") -> Mapping[str, Any]:
-        """Brings everything up and registers it. Returns facts for the supervisor.
+        """Starts everything and registers it. Returns facts for the supervisor.
 
-        Cancelled when the process is asked to stop meanwhile.
+        It is cancelled when the process is asked to stop meanwhile.
         """
         ...
 
     async def drain(self, grace_s: float) -> None:
-        """Stops taking work, waits up to `grace_s` for what runs, then cancels the rest.
+        """Accepts no more work, waits up to `grace_s` for running work, then cancels the rest.
 
-        Called after a successful start; the endpoints are deregistered already.
+        Called after a successful start, when the endpoints are already deregistered.
         """
         ...
 
     async def close(self) -> None:
-        """Frees everything; called on every path, also after a failed start."""
+        """Frees all resources; always called, also after a failed start."""
         ...
 
     def health(self) -> Mapping[str, Any]:
-        """Facts for /health; `ok` says whether the component can work.
+        """Facts for /health; `ok` is whether the component is healthy.
 
-        Two of them are for `/live` and `/ready` (`readiness.py`): `dead`, why the process
-        must be started again, and `checks`, what work needs of this component.
+        Two facts are for `/live` and `/ready` (`readiness.py`): `dead` is why the process must
+        be restarted, and `checks` are this component's conditions for accepting work.
         """
         ...
 
 
 class Host:
-    """The process as its component sees it."""
+    """What a process offers to its component: servers, registration, owned tasks."""
 
     def __init__(
         self,
@@ -133,11 +133,10 @@ class Host:
     async def register(
         self, endpoint: str, *, component: str = "", stream: str | None = None, model: str = ""
     ) -> EndpointRecord:
-        """Announces an endpoint under the lease; call it when the endpoint is being served.
+        """Registers an endpoint under the lease; call it when the endpoint is already served.
 
-        component: of a service that runs inside this process; this process's own
-        when empty. stream: HOST:PORT of the token stream. Raises LeaseLost or
-        StoreUnavailable.
+        component: name of a service inside this process; empty for the process's own.
+        stream: HOST:PORT of the token stream. Raises LeaseLost or StoreUnavailable.
         """
         component = component or self.spec.component
         name = (self.spec.namespace, component, endpoint, self.lease.id)
@@ -159,13 +158,13 @@ class Host:
         return record
 
     async def deregister(self) -> None:
-        """Releases the endpoints."""
+        """Deletes the registrations of all endpoints."""
         endpoints, self._endpoints = self._endpoints, []
         await self.release(*endpoints)
 
     async def hold(self, key: str, value: bytes, *, within_s: float = START_WAIT_S) -> None:
-        """Puts `key` under the lease, and puts it back when it vanishes under a live one:
-        the store may lose its data. Raises LeaseLost, or StoreUnavailable after `within_s`."""
+        """Puts `key` under the lease, and again whenever the store loses it while the lease is
+        alive. Raises LeaseLost, or StoreUnavailable after `within_s`."""
         await retry_while_unavailable(
             lambda: self.store.put(key, value, lease=self.lease), within_s=within_s
         )
@@ -174,7 +173,7 @@ class Host:
             self._guard = self.spawn(self._watch_own(key), f"guard {key}")
 
     async def release(self, *keys: str) -> None:
-        """Deletes held keys; without a store they go with the lease."""
+        """Deletes held keys. If the store is unavailable, they expire with the lease."""
         for key in keys:
             self._held.pop(key, None)
         if self.lease.loss is not None:
@@ -183,22 +182,22 @@ class Host:
             try:
                 await self.store.delete(key)
             except StoreUnavailable as exc:
-                logger.warning("%s is left to its lease: %s", key, exc)
+                logger.warning("%s was not deleted, it expires with the lease: %s", key, exc)
                 return
 
     def progress(self, text: str) -> None:
-        """Tells the supervisor what the start is at."""
+        """Reports to the supervisor what the start is doing."""
         self._report({"state": "starting", "detail": text})
 
     def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Runs an owned task; if it fails the process drains and exits 70.
+        """Runs a task of the process. If it fails, the process drains and exits with code 70.
 
-        It is cancelled after the component is closed.
+        It is ended after the component is closed.
         """
         return self._tasks.start(coro, name=name)
 
     def stop(self, reason: str, code: int = 0) -> None:
-        """Asks for a drain, then an exit with `code`. The first call counts."""
+        """Requests a drain and then an exit with `code`. Only the first call counts."""
         self._stop.set(reason, code)
 
     async def cancel_tasks(self) -> None:
@@ -214,9 +213,9 @@ class Host:
         self.stop(f"{task.get_name()} failed: {exc}", EXIT_OWNED_TASK_FAILED)
 
     async def _watch_own(self, key: str) -> None:
-        """Watches an own key: its deletion is the first sign of a revoked lease.
+        """Watches one held key: its deletion is the first sign of a revoked lease.
 
-        When that key is released, another one is watched, as long as there are any.
+        When that key is released, another held key is watched.
         """
         watched: str | None = key
         while watched is not None:
@@ -235,20 +234,20 @@ class Host:
         return False
 
     async def _restore(self) -> bool:
-        """Puts vanished keys back while the lease is held. Whether to go on guarding."""
+        """Puts lost keys back while the lease is alive. Returns False when the lease is lost."""
         while await self.lease.verify() is None:
             try:
                 await self._put_back()
-                logger.warning("own keys had vanished under a live lease, and were put back")
+                logger.warning("the store had lost keys of a live lease; they were put back")
                 return True
             except LeaseLost as exc:
-                # A revocation deletes the keys before the lease, and the first look fell
-                # in between: look again, or it is noticed only by the next keepalive.
+                # A revocation deletes the keys before the lease, and the first check was in
+                # between. Without this check only the next refresh would detect it.
                 logger.debug("%s", exc)
                 if await self.lease.verify() is not None:
                     break
             except StoreUnavailable as exc:
-                logger.debug("own keys are still to be put back: %s", exc)
+                logger.debug("keys were not put back yet, retrying: %s", exc)
             await asyncio.sleep(_RESTORE_PAUSE_S)
         return False
 

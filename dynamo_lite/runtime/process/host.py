@@ -1,4 +1,4 @@
-"""The life of one process: connect, start, ready, drain, close, exit code."""
+"""The life cycle of one process: connect, start, ready, drain, close, exit code."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ __all__ = ["Component", "Host", "ProcessEnvironment", "ProcessSpec", "Report", "
 
 logger = logging.getLogger(__name__)
 
-#: Beyond the grace: for the component to cancel what is left, and to free what it holds.
+#: Time after the grace period for the component to cancel running work and free resources.
 _DRAIN_MARGIN_S = 5.0
 _CLOSE_TIMEOUT_S = 30.0
 
@@ -47,13 +47,13 @@ Health = Callable[[], dict[str, Any]]
 class Status(Protocol):
     @property
     def url(self) -> str:
-        """Where the process's health and metrics can be read."""
+        """The URL of the process's health and metrics."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnvironment:
-    """What a process runs in: the servers, its own status server, the clock."""
+    """The environment of a process: the servers, its status server, the clock."""
 
     open_store: Callable[[ProcessSpec], AbstractAsyncContextManager[Store]] = lambda spec: (
         EtcdStore(spec.etcd_url)
@@ -76,7 +76,7 @@ async def run_process(
     report: Report,
     surroundings: ProcessEnvironment | None = None,
 ) -> int:
-    """Runs `component` until it is told to stop. Returns the exit code (see `stop.py`).
+    """Runs `component` until it is asked to stop. Returns the exit code (see `stop.py`).
 
     `report` gets `{"state": "starting" | "ready" | "draining" | "drained" | "failed", ...}`.
     """
@@ -95,7 +95,7 @@ async def run_process(
 
 
 class _Process:
-    """One run of one component. state: "starting", "ready" or "draining"."""
+    """One run of one component."""
 
     host: Host
 
@@ -112,15 +112,16 @@ class _Process:
         self._component = component
         self._report = report
         self._stop = stop
+        #: "starting", "ready" or "draining"; shown in /health.
         self._state = "starting"
 
     async def open(self, stack: AsyncExitStack) -> None:
-        """Connects everything that is outside; `stack` closes it in reverse."""
+        """Connects the servers and opens the status server; `stack` closes them in reverse."""
         self._report({"state": "starting", "detail": "connecting"})
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         around, drops = self._surroundings, DropCounter(registry)
-        # Closed last: sending what is left may take a while, and nothing may wait for it.
+        # Closed last: sending the last spans may take seconds, and must delay nothing.
         tracer = await self._open_tracer(stack)
         store = await stack.enter_async_context(around.open_store(self._spec))
         messaging = await stack.enter_async_context(around.open_messaging(self._spec, drops))
@@ -146,7 +147,7 @@ class _Process:
             around.open_status(self._spec, self._health, probes, registry, drops)
         )
         self.host.status_url = status.url
-        # Outlives the owned tasks' failures: it decides between their code and its own.
+        # Ended after the owned tasks: when the lease is lost, its exit code replaces theirs.
         await stack.enter_async_context(running(self._await_loss(), name="lease loss"))
 
     async def _open_tracer(self, stack: AsyncExitStack) -> Tracer | None:
@@ -184,7 +185,7 @@ class _Process:
             await self.host.cancel_tasks()
 
     def failed(self, exc: Exception) -> int:
-        """Reports a start that went wrong."""
+        """Reports a failed start. Returns the exit code."""
         if isinstance(exc, DynamoLiteError):
             error = str(exc)
         else:
@@ -215,7 +216,7 @@ class _Process:
             async with asyncio.timeout(grace_s + _DRAIN_MARGIN_S):
                 await self._component.drain(grace_s)
         except Exception:
-            logger.exception("the drain did not end well")
+            logger.exception("the drain failed or had a timeout")
         self._report({"state": "drained"})
 
     async def _close(self) -> None:
@@ -223,7 +224,7 @@ class _Process:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._component.close()
         except Exception:
-            logger.exception("%s did not close well", self._spec.component)
+            logger.exception("closing %s failed or had a timeout", self._spec.component)
 
     async def _await_loss(self) -> None:
         loss = await self.host.lease.lost()
@@ -233,7 +234,7 @@ class _Process:
         try:
             return dict(self._component.health())
         except Exception as exc:
-            # Half-started components may not know their state yet.
+            # A component that is still starting may not have its state yet.
             return {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
 
     def _live(self) -> Answer:
@@ -265,8 +266,8 @@ class _Process:
 def add_gauges(
     registry: CollectorRegistry, spec: ProcessSpec, lease: Lease, messaging: Messaging
 ) -> None:
-    """What every process shows."""
-    # Prometheus gives labels of its own to all metrics of a target; these join with them.
+    """Registers the metrics that every process has."""
+    # Prometheus adds its own labels to all metrics of a target; these can be joined with them.
     whose = Info("dynamo_lite_process", "Which process this is.", registry=registry)
     whose.info({"dynamo_namespace": spec.namespace, "dynamo_component": spec.component})
     remaining = Gauge(
@@ -282,8 +283,8 @@ def add_gauges(
 def count_reconnects(
     registry: CollectorRegistry, messaging: Messaging
 ) -> AbstractContextManager[None]:
-    """Counts them while the context lasts. A short outage falls between two scrapes of the gauge
-    `dynamo_lite_nats_connected`."""
+    """Counts reconnects while the context lasts. The gauge `dynamo_lite_nats_connected` misses
+    outages between two scrapes."""
     reconnects = Counter(
         "dynamo_lite_nats_reconnects",
         "How often the connection to NATS was lost and established again.",

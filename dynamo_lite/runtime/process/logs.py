@@ -1,8 +1,8 @@
-"""Lines in the logs of a graph's processes, and of their engines'.
+"""The log format of all processes and of their engines' processes.
 
-Owns their two forms: text, and one JSON object per line. Log calls say `request %s` and
-`attempt %s` where they are about one: by this the JSON form finds the ids, so that no
-text of a client or a server can pass for one.
+Owns the two forms: text, and one JSON object per line. Log calls contain `request %s` and
+`attempt %s` for ids. The JSON form takes ids from these arguments only, so that text from a
+client or a server cannot be mistaken for an id.
 """
 
 import json
@@ -21,17 +21,17 @@ _holder: dict[str, str] = {}
 
 
 def hold_lease(lease_id: int) -> None:
-    """This process's JSON lines name this lease from now on."""
+    """Adds this lease to all JSON lines of this process from now on."""
     _holder["lease"] = f"{lease_id:x}"
 
 
 def logging_config(
     form: LogFormat, component: str, instance: int, *, level: str, vllm_level: str = "INFO"
 ) -> dict[str, Any]:
-    """For `logging.config.dictConfig`, and as JSON for vLLM's VLLM_LOGGING_CONFIG_PATH: then
-    all that a process and its engine's processes log looks the same.
+    """A configuration for `logging.config.dictConfig`, and as JSON for vLLM's
+    VLLM_LOGGING_CONFIG_PATH, so that a process and its engine's processes log in one format.
 
-    level: of our own lines.
+    level: the level of this package's loggers.
     """
     return {
         "version": 1,
@@ -50,7 +50,7 @@ def logging_config(
                 "stream": "ext://sys.stderr",
             }
         },
-        # The level of our own is their own: a package that vLLM imports raises the root's.
+        # Set for this package too: a package that vLLM imports raises the root's level.
         "loggers": {"dynamo_lite": {"level": level}, "vllm": {"level": vllm_level}},
         "root": {"handlers": ["stderr"], "level": level},
     }
@@ -62,7 +62,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """time: RFC 3339, UTC. Absent: what is not known, or not there."""
+    """One JSON object per line. `time` is RFC 3339 in UTC. Unknown fields are left out."""
 
     def __init__(self, component: str, instance: int):
         super().__init__()
@@ -88,7 +88,7 @@ class JsonLines(logging.Formatter):
 
 
 def ids(record: logging.LogRecord) -> dict[str, str]:
-    """What the line is about: `request_id`, `attempt`."""
+    """The ids in the line: `request_id` and `attempt`, if it has them."""
     args = record.args
     if not isinstance(record.msg, str) or not isinstance(args, tuple):
         return {}
@@ -99,7 +99,7 @@ def ids(record: logging.LogRecord) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)
 def _places(template: str) -> tuple[tuple[str, int], ...]:
-    """The name of each id in a log call, and which argument it is."""
+    """The name of each id in a log template, and the index of its argument."""
     found: dict[str, int] = {}
     conversions = (match for match in _CONVERSION.finditer(template) if match[0] != "%%")
     for place, match in enumerate(conversions):

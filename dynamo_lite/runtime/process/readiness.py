@@ -1,8 +1,8 @@
-"""Two questions about a process, each with a cheap answer: must it be started again
-(`/live`), and may it be given work (`/ready`).
+"""The probes of a process: whether it must be restarted (`/live`), and whether it accepts
+work (`/ready`).
 
-Owns the checks that every process has, and the form of the answers. They are made from
-what is known already: nothing is asked over the network for them.
+Owns the checks that every process has, and the format of the replies. The checks use local
+state only, without any network request.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,19 +12,19 @@ from typing import Any
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.store import Lease
 
-#: A lease is refreshed ten times in its life: with so much of it gone, the store has not
-#: answered for a while.
+#: A lease is refreshed ten times per time-to-live. When this share of it has passed without a
+#: refresh, the store counts as unavailable.
 _STORE_LATE = 0.3
 
-#: Check to what is wrong there, and what to do about it; empty: nothing.
+#: Check to what is wrong and what to do about it; empty when nothing is wrong.
 Checks = Mapping[str, str]
-#: The JSON body; its `ok` decides between 200 and 503.
+#: The JSON body. Its `ok` decides between status 200 and 503.
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What a process answers at `/live` and `/ready`."""
+    """Makes the replies of `/live` and `/ready`."""
 
     live: Callable[[], Answer]
     ready: Callable[[], Answer]
@@ -48,18 +48,18 @@ def answer(checks: Checks) -> Answer:
 
 
 def liveness(facts: Mapping[str, Any]) -> Answer:
-    """facts: of the component's `health`. That there is an answer at all shows that the
-    event loop runs; servers that are away, and a drain, are no reason for a restart."""
+    """facts: from the component's `health`. Any reply shows that the event loop runs.
+    Unavailable servers and a drain are no reason for a restart."""
     return answer({"event_loop": "", "engine": facts.get("dead", "")})
 
 
 def readiness(
     facts: Mapping[str, Any], *, state: str, lease: Lease, messaging: Messaging
 ) -> Answer:
-    """facts: of the component's `health`. state: "starting", "ready" or "draining"."""
+    """facts: from the component's `health`. state: "starting", "ready" or "draining"."""
     own = facts.get("checks")
     if own is None:
-        failed = facts.get("error") or "it cannot work; its log says why"
+        failed = facts.get("error") or "it is unhealthy: see its log"
         own = {"component": "" if facts.get("ok", True) else failed}
     return answer(
         {
@@ -75,13 +75,13 @@ def readiness(
 
 _STATES = {
     "starting": "still starting: wait until it is registered",
-    "draining": "draining: it finishes what it has and ends; send requests elsewhere",
+    "draining": "draining: it finishes running requests and exits; send new ones elsewhere",
 }
 
 
 def _store(lease: Lease) -> str:
     if lease.loss is not None:
-        return f"the lease is {lease.loss.value}: this process ends"
+        return f"the lease is {lease.loss.value}: this process exits"
     left_s = lease.remaining_s()
     if left_s >= (1 - _STORE_LATE) * lease.ttl_s:
         return ""

@@ -27,9 +27,9 @@ _STOP_TIMEOUT_S = 2.0
 
 
 class StatusServer:
-    """Async context manager. `health` returns facts; `ok` False or absent answers 503.
+    """Async context manager. `health` returns facts; without `ok` True the status is 503.
 
-    probes: without them there is no `/live` and no `/ready`.
+    probes: None serves neither `/live` nor `/ready`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def _answer(facts: Mapping[str, Any]) -> Response:
 
 
 class _Protocol(H11Protocol):
-    """h11 bounds what it keeps of a request; what is none is told to `on_drop` as "status"."""
+    """h11 limits the size of a request head. Invalid requests are counted under "status"."""
 
     def __init__(self, *args: Any, on_drop: OnDrop, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -125,12 +125,12 @@ class _Protocol(H11Protocol):
         self._on_drop("status")
         try:
             super().send_400_response(msg)
-        except h11.LocalProtocolError:  # the answer to a request before it is under way
+        except h11.LocalProtocolError:  # the response to an earlier request is being sent
             self.transport.close()
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn that leaves the process's signals alone, and says when it is up."""
+    """A uvicorn that installs no signal handlers, and sets `up` when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Why a process ends, and with which exit code."""
+"""The stop request of a process, its signals and its exit codes."""
 
 import asyncio
 import contextlib
@@ -21,16 +21,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def loss_exit_code(loss: LeaseLoss) -> int:
-    """75 asks the supervisor for a new process; a revoked one is not to come back."""
+    """75 makes the supervisor start a new process; after a revocation it must not."""
     return EXIT_LEASE_EXPIRED if loss is LeaseLoss.EXPIRED else EXIT_STOPPED
 
 
 class Interrupted(Exception):
-    """The stop came while something else was waited for."""
+    """A stop was requested during `StopRequest.interrupts`."""
 
 
 class StopRequest:
-    """Set once: the first reason counts."""
+    """Set once: only the first reason counts."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -56,7 +56,7 @@ class StopRequest:
 
     @contextlib.asynccontextmanager
     async def interrupts(self) -> AsyncIterator[None]:
-        """Cancels the body when the stop comes, and raises Interrupted in its place."""
+        """Cancels the body when a stop is requested, and raises Interrupted instead."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
@@ -75,7 +75,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[None]:
-    """The first SIGTERM or SIGINT asks for a drain, the second ends the process at once."""
+    """The first SIGTERM or SIGINT requests a drain, the second ends the process at once."""
     loop = asyncio.get_running_loop()
     seen = False
 
@@ -88,7 +88,7 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
 
     installed: list[signal.Signals] = []
     for number in _SIGNALS:
-        # Only the main thread's loop can take signals; elsewhere the owner calls `stop`.
+        # Only the main thread's loop can handle signals; elsewhere the owner calls `stop`.
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
             loop.add_signal_handler(number, on_signal, number)
             installed.append(number)

@@ -1,4 +1,4 @@
-"""Opens the tracer of a process that traces. Others never load OpenTelemetry."""
+"""Opens the tracer of a process. Without tracing OpenTelemetry is never imported."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,8 +11,8 @@ from dynamo_lite.runtime.tracing.tracer import Tracer, TracingOptions
 async def open_tracer(
     options: TracingOptions, *, namespace: str, component: str, instance: str
 ) -> AsyncIterator[Tracer]:
-    """Leaving it sends what is left, for a few seconds at most."""
-    # The SDK and its exporters are loaded by those who trace only, and take a while.
+    """Leaving the context sends the last spans, for a few seconds at most."""
+    # Importing the SDK and its exporters takes a while, so only with tracing and in a thread.
     await asyncio.to_thread(__import__, "dynamo_lite.runtime.tracing.otlp")
     from dynamo_lite.runtime.tracing.otlp import OtlpTracer
 

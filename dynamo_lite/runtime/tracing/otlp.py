@@ -1,7 +1,7 @@
-"""Spans on their way to an OTLP collector, by OpenTelemetry's SDK.
+"""Sends spans to an OTLP collector with OpenTelemetry's SDK.
 
-A thread of the SDK sends them in batches, from a bounded queue; what a slow or dead
-collector does not take is dropped. The SDK reads its own environment variables
+A thread of the SDK sends them in batches from a bounded queue. Spans that a slow or dead
+collector does not accept are dropped. The SDK reads its own environment variables
 (`OTEL_BSP_*`, `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES`, ...).
 """
 
@@ -34,18 +34,18 @@ from dynamo_lite.protocol.trace import TraceContext, new_trace
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.tracing.tracer import Attributes, Kind, TracingOptions
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-#: How long the end of a process waits for its last spans to leave.
+#: How long an exiting process waits until its last spans are sent.
 _FLUSH_S = 3.0
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-#: They say with each batch and each try that a collector is away.
+#: These log every failed batch and every retry while a collector is unavailable.
 _LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk")
 
 
 class _GivenIds(IdGenerator):
-    """Ids that were chosen before. Used by one thread."""
+    """Gives ids that were chosen before. Used by one thread."""
 
     trace_id = 0
     span_id = 0
@@ -58,7 +58,7 @@ class _GivenIds(IdGenerator):
 
 
 class OtlpTracer:
-    """Implements Tracer. Async context manager. component, instance: whose spans they are."""
+    """Implements Tracer. Async context manager. component, instance: the source of the spans."""
 
     def __init__(self, options: TracingOptions, *, namespace: str, component: str, instance: str):
         self._options = options
@@ -88,10 +88,10 @@ class OtlpTracer:
             provider.shutdown()
             try:
                 loop.call_soon_threadsafe(closed.set)
-            except RuntimeError:  # nobody waits any more
+            except RuntimeError:  # the event loop is closed after the timeout
                 pass
 
-        # Threads that nobody joins: both may take longer than there is time.
+        # Daemon threads that are not joined: both may take longer than the timeout.
         threading.Thread(target=close, name="trace-flush", daemon=True).start()
         try:
             async with asyncio.timeout(_FLUSH_S):
@@ -120,7 +120,7 @@ class OtlpTracer:
     ) -> None:
         if self._provider is None:
             return
-        # Taken each time, as the wall clock may be set.
+        # Computed for each span, as the wall clock may be set.
         offset = time.time() - time.monotonic()
         ids = self._ids
         ids.trace_id, ids.span_id = int(context.trace_id, 16), int(context.span_id, 16)
@@ -148,13 +148,13 @@ class OtlpTracer:
             id_generator=self._ids,
             shutdown_on_exit=False,
         )
-        self._exporter = _Told(_exporter(self._options))
+        self._exporter = _LoggingExporter(_exporter(self._options))
         provider.add_span_processor(BatchSpanProcessor(self._exporter))
         return provider
 
 
-class _Told(SpanExporter):
-    """An exporter, and a line in the log now and then while it fails."""
+class _LoggingExporter(SpanExporter):
+    """Logs failures of an exporter, at a limited rate."""
 
     def __init__(self, exporter: SpanExporter):
         self._exporter, self._limit = exporter, LogLimit()
@@ -162,7 +162,7 @@ class _Told(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS and self._limit.allow() is not None:
-            _log.warning("%d spans are lost: the collector does not take them", len(spans))
+            logger.warning("%d spans are lost: the OTLP collector does not accept them", len(spans))
         return result
 
     def shutdown(self) -> None:

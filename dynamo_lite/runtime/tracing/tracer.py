@@ -1,9 +1,8 @@
-"""What of requests is traced, and how spans are told: with their ids and their times.
+"""The interface of tracing: spans with their ids and times.
 
-Ids are made here and not by a tracing library, because a span's context travels before
-the span is over, from processes that have no such library loaded. Times are the
-monotonic clock's, which all processes of a host share. Where tracing is off there is no
-Tracer, and nothing is built.
+Ids are made here and not by a tracing library, because a span's context is sent before the
+span has ended, from processes that do not import such a library. Times are of the monotonic
+clock, which all processes of a host share. Without tracing there is no Tracer object.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,12 @@ _GRPC_PORT = 4317
 
 @dataclass(frozen=True, kw_only=True)
 class TracingOptions:
-    """endpoint: URL of an OTLP collector, see `check_endpoint`. ratio: share of the traces
-    that begin here; a client that brings one of its own has decided itself."""
+    """Where spans are sent, and how many requests are traced."""
 
+    #: URL of an OTLP collector, see `check_endpoint`.
     endpoint: str
+    #: Share of the requests that are traced, 0 to 1. Requests with a client's own trace context
+    #: follow the client's decision instead.
     ratio: float = 1.0
 
     @property
@@ -33,10 +34,10 @@ class TracingOptions:
 
 
 class Tracer(Protocol):
-    """Used on the event loop of the process; never blocks."""
+    """Used in the event loop of the process; never blocks."""
 
     def begin(self, incoming: TraceContext | None) -> TraceContext | None:
-        """The first span of this graph, below what a client brings. None: not traced."""
+        """The context of the first span, a child of the client's if there is one. None: no trace."""
         ...
 
     def record(
@@ -51,8 +52,11 @@ class Tracer(Protocol):
         attributes: Attributes | None = None,
         error: str = "",
     ) -> None:
-        """A span that is over. context: its own; parent: the id of the span above, "" where
-        there is none. start, end: monotonic seconds. error: what went wrong."""
+        """Records an ended span.
+
+        context: its own ids. parent: the parent span's id, "" without one. start, end: monotonic
+        seconds. error: what went wrong, empty if nothing.
+        """
         ...
 
 
@@ -64,19 +68,19 @@ def record_child(
     end: float,
     attributes: Attributes | None = None,
 ) -> None:
-    """A span that nobody below needs to know."""
+    """Records an ended span without children."""
     tracer.record(name, parent.child(), parent.span_id, start, end, attributes=attributes)
 
 
 def record_notes(tracer: Tracer, notes: Sequence[Sequence[Any]]) -> None:
-    """Spans that an engine's processes have noted; see `SpanNotes`."""
+    """Records spans that were noted in an engine's processes; see `SpanNotes`."""
     for name, trace_id, span_id, parent, start, end, kind, attributes in notes:
         context = TraceContext(trace_id, span_id)
         tracer.record(name, context, parent, start, end, kind=kind, attributes=attributes)
 
 
 def check_endpoint(url: str) -> str | None:
-    """What is wrong with an endpoint; None where it can be used.
+    """What is wrong with an endpoint; None when it is valid.
 
     `http[s]://HOST[:PORT][/PATH]`: OTLP over gRPC at port 4317, else over HTTP, at
     /v1/traces where no path is given.
@@ -89,5 +93,5 @@ def check_endpoint(url: str) -> str | None:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return f"expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
     if parts.username is not None or parts.query or parts.fragment:
-        return "user names, queries and fragments are not taken; see OTEL_EXPORTER_OTLP_HEADERS"
+        return "user names, queries and fragments are not supported; see OTEL_EXPORTER_OTLP_HEADERS"
     return None
