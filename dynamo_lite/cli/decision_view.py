@@ -3,23 +3,25 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
 
 from dynamo_lite.cli.decisions import Taken
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Thresholds, Verdict
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict
 from dynamo_lite.policy.replay import replay
 from dynamo_lite.protocol.decisions import Decision, QueueSeen
+from dynamo_lite.protocol.options import DecisionThresholds
 
-#: Options that `replay` knows; others change what comes of a decision, not the decision.
-DECIDING = (
-    "max-local-prefill-length",
-    "max-prefill-queue-size",
-    "queue-view-max-age-s",
-    "max-prefill-queue-tokens",
-)
 TIMEOUT = "remote-prefill-timeout-s"
+#: Option to its field, for those that `replay` knows. Others change the outcome of a decision, not
+#: the decision.
+DECIDING = {
+    option: field.name
+    for field in fields(DecisionThresholds)
+    if (option := field.name.replace("_", "-")) != TIMEOUT
+}
 
 _WORDS = {
     "long": "long enough for a prefill worker, and the queue has room",
@@ -129,13 +131,8 @@ def verdict_with(decision: Decision, edit: Mapping[str, Any]) -> Verdict:
             wait_s=queue.wait_s,
             takes_s=queue.takes_s,
         ),
-        thresholds=Thresholds(
-            max_local_prefill_length_tokens=edit.get(
-                DECIDING[0], followed.max_local_prefill_length
-            ),
-            max_prefill_queue_size=edit.get(DECIDING[1], followed.max_prefill_queue_size),
-            queue_view_max_age_s=edit.get(DECIDING[2], followed.queue_view_max_age_s),
-            max_prefill_queue_tokens=edit.get(DECIDING[3], followed.max_prefill_queue_tokens),
+        thresholds=replace(
+            followed, **{DECIDING[o]: value for o, value in edit.items() if o in DECIDING}
         ),
         now=0.0,
         time_left_s=edit.get(TIMEOUT, left_s),

@@ -1,69 +1,74 @@
-"""What the halves inside an engine's processes must know of the outside.
+"""What the connector halves in an engine's processes must know about the rest.
 
-It travels as a file that only its owner can read, because server URLs may hold
-credentials and engines log their configuration; the configuration names the file.
+It travels as a file that only its owner can read, because server URLs may contain
+credentials and engines log their configuration. vLLM's configuration names the file.
 """
 
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import annotated_types as at
 import msgspec
 
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.options import DisaggOptions, Positive
 from dynamo_lite.queue.base import QueueConfig
 
 #: Key of `kv_connector_extra_config` that holds the file's path.
 ENGINE_CONFIG_FILE = "dynamo_lite_link"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions:
+    """How a prefill engine does its jobs."""
+
+    #: Share of each job's blocks whose contents the decode worker checks before use, 0 to 1.
+    kv_checksum_rate: Annotated[float, at.Ge(0), at.Le(1)] = 0.0
+    #: A prefix of at least this many tokens that the decode engine holds, and this one does not,
+    #: is read from there; a shorter one is computed. More than the longest prompt: never read.
+    min_prefix_read_length: Positive = 128
+    #: Whether each layer's blocks are written as soon as a step has run the layer, not after the
+    #: step; only with vLLM's `enforce-eager`.
+    stream_layers: bool = False
+
+
 class DecodeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A decode engine. Times in seconds; see `VllmWorkerConfig` for the thresholds.
+    """A decode engine."""
 
-    component: whose engine it is, and whose live options it follows.
-    prefill_component: whose members are the writers. single_flight_min_length_tokens:
-    None for max_local_prefill_length_tokens.
-    """
-
-    max_local_prefill_length_tokens: int
-    max_prefill_queue_size: int
-    remote_prefill_timeout_s: float
-    queue_view_max_age_s: float
+    #: As in the configuration file. The engine follows the live options of `component`.
+    options: DisaggOptions
+    #: The component whose members write KV for this engine.
     prefill_component: str
     queue: QueueConfig
-    single_flight_min_length_tokens: int | None = None
-    max_remote_prefills: int = 2
-    max_prefill_queue_tokens: int = 0
+    #: The component that runs this engine.
     component: str = "VllmWorker"
 
 
 class PrefillEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A prefill engine. fence_path: the lease's fence (`runtime/fence.py`).
+    """A prefill engine."""
 
-    kv_checksum_rate: share of the blocks whose contents a commit vouches for.
-    min_prefix_read_length_tokens, stream_layers: see `PrefillWorkerConfig`.
-    short_length_tokens: jobs of up to so many tokens pass longer ones; None: none do.
-    """
-
+    #: The file of the lease's fence (`runtime/fence.py`).
     fence_path: str
-    min_prefix_read_length_tokens: int
-    kv_checksum_rate: float = 0.0
-    stream_layers: bool = False
-    short_length_tokens: int | None = None
+    options: PrefillOptions
+    queue: QueueConfig
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """lease_id, lease_ttl_s: of the component that runs the engine. transfer_thread: whether
-    ranks move transfers on by a thread; None: those whose KV is on a GPU."""
+    """What an engine's processes must know of the component that runs the engine."""
 
     namespace: str
     engine_id: str
+    #: Of the component that runs the engine.
     lease_id: int
     lease_ttl_s: float
     nats_url: str
     etcd_url: str
     role: DecodeEngineConfig | PrefillEngineConfig
+    #: Whether a thread in each rank advances its transfers; None: only where the KV is on a GPU.
     transfer_thread: bool | None = None
 
 
@@ -79,7 +84,7 @@ def read_engine_config(path: str) -> EngineConfig:
         content = Path(path).read_bytes()
     except OSError as exc:
         raise StartupError(
-            f"this engine process, on host {socket.gethostname()}, cannot read its link"
+            f"this engine process, on host {socket.gethostname()}, cannot read its configuration"
             f" {path}: {exc.strerror}; all ranks of an engine must be on the host of its component"
         ) from exc
     return decode_json(content, EngineConfig)

@@ -9,6 +9,8 @@ import enum
 import math
 from dataclasses import dataclass
 
+from dynamo_lite.protocol.options import DecisionThresholds
+
 
 class DecisionReason(enum.Enum):
     """Why a verdict came out as it did; the label of the decision counter."""
@@ -44,21 +46,6 @@ Verdict = Local | Remote
 
 
 @dataclass(frozen=True)
-class Thresholds:
-    """max_local_prefill_length: uncached tokens up to which a prompt stays local.
-
-    max_prefill_queue_size: jobs in the queue from which on all prompts do.
-    queue_view_max_age_s: an older view is no view. max_prefill_queue_tokens:
-    outstanding tokens from which on all prompts do; 0: no matter how many.
-    """
-
-    max_local_prefill_length_tokens: int
-    max_prefill_queue_size: int
-    queue_view_max_age_s: float
-    max_prefill_queue_tokens: int = 0
-
-
-@dataclass(frozen=True)
 class QueueView:
     """What a decode worker knows of the queue.
 
@@ -78,7 +65,7 @@ class QueueView:
     prefill_workers_alive: int | None = None
 
 
-def fresh(queue: QueueView | None, thresholds: Thresholds, now: float) -> QueueView | None:
+def fresh(queue: QueueView | None, thresholds: DecisionThresholds, now: float) -> QueueView | None:
     """The view, unless it is too old."""
     if queue is None or now - queue.read_at > thresholds.queue_view_max_age_s:
         return None
@@ -90,7 +77,7 @@ def decide(
     prompt_tokens: int,
     cached_tokens: int,
     queue: QueueView | None,
-    thresholds: Thresholds,
+    thresholds: DecisionThresholds,
     now: float,
     time_left_s: float = math.inf,
 ) -> Verdict:
@@ -102,7 +89,7 @@ def decide(
     """
     uncached = prompt_tokens - cached_tokens
     # The last token is always computed here: it is the one that is sampled from.
-    limit = max(thresholds.max_local_prefill_length_tokens, 1)
+    limit = max(thresholds.max_local_prefill_length, 1)
     if uncached <= limit:
         return Local(DecisionReason.CACHED if prompt_tokens > limit else DecisionReason.SHORT)
     queue = fresh(queue, thresholds, now)

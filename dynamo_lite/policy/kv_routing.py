@@ -17,6 +17,7 @@ from dynamo_lite.policy.pending_requests import PendingRequests
 from dynamo_lite.policy.routing import Selection
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 
 #: Why a worker was chosen: it was the only one; it had the session's last request; nobody
@@ -24,23 +25,6 @@ from dynamo_lite.protocol.records import EndpointRecord
 REASONS = ("only", "session", "prefix", "load", "balance", "lot")
 
 _MAX_SESSIONS = 65_536
-
-
-@dataclass(frozen=True, kw_only=True)
-class KvRoutingOptions:
-    """kv_weight: of a token of the prompt that a worker holds; above load_weight, since it
-    spares the work and not only the wait. load_weight: of a token that is in the way there.
-    request_load_tokens: what a request in the engine counts for beside
-    its prompt. temperature: 0 takes the best; the higher, the less scores matter, relative
-    to the prompt's length. max_kv_usage: from this share of its KV cache in use on, a
-    worker gets nothing while another one has room.
-    """
-
-    kv_weight: float = 2.0
-    load_weight: float = 1.0
-    request_load_tokens: int = 32
-    temperature: float = 0.0
-    max_kv_usage: float = 0.95
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,14 @@ def granted_priority(asked: int, rule: ClientPriority) -> int:
             return asked
 
 
-def lane_of(tokens: int, priority: int, short_length_tokens: int) -> Lane:
+def lane_of(tokens: int, priority: int, short_length: int) -> Lane:
     """Where a job of so many tokens to compute waits.
 
     priority: as vLLM has it, smaller ones first; 0 is usual.
     """
     if priority < 0:
         return Lane.URGENT
-    return Lane.SHORT if priority == 0 and tokens <= short_length_tokens else Lane.LONG
+    return Lane.SHORT if priority == 0 and tokens <= short_length else Lane.LONG
 
 
 class LaneTurns:

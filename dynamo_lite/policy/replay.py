@@ -2,7 +2,8 @@
 
 import math
 
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Thresholds, Verdict, decide
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Verdict, decide
+from dynamo_lite.protocol.options import DecisionThresholds
 
 #: No threshold has a say in these.
 _FIXED = (DecisionReason.LEAVING, DecisionReason.NOT_TRANSFERABLE)
@@ -14,7 +15,7 @@ def replay(
     prompt_tokens: int,
     cached_tokens: int,
     queue: QueueView | None,
-    thresholds: Thresholds,
+    thresholds: DecisionThresholds,
     now: float,
     time_left_s: float = math.inf,
 ) -> Verdict:

@@ -3,12 +3,14 @@
 Times are durations: the clocks of two hosts differ.
 """
 
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal, Self
 
 import msgspec
 
 from dynamo_lite.protocol.codec import Decoder
 from dynamo_lite.protocol.generate import Seconds
+from dynamo_lite.protocol.options import DecisionThresholds, subset
 from dynamo_lite.protocol.prefill import Attempt, EngineId
 from dynamo_lite.protocol.records import LeaseId, Natural
 
@@ -45,15 +47,19 @@ class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
     prefill_workers_alive: int | None = None
 
 
-class Followed(msgspec.Struct, frozen=True, kw_only=True):
-    """The thresholds of a decision. version: of the live options; 0: those of the file."""
-
+@dataclass(frozen=True, kw_only=True)
+class _Version:
+    #: Of the live options; 0: nothing differs from the configuration file.
     version: int
-    max_local_prefill_length: int
-    max_prefill_queue_size: int
-    queue_view_max_age_s: float
-    remote_prefill_timeout_s: float
-    max_prefill_queue_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followed(DecisionThresholds, _Version):
+    """The thresholds of a decision. On the wire `version` stands before them."""
+
+    @classmethod
+    def of(cls, version: int, thresholds: DecisionThresholds) -> Self:
+        return cls(version=version, **asdict(subset(DecisionThresholds, thresholds)))
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

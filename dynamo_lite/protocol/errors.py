@@ -100,7 +100,7 @@ class Refused(DynamoLiteError):
 
 
 class QueueFull(DynamoLiteError):
-    """The broker holds `max_depth` jobs already; this one was not queued."""
+    """The broker holds `max_jobs` jobs already; this one was not queued."""
 
 
 class PushAmbiguous(DynamoLiteError):

@@ -1,32 +1,29 @@
 """Options that may change while processes run, and the record in etcd that changes them.
 
-A record holds what differs from the configuration file, of all processes of one
-component. It hangs on no lease: it outlives those who wrote it and those who
-follow it.
+A record holds what differs from the configuration file, for all processes of one
+component. It has no lease: it outlives the processes that wrote and follow it.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast, get_type_hints
 
-import annotated_types as at
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from dynamo_lite.protocol import records
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.options import AdmissionOptions, DisaggOptions, KvRoutingOptions
 
-_MOST, _LONGEST_S, _HEAVIEST = 10**9, 1e9, 1e6
-# Said twice: the reader of the YAML file knows one language, that of records the other.
-Natural = Annotated[int, at.Ge(0), at.Le(_MOST), msgspec.Meta(ge=0, le=_MOST)]
-Positive = Annotated[int, at.Gt(0), at.Le(_MOST), msgspec.Meta(gt=0, le=_MOST)]
-Seconds = Annotated[float, at.Gt(0), at.Le(_LONGEST_S), msgspec.Meta(gt=0, le=_LONGEST_S)]
-Weight = Annotated[float, at.Ge(0), at.Le(_HEAVIEST), msgspec.Meta(ge=0, le=_HEAVIEST)]
-Share = Annotated[float, at.Gt(0), at.Le(1), msgspec.Meta(gt=0, le=1)]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
-class VllmWorkerLiveOptions(
+class LiveValues(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -34,53 +31,42 @@ class VllmWorkerLiveOptions(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """See `VllmWorkerConfig`, whose fields these are. UNSET: as in the file."""
+    """The live options of a component. UNSET: as in the configuration file."""
 
-    max_local_prefill_length: Natural | UnsetType = UNSET
-    max_prefill_queue_size: Natural | UnsetType = UNSET
-    max_prefill_queue_tokens: Natural | UnsetType = UNSET
-    remote_prefill_timeout_s: Seconds | UnsetType = UNSET
-    queue_view_max_age_s: Seconds | UnsetType = UNSET
-    single_flight_min_length: Natural | UnsetType | None = UNSET
-    max_remote_prefills: Positive | UnsetType = UNSET
-    max_in_flight_requests: Positive | UnsetType = UNSET
-    max_queued_tokens: Positive | UnsetType = UNSET
+    def applied_to(self, options: Options) -> Options:
+        """`options` with every field replaced that is set here."""
+        values = {f.name: getattr(self, f.name, UNSET) for f in dataclasses.fields(options)}
+        changed = {name: value for name, value in values.items() if value is not UNSET}
+        return dataclasses.replace(options, **changed)
 
 
-def _weight(option: str) -> Any:
-    """A field of the section `kv-router`."""
-    return msgspec.field(default=UNSET, name=f"kv-router.{option}")
+def _live(name: str, *sets: type, **sections: type) -> type[LiveValues]:
+    """Every field of these sets of options, with its range, or UNSET.
 
-
-class RouterLiveOptions(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    rename="kebab",
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-):
-    """See `KvRouterOptions`, whose fields these are. UNSET: as in the file."""
-
-    kv_weight: Weight | UnsetType = _weight("kv-weight")
-    load_weight: Weight | UnsetType = _weight("load-weight")
-    request_load_tokens: Natural | UnsetType = _weight("request-load-tokens")
-    temperature: Weight | UnsetType = _weight("temperature")
-    max_kv_usage: Share | UnsetType = _weight("max-kv-usage")
-
-
-class FrontendLiveOptions(RouterLiveOptions, frozen=True, kw_only=True):
-    """See `FrontendConfig`, whose fields these are. UNSET: as in the file.
-
-    What is `RouterLiveOptions`'s holds with `router: kv`.
+    sets: their keys are those of the component's own section. sections: section
+    (snake_case) to the set that stands in it.
     """
+    fields: list[tuple[str, Any, Any]] = []
+    for section, kind in (*sections.items(), *(("", kind) for kind in sets)):
+        prefix = f"{section.replace('_', '-')}." if section else ""
+        hints = get_type_hints(kind, include_extras=True)
+        for field in dataclasses.fields(kind):
+            key = prefix + field.name.replace("_", "-")
+            default = msgspec.field(default=UNSET, name=key)
+            fields.append((field.name, hints[field.name] | UnsetType, default))
+    made = msgspec.defstruct(
+        name, fields, bases=(LiveValues,), module=__name__, frozen=True, kw_only=True
+    )
+    return cast("type[LiveValues]", made)
 
-    max_in_flight_requests: Positive | UnsetType = UNSET
-    max_queued_tokens: Positive | UnsetType = UNSET
 
+VllmWorkerLiveOptions = _live("VllmWorkerLiveOptions", DisaggOptions, AdmissionOptions)
+RouterLiveOptions = _live("RouterLiveOptions", kv_router=KvRoutingOptions)
+#: The section `kv-router` has an effect with `router: kv`.
+FrontendLiveOptions = _live("FrontendLiveOptions", AdmissionOptions, kv_router=KvRoutingOptions)
 
-#: Component to what of its options can be changed.
-TUNABLE: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
+#: Component to its options that can be changed.
+TUNABLE: Mapping[str, type[LiveValues]] = MappingProxyType(
     {
         "VllmWorker": VllmWorkerLiveOptions,
         "Frontend": FrontendLiveOptions,
@@ -92,23 +78,22 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LiveOptionsRecord(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """At `names.tuning_key(namespace, component)`.
-
-    version: one more with each change. by: USER@HOST of the last one; at: seconds
-    since the epoch, for display.
-    """
+    """At `names.tuning_key(namespace, component)`."""
 
     values: T
+    #: Grows by one with each change.
     version: records.Positive
+    #: USER@HOST of the last change.
     by: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    #: Of the last change, in seconds since the epoch; for display.
     at: float = 0.0
 
 
 def encode_tuning(record: LiveOptionsRecord[T]) -> bytes:
-    """Raises ProtocolError when whoever reads it would refuse it."""
+    """Raises ProtocolError when its readers would refuse the record."""
     data = encode_json(record)
     if decode_tuning(data, type(record.values)) != record:
-        raise ProtocolError("a value changes on its way")
+        raise ProtocolError("live options: a value does not round-trip through JSON")
     return data
 
 

@@ -11,29 +11,38 @@ from typing import Literal, Protocol, Self
 
 from dynamo_lite.policy.lanes import lane_of
 from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.options import Natural, Positive, Seconds
 
 
-@dataclass(frozen=True)
-class QueueConfig:
-    """max_depth: hard cap on jobs, waiting and in flight together, held by the broker.
+@dataclass(frozen=True, kw_only=True)
+class QueueOptions:
+    """The prefill queue; every service of a graph must agree on all of them (use Common)."""
 
-    ack_wait_s: a job neither acknowledged nor extended for this long is
-    delivered again. max_deliver: deliveries before a job is used up; see `Job.deliveries_left`.
-    push_timeout_s: how long a push waits for the broker's answer.
-    max_age_s: the broker drops older jobs, pulled or not: those of engines that
-    died, and those whose push was ambiguous, must not eat the cap for ever.
-    order, short_length_tokens: which jobs go first; see `policy/lanes.py`.
-
-    All but push_timeout_s belong to the queue: its users must agree on them.
-    """
-
-    max_depth: int = 64
-    ack_wait_s: float = 10.0
-    max_deliver: int = 3
-    push_timeout_s: float = 1.0
-    max_age_s: float = 600.0
+    #: Hard cap on jobs, waiting and in flight together; the broker enforces it.
+    max_jobs: Positive = 64
+    #: A job that is neither acknowledged nor extended for this long is delivered again.
+    ack_wait_s: Seconds = 10.0
+    #: Deliveries before a job is used up; see `Job.deliveries_left`.
+    max_deliver: Positive = 3
+    #: fifo, or short-first: short jobs and urgent requests before others (`policy/lanes.py`).
     order: Literal["fifo", "short-first"] = "short-first"
-    short_length_tokens: int = 2048
+    #: A job with at most this many tokens to compute is short.
+    short_length: Natural = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueConfig(QueueOptions):
+    """The options and what users cannot change."""
+
+    #: How long a push waits for the broker's answer. It alone may differ between users.
+    push_timeout_s: float = 1.0
+    #: The broker drops older jobs, pulled or not. Otherwise those of dead engines, and those whose
+    #: push was ambiguous, would count against `max_jobs` for ever.
+    max_age_s: float = 600.0
+
+    @classmethod
+    def of(cls, options: QueueOptions) -> Self:
+        return cls(**vars(options))
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -44,7 +53,7 @@ class QueueConfig:
         """Where a job of so many tokens to compute waits."""
         if self.order == "fifo":
             return Lane.LONG
-        return lane_of(tokens, priority, self.short_length_tokens)
+        return lane_of(tokens, priority, self.short_length)
 
 
 @dataclass(frozen=True)

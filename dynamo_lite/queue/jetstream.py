@@ -136,7 +136,7 @@ class JetStreamQueue:
             raise PushAmbiguous(f"no answer to the push within {timeout_s:g} s") from exc
         except APIError as exc:
             if exc.err_code == _MAX_MESSAGES:
-                raise QueueFull(f"the queue holds {self._config.max_depth} jobs") from exc
+                raise QueueFull(f"the queue holds {self._config.max_jobs} jobs") from exc
             raise BrokerUnavailable(f"push refused: {exc.description}") from exc
         except (errors.OutboundBufferLimitError, errors.MaxPayloadError) as exc:
             raise BrokerUnavailable(f"push not sent: {exc}") from exc

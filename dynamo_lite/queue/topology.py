@@ -92,7 +92,7 @@ class Topology:
             retention=RetentionPolicy.WORK_QUEUE,
             storage=StorageType.MEMORY,
             discard=DiscardPolicy.NEW,
-            max_msgs=config.max_depth,
+            max_msgs=config.max_jobs,
             max_age=config.max_age_s,
             duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
             # A broker that lost its memory would count from 1 again, and a late
@@ -122,12 +122,12 @@ def consumer_name(lane: Lane) -> str:
 def shared_settings(config: QueueConfig) -> dict[str, str]:
     """What every user of a queue must agree on, as text."""
     return {
-        "max_depth": str(config.max_depth),
+        "max_depth": str(config.max_jobs),
         "ack_wait_s": f"{config.ack_wait_s:g}",
         "max_deliver": str(config.max_deliver),
         "max_age_s": f"{config.max_age_s:g}",
         "order": config.order,
-        "short_length_tokens": str(config.short_length_tokens),
+        "short_length_tokens": str(config.short_length),
     }
 
 

@@ -55,7 +55,7 @@ class VllmWorker:
         self._host: Host | None = None
         self._probe: EngineProbe | None = None
         self._beat: HeartbeatPublisher | None = None
-        self._options: ComponentOptions[VllmWorkerLiveOptions] | None = None
+        self._options: ComponentOptions | None = None
         self._publisher: KvPublisher | None = None
         self._demand: BacklogFollower | None = None
 
@@ -129,7 +129,7 @@ class VllmWorker:
         host: Host,
         engine: DecodeEngine,
         server: GenerateServer,
-        options: ComponentOptions[VllmWorkerLiveOptions],
+        options: ComponentOptions,
     ) -> None:
         gauges = PoolGauges(host.registry) if engine.metadata is not None else None
 

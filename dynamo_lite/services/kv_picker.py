@@ -2,27 +2,13 @@
 
 import random
 from contextlib import AsyncExitStack
-from dataclasses import fields
-from typing import Any
-
-from msgspec import UNSET
 
 from dynamo_lite.kv_events import KvFollower
-from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
-from dynamo_lite.protocol.live_options import RouterLiveOptions
+from dynamo_lite.policy.kv_routing import KvPicker
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.host import Host
 from dynamo_lite.services.config import KvRouterOptions
 from dynamo_lite.services.metrics import RouterMetrics
-
-
-def weights(options: KvRouterOptions, values: RouterLiveOptions) -> KvRoutingOptions:
-    """options: what the file says. values: what was set since."""
-    changed: dict[str, Any] = {}
-    for field in fields(KvRoutingOptions):
-        value = getattr(values, field.name)
-        changed[field.name] = getattr(options, field.name) if value is UNSET else value
-    return KvRoutingOptions(**changed)
 
 
 async def open_kv_picker(
@@ -46,7 +32,7 @@ async def open_kv_picker(
     )
     picker = KvPicker(
         follower,
-        weights(options, RouterLiveOptions()),
+        options,
         now=host.clock.monotonic,
         uniform=rng.random,
     )

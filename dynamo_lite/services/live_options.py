@@ -5,22 +5,20 @@ here is only told which version holds there.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
-from msgspec import UNSET
 from prometheus_client import Gauge
 
 from dynamo_lite.policy.admission import Limits
-from dynamo_lite.protocol.live_options import FrontendLiveOptions, VllmWorkerLiveOptions
+from dynamo_lite.protocol.live_options import LiveValues
+from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.process.host import Host
 from dynamo_lite.services.config import FrontendConfig, RouterConfig, VllmWorkerConfig
 
-T = TypeVar("T", bound=msgspec.Struct)
 
-
-class ComponentOptions(Generic[T]):
+class ComponentOptions:
     """`following` is the context in which the options of this process are followed.
 
     config: what the file says. nothing: the component's options, all unset. apply: takes
@@ -32,8 +30,8 @@ class ComponentOptions(Generic[T]):
         self,
         host: Host,
         config: FrontendConfig | VllmWorkerConfig | RouterConfig,
-        nothing: T,
-        apply: Callable[[T], None],
+        nothing: LiveValues,
+        apply: Callable[[LiveValues], None],
     ):
         self._config, self._apply = config, apply
         self._fields = msgspec.structs.fields(nothing)
@@ -68,17 +66,12 @@ class ComponentOptions(Generic[T]):
         holder = getattr(self._config, section.replace("-", "_")) if dot else self._config
         return getattr(holder, field)
 
-    def _change(self, values: T, version: int) -> None:
+    def _change(self, values: LiveValues, version: int) -> None:
         self._apply(values)
         self._gauge.set(version)
 
 
-def limits(
-    config: FrontendConfig | VllmWorkerConfig, values: FrontendLiveOptions | VllmWorkerLiveOptions
-) -> Limits:
-    """config: what the file says. values: what was set since."""
-    in_flight, tokens = values.max_in_flight_requests, values.max_queued_tokens
-    return Limits(
-        in_flight=config.max_in_flight_requests if in_flight is UNSET else in_flight,
-        prompt_tokens=config.max_queued_tokens if tokens is UNSET else tokens,
-    )
+def limits(config: AdmissionOptions, values: LiveValues) -> Limits:
+    """The limits of the configuration file, with the live options applied."""
+    options = values.applied_to(config)
+    return Limits(in_flight=options.max_in_flight_requests, prompt_tokens=options.max_queued_tokens)

@@ -13,7 +13,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.live_options import RouterLiveOptions
+from dynamo_lite.protocol.live_options import LiveValues, RouterLiveOptions
 from dynamo_lite.protocol.routing import (
     Chosen,
     NobodyKnown,
@@ -26,7 +26,7 @@ from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.host import Host, ProcessSpec
 from dynamo_lite.services.config import RouterConfig
-from dynamo_lite.services.kv_picker import open_kv_picker, weights
+from dynamo_lite.services.kv_picker import open_kv_picker
 from dynamo_lite.services.live_options import ComponentOptions
 
 #: Requests that were released before they were asked about.
@@ -42,7 +42,7 @@ class Router:
         self._stack = AsyncExitStack()
         self._workers: Roster | None = None
         self._picker: KvPicker | None = None
-        self._options: ComponentOptions[RouterLiveOptions] | None = None
+        self._options: ComponentOptions | None = None
         self._placed: dict[int, set[str]] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
 
@@ -56,8 +56,8 @@ class Router:
             self._stack, host, self._workers, config.kv_router, random.Random()
         )
 
-        def apply(values: RouterLiveOptions) -> None:
-            picker.options = weights(config.kv_router, values)
+        def apply(values: LiveValues) -> None:
+            picker.options = values.applied_to(config.kv_router)
 
         self._options = options = ComponentOptions(host, config, RouterLiveOptions(), apply)
         await enter(options.following)

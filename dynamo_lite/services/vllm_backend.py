@@ -5,24 +5,21 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dynamo_lite.disagg.engine_config import (
+    DecodeEngineConfig,
+    EngineConfig,
+    PrefillEngineConfig,
+    PrefillOptions,
+)
 from dynamo_lite.protocol import names
-from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.protocol.options import DisaggOptions, subset
+from dynamo_lite.queue.base import QueueConfig, QueueOptions
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.fence import Fence, FenceHolder
 from dynamo_lite.runtime.process.host import Host, ProcessSpec
-from dynamo_lite.services.config import (
-    PrefillWorkerConfig,
-    QueueOptions,
-    TransferThread,
-    VllmWorkerConfig,
-)
+from dynamo_lite.services.config import PrefillWorkerConfig, TransferThread, VllmWorkerConfig
 
 if TYPE_CHECKING:
-    from dynamo_lite.disagg.engine_config import (
-        DecodeEngineConfig,
-        EngineConfig,
-        PrefillEngineConfig,
-    )
     from dynamo_lite.vllm.engine.core import VllmEngine
 
 #: Whose members write KV for decode workers.
@@ -47,53 +44,28 @@ class VllmBackend:
             self._spec.nats_url,
             stream=names.prefill_stream(self._spec.namespace),
             subject=names.prefill_jobs_subject(self._spec.namespace),
-            config=queue_config(options),
+            config=QueueConfig.of(options),
             on_drop=host.drops,
         )
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> "VllmEngine":
-        from dynamo_lite.disagg.engine_config import DecodeEngineConfig
-
         if not config.remote_prefill:
             return self._engine(host, None, tells_kv=config.kv_events)
-        role = DecodeEngineConfig(
-            max_local_prefill_length_tokens=config.max_local_prefill_length,
-            max_prefill_queue_size=config.max_prefill_queue_size,
-            max_prefill_queue_tokens=config.max_prefill_queue_tokens,
-            remote_prefill_timeout_s=config.remote_prefill_timeout_s,
-            queue_view_max_age_s=config.queue_view_max_age_s,
-            prefill_component=PREFILL_COMPONENT,
-            queue=queue_config(config.queue),
-            single_flight_min_length_tokens=config.single_flight_min_length,
-            max_remote_prefills=config.max_remote_prefills,
-            component=self._spec.component,
-        )
+        role = decode_role(config, self._spec.component)
         link = self._link(host, role, config.transfer_thread)
         return self._engine(host, link, tells_kv=config.kv_events)
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
     ) -> "VllmEngine":
-        from dynamo_lite.disagg.engine_config import PrefillEngineConfig
-
         assert isinstance(fence, FenceHolder)
-        role = PrefillEngineConfig(
-            fence_path=str(fence.path),
-            kv_checksum_rate=config.kv_checksum_rate,
-            min_prefix_read_length_tokens=config.min_prefix_read_length,
-            stream_layers=config.stream_layers,
-            short_length_tokens=(
-                config.queue.short_length if config.queue.order == "short-first" else None
-            ),
-        )
+        role = prefill_role(config, fence_path=str(fence.path))
         return self._engine(host, self._link(host, role, config.transfer_thread))
 
     def _link(
-        self, host: Host, role: "DecodeEngineConfig | PrefillEngineConfig", thread: TransferThread
-    ) -> "EngineConfig":
-        """The link of a new engine incarnation: its id is fresh."""
-        from dynamo_lite.disagg.engine_config import EngineConfig
-
+        self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, thread: TransferThread
+    ) -> EngineConfig:
+        """The configuration of a new engine incarnation: its id is fresh."""
         return EngineConfig(
             namespace=self._spec.namespace,
             engine_id=str(uuid.uuid4()),
@@ -106,7 +78,7 @@ class VllmBackend:
         )
 
     def _engine(
-        self, host: Host, link: "EngineConfig | None", *, tells_kv: bool = False
+        self, host: Host, link: EngineConfig | None, *, tells_kv: bool = False
     ) -> "VllmEngine":
         from dynamo_lite.vllm.engine.core import VllmEngine
 
@@ -122,13 +94,20 @@ class VllmBackend:
         )
 
 
-def queue_config(options: QueueOptions) -> QueueConfig:
-    return QueueConfig(
-        max_depth=options.max_jobs,
-        ack_wait_s=options.ack_wait_s,
-        max_deliver=options.max_deliver,
-        order=options.order,
-        short_length_tokens=options.short_length,
+def decode_role(config: VllmWorkerConfig, component: str) -> DecodeEngineConfig:
+    return DecodeEngineConfig(
+        options=subset(DisaggOptions, config),
+        prefill_component=PREFILL_COMPONENT,
+        queue=QueueConfig.of(config.queue),
+        component=component,
+    )
+
+
+def prefill_role(config: PrefillWorkerConfig, *, fence_path: str) -> PrefillEngineConfig:
+    return PrefillEngineConfig(
+        fence_path=fence_path,
+        options=subset(PrefillOptions, config),
+        queue=QueueConfig.of(config.queue),
     )
 
 

@@ -105,7 +105,7 @@ class Judge:
         if not isinstance(role, DecodeEngineConfig):
             return
         for request in engine.core.scheduler.waiting_for_kv():
-            over_s = scheduled_at - request.parked_at - role.remote_prefill_timeout_s
+            over_s = scheduled_at - request.parked_at - role.options.remote_prefill_timeout_s
             if over_s > 0 and request not in self._told:
                 self._told.add(request)
                 self.violate(

@@ -13,13 +13,13 @@ from dynamo_lite.disagg.engine_config import (
     PrefillEngineConfig,
 )
 from dynamo_lite.protocol import names
-from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
+from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.runtime.fence import Fence, MemoryFence
 from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.process.host import Host, ProcessEnvironment, ProcessSpec
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.services.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
-from dynamo_lite.services.vllm_backend import PREFILL_COMPONENT, queue_config
+from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
+from dynamo_lite.services.vllm_backend import decode_role, prefill_role
 from dynamo_lite.simulation.engine.assembly import EngineSetup
 from dynamo_lite.simulation.engine.core import SimModelConfig
 from dynamo_lite.simulation.engine.engine import SimEngine
@@ -123,34 +123,17 @@ class SimParts:
     def open_queue(
         self, host: Host, options: QueueOptions
     ) -> AbstractAsyncContextManager[PrefillQueue]:
-        opened = Outside(self.network, host.spec.namespace).queue(queue_config(options))
+        opened = Outside(self.network, host.spec.namespace).queue(QueueConfig.of(options))
         return self.shipped.queue(Pulls(opened, self.judge, host.lease.id))
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
-        role = DecodeEngineConfig(
-            max_local_prefill_length_tokens=config.max_local_prefill_length,
-            max_prefill_queue_size=config.max_prefill_queue_size,
-            max_prefill_queue_tokens=config.max_prefill_queue_tokens,
-            remote_prefill_timeout_s=config.remote_prefill_timeout_s,
-            queue_view_max_age_s=config.queue_view_max_age_s,
-            prefill_component=PREFILL_COMPONENT,
-            queue=queue_config(config.queue),
-            single_flight_min_length_tokens=config.single_flight_min_length,
-            max_remote_prefills=config.max_remote_prefills,
-            component=host.spec.component,
-        )
-        return self._engine(host, role, None)
+        return self._engine(host, decode_role(config, host.spec.component), None)
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
     ) -> SimEngine:
         assert isinstance(fence, MemoryFence)
-        role = PrefillEngineConfig(
-            fence_path="",
-            kv_checksum_rate=config.kv_checksum_rate,
-            min_prefix_read_length_tokens=config.min_prefix_read_length,
-        )
-        return self._engine(host, role, fence)
+        return self._engine(host, prefill_role(config, fence_path=""), fence)
 
     def _engine(
         self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, fence: MemoryFence | None

@@ -8,9 +8,10 @@ import msgspec
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.prefill import decode_job
+from dynamo_lite.queue.base import QueueOptions
 from dynamo_lite.runtime.process.component import Component
 from dynamo_lite.runtime.process.host import Host, ProcessSpec, run_process
-from dynamo_lite.services.config import PrefillWorkerConfig, QueueOptions, VllmWorkerConfig
+from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.client import SimFrontend, Story

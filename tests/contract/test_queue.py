@@ -169,7 +169,7 @@ async def test_a_waiting_pull_takes_from_any_lane(open_queue: Opener):
 
 
 async def test_lanes_share_the_cap_the_ids_and_the_end(open_queue: Opener):
-    queue = await open_queue(QueueConfig(max_depth=3))
+    queue = await open_queue(QueueConfig(max_jobs=3))
     sequence = await queue.push(b"a", message_id="once", lane=Lane.SHORT)
     assert await queue.push(b"a", message_id="once", lane=Lane.LONG) == sequence
     await push(queue, b"b", Lane.LONG)
@@ -220,7 +220,7 @@ async def test_a_cancelled_pull_loses_nothing(open_queue: Opener):
 
 
 async def test_the_cap_is_exact(open_queue: Opener):
-    config = QueueConfig(max_depth=10, push_timeout_s=5.0)
+    config = QueueConfig(max_jobs=10, push_timeout_s=5.0)
     queues = [await open_queue(config), await open_queue(config)]
     results = await asyncio.gather(
         *(push(queues[i % 2], b"x") for i in range(400)), return_exceptions=True
@@ -236,7 +236,7 @@ async def test_the_cap_is_exact(open_queue: Opener):
 
 
 async def test_a_repeated_message_id_queues_nothing(open_queue: Opener):
-    queue = await open_queue(QueueConfig(max_depth=1))
+    queue = await open_queue(QueueConfig(max_jobs=1))
     sequence = await queue.push(b"a", message_id="once")
     assert await queue.push(b"a", message_id="once") == sequence
     assert (await queue.depth()).total == 1
@@ -287,7 +287,7 @@ async def test_a_nak_may_be_delayed(open_queue: Opener):
 
 
 async def test_term_removes_a_job(open_queue: Opener):
-    queue = await open_queue(QueueConfig(max_depth=1))
+    queue = await open_queue(QueueConfig(max_jobs=1))
     await push(queue, b"a")
     await (await pull(queue)).term()
     await until_total(queue, 0)
@@ -307,7 +307,7 @@ async def test_only_the_first_end_of_a_job_counts(open_queue: Opener):
 
 async def test_a_used_up_job_comes_until_somebody_terminates_it(open_queue: Opener):
     """Whoever gets it can tell those who wait for it."""
-    queue = await open_queue(QueueConfig(max_depth=1, max_deliver=2))
+    queue = await open_queue(QueueConfig(max_jobs=1, max_deliver=2))
     await push(queue, b"poison")
     for delivery, left in ((1, 1), (2, 0), (3, -1), (4, -2)):
         job = await pull(queue)
@@ -322,7 +322,7 @@ async def test_a_used_up_job_comes_until_somebody_terminates_it(open_queue: Open
 
 
 async def test_an_old_job_is_dropped(open_queue: Opener):
-    queue = await open_queue(QueueConfig(max_depth=1, max_age_s=0.3))
+    queue = await open_queue(QueueConfig(max_jobs=1, max_age_s=0.3))
     await push(queue, b"a")
 
     async def room() -> bool:
@@ -336,7 +336,7 @@ async def test_an_old_job_is_dropped(open_queue: Opener):
 
 
 async def test_deleting_a_waiting_job(open_queue: Opener):
-    queue = await open_queue(QueueConfig(max_depth=1))
+    queue = await open_queue(QueueConfig(max_jobs=1))
     sequence = await push(queue, b"a")
     assert await queue.delete(sequence)
     assert not await queue.delete(sequence)
@@ -347,7 +347,7 @@ async def test_deleting_a_waiting_job(open_queue: Opener):
 
 
 async def test_deleting_a_job_in_flight(open_queue: Opener):
-    queue = await open_queue(QueueConfig(max_depth=1, ack_wait_s=0.3))
+    queue = await open_queue(QueueConfig(max_jobs=1, ack_wait_s=0.3))
     sequence = await push(queue, b"a")
     job = await pull(queue)
     assert await queue.delete(sequence)
@@ -391,12 +391,12 @@ async def test_leaving_naks_what_was_not_ended(open_queue: Opener):
 @pytest.mark.parametrize(
     "other",
     [
-        QueueConfig(max_depth=8),
+        QueueConfig(max_jobs=8),
         QueueConfig(ack_wait_s=1.5),
         QueueConfig(max_deliver=9),
         QueueConfig(max_age_s=60.0),
         QueueConfig(order="fifo"),
-        QueueConfig(short_length_tokens=7),
+        QueueConfig(short_length=7),
     ],
 )
 async def test_two_services_must_agree_on_the_queue(open_queue: Opener, other: QueueConfig):

@@ -14,11 +14,13 @@ from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
+    PrefillOptions,
 )
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.clock import Clock
@@ -134,10 +136,7 @@ class Pair:
         store = self.servers.store()
         await _register(store, "PrefillWorker", "prefill", 2)
         role = DecodeEngineConfig(
-            max_local_prefill_length_tokens=12,
-            max_prefill_queue_size=8,
-            remote_prefill_timeout_s=10.0,
-            queue_view_max_age_s=3.0,
+            options=DisaggOptions(max_local_prefill_length=12, remote_prefill_timeout_s=10.0),
             prefill_component="PrefillWorker",
             queue=QUEUE,
         )
@@ -145,9 +144,10 @@ class Pair:
         assert self.decode.metadata is not None
         key = names.nixl_metadata_key("t", self.decode.metadata.engine_id)
         await store.put(key, encode_engine(self.decode.metadata))
-        self.prefill = await self.engine(
-            "prefill", PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=4)
+        role = PrefillEngineConfig(
+            fence_path="", options=PrefillOptions(min_prefix_read_length=4), queue=QUEUE
         )
+        self.prefill = await self.engine("prefill", role)
         self.jobs = PrefillJobs(
             namespace="t",
             lease_id=2,

@@ -259,7 +259,7 @@ async def test_a_job_of_a_holder_that_died_is_delivered_again(
 async def test_another_configuration_is_refused(
     cluster: Cluster, queues: tuple[SimQueue, SimQueue]
 ):
-    other = SimQueue(cluster.network, stream="q", subject="q.jobs", config=QueueConfig(max_depth=1))
+    other = SimQueue(cluster.network, stream="q", subject="q.jobs", config=QueueConfig(max_jobs=1))
     with pytest.raises(StartupError, match="another configuration"):
         await other.__aenter__()
 

@@ -21,6 +21,7 @@ from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
@@ -158,15 +159,17 @@ class Decode:
     def __init__(self, clock: Clock, max_local: int = LIMIT):
         self.clock, self.pool, self.taken = clock, Pool(), {}
         self.broker, self.messaging = MemoryBroker(), MemoryMessaging()
-        self.queue_config = QueueConfig(max_depth=DEPTH)
+        self.queue_config = QueueConfig(max_jobs=DEPTH)
         self.queue = MemoryQueue(
             self.broker, stream="s", subject="s.jobs", config=self.queue_config
         )
         role = DecodeEngineConfig(
-            max_local_prefill_length_tokens=max_local,
-            max_prefill_queue_size=QUEUE_SIZE,
-            remote_prefill_timeout_s=TIMEOUT_S,
-            queue_view_max_age_s=2.0,
+            options=DisaggOptions(
+                max_local_prefill_length=max_local,
+                max_prefill_queue_size=QUEUE_SIZE,
+                remote_prefill_timeout_s=TIMEOUT_S,
+                queue_view_max_age_s=2.0,
+            ),
             prefill_component="PrefillWorker",
             queue=self.queue_config,
         )

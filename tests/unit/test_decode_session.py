@@ -337,7 +337,7 @@ async def test_a_job_that_cannot_make_its_deadline_stays_local_until_there_is_a_
         await asyncio.sleep(1.0)
         await other.say(done_tokens=100)
         # 100 tokens a second are known by now.
-        left_s = scene.decode.half._tuning.now.remote_prefill_timeout_s
+        left_s = scene.decode.half._tuning.now.options.remote_prefill_timeout_s
         queued = int(110 * left_s)
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: queued})
         await asyncio.sleep(0.01)

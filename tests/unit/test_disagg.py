@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Thresholds, decide
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, decide
+from dynamo_lite.protocol.options import DecisionThresholds
 
-LIMITS = Thresholds(
-    max_local_prefill_length_tokens=100, max_prefill_queue_size=4, queue_view_max_age_s=2.0
+LIMITS = DecisionThresholds(
+    max_local_prefill_length=100, max_prefill_queue_size=4, queue_view_max_age_s=2.0
 )
 NOW = 1000.0
 
@@ -52,15 +53,15 @@ def test_verdicts(asked, expected):
 
 
 def test_a_queue_of_size_zero_turns_remote_prefill_off():
-    limits = Thresholds(
-        max_local_prefill_length_tokens=0, max_prefill_queue_size=0, queue_view_max_age_s=2.0
+    limits = DecisionThresholds(
+        max_local_prefill_length=0, max_prefill_queue_size=0, queue_view_max_age_s=2.0
     )
     assert verdict(10_000, limits=limits) == Local(DecisionReason.QUEUE_FULL)
 
 
 def test_a_local_length_of_zero_keeps_only_the_last_token_here():
-    limits = Thresholds(
-        max_local_prefill_length_tokens=0, max_prefill_queue_size=1, queue_view_max_age_s=2.0
+    limits = DecisionThresholds(
+        max_local_prefill_length=0, max_prefill_queue_size=1, queue_view_max_age_s=2.0
     )
     assert verdict(2, limits=limits) == Remote(DecisionReason.LONG)
     assert verdict(1, limits=limits) == Local(DecisionReason.SHORT)

@@ -21,7 +21,7 @@ from dynamo_lite.queue.base import QueueConfig
 def test_a_job_waits_by_its_length_unless_its_priority_says_otherwise(
     tokens: int, priority: int, lane: Lane
 ):
-    config = QueueConfig(short_length_tokens=100)
+    config = QueueConfig(short_length=100)
     assert lane_of(tokens, priority, 100) is config.lane_of(tokens, priority) is lane
 
 

@@ -23,6 +23,7 @@ from dynamo_lite.disagg.engine_config import (
     EngineConfig,
     write_engine_config,
 )
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine import connector
 from dynamo_lite.vllm.engine.transfer_config import transfer_config
@@ -116,12 +117,9 @@ def engine(
         nats_url="",
         etcd_url="",
         role=DecodeEngineConfig(
-            max_local_prefill_length_tokens=MODEL_TOKENS,
-            max_prefill_queue_size=1,
-            remote_prefill_timeout_s=10.0,
-            queue_view_max_age_s=1.0,
+            options=DisaggOptions(max_local_prefill_length=MODEL_TOKENS),
             prefill_component="PrefillWorker",
-            queue=QueueConfig(max_depth=1),
+            queue=QueueConfig(max_jobs=1),
         ),
     )
     write_engine_config(tmp_path / "link.json", link)

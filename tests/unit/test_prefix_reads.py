@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
+from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig, PrefillOptions
 from dynamo_lite.disagg.messages import (
     PrefillStep,
     PrefixRead,
@@ -18,6 +18,7 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.shards import Shape, ShardedEngine, expected
 from tests.unit.test_rank_groups import SIZES
@@ -191,7 +192,9 @@ class Half:
             lease_ttl_s=5.0,
             nats_url="",
             etcd_url="",
-            role=PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=8),
+            role=PrefillEngineConfig(
+                fence_path="", options=PrefillOptions(min_prefix_read_length=8), queue=QueueConfig()
+            ),
         )
         self.half = PrefillScheduler(
             link,

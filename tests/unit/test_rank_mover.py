@@ -9,19 +9,18 @@ from dynamo_lite.disagg.engine_config import (
     DecodeEngineConfig,
     EngineConfig,
     PrefillEngineConfig,
+    PrefillOptions,
 )
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 from dynamo_lite.vllm.engine import rank_mover
 from dynamo_lite.vllm.engine.rank_mover import open_mover
 from tests.unit.test_polled import Wire, eventually, write
 
-PREFILL = PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=1)
+PREFILL = PrefillEngineConfig(fence_path="", options=PrefillOptions(), queue=QueueConfig())
 DECODE = DecodeEngineConfig(
-    max_local_prefill_length_tokens=1,
-    max_prefill_queue_size=1,
-    remote_prefill_timeout_s=1,
-    queue_view_max_age_s=1,
+    options=DisaggOptions(),
     prefill_component="P",
     queue=QueueConfig(),
 )

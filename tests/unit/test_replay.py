@@ -4,12 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_lite.policy.cost import Rates
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Thresholds, decide
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, decide
 from dynamo_lite.policy.replay import replay
+from dynamo_lite.protocol.options import DecisionThresholds
 
 THRESHOLDS = st.builds(
-    Thresholds,
-    max_local_prefill_length_tokens=st.integers(0, 50),
+    DecisionThresholds,
+    max_local_prefill_length=st.integers(0, 50),
     max_prefill_queue_size=st.integers(0, 5),
     queue_view_max_age_s=st.floats(0.1, 3),
     max_prefill_queue_tokens=st.integers(0, 40),
@@ -36,8 +37,8 @@ def test_it_is_what_would_have_been_decided(
     prompt: int,
     cached: int,
     queue: QueueView | None,
-    then: Thresholds,
-    now: Thresholds,
+    then: DecisionThresholds,
+    now: DecisionThresholds,
     left_s: float,
 ):
     inputs = {"prompt_tokens": prompt, "cached_tokens": min(cached, prompt - 1), "queue": queue}
@@ -59,8 +60,11 @@ def test_who_waited_for_another_one_keeps_that_reason_or_goes_elsewhere():
         "now": 0.0,
     }
     taken = Local(DecisionReason.SINGLE_FLIGHT)
-    assert replay(taken, **inputs, thresholds=Thresholds(20, 4, 2.0)) == taken
-    assert replay(taken, **inputs, thresholds=Thresholds(5, 4, 2.0)) == Remote(DecisionReason.LONG)
+    for length, expected in ((20, taken), (5, Remote(DecisionReason.LONG))):
+        thresholds = DecisionThresholds(
+            max_local_prefill_length=length, max_prefill_queue_size=4, queue_view_max_age_s=2.0
+        )
+        assert replay(taken, **inputs, thresholds=thresholds) == expected
 
 
 def test_costs_are_not_known_before_they_were_measured():

@@ -20,8 +20,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from dynamo_lite.disagg.engine_config import PrefillEngineConfig, read_engine_config
+from dynamo_lite.disagg.engine_config import PrefillEngineConfig, PrefillOptions, read_engine_config
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
+from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine import supported
 from dynamo_lite.vllm.engine.supported import check_args, check_config, check_kv, hearing, telling
 
@@ -80,8 +81,10 @@ def test_other_kv_is_refused_with_the_reason(specs, reason):
         check_kv(kv(*specs), BLOCK)
 
 
-WHOLE = PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=1)
-LAYERS = PrefillEngineConfig(fence_path="", min_prefix_read_length_tokens=1, stream_layers=True)
+WHOLE = PrefillEngineConfig(fence_path="", options=PrefillOptions(), queue=QueueConfig())
+LAYERS = PrefillEngineConfig(
+    fence_path="", options=PrefillOptions(stream_layers=True), queue=QueueConfig()
+)
 
 
 def config(*, model: dict[str, bool] | None = None, parallel: dict[str, int] | None = None) -> Any:
@@ -212,7 +215,7 @@ def test_a_rank_that_cannot_read_its_link_says_where_and_why(tmp_path: Path):
 def test_the_reason_is_raised_also_where_it_cannot_be_left(tmp_path: Path):
     """On another host there is no folder for it."""
     with (
-        pytest.raises(StartupError, match="cannot read its link"),
+        pytest.raises(StartupError, match="cannot read its configuration"),
         telling(link := tmp_path / "elsewhere" / "VllmWorker-0.engine.json"),
     ):
         read_engine_config(str(link))

@@ -22,9 +22,9 @@ from dynamo_lite.protocol.live_options import (
     decode_tuning,
     encode_tuning,
 )
+from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.services.config import FrontendConfig, KvRouterOptions, VllmWorkerConfig
-from dynamo_lite.services.kv_picker import weights
 from dynamo_lite.services.live_options import ComponentOptions, limits
 from dynamo_lite.simulation.servers.memory import MemoryStore
 
@@ -133,13 +133,9 @@ def test_a_record_is_this_json_and_comes_back():
 
 def role(**fields: Any) -> DecodeEngineConfig:
     return DecodeEngineConfig(
-        max_local_prefill_length_tokens=50,
-        max_prefill_queue_size=8,
-        remote_prefill_timeout_s=30.0,
-        queue_view_max_age_s=3.0,
+        options=DisaggOptions(max_local_prefill_length=50, **fields),
         prefill_component="PrefillWorker",
         queue=QueueConfig(),
-        **fields,
     )
 
 
@@ -149,17 +145,18 @@ def test_an_engine_takes_what_was_set_and_its_link_for_the_rest():
     before = tuned.now
     tuned.change(VllmWorkerLiveOptions(max_local_prefill_length=20, queue_view_max_age_s=1.0), 4)
     assert before.version == 0 and tuned.now.version == 4
-    assert tuned.now.disagg.max_local_prefill_length_tokens == 20
-    assert tuned.now.disagg.max_prefill_queue_size == 8
-    assert tuned.now.disagg.queue_view_max_age_s == 1.0
+    assert tuned.now.options.max_local_prefill_length == 20
+    assert tuned.now.options.max_prefill_queue_size == 8
+    assert tuned.now.options.queue_view_max_age_s == 1.0
     assert tuned.now.single_flight.min_shared_tokens == 16
-    assert (tuned.now.remote_prefill_timeout_s, tuned.now.max_remote_prefills) == (30.0, 2)
+    options = tuned.now.options
+    assert (options.remote_prefill_timeout_s, options.max_remote_prefills) == (30.0, 2)
     tuned.change(VllmWorkerLiveOptions(), 5)
-    assert tuned.now.disagg == before.disagg
+    assert tuned.now.options == before.options
 
 
 def test_null_is_a_value_of_its_own():
-    tuned = LiveThresholds(role(single_flight_min_length_tokens=5), block_size=16)
+    tuned = LiveThresholds(role(single_flight_min_length=5), block_size=16)
     assert tuned.now.single_flight.min_shared_tokens == 5
     tuned.change(VllmWorkerLiveOptions(single_flight_min_length=None), 1)
     assert tuned.now.single_flight.min_shared_tokens == 48
@@ -257,11 +254,11 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
 
 def test_a_router_weighs_by_what_was_set_and_its_file_for_the_rest():
     file = KvRouterOptions(kv_weight=3.0, max_kv_usage=0.5)
-    assert weights(file, RouterLiveOptions()).kv_weight == 3.0
+    assert RouterLiveOptions().applied_to(file).kv_weight == 3.0
     values = decode_tuning(
         b'{"values":{"kv-router.kv-weight":0.5,"kv-router.temperature":2},"version":1}',
         RouterLiveOptions,
     ).values
-    made = weights(file, values)
+    made = values.applied_to(file)
     assert (made.kv_weight, made.temperature, made.max_kv_usage) == (0.5, 2.0, 0.5)
     assert (made.load_weight, made.request_load_tokens) == (1.0, 32)

@@ -323,7 +323,7 @@ class ControlSession:
     @property
     def queue_jobs(self) -> int | None:
         """As the queue was last seen; None when that was long ago."""
-        view = fresh(self.view, self._tuning.now.disagg, self._now())
+        view = fresh(self.view, self._tuning.now.options, self._now())
         return None if view is None else view.jobs
 
     @property

@@ -58,10 +58,10 @@ class Decider:
                 prompt_tokens=request.num_prompt_tokens,
                 cached_tokens=cached,
                 queue=queue,
-                thresholds=tuned.disagg,
+                thresholds=tuned.options,
                 now=at,
                 time_left_s=min(
-                    tuned.remote_prefill_timeout_s if left_s is None else left_s,
+                    tuned.options.remote_prefill_timeout_s if left_s is None else left_s,
                     time_left_s(request, at),
                 ),
             )

@@ -228,9 +228,9 @@ class DecodeScheduler:
         end = -(-wanted // size)
         targets = tuple(block_ids[first:end])
         now = self._now()
-        tuned = decided.tuned
-        timeout_s = min(tuned.remote_prefill_timeout_s, time_left_s(request, now))
-        until = self._resumes.asked(request, first, now, timeout_s, tuned.max_remote_prefills)
+        options = decided.tuned.options
+        timeout_s = min(options.remote_prefill_timeout_s, time_left_s(request, now))
+        until = self._resumes.asked(request, first, now, timeout_s, options.max_remote_prefills)
         attempt = self._new_attempt()
         trace = self._clock.asked(attempt, decided.at, traced(request.trace_headers))
         job = RemotePrefillRequest(

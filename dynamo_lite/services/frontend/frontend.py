@@ -14,7 +14,7 @@ from dynamo_lite.overview import Observer
 from dynamo_lite.policy.kv_routing import KvPicker
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.live_options import FrontendLiveOptions
+from dynamo_lite.protocol.live_options import FrontendLiveOptions, LiveValues
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane import (
     FailoverClient,
@@ -35,7 +35,7 @@ from dynamo_lite.services.frontend.http import HttpServer, Probed, bind, url_of
 from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.frontend.router_client import RemoteRouter
-from dynamo_lite.services.kv_picker import open_kv_picker, weights
+from dynamo_lite.services.kv_picker import open_kv_picker
 from dynamo_lite.services.live_options import ComponentOptions, limits
 from dynamo_lite.services.metrics import RequestMetrics
 
@@ -58,7 +58,7 @@ class Frontend:
         self._picker: Picker | WorkerSelector = RoundRobin()
         self._app: OpenAiApp | None = None
         self._server: HttpServer | None = None
-        self._options: ComponentOptions[FrontendLiveOptions] | None = None
+        self._options: ComponentOptions | None = None
         self._viewers: Viewers | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -110,10 +110,10 @@ class Frontend:
         failover = await self._open_failover(host, core.on_deltas, core.on_ended)
         core.connect(failover)
 
-        def apply(values: FrontendLiveOptions) -> None:
+        def apply(values: LiveValues) -> None:
             core.admission.limit(limits(config, values))
             if isinstance(self._picker, KvPicker):
-                self._picker.options = weights(config.kv_router, values)
+                self._picker.options = values.applied_to(config.kv_router)
 
         self._options = options = ComponentOptions(host, config, FrontendLiveOptions(), apply)
         await self._stack.enter_async_context(options.following)

@@ -162,7 +162,7 @@ class Assembly:
             0,
             setup.alive,
             rank_clock(setup.clock),
-            checksum_rate=role.kv_checksum_rate,
+            checksum_rate=role.options.kv_checksum_rate,
             read=mover.memory.read_raw,
             scratch=mover.scratch,
         )

@@ -166,8 +166,8 @@ class MemoryQueue:
         stream.expire()
         if (known := stream.message_ids.get(message_id)) is not None:
             return known
-        if len(stream.entries) >= self._config.max_depth:
-            raise QueueFull(f"the queue holds {self._config.max_depth} jobs")
+        if len(stream.entries) >= self._config.max_jobs:
+            raise QueueFull(f"the queue holds {self._config.max_jobs} jobs")
         stream.last_sequence += 1
         sequence = stream.message_ids[message_id] = stream.last_sequence
         expires_at = asyncio.get_running_loop().time() + self._config.max_age_s

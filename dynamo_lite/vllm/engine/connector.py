@@ -88,7 +88,9 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         with telling(Path(self._link_file)):
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)
         role_here = self._link.role
-        self._streams = isinstance(role_here, PrefillEngineConfig) and role_here.stream_layers
+        self._streams = (
+            isinstance(role_here, PrefillEngineConfig) and role_here.options.stream_layers
+        )
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._rank: DecodeRank | PrefillRank | None = None
         self._handshake: RankHandshake | None = None
@@ -142,7 +144,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
                 rank,
                 index,
                 alive,
-                checksum_rate=role.kv_checksum_rate,
+                checksum_rate=role.options.kv_checksum_rate,
                 read=kv.read,
                 open_transposer=kv.open_transposer,
                 scratch=scratch,

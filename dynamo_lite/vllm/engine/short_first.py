@@ -30,7 +30,7 @@ def let_short_pass(config: VllmConfig, link: EngineConfig | None) -> None:
     """Makes it the scheduler of a prefill engine that pulls short jobs first, unless the
     user has named another one."""
     role = None if link is None else link.role
-    if not isinstance(role, PrefillEngineConfig) or role.short_length_tokens is None:
+    if not isinstance(role, PrefillEngineConfig) or role.queue.order != "short-first":
         return
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is None:
@@ -44,8 +44,8 @@ class _Passing(Scheduler):
         transfer = self.vllm_config.kv_transfer_config
         assert transfer is not None
         role = read_engine_config(transfer.kv_connector_extra_config[ENGINE_CONFIG_FILE]).role
-        assert isinstance(role, PrefillEngineConfig) and role.short_length_tokens is not None
-        self._short_length = role.short_length_tokens
+        assert isinstance(role, PrefillEngineConfig)
+        self._short_length = role.queue.short_length
         self._sat_out = self._go_on = 0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:

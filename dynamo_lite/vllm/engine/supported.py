@@ -54,7 +54,7 @@ def check_config(config: VllmConfig, role: DecodeEngineConfig | PrefillEngineCon
     """Raises StartupError for an engine that cannot take part in remote prefills so."""
     _check_parallel(config.parallel_config)
     _check_one_host(config.parallel_config)
-    if isinstance(role, PrefillEngineConfig) and role.stream_layers:
+    if isinstance(role, PrefillEngineConfig) and role.options.stream_layers:
         _check_layer_hook(config)
     if reason := _stateful(config.model_config):
         raise StartupError(f"{config.model_config.model}: {reason}; {_WITHOUT}")

@@ -1,0 +1,88 @@
+"""Sets of options that more than one place needs, each defined once.
+
+A section of the configuration file inherits a set, so that its keys stand there in
+kebab-case. The engine's configuration carries a set whole, live options replace it whole
+(`protocol/live_options.py`), and a recorded decision contains the thresholds that it used.
+"""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import annotated_types as at
+import msgspec
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+_MOST, _LONGEST_S, _HEAVIEST = 10**9, 1e9, 1e6
+# Each range is stated twice: pydantic reads the first form (configuration file), msgspec the
+# second one (records).
+Natural = Annotated[int, at.Ge(0), at.Le(_MOST), msgspec.Meta(ge=0, le=_MOST)]
+Positive = Annotated[int, at.Gt(0), at.Le(_MOST), msgspec.Meta(gt=0, le=_MOST)]
+Seconds = Annotated[float, at.Gt(0), at.Le(_LONGEST_S), msgspec.Meta(gt=0, le=_LONGEST_S)]
+Weight = Annotated[float, at.Ge(0), at.Le(_HEAVIEST), msgspec.Meta(ge=0, le=_HEAVIEST)]
+Share = Annotated[float, at.Gt(0), at.Le(1), msgspec.Meta(gt=0, le=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionThresholds:
+    """The thresholds of the decision between local and remote prefill."""
+
+    #: Prompts with at most this many uncached tokens are prefilled locally.
+    max_local_prefill_length: Natural = 512
+    #: With this many jobs in the queue or more, all prompts are prefilled locally.
+    max_prefill_queue_size: Natural = 8
+    #: A view of the queue that is older counts as unknown, and unknown means local.
+    queue_view_max_age_s: Seconds = 3.0
+    #: Time limit of a remote prefill from the decision to the last block. The rest of the prompt
+    #: is then prefilled locally.
+    remote_prefill_timeout_s: Seconds = 30.0
+    #: With this many outstanding tokens or more, all prompts are prefilled locally; 0: no limit.
+    max_prefill_queue_tokens: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisaggOptions(DecisionThresholds):
+    """How a decode engine uses remote prefills."""
+
+    #: A prompt waits for the remote prefill of another one if they share at least this many
+    #: uncached tokens, and most of either. None: max_local_prefill_length, in whole blocks.
+    single_flight_min_length: Natural | None = None
+    #: How many prefill workers one prompt may ask, one after the other as they are lost, within
+    #: remote_prefill_timeout_s.
+    max_remote_prefills: Positive = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionOptions:
+    """Limits beyond which new requests are refused."""
+
+    #: Sequences at a time.
+    max_in_flight_requests: Positive
+    #: Prompt tokens, in total, of the sequences without a first token.
+    max_queued_tokens: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvRoutingOptions:
+    """How the KV-aware router weighs workers. Amounts are prompt tokens."""
+
+    #: Value of a prompt token that a worker holds. It is above load_weight, since a held token
+    #: saves work and not only waiting.
+    kv_weight: Weight = 2.0
+    #: Cost of a token that a worker has to compute before this prompt.
+    load_weight: Weight = 1.0
+    #: What a request in the engine counts for, beside its prompt.
+    request_load_tokens: Natural = 32
+    #: 0 takes the best worker. Higher values draw one, the more evenly, relative to the prompt's
+    #: length.
+    temperature: Weight = 0.0
+    #: From this share of its KV cache in use on, a worker gets nothing while another one has room.
+    max_kv_usage: Share = 0.95
+
+
+def subset(kind: type[T], options: Any) -> T:
+    """The set `kind`, with its values from `options`, which has these fields and others."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
