@@ -1,7 +1,6 @@
-"""What decode engines tell each other of the prefill queue: what each has on it.
+"""Messages between decode engines about the prefill queue: what each of them has on it.
 
-Every notice is the whole truth about its sender, so one that is lost is made good by
-the next.
+Every message has the complete state of its sender, so the next one repairs a lost one.
 """
 
 from enum import Enum
@@ -14,7 +13,7 @@ from dynamo_lite.protocol.records import Natural
 
 
 class Lane(Enum):
-    """Where on the queue a job waits; see `policy/lanes.py`. In the order in which they go."""
+    """Where on the queue a job waits, in the order of service; see `policy/lanes.py`."""
 
     URGENT = "urgent"
     SHORT = "short"
@@ -22,22 +21,23 @@ class Lane(Enum):
 
 
 class Backlog(msgspec.Struct, frozen=True, kw_only=True):
-    """One decode engine, whenever it changed, and every second.
-
-    number: one more than the last one's. queued_*: of remote prefills that nobody has
-    claimed; tokens to compute, by lane. claimed_*: of those that a prefill worker
-    holds, whose KV is not all here. done_tokens: that have come, since the engine
-    started. hello: others shall tell theirs. leaving: there will be no more.
-    """
+    """The remote prefills of one decode engine. Sent on every change, and every second."""
 
     engine_id: EngineId
+    #: One more than in the sender's previous message.
     number: Natural
+    #: Remote prefills that no prefill worker has claimed.
     queued_jobs: Natural = 0
+    #: Their tokens to compute, by lane.
     queued_tokens: dict[Lane, Natural] = {}
+    #: Remote prefills that a prefill worker has claimed and whose KV is not complete here.
     claimed_jobs: Natural = 0
     claimed_tokens: Natural = 0
+    #: Tokens of completed remote prefills since the engine started.
     done_tokens: Natural = 0
+    #: Asks the other engines to send theirs.
     hello: bool = False
+    #: This is the sender's last message.
     leaving: bool = False
     wire_version: int = WIRE_VERSION
 

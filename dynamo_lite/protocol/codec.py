@@ -1,24 +1,23 @@
 """Bytes to messages and back: msgpack on NATS and TCP, JSON in etcd.
 
-Every decoder validates against the message's type; nothing else is accepted
-from the network, and nothing is ever unpickled. Messages that say who may write
-into which blocks are sealed: a digest in front of them shows that they are as they
-were sent, for one wrong field in an otherwise good message could cost others their KV.
-A seal is no signature.
+Every decoder validates against the message's type. Nothing else is accepted from the network, and
+nothing is ever unpickled. Messages about who may write into which blocks are sealed: a digest in
+front of them shows that they arrived unchanged. One wrong field in an otherwise valid message could
+destroy the KV of other requests. A seal is no signature.
 
-A message that carries `wire_version` always spells it out (no `omit_defaults`):
-a peer of another version would fill in its own.
+A message that has `wire_version` always contains it (no `omit_defaults`): a peer of another version
+would fill in its own.
 
-WIRE_VERSION history (messages evolve by defaulted fields only; a version is
-added when an old peer would misread a new one):
+WIRE_VERSION history (messages evolve by defaulted fields only; a version is added when an old
+peer would misread a new one):
 1: first version.
-2: words about who may write where are sealed; a request may name tokens that it has
-   already been given; a commit vouches for the contents of blocks.
-3: a commit says which bytes of each block it brings, and that others bring the rest;
-   writes before the last have notices, too.
-4: the way to an engine is tried first: its ranks have scratch memory, and it listens.
-5: a promise to stay names its claim and is answered with yes or no; before, any answer, also
-   an empty one, meant that it had been heard.
+2: messages about who may write where are sealed; a request may contain tokens that were already
+   generated; a commit has a checksum of block contents.
+3: a commit names the bytes of each block that it brings (other writers bring the rest); writes
+   before the last one have notifications, too.
+4: a link to an engine is tested first: the engine's ranks have scratch memory, and it polls.
+5: `WriterStays` names its claim and is answered with yes or no; before, any answer, also an
+   empty one, meant that it had arrived.
 """
 
 import hashlib
@@ -71,7 +70,7 @@ class Decoder(Generic[_T]):
 
 
 class SealedDecoder(Decoder[_T]):
-    """Decodes what `encode_sealed` has made."""
+    """Decodes the output of `encode_sealed`."""
 
     def __call__(self, data: bytes | bytearray | memoryview) -> _T:
         if len(data) > MAX_MESSAGE_BYTES:

@@ -1,6 +1,6 @@
-"""Questions to a decode engine about what it has decided, and its answers.
+"""Questions to a decode engine about its decisions, and the answers.
 
-Times are durations: the clocks of two hosts differ.
+Times are durations, since the clocks of two hosts differ.
 """
 
 from dataclasses import asdict, dataclass
@@ -18,32 +18,30 @@ Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Explain(msgspec.Struct, frozen=True, kw_only=True):
-    """Which decisions are wanted: the newest `last` of those that fit.
+    """Asks for the newest `last` decisions that match."""
 
-    request_id: as a client knows it, or the engine; empty: of all requests. within_s:
-    not older than this.
-    """
-
+    #: The client's or the engine's id of a request; empty: all requests.
     request_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
     last: Natural = 4096
+    #: Maximum age.
     within_s: Seconds = 1e9
 
 
 class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """The prefill queue as the decision saw it. age_s: since it was read.
-
-    prefill_workers: those that respond, and whose link to the engine is not known to be bad;
-    prefill_workers_alive: all that respond; None from engines that do not tell.
-    tokens: outstanding. wait_s, takes_s: until a job of this prompt was to be begun, and
-    to be done, by the rates that had been measured.
-    """
+    """The prefill queue as the decision saw it."""
 
     jobs: int
+    #: Those that respond and whose link to the engine is not known to have failed.
     prefill_workers: int
+    #: Since the queue was read.
     age_s: float
+    #: Outstanding tokens.
     tokens: int = 0
+    #: Estimated seconds until a job for this prompt would start, from measured rates.
     wait_s: float | None = None
+    #: Estimated seconds until it would be complete.
     takes_s: float | None = None
+    #: All that respond; None from engines that do not report it.
     prefill_workers_alive: int | None = None
 
 
@@ -55,55 +53,56 @@ class _Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Followed(DecisionThresholds, _Version):
-    """The thresholds of a decision. On the wire `version` stands before them."""
+    """The thresholds of a decision. On the wire `version` precedes them."""
 
     @classmethod
     def of(cls, version: int, thresholds: DecisionThresholds) -> Self:
+        """The thresholds among `thresholds`, which may be a larger set."""
         return cls(version=version, **asdict(subset(DecisionThresholds, thresholds)))
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of asking for a remote prefill.
-
-    outcome: see `policy/instructions.py`; empty while it is under way. stages_s: how long
-    its stages took, as far as they came (see `handover_clock.py`). detail: why its writer
-    did not write, in its words; empty where another outcome than the writer's ended it.
-    """
+    """The outcome of a remote prefill."""
 
     attempt: Attempt
+    #: See `policy/instructions.py`; empty while it is in flight.
     outcome: Word = ""
+    #: Duration of each stage that was reached (see `disagg/decode/stage_timer.py`).
     stages_s: dict[str, float] = {}
+    #: Why its writer did not write, as the writer reported it; empty if something else ended it.
     detail: str = ""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, local or remote.
+    """The decision for one prompt, local or remote."""
 
-    request_id: the engine's name of it. age_s: since it was decided. queue: None when
-    it was not known. local_s, remote_s: what either choice was to take, by the rates that
-    had been measured; None without any. computed_s: what it took here.
-    """
-
+    #: The engine's id of the request.
     request_id: str
+    #: Since the decision.
     age_s: float
     prompt_tokens: int
     cached_tokens: int
     verdict: Literal["local", "remote"]
     reason: Word
+    #: None when it was not known.
     queue: QueueSeen | None
     thresholds: Followed
+    #: Estimated seconds of a local prefill, from measured rates; None without any.
     local_s: float | None = None
+    #: Estimated seconds of a remote prefill, likewise.
     remote_s: float | None = None
     local_tokens_per_s: float | None = None
     remote_tokens_per_s: float | None = None
+    #: Seconds that the local prefill took.
     computed_s: float | None = None
     asked: Asked | None = None
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's answer, oldest first. lease_id: of its worker."""
+    """An engine's answer, oldest decision first."""
 
     engine_id: EngineId
+    #: Of the engine's worker.
     lease_id: LeaseId
     decisions: list[Decision]
 

@@ -2,17 +2,17 @@
 
 DynamoLiteError
 ├── ConfigError            the user's graph, YAML or flags are wrong (exit 2)
-├── StartupError           something outside is missing or in the way (exit 1)
+├── StartupError           something outside is missing or conflicts (exit 1)
 ├── ProtocolError          bytes from the network are not a message of ours
 ├── DeadlineExceeded       a network wait ran out of time
 ├── Unavailable            nothing can take this now; retrying later may help
 │   ├── NoWorkers          no live worker serves the endpoint
 │   ├── Overloaded         every worker, or this process, is at a limit
-│   ├── WorkerLost         the worker of an accepted request is gone, and nobody goes on
+│   ├── WorkerLost         an accepted request lost its worker, and no other continues it
 │   ├── NoResponders       the subject has no subscriber: that member is gone
 │   ├── BrokerUnavailable  NATS is out of reach
 │   └── StoreUnavailable   etcd is out of reach
-├── Refused                a worker answered, and said no
+├── Refused                a worker answered with a refusal
 ├── QueueFull              the prefill queue is at its hard cap: not queued
 ├── PushAmbiguous          the broker did not answer: queued or not, unknown
 ├── EngineDied             the engine's process is gone
@@ -68,11 +68,11 @@ class Overloaded(Unavailable):
 
 
 class WorkerLost(Unavailable):
-    """An accepted request lost its worker, and no other could go on with it."""
+    """An accepted request lost its worker, and no other worker could continue it."""
 
 
 class NoResponders(Unavailable):
-    """Nobody subscribes to the subject."""
+    """The subject has no subscriber."""
 
 
 class BrokerUnavailable(Unavailable):
@@ -84,9 +84,9 @@ class StoreUnavailable(Unavailable):
 
 
 class Refused(DynamoLiteError):
-    """A live peer refused. `elsewhere` says whether another member may accept.
+    """A live peer refused. `elsewhere`: another member may accept.
 
-    busy: it is at a limit, and may have room in `retry_after_s` seconds.
+    `busy`: the peer is at a limit, and may have room in `retry_after_s` seconds.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
 """Messages of the generate endpoint.
 
-A frontend opens one TCP connection to each decode worker and introduces itself
-(`Hello`). It then sends each request over NATS; the worker answers at once
-(`Accepted` or `Refused`), and streams what the engine produces over the TCP
-connection, one `Deltas` frame per engine step. Cancels travel on the same
-connection in the other direction. Closing the connection cancels everything
-that was asked through it.
+A frontend opens one TCP connection to each decode worker and introduces itself (`Hello`). It then
+sends each request over NATS. The worker answers at once (`Accepted` or `Refused`), and streams the
+engine's output over the TCP connection, one `Deltas` frame per engine step. Cancels travel on the
+same connection in the other direction. Closing the connection cancels all its requests.
 """
 
 from typing import Annotated, Any
@@ -17,43 +15,41 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-#: Numbers that are neither infinite nor none at all: clocks are compared with them.
+#: Finite numbers: they are compared with clocks.
 Timestamp = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate (`n > 1` is fanned out before).
-
-    sampling: the engine's own sampling parameters, msgpack; opaque here.
-    client_id: the `Hello` of the connection that takes the deltas.
-    arrival_time: seconds since the epoch.
-    reasoning_ended: whether a grammar applies from the first token (None: the
-    engine looks for the end of the reasoning itself). reasoning_parser_kwargs:
-    how it builds the parser that looks.
-    output_token_ids: generated elsewhere already. The engine goes on after them
-    and counts them against the request's own limits; where they leave nothing to
-    generate, its only delta has the finish_reason and no token.
-    timeout_s: what was left of the request's time when it was sent. Relative,
-    because the clocks of two hosts differ.
-    moved: a worker had accepted it and is lost. Limits that hold back new requests
-    do not apply.
-    session: requests with the same one like the same worker.
-    """
+    """One sequence to generate (`n > 1` is fanned out before)."""
 
     request_id: RequestId
+    #: The `Hello` of the connection that takes the deltas.
     client_id: str
     prompt_token_ids: list[TokenId]
+    #: The engine's own sampling parameters, msgpack; opaque here.
     sampling: bytes
+    #: Seconds since the epoch.
     arrival_time: Timestamp
     priority: int = 0
     cache_salt: str | None = None
     trace_headers: dict[str, str] | None = None
+    #: Whether a grammar applies from the first token. None: the engine detects the end of the
+    #: reasoning itself.
     reasoning_ended: bool | None = None
+    #: Arguments of the parser that detects it.
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    #: Tokens that another worker generated already. The engine continues after them and counts them
+    #: against the request's own limits. If nothing is left to generate, its only delta has the
+    #: finish_reason and no token.
     output_token_ids: list[TokenId] = []
+    #: What was left of the request's time limit when it was sent. Relative, because the clocks of
+    #: two hosts differ.
     timeout_s: Seconds | None = None
+    #: The request is migrated: a worker had accepted it and is lost. Limits on new requests do not
+    #: apply.
     moved: bool = False
+    #: Requests with the same session prefer the same worker.
     session: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     wire_version: int = WIRE_VERSION
 
@@ -63,19 +59,18 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker did not take the request. elsewhere: another worker may.
-
-    busy: it is at a limit of its own; it may have room in `retry_after_s` seconds.
-    """
+    """The worker did not take the request."""
 
     reason: str
+    #: Another worker may take it.
     elsewhere: bool
+    #: The worker is at a limit of its own, and may have room in `retry_after_s` seconds.
     busy: bool = False
     retry_after_s: Seconds = 1.0
 
 
-#: Largest output of one request in one engine step. What exceeds a message goes in parts,
-#: but a connection queues no more than 64 MiB, and others use it, too.
+#: Largest output of one request in one engine step. It is sent in parts if it exceeds a message,
+#: but a connection queues at most 64 MiB, for all its requests.
 MAX_DELTA_BYTES = 40 << 20
 
 
@@ -110,39 +105,38 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PrefillCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where the prompt's KV came from, in tokens (first delta of a request).
-
-    waited_s: in the engine's queue. prefill_s: from scheduled to this delta.
-    """
+    """Where the prompt's KV came from, in tokens (first delta of a request)."""
 
     prompt_tokens: Count
     local_cached_tokens: Count
     external_cached_tokens: Count
+    #: In the engine's queue.
     waited_s: Seconds = 0.0
+    #: From scheduling to this delta.
     prefill_s: Seconds = 0.0
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """What one engine step added to one request.
-
-    finish_reason: "stop" | "length" | "abort" | "error" | "repetition"; None
-    while the request goes on; "abort" when its time is up. stop_reason: the stop
-    token id or string. prompt_logprobs: may come in several deltas, of which all but the
-    last have no token.
-    """
+    """What one engine step added to one request."""
 
     request_id: str
     token_ids: list[TokenId]
+    #: "stop" | "length" | "abort" | "error" | "repetition"; None while the request runs; "abort"
+    #: when its time is up.
     finish_reason: str | None = None
+    #: The stop token id or string.
     stop_reason: int | str | None = None
     prefill: PrefillCounts | None = None
     logprobs: LogprobRows | None = None
+    #: May come in several deltas; all but the last have no token.
     prompt_logprobs: LogprobRows | None = None
 
 
 def halves(delta: TokenDelta) -> tuple[TokenDelta, TokenDelta] | None:
-    """Two deltas that say the same one after the other; None for one that has nothing to
-    share out. What is said once about the prompt is in the first, the end in the second."""
+    """Splits a delta in two that are equal to it when applied in order; None if it cannot be split.
+
+    The first one has the counts of the prompt, the second one the end of the request.
+    """
     first, second = _nothing_of(delta), msgspec.structs.replace(delta, prefill=None)
     prompt, tokens, rows = delta.prompt_logprobs, delta.token_ids, delta.logprobs
     if prompt is not None and prompt.rows > 1:
@@ -187,7 +181,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Frontend to worker: nobody waits for these requests any more."""
+    """Frontend to worker: the clients of these requests are gone."""
 
     request_ids: list[RequestId]
 

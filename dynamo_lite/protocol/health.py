@@ -1,4 +1,4 @@
-"""The beat that every worker publishes, so that whoever picks one knows who can work."""
+"""The heartbeat of every worker. Its readers learn which workers respond."""
 
 from typing import Annotated
 
@@ -8,16 +8,14 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker, a second after its last one.
-
-    number: grows with each beat of a process, so that a late or repeated one is
-    known as such. ok: its event loop runs (or there were no beat) and its engine
-    answers; detail: what is wrong otherwise.
-    """
+    """One worker, one second after its previous heartbeat."""
 
     lease_id: int
+    #: Grows with each heartbeat of a process, so that late or repeated ones are detected.
     number: Annotated[int, msgspec.Meta(ge=0)]
+    #: Whether the engine answers. (That the event loop runs is shown by the heartbeat itself.)
     ok: bool
+    #: What is wrong if not ok.
     detail: Annotated[str, msgspec.Meta(max_length=512)] = ""
     wire_version: int = WIRE_VERSION
 

@@ -1,9 +1,9 @@
-"""What decode workers tell routers: which prefixes they hold, and how busy they are.
+"""Messages of decode workers to routers: which prefixes they hold, and their load.
 
-Every worker publishes notices, numbered from 1 on, and answers requests for a
-snapshot. Blocks are named by their chain hash (`policy/kv_chain.py`), never by tokens.
-Applied in order, from any point on, changes may be repeated: a snapshot with all the
-notices that came while it was fetched is what the worker holds.
+Every worker publishes notices, numbered from 1 on, and answers snapshot requests. Blocks are named
+by their chain hash (`policy/kv_chain.py`), never by tokens. Changes that are applied in order may
+be repeated from any point on: a snapshot, with all the notices that arrived while it was fetched,
+is what the worker holds.
 """
 
 from typing import Annotated
@@ -16,55 +16,56 @@ from dynamo_lite.protocol.records import LeaseId, Natural
 
 BlockHash = Annotated[int, msgspec.Meta(ge=0, lt=1 << 56)]
 
-#: Of one snapshot; and so many hashes are in each part, or in a notice, more or less.
+#: Of one snapshot.
 MAX_PARTS = 4096
+#: In each part of a snapshot, or in a notice; approximate.
 HASHES_PER_MESSAGE = 32_768
 
 
 class KvStored(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
-    """The worker holds these blocks now; each one's parent is before it, or held already."""
+    """The worker now holds these blocks; the parent of each precedes it, or was held already."""
 
     hashes: list[BlockHash]
 
 
 class KvRemoved(msgspec.Struct, frozen=True, array_like=True, tag="r", gc=False):
-    """It holds these no longer. cut: nor these, but some behind them."""
+    """The worker no longer holds these blocks."""
 
     hashes: list[BlockHash]
+    #: Not held either, but some of their descendants are.
     cut: list[BlockHash] = []
 
 
 class KvCleared(msgspec.Struct, frozen=True, array_like=True, tag="c", gc=False):
-    """It holds nothing."""
+    """The worker holds no blocks."""
 
 
 KvChange = KvStored | KvRemoved | KvCleared
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How busy an engine is.
+    """How busy an engine is."""
 
-    running, waiting: requests. kv_usage: share of the blocks that cannot be given to a
-    new request. prefill_tokens: of prompts without a first token. queue_jobs, queue_tokens:
-    what all decode workers have on the prefill queue and with prefill workers, as this one
-    knows it; the same for all.
-    """
-
+    #: Requests.
     running: Count = 0
+    #: Requests.
     waiting: Count = 0
+    #: Share of the blocks that cannot be given to a new request.
     kv_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    #: Prompt tokens of requests without a first token.
     prefill_tokens: Natural = 0
+    #: Jobs of all decode workers, on the prefill queue and claimed, as this worker knows them.
     queue_jobs: Natural = 0
+    #: Their tokens.
     queue_tokens: Natural = 0
 
 
 class KvNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker, whenever something changed, and every second.
+    """One worker. Sent on every change, and every second."""
 
-    lease_id: its incarnation. number: one more than the last one's.
-    """
-
+    #: Of the worker's incarnation.
     lease_id: LeaseId
+    #: One more than in its previous notice.
     number: Natural
     load: Load
     changes: list[KvChange] = []
@@ -72,29 +73,26 @@ class KvNotice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvSnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Router to worker. Blocks fall into parts by their hashes.
-
-    parts: as the worker has chosen; 0 with the first one.
-    """
+    """Router to worker. Blocks are divided into parts by their hashes."""
 
     part: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)] = 0
+    #: The number that the worker chose; 0 in the first request.
     parts: Annotated[int, msgspec.Meta(ge=0, le=MAX_PARTS)] = 0
 
 
 class KvSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker holds, of the blocks of one part.
-
-    number: of the last notice before it. block_size_tokens: 0 where the worker does not
-    say what it holds. cut: not held, though some behind them are.
-    """
+    """The blocks of one part that the worker holds."""
 
     lease_id: LeaseId
+    #: Of the last notice before the snapshot.
     number: Natural
     part: Natural
     parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)]
+    #: 0 if the worker does not publish what it holds.
     block_size_tokens: Count
     load: Load
     held: list[BlockHash]
+    #: Not held, although some of their descendants are.
     cut: list[BlockHash] = []
     wire_version: int = WIRE_VERSION
 

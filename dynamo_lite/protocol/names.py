@@ -8,7 +8,7 @@ import hashlib
 import re
 
 _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-#: What an engine incarnation may be called: its id is part of keys and subjects.
+#: Ids of engine incarnations; they are part of keys and subjects.
 ENGINE_ID = r"[A-Za-z0-9][A-Za-z0-9-]{0,63}"
 
 
@@ -41,27 +41,27 @@ def endpoint_subject(namespace: str, component: str, endpoint: str, lease_id: in
 
 
 def health_subject(namespace: str, component: str) -> str:
-    """Beats of all instances of a component, once a second each."""
+    """Heartbeats of all instances of a component, one per second and instance."""
     return f"{namespace}_health.{component}"
 
 
 def tuning_key(namespace: str, component: str) -> str:
-    """What was changed of a component's options since its processes read their file."""
+    """The live options of a component."""
     return f"{namespace}/config/{component}"
 
 
 def kv_subject(namespace: str, component: str) -> str:
-    """Notices of all instances of a component: what they hold, and how busy they are."""
+    """Notices of all instances of a component: prefixes held, and load."""
     return f"{namespace}_kv.{component}"
 
 
 def kv_snapshot_subject(namespace: str, component: str, lease_id: int) -> str:
-    """Requests to one instance: all that it holds."""
+    """Snapshot requests to one instance: all prefixes that it holds."""
     return f"{namespace}_kv.{component}.{lease_id:x}.snapshot"
 
 
 def fates_subject(namespace: str, router_lease_id: int) -> str:
-    """Notices of Frontends to one router: what became of requests."""
+    """Notices of Frontends to one router: outcomes of requests."""
     return f"{namespace}_router.{router_lease_id:x}.fates"
 
 
@@ -78,7 +78,7 @@ def links_prefix(namespace: str) -> str:
 
 
 def link_key(namespace: str, prefill_lease_id: int, engine_id: str) -> str:
-    """What a prefill worker found of its way to a decode engine."""
+    """A prefill worker's test result of its link to a decode engine."""
     return f"{links_prefix(namespace)}{prefill_lease_id:x}:{engine_id}"
 
 
@@ -92,7 +92,7 @@ def prefill_jobs_subject(namespace: str) -> str:
 
 
 def demand_subject(namespace: str) -> str:
-    """Notices of all decode engines: what they have on the prefill queue."""
+    """Notices of all decode engines: their backlog on the prefill queue."""
     return f"{namespace}_prefill_demand"
 
 
@@ -102,12 +102,12 @@ def claim_subject(namespace: str, engine_id: str) -> str:
 
 
 def writer_done_subject(namespace: str, engine_id: str) -> str:
-    """Notices to a decode engine: this writer will never touch the attempt again."""
+    """Notices to a decode engine: the writer will not touch the attempt again."""
     return f"{namespace}_engine.{engine_id}.writer_done"
 
 
 def writer_stays_subject(namespace: str, engine_id: str) -> str:
-    """Requests to a decode engine: this leaving writer still finishes the attempt."""
+    """Requests to a decode engine: this draining writer still finishes the attempt."""
     return f"{namespace}_engine.{engine_id}.writer_stays"
 
 
@@ -117,30 +117,30 @@ def cancel_subject(namespace: str, writer_lease_id: int) -> str:
 
 
 def describe_subject(namespace: str, engine_id: str) -> str:
-    """Requests to an engine's process: who are you, and how is your block pool?"""
+    """Requests to an engine's process for its `EngineStatus`."""
     return f"{namespace}_engine.{engine_id}.describe"
 
 
 def explain_subject(namespace: str, engine_id: str) -> str:
-    """Requests to a decode engine's process: what have you decided?"""
+    """Requests to a decode engine's process: what has it decided?"""
     return f"{namespace}_engine.{engine_id}.explain"
 
 
 def leave_subject(namespace: str, engine_id: str) -> str:
-    """Requests from a decode worker to its engine: ask for no remote prefill any more."""
+    """Requests from a decode worker to its engine: ask for no more remote prefills."""
     return f"{namespace}_engine.{engine_id}.leave"
 
 
 def preflight_subject(namespace: str, engine_id: str) -> str:
-    """Requests from a prefill worker to its engine: try the way to a decode engine."""
+    """Requests from a prefill worker to its engine: test the link to a decode engine."""
     return f"{namespace}_engine.{engine_id}.preflight"
 
 
 def listen_subject(namespace: str, engine_id: str) -> str:
-    """Requests from prefill workers to a decode worker: your engine is being tried."""
+    """Requests from prefill workers to a decode worker: a link to your engine is being tested."""
     return f"{namespace}_engine.{engine_id}.listen"
 
 
 def poll_subject(namespace: str, engine_id: str) -> str:
-    """Requests from a decode worker to its engine: somebody tries the way to you."""
+    """Requests from a decode worker to its engine: a link to you is being tested, so poll."""
     return f"{namespace}_engine.{engine_id}.poll"

@@ -1,4 +1,4 @@
-"""Records kept in etcd, as JSON. All of them hang on their owner's lease."""
+"""Records kept in etcd, as JSON. Each is bound to its owner's lease."""
 
 import hashlib
 from typing import Annotated
@@ -8,35 +8,30 @@ import msgspec
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
 
-#: Sizes and addresses: no memory of ours reaches beyond 63 bits.
+#: Sizes and addresses have at most 63 bits.
 _LIMIT = (1 << 63) - 1
 Natural = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 Positive = Annotated[int, msgspec.Meta(gt=0, le=_LIMIT)]
 #: A NATS subject without wildcards.
 Subject = Annotated[str, msgspec.Meta(pattern=r"^[!-)+-=?-~]{1,512}\Z")]
-#: etcd's lease ids are positive and signed; 0 is nobody's.
+#: etcd's lease ids are positive and signed; 0: no lease.
 LeaseId = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 
 
 class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to reach one endpoint instance.
+    """How to reach one endpoint instance."""
 
-    nats_tcp: the NATS subject that takes its requests. Every endpoint has one;
-              nobody serves it where an endpoint takes no requests over NATS
-              (Frontend/http, PrefillWorker/prefill): its record says who is there.
-    stream:   HOST:PORT of the TCP server that carries its token deltas, or its HTTP; absent
-              for endpoints that answer with one reply.
-    """
-
+    #: The NATS subject of its requests. Every endpoint has one. Endpoints that take no requests
+    #: over NATS (Frontend/http, PrefillWorker/prefill) do not subscribe to it: their records only
+    #: show the member.
     nats_tcp: Subject
+    #: HOST:PORT of the TCP server for its token deltas, or of its HTTP server; absent for endpoints
+    #: that answer with one reply.
     stream: str | None = None
 
 
 class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One endpoint of one live process, at `names.endpoint_key(...)`.
-
-    started_at is in seconds since the epoch, for display only.
-    """
+    """One endpoint of one live process, at `names.endpoint_key(...)`."""
 
     component: str
     endpoint: str
@@ -46,6 +41,7 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     pid: int = 0
     host: str = ""
     status_url: str = ""
+    #: Seconds since the epoch, for display only.
     started_at: float = 0.0
     model: str = ""
 
@@ -53,34 +49,27 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class KvArray(msgspec.Struct, frozen=True, kw_only=True):
     """One array inside each block of a region: items by head, group of tokens, and number.
 
-    The strides are bytes, the first item lies `offset` bytes into the block.
-    group_tokens: how many consecutive tokens share their items (1, unless a kernel packs
-    several). items: how many a head has for each group; item_bytes: what each takes, in
-    one piece.
+    The strides are bytes.
     """
 
+    #: Of the first item, from the start of the block.
     offset: Natural
     head_stride: Natural
     group_stride: Natural
     item_stride: Natural
+    #: How many consecutive tokens share their items; 1, unless a kernel packs several.
     group_tokens: Positive
+    #: How many items a head has for each group.
     items: Positive
+    #: Contiguous bytes of one item.
     item_bytes: Positive
 
 
 class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     """One equally spaced run of blocks in one rank's memory.
 
-    Block `i` occupies `block_bytes` bytes at `base + i * stride_bytes`. A layer
-    has one region where K and V of a block lie together, and two where they
-    are separate planes.
-
-    first_head: the first of the model's KV heads in a block. head_bytes: what each
-    takes where heads lie outermost in a block; 0 where it cannot be cut into them.
-
-    tokens, arrays: how many tokens a block has, and where the bytes of each are, so that
-    it can be laid out for blocks of another size or order; 0 and empty where that is not
-    known.
+    Block `i` occupies `block_bytes` bytes at `base + i * stride_bytes`. A layer has one region if K
+    and V of a block are contiguous, and two if they are separate planes.
     """
 
     layer: str
@@ -88,21 +77,27 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True):
     base: Natural
     stride_bytes: Positive
     block_bytes: Positive
+    #: The first of the model's KV heads in a block.
     first_head: Natural = 0
+    #: Bytes of one head if heads are the outermost dimension of a block; 0 if a block cannot be cut
+    #: by heads.
     head_bytes: Natural = 0
+    #: Tokens of a block; 0 if not known.
     tokens: Natural = 0
+    #: Where the bytes of each token are, so that a block can be rearranged for another block size
+    #: or order; empty if not known.
     arrays: tuple[KvArray, ...] = ()
 
     @property
     def heads(self) -> int:
-        """KV heads in a block; 1 where it is not known to consist of them."""
+        """KV heads in a block; 1 if it is not known to consist of heads."""
         if self.arrays:
             return self.block_bytes // bytes_of_head(self)
         return self.block_bytes // self.head_bytes if self.head_bytes else 1
 
 
 def bytes_of_head(region: KvRegion) -> int:
-    """What one head takes in a block whose arrays are known."""
+    """Bytes of one head in a block with known arrays."""
     return sum(
         region.tokens // array.group_tokens * array.items * array.item_bytes
         for array in region.arrays
@@ -110,9 +105,9 @@ def bytes_of_head(region: KvRegion) -> int:
 
 
 class Scratch(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a rank that belongs to no block: there writers try their way to the rank.
+    """Memory of a rank outside all blocks, where writers test their link to the rank.
 
-    `slots` slots of `slot_bytes` each, back to back from `base` on.
+    `slots` contiguous slots of `slot_bytes` each, from `base` on.
     """
 
     base: Natural
@@ -121,32 +116,29 @@ class Scratch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's NIXL agent and KV pool.
+    """One rank's NIXL agent and KV pool."""
 
-    agent: NIXL's own metadata blob (base64 in JSON).
-    memory: NIXL memory type, "DRAM" or "VRAM"; device: its device index. Both also of
-    `scratch`, without which nobody writes into the rank's blocks.
-    """
-
+    #: NIXL's own metadata blob (base64 in JSON).
     agent: bytes
+    #: NIXL memory type, "DRAM" or "VRAM", also of `scratch`.
     memory: str
+    #: Device index, also of `scratch`.
     device: Natural
     regions: tuple[KvRegion, ...]
+    #: Without it no writer writes into the rank's blocks.
     scratch: Scratch | None = None
 
 
 class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a prefill worker needs to write into a decode engine's blocks.
+    """What a prefill worker needs to write into a decode engine's blocks.
 
-    Stored at `names.nixl_metadata_key(namespace, engine_id)`, by `encode_engine`;
-    loaded lazily.
-    fingerprint: what must be equal on both sides (model, dtype, kernel layout,
-    vLLM version), as readable `name=value` pairs so that a refusal can name
-    the difference.
+    Stored at `names.nixl_metadata_key(namespace, engine_id)` by `encode_engine`; loaded lazily.
     """
 
     engine_id: str
     lease_id: LeaseId
+    #: What must be equal on both sides (model, dtype, kernel layout, vLLM version), as readable
+    #: `name=value` pairs, so that a refusal can name the difference.
     fingerprint: dict[str, str]
     block_size_tokens: Positive
     num_blocks: Positive
@@ -154,30 +146,33 @@ class EngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill worker found of its way to a decode engine, at `names.link_key(...)`,
-    under the prefill worker's lease.
+    """A prefill worker's test result of its link to a decode engine.
 
-    ok: whether it gives KV to that engine; detail: why not. lanes: pairs of a rank that
-    writes and one that is written into. contact_s: from the first contact until what
-    was written had been read back; round_trip_s: the same once more, when all was
-    connected; of the slowest pair, 0 where nothing was tried. checked_at: in seconds
-    since the epoch, for display only.
+    At `names.link_key(...)`, under the prefill worker's lease.
     """
 
     prefill_lease_id: LeaseId
     engine_id: str
     decode_lease_id: LeaseId
+    #: Whether it writes KV to that engine.
     ok: bool
+    #: Why not.
     detail: str = ""
+    #: Pairs of a writing rank and a receiving rank.
     lanes: Natural = 0
+    #: From the first contact until the test pattern had been read back; of the slowest pair; 0 if
+    #: not tested.
     contact_s: float = 0.0
+    #: The same once more, over the established connection.
     round_trip_s: float = 0.0
+    #: Seconds since the epoch, for display only.
     checked_at: float = 0.0
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An EngineMetadata as it lies in the store. checksum: of `metadata` as it is spelled."""
+    """An EngineMetadata as it is stored."""
 
+    #: Of the exact bytes of `metadata`.
     checksum: str
     metadata: msgspec.Raw
 
@@ -188,22 +183,22 @@ def encode_engine(metadata: EngineMetadata) -> bytes:
 
 
 def decode_engine(data: bytes) -> EngineMetadata:
-    """Raises ProtocolError when it is not one, was changed, or cannot be true.
+    """Raises ProtocolError when the record is malformed, was changed, or cannot be true.
 
-    Addresses that are slightly wrong would still be somebody's memory, and NIXL
-    cannot load an agent again whose blob it once half accepted: hence the checksum.
+    A slightly wrong address would still be valid memory of another owner, and NIXL cannot load an
+    agent again after it once accepted half of its blob: hence the checksum.
     """
     record = decode_json(data, EngineRecord)
     raw = bytes(record.metadata)
     if record.checksum != _checksum(raw):
-        raise ProtocolError("the engine's metadata was changed: its checksum is another")
+        raise ProtocolError("the engine's metadata was changed: its checksum does not match")
     metadata = decode_json(raw, EngineMetadata)
     check_engine(metadata)
     return metadata
 
 
 def check_engine(metadata: EngineMetadata) -> None:
-    """Raises ProtocolError when its memory cannot lie as it says."""
+    """Raises ProtocolError when the memory layout that it describes is impossible."""
     for rank in metadata.ranks:
         _check_regions(rank, metadata.num_blocks)
         _check_scratch(rank, metadata.num_blocks)
@@ -221,7 +216,7 @@ def _end(region: KvRegion, num_blocks: int) -> int:
 
 def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
     if len({(region.layer, region.plane) for region in rank.regions}) != len(rank.regions):
-        raise ProtocolError("a layer's plane is there twice")
+        raise ProtocolError("two regions have the same layer and plane")
     for region in rank.regions:
         uneven = region.head_bytes and region.block_bytes % region.head_bytes
         beyond = _end(region, num_blocks) > _LIMIT
@@ -230,23 +225,25 @@ def _check_regions(rank: RankMetadata, num_blocks: int) -> None:
 
 
 def _check_arrays(region: KvRegion, block_size_tokens: int) -> None:
-    """The arrays must fill the block: nobody's bytes beside it are theirs."""
+    """The arrays must cover the block exactly."""
     if not region.arrays:
         return
     if region.tokens != block_size_tokens or any(
         region.tokens % array.group_tokens for array in region.arrays
     ):
-        raise ProtocolError(f"blocks of {block_size_tokens} tokens, not as in {region}")
+        raise ProtocolError(
+            f"the engine has blocks of {block_size_tokens} tokens, which this region contradicts: {region}"
+        )
     fills = region.heads * bytes_of_head(region) == region.block_bytes
     fills = fills and region.head_bytes in (0, bytes_of_head(region))
     if not fills or any(
         _end_of_array(region, array) > region.block_bytes for array in region.arrays
     ):
-        raise ProtocolError(f"arrays that are not the block: {region}")
+        raise ProtocolError(f"arrays do not cover the block exactly: {region}")
 
 
 def _end_of_array(region: KvRegion, array: KvArray) -> int:
-    """Behind the array's last byte in a block."""
+    """Offset behind the array's last byte in a block."""
     return (
         array.offset
         + (region.heads - 1) * array.head_stride
@@ -257,7 +254,7 @@ def _end_of_array(region: KvRegion, array: KvArray) -> int:
 
 
 def _check_scratch(rank: RankMetadata, num_blocks: int) -> None:
-    """What is written there must not be anybody's KV."""
+    """Scratch memory must not overlap the blocks."""
     if (scratch := rank.scratch) is None:
         return
     end = scratch.base + scratch.slots * scratch.slot_bytes
@@ -265,4 +262,4 @@ def _check_scratch(rank: RankMetadata, num_blocks: int) -> None:
         raise ProtocolError(f"impossible scratch memory: {scratch}")
     for region in rank.regions:
         if scratch.base < _end(region, num_blocks) and region.base < end:
-            raise ProtocolError(f"scratch memory in the blocks of layer {region.layer}")
+            raise ProtocolError(f"scratch memory overlaps the blocks of layer {region.layer}")

@@ -10,14 +10,13 @@ from dynamo_lite.protocol.records import LeaseId
 
 
 class PickRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Frontend to router: which of these workers shall have this request?
+    """Frontend to router: which of these workers is to take this request?"""
 
-    client: the Frontend's lease. candidates: leases of the workers that it may have.
-    """
-
+    #: The Frontend's lease.
     client: LeaseId
     request_id: RequestId
     prompt_token_ids: list[TokenId]
+    #: Leases of the workers to choose from.
     candidates: list[LeaseId]
     cache_salt: str | None = None
     session: Annotated[str, msgspec.Meta(max_length=256)] | None = None
@@ -25,7 +24,7 @@ class PickRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This one; the router counts the request as there until it hears of its fate."""
+    """The worker. The router counts the request there until it receives its outcome."""
 
     lease_id: LeaseId
     reason: str
@@ -36,13 +35,12 @@ class NobodyKnown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RequestOutcomes(msgspec.Struct, frozen=True, kw_only=True):
-    """Frontend to router: what became of requests that it was asked about.
-
-    answered: their first tokens are there. released: they have ended, or were not taken.
-    """
+    """Frontend to router: outcomes of requests that it was asked about."""
 
     client: LeaseId
+    #: Their first tokens have arrived.
     answered: list[RequestId] = []
+    #: They have ended, or were not accepted.
     released: list[RequestId] = []
     wire_version: int = WIRE_VERSION
 

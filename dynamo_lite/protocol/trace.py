@@ -1,6 +1,6 @@
-"""Where in a trace something happens: W3C Trace Context, version 00.
+"""Position in a trace: W3C Trace Context, version 00.
 
-Specification: https://www.w3.org/TR/trace-context/. `tracestate` is not passed on: nobody
+Specification: https://www.w3.org/TR/trace-context/. `tracestate` is not passed on, since nothing
 here reads it.
 """
 
@@ -18,9 +18,11 @@ _SAMPLED = 1
 
 
 class TraceContext(msgspec.Struct, frozen=True):
-    """One span of one trace. trace_id, span_id: 32 and 16 lower-case hexadecimal digits."""
+    """One span of one trace."""
 
+    #: 32 lower-case hexadecimal digits.
     trace_id: str
+    #: 16 lower-case hexadecimal digits.
     span_id: str
     sampled: bool = True
 
@@ -38,9 +40,9 @@ def new_trace() -> TraceContext:
 
 
 def trace_of(headers: Mapping[str, str] | None) -> TraceContext | None:
-    """What `headers` say; None where they say nothing, or nothing that is valid.
+    """The context in `headers`; None without a valid one.
 
-    Anybody may have written them: what is not exactly as specified is no context.
+    The headers are untrusted: anything that differs from the specification is ignored.
     """
     text = headers.get(TRACEPARENT) if headers else None
     if text is None or len(text) > _LONGEST or not (found := _TRACEPARENT.fullmatch(text)):
@@ -54,6 +56,6 @@ def trace_of(headers: Mapping[str, str] | None) -> TraceContext | None:
 
 
 def traced(headers: Mapping[str, str] | None) -> TraceContext | None:
-    """As `trace_of`, of what is sampled."""
+    """As `trace_of`, but None unless the trace is sampled."""
     context = trace_of(headers) if headers else None
     return context if context is not None and context.sampled else None

@@ -822,9 +822,9 @@ def test_foreign_records_are_refused(data):
     ("base", "slots", "refused"),
     [
         (BLOCKS_FROM - 64, 1, None),
-        (BLOCKS_FROM - 64, 2, "in the blocks of layer model.layers.0"),
-        (BLOCKS_FROM + 4096, 1, "in the blocks of layer model.layers.0"),  # between two blocks
-        (BLOCKS_END - 1, 1, "in the blocks of layer model.layers.0"),
+        (BLOCKS_FROM - 64, 2, "overlaps the blocks of layer model.layers.0"),
+        (BLOCKS_FROM + 4096, 1, "overlaps the blocks of layer model.layers.0"),  # between two blocks
+        (BLOCKS_END - 1, 1, "overlaps the blocks of layer model.layers.0"),
         (BLOCKS_END, 1, None),
         ((1 << 63) - 64, 1, "impossible scratch memory"),
     ],
