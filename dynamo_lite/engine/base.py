@@ -1,8 +1,8 @@
-"""The engine seam: what a component needs from the thing that computes.
+"""The engine seam: what a component needs from its engine.
 
-Implementations: `vllm/` (stock vLLM), `sim/` (virtual compute) and `null` (no
-compute, for measuring the runtime). An engine is an async context manager:
-entering loads it, leaving frees it.
+Implementations: `vllm/` (stock vLLM), `simulation/engine/` (virtual compute) and `null.py` (no
+compute, for measuring the runtime). An engine is an async context manager: entering loads it,
+leaving frees it.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -17,37 +17,35 @@ from dynamo_lite.protocol.records import EngineMetadata
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What the engine's scheduler last said of itself.
-
-    gave_tokens: whether it has given any since it is up. Its first steps may compile kernels.
-    """
+    """What the engine's scheduler last reported."""
 
     running: int = 0
     waiting: int = 0
-    kv_usage: float = 0.0  # 0..1, blocks that cannot be given to a new request
+    #: 0 to 1; share of the blocks that cannot be given to a new request.
+    kv_usage: float = 0.0
+    #: Whether it has produced any token since its start. Its first steps may compile kernels.
     gave_tokens: bool = False
 
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How a prefill engine's work on one attempt ended: no write is under way any more.
-
-    outcome: "written", "failed" or "abandoned"; or "died", of an engine whose process
-    ended: what it had started may still land. written_at: the end of its last write, by this
-    host's monotonic clock, where that is known.
-    """
+    """How a prefill engine's work on one attempt ended: no write is in flight any more."""
 
     attempt: str
+    #: "written", "failed", "abandoned", or "died": the engine's process ended, and writes that it
+    #: had started may still land.
     outcome: str
     detail: str = ""
+    #: End of its last write, by this host's monotonic clock; None if not known.
     written_at: float | None = None
 
 
 @dataclass(frozen=True)
 class LinkReport:
-    """How a preflight ended. failure: why the decode engine cannot be given KV; else see
-    `LinkRecord`."""
+    """The result of a link test."""
 
+    #: Why no KV can be written into the decode engine; None if it can. Other fields: see
+    #: `LinkRecord`.
     failure: str | None = None
     lanes: int = 0
     contact_s: float = 0.0
@@ -61,20 +59,20 @@ class KvEvents(Protocol):
     def block_size_tokens(self) -> int: ...
 
     def changes(self) -> AsyncIterator[list[KvChange]]:
-        """One list per engine step that changed anything, without end. One reader."""
+        """One list per engine step that changed anything, without end. Only one reader."""
         ...
 
     def held(self) -> Sequence[int]:
-        """With all changes so far."""
+        """Blocks that are held after all changes so far."""
         ...
 
     def cuts(self) -> Sequence[int]:
-        """Blocks that are not held, though some behind them are."""
+        """Blocks that are not held, although some of their descendants are."""
         ...
 
 
 class DecodeEngine(Protocol):
-    """Generates; decides by itself which prompts to have prefilled elsewhere."""
+    """Generates, and decides by itself which prompts are prefilled remotely."""
 
     @property
     def model(self) -> str: ...
@@ -84,23 +82,23 @@ class DecodeEngine(Protocol):
 
     @property
     def metadata(self) -> EngineMetadata | None:
-        """The KV pool as others may write to it; None where it takes no remote KV."""
+        """The KV pool as writers see it; None if the engine takes no remote KV."""
         ...
 
     @property
     def kv_events(self) -> KvEvents | None:
-        """None where it does not tell what it holds."""
+        """None if the engine does not publish its blocks."""
         ...
 
     async def describe(self) -> EngineStatus:
-        """Asks the engine's own process; only where there is metadata.
+        """Asks the engine's own process. Only with metadata.
 
         Raises Unavailable, DeadlineExceeded or ProtocolError.
         """
         ...
 
     async def listen(self, listen: Listen) -> None:
-        """A prefill worker tries its way; only where there is metadata.
+        """A prefill worker tests its link. Only with metadata.
 
         Raises Unavailable or DeadlineExceeded.
         """
@@ -111,11 +109,11 @@ class DecodeEngine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Unknown and finished ids are ignored. No delta follows for these."""
+        """Unknown and finished ids are ignored. No delta follows for these requests."""
         ...
 
     def steps(self) -> AsyncIterator[list[TokenDelta]]:
-        """One list per engine step, until the engine is closed. One reader.
+        """One list per engine step, until the engine is closed. Only one reader.
 
         Raises EngineDied when the engine process is gone.
         """
@@ -143,23 +141,22 @@ class PrefillEngine(Protocol):
         ...
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        """Computes and writes one claimed attempt; returns when no write is under way.
+        """Computes and writes one claimed attempt. Returns when no write is in flight.
 
         Raises Refused or IncompatiblePeer when nothing was begun.
         """
         ...
 
     async def preflight(self, target: EngineMetadata) -> LinkReport:
-        """Tries the way to a decode engine, which must listen: see `Listen`.
+        """Tests the link to a decode engine, which must listen: see `Listen`.
 
-        `run_prefills` must be running. Raises IncompatiblePeer for a target that it must
-        not write to; Unavailable, DeadlineExceeded or ProtocolError when this engine
-        was not heard.
+        `run_prefills` must be running. Raises IncompatiblePeer for a target that it must not write
+        to; Unavailable, DeadlineExceeded or ProtocolError when this engine could not be reached.
         """
         ...
 
     def forget(self, engine_ids: Sequence[str]) -> None:
-        """These decode engines left: what is kept of them may go."""
+        """These decode engines left: their state may be dropped."""
         ...
 
     async def abandon(self, attempt: str) -> None:

@@ -15,7 +15,7 @@ from dynamo_lite.protocol.records import EngineMetadata
 
 
 class _Sampling(msgspec.Struct):
-    """The one sampling parameter that matters here; others are ignored."""
+    """The only sampling parameter that is read here."""
 
     max_tokens: int | None = None
 
@@ -25,20 +25,21 @@ _decode_sampling = msgspec.msgpack.Decoder(_Sampling).decode
 
 @dataclass(slots=True)
 class _Run:
-    """position: of the next token in the answer. left: tokens still to come."""
+    """A running request."""
 
     prompt: list[int]
+    #: Of the next token in the answer.
     position: int
+    #: Tokens still to come.
     left: int
 
 
 class NullEngine:
-    """DecodeEngine whose every step gives each running request as many tokens.
+    """DecodeEngine whose every step gives each running request `tokens_per_step` tokens.
 
-    max_tokens: length of an answer whose request names none. A request ends
-    with finish_reason "length"; a step that ends it may be shorter than
-    `tokens_per_step`. token_at: the token at a position of the answer to a prompt,
-    where `token_id` would not tell one place of an answer from another.
+    max_tokens: length of an answer whose request has no limit. A request ends with finish_reason
+    "length"; its last step may be shorter. token_at: the token at a position of the answer to a
+    prompt, for tests that must tell positions apart; otherwise every token is `token_id`.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class NullEngine:
         self._token_at = token_at
         self._max_tokens = max_tokens
         self._running: dict[str, _Run] = {}
-        self._started: dict[str, PrefillCounts] = {}  # not told yet
+        self._started: dict[str, PrefillCounts] = {}  # not sent yet
         self._wake = asyncio.Event()
         self._closed = False
 
@@ -84,7 +85,7 @@ class NullEngine:
         raise Unavailable("a null engine has no process of its own")
 
     async def listen(self, listen: Listen) -> None:
-        raise Unavailable("nobody writes into a null engine")
+        raise Unavailable("a null engine takes no remote KV")
 
     async def submit(self, request: GenerateRequest) -> None:
         try:

@@ -1,7 +1,7 @@
-"""How much may be in flight at one place before it says no.
+"""Limits on the requests in flight at one place.
 
-Owns the counts that the limits are about; whoever uses it says when a request
-comes, has its first token, and ends.
+Owns the counts that the limits are about. The caller reports when a request arrives, has its first
+token, and ends.
 """
 
 from dataclasses import dataclass
@@ -11,34 +11,33 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """None: no limit.
+    """None: no limit."""
 
-    in_flight: requests that have not ended. prompt_tokens: prompts of requests
-    without a first token yet, together; a single longer prompt is taken while no
-    other one waits.
-    """
-
+    #: Requests that have not ended.
     in_flight: int | None = None
+    #: Prompt tokens, in total, of requests without a first token. A single longer prompt is
+    #: admitted while no other one waits.
     prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """`in_flight` requests now, this one included."""
+    """The request was admitted."""
 
+    #: Requests in flight, this one included.
     in_flight: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """A limit is reached; asking again makes sense in `retry_after_s` seconds."""
+    """A limit is reached. A retry makes sense in `retry_after_s` seconds."""
 
     reason: str
     retry_after_s: float = _RETRY_AFTER_S
 
 
 class Admission:
-    """Unknown keys are ignored by everything but `enter`."""
+    """All methods but `enter` ignore unknown keys."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -55,17 +54,17 @@ class Admission:
 
     @property
     def waiting_tokens(self) -> int:
-        """Of prompts without a first token."""
+        """Prompt tokens of requests without a first token."""
         return self._waiting_tokens
 
     def limit(self, limits: Limits) -> None:
-        """From here on. What is in flight beyond them stays."""
+        """Sets new limits. Requests in flight beyond them stay."""
         self._limits = limits
 
     def enter(self, key: str, prompt_tokens: int, *, promised: bool = False) -> Admitted | Busy:
-        """`key` must not be in flight. Busy: nothing was counted.
+        """Admits `key`, which must not be in flight. Busy: nothing was counted.
 
-        promised: somewhere it was admitted already, so it is counted and not refused.
+        promised: another process has admitted it already, so it is counted and never refused.
         """
         if not promised and (busy := self.busy(prompt_tokens)) is not None:
             return busy
@@ -75,7 +74,8 @@ class Admission:
         return Admitted(in_flight=self.in_flight)
 
     def busy(self, prompt_tokens: int = 0, *, requests: int = 1) -> Busy | None:
-        """What would be said to so many requests with so long prompts, together."""
+        """Checks the limits for `requests` new requests with `prompt_tokens` in total, without
+        admitting them."""
         most, limit = self._limits.in_flight, self._limits.prompt_tokens
         if most is not None and self.in_flight + requests > most:
             return Busy(reason=f"{self.in_flight} of at most {most} requests are in flight")
@@ -84,10 +84,10 @@ class Admission:
         return None
 
     def answered(self, key: str) -> None:
-        """Its first token is there."""
+        """The request's first token has arrived."""
         self._waiting_tokens -= self._waiting.pop(key, 0)
 
     def leave(self, key: str) -> None:
-        """It has ended."""
+        """The request has ended."""
         self.answered(key)
         self._keys.discard(key)

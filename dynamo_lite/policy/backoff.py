@@ -1,22 +1,23 @@
-"""How long to wait before a crashed process is started again."""
+"""The delay before a crashed process is restarted."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """Verdict: start again after `delay_s`; this is the `failures`-th failure in a row."""
+    """Restart the process."""
 
     delay_s: float
+    #: Failures in a row, this one included.
     failures: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """Exponential backoff that forgets after a calm time.
+    """Exponential backoff that is reset by a long run.
 
-    The n-th failure in a row waits `first_s * factor ** (n - 1)` seconds, at most
-    `longest_s`. A run of at least `calm_s` starts the count anew.
+    The n-th failure in a row waits `first_s * factor ** (n - 1)` seconds, at most `longest_s`. A
+    run of at least `calm_s` resets the count.
     """
 
     first_s: float = 0.5
@@ -25,7 +26,7 @@ class Backoff:
     calm_s: float = 60.0
 
     def after_exit(self, failures: int, uptime_s: float) -> Restart:
-        """`failures` in a row before this exit, which came after `uptime_s` seconds."""
+        """failures: in a row before this exit. uptime_s: of the process that exited."""
         count = 1 if uptime_s >= self.calm_s else failures + 1
         # Bounding the exponent keeps a long series from overflowing the float.
         delay = self.first_s * self.factor ** min(count - 1, 64)

@@ -1,15 +1,15 @@
-"""What a prefill costs here and elsewhere, by what was measured."""
+"""Measured costs of local and remote prefills."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: What a new measurement leaves of the weight of all before it.
+#: Factor on the weight of all earlier measurements when a new one is added.
 _FADE = 0.9
 
 
 @dataclass
 class FadingMean:
-    """Of a fading sum: the last ten or so count, heavy ones more than light ones."""
+    """Weighted mean over a fading sum: about the last ten values count."""
 
     amount: float = 0.0
     weight: float = 0.0
@@ -24,25 +24,23 @@ class FadingMean:
 
 
 class Rates(NamedTuple):
-    """None: not measured yet.
+    """Measured rates; None: not measured yet."""
 
-    local_tokens_per_s: of prompts computed here, beside all else that runs here.
-    remote_tokens_per_s: of remote prefills from the claim to the last block;
-    remote_fixed_s: all that they take besides, whatever their length.
-    """
-
+    #: Of prompts computed here, beside all other work of this engine.
     local_tokens_per_s: float | None = None
+    #: Of remote prefills, from the claim to the last block.
     remote_tokens_per_s: float | None = None
+    #: All other time of a remote prefill, independent of its length.
     remote_fixed_s: float | None = None
 
     def local_s(self, tokens: int) -> float | None:
-        """Of a prefill of so many uncached tokens here."""
+        """Estimated seconds of a local prefill of `tokens` uncached tokens."""
         if self.local_tokens_per_s is None:
             return None
         return tokens / self.local_tokens_per_s
 
     def remote_s(self, tokens: int) -> float | None:
-        """Of one elsewhere, from the decision to the step that samples."""
+        """Estimated seconds of a remote prefill, from the decision to the step that samples."""
         if self.remote_tokens_per_s is None or self.remote_fixed_s is None:
             return None
         return self.remote_fixed_s + tokens / self.remote_tokens_per_s

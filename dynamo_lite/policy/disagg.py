@@ -1,8 +1,8 @@
-"""The disaggregated router: prefill here, or ask for help?
+"""The decision between local and remote prefill.
 
-A remote prefill pays for a queue, a transfer and a step's delay; a long local
-one stalls every request that decodes beside it. Remote therefore needs both: a
-prompt that is long where it counts (uncached), and a queue with room.
+A remote prefill costs a wait in the queue, a transfer and one step of delay. A long local one
+delays every request that decodes in the same engine. So remote needs both: many uncached tokens,
+and room in the queue.
 """
 
 import enum
@@ -18,7 +18,7 @@ class DecisionReason(enum.Enum):
     LONG = "long"
     SHORT = "short"
     CACHED = "cached"
-    SINGLE_FLIGHT = "single_flight"  # cached, by a remote prefill that it has waited for
+    SINGLE_FLIGHT = "single_flight"  # cached by a remote prefill that it waited for
     QUEUE_FULL = "queue_full"
     QUEUE_TOKENS = "queue_tokens"
     TOO_LATE = "too_late"
@@ -47,26 +47,26 @@ Verdict = Local | Remote
 
 @dataclass(frozen=True)
 class QueueView:
-    """What a decode worker knows of the queue.
+    """What a decode worker knows of the queue."""
 
-    jobs: waiting and in flight when it was read, plus what this worker has asked
-    for since. prefill_workers: how many respond, and can write into this engine as far as
-    is known; prefill_workers_alive: how many respond. read_at: monotonic seconds.
-    tokens: outstanding, of all engines. wait_s: until a job like the one that is being
-    decided is begun; takes_s: until its KV is there; None without measured rates.
-    """
-
+    #: Waiting and in flight when the queue was read, plus this worker's own since then.
     jobs: int
+    #: Those that respond and whose link to this engine is not known to have failed.
     prefill_workers: int
+    #: Monotonic seconds.
     read_at: float
+    #: Outstanding tokens of all engines.
     tokens: int = 0
+    #: Estimated seconds until a job for this prompt would start; None without measured rates.
     wait_s: float | None = None
+    #: Estimated seconds until its KV would be here; None without measured rates.
     takes_s: float | None = None
+    #: Those that respond.
     prefill_workers_alive: int | None = None
 
 
 def fresh(queue: QueueView | None, thresholds: DecisionThresholds, now: float) -> QueueView | None:
-    """The view, unless it is too old."""
+    """The view, or None if it is too old."""
     if queue is None or now - queue.read_at > thresholds.queue_view_max_age_s:
         return None
     return queue
@@ -83,12 +83,11 @@ def decide(
 ) -> Verdict:
     """The verdict for one prompt.
 
-    cached_tokens is the engine's own prefix hit, so the difference is the exact
-    number of tokens to compute. now is monotonic seconds. time_left_s: in which a
-    remote prefill must be over.
+    cached_tokens: the engine's own prefix hit, so that the difference is the exact number of tokens
+    to compute. now: monotonic seconds. time_left_s: time limit of a remote prefill.
     """
     uncached = prompt_tokens - cached_tokens
-    # The last token is always computed here: it is the one that is sampled from.
+    # The last token is always computed here, since the first new one is sampled from it.
     limit = max(thresholds.max_local_prefill_length, 1)
     if uncached <= limit:
         return Local(DecisionReason.CACHED if prompt_tokens > limit else DecisionReason.SHORT)
@@ -101,7 +100,7 @@ def decide(
         return Local(DecisionReason.QUEUE_FULL)
     if 0 < thresholds.max_prefill_queue_tokens <= queue.tokens:
         return Local(DecisionReason.QUEUE_TOKENS)
-    # The wait only: how long it takes itself is known from other jobs, mostly shorter ones.
+    # Only the wait counts: the duration of the job itself is only known from mostly shorter jobs.
     if time_left_s <= 0 or (queue.wait_s is not None and queue.wait_s > time_left_s):
         return Local(DecisionReason.TOO_LATE)
     return Remote(DecisionReason.LONG)

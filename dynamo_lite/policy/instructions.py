@@ -1,4 +1,4 @@
-"""What the ledger tells its caller to do about a remote prefill."""
+"""What the ledger's caller has to do about a remote prefill."""
 
 import enum
 from dataclasses import dataclass
@@ -8,30 +8,31 @@ class Outcome(enum.Enum):
     """How a remote prefill ended for its request; the label of the counter."""
 
     COMMITTED = "committed"
-    CORRUPT = "corrupt"  # written, but the blocks do not hold what the writer has sent
+    CORRUPT = "corrupt"  # written, but the blocks differ from what the writer sent
     REFUSED = "refused"  # the queue did not take it
     DEADLINE = "deadline"
     WRITER_FAILED = "writer_failed"
-    WRITER_ABANDONED = "writer_abandoned"  # it gave the job back without writing it
+    WRITER_ABANDONED = "writer_abandoned"  # it returned the job without writing
     WRITER_UNUSABLE = "writer_unusable"  # its link to this engine has failed
     WRITER_LOST = "writer_lost"  # its keys are gone
-    WRITER_SILENT = "writer_silent"  # no beats, or its engine does not work
+    WRITER_SILENT = "writer_silent"  # no heartbeats, or unhealthy
     CANCELLED = "cancelled"
     NO_WRITER = "no_writer"  # the last prefill worker left, or none responds
     QUEUE_LOST = "queue_lost"  # the broker lost the queue's stream, and the jobs with it
-    LEAVING = "leaving"  # this engine is on its way out
+    LEAVING = "leaving"  # this engine is draining
 
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Take the job off the queue: nobody wants it."""
+    """Delete the job from the queue: it is not wanted any more."""
 
     sequence: int
 
 
 @dataclass(frozen=True)
 class CancelWriter:
-    """Tell the writer to stop and to say when it has. Repeated: messages get lost."""
+    """Send the writer a cancel, which it answers with `WriterDone`. Repeated, since messages get
+    lost."""
 
     writer_lease_id: int
     attempt: str
@@ -39,7 +40,7 @@ class CancelWriter:
 
 @dataclass(frozen=True)
 class Hold:
-    """Take references of our own on the blocks before the engine frees them."""
+    """Take own references on the blocks before the engine frees them."""
 
     attempt: str
     block_ids: tuple[int, ...]
@@ -47,14 +48,14 @@ class Hold:
 
 @dataclass(frozen=True)
 class Release:
-    """Give those references back: no write can come any more."""
+    """Give those references back: no write can arrive any more."""
 
     attempt: str
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Stop waiting for the KV of this request: let the engine go on without it."""
+    """Stop waiting for the KV of this request: let the engine continue without it."""
 
     request_id: str
     attempt: str
@@ -62,18 +63,16 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Ended:
-    """For the books: the request's remote prefill is over, one way or another.
-
-    detail: what its writer has said of it; empty where the writer did not end it.
-    """
+    """The request's remote prefill is over; for logs and counters."""
 
     request_id: str
     attempt: str
     outcome: Outcome
+    #: The writer's own report; empty if something else ended it.
     detail: str = ""
 
 
 Instruction = DeleteJob | CancelWriter | Hold | Release | GiveUp | Ended
 
-#: What an engine's step does; the others are for the network.
+#: Instructions for the engine's step; the others are for the network.
 FOR_ENGINE = (Hold, Release, GiveUp, Ended)

@@ -1,9 +1,9 @@
 """Names of KV blocks that workers and routers compute alike, whatever engine holds the blocks.
 
-A block's hash is made of its tokens and of its parent's hash, so it stands for the
-whole prefix up to its end. The first one's parent is made of the cache salt and the
-LoRA adapter: prompts that may not share KV share no hash. Hashes choose workers, and
-grant nothing: a collision costs a cache hit, never a wrong token.
+A block's hash is made of its tokens and of its parent's hash, so it stands for the whole prefix up
+to its end. The first one's parent is made of the cache salt and the LoRA adapter: prompts that must
+not share KV share no hash. Hashes only choose workers: a collision costs a cache hit, never a wrong
+token.
 """
 
 import struct
@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 ChainHash: TypeAlias = int
 
-#: 56 bits: two in a million blocks are alike in one of 10^5 sets, and such an integer
+#: 56 bits: among a million blocks there is a collision in one of 10^5 sets, and such an integer
 #: takes Python 32 bytes, a longer one 48.
 HASH_BYTES = 7
 MAX_HASH = (1 << (8 * HASH_BYTES)) - 1
@@ -40,7 +40,7 @@ def chain_hashes(
     cache_salt: str | None = None,
     lora_name: str | None = None,
 ) -> list[ChainHash]:
-    """Of all full blocks, in order. Token ids are 0 to 2^32 - 1."""
+    """The hashes of all full blocks, in order. Token ids are 0 to 2^32 - 1."""
     root = root_hash(cache_salt, lora_name) if cache_salt or lora_name else _PLAIN
     return extend(root, token_ids, block_size)
 
@@ -48,7 +48,7 @@ def chain_hashes(
 def extend(parent: ChainHash, token_ids: Sequence[int], block_size: int) -> list[ChainHash]:
     """The hashes of the full blocks that follow `parent`.
 
-    Raises ValueError when a token id is not one.
+    Raises ValueError for a token id out of range.
     """
     count = len(token_ids) // block_size * block_size
     try:
@@ -66,19 +66,21 @@ def extend(parent: ChainHash, token_ids: Sequence[int], block_size: int) -> list
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """count: how often it is held. behind: known blocks whose parent it is."""
+    """A block of one engine."""
 
     chain: ChainHash
     parent: Hashable
+    #: How often it is held.
     count: int = 0
+    #: Number of known blocks whose parent it is.
     behind: int = 0
 
 
 class BlockHashes:
-    """Which blocks one engine holds: its own names for them, and ours.
+    """Which blocks one engine holds: the engine's names for them, and their hashes.
 
-    An engine may hold a block twice, and says so each time; it is gone when it was
-    removed as often. A block that goes before those behind it leaves a cut.
+    An engine may hold a block twice, and reports it each time; the block is gone when it was
+    removed as often. A block that is removed before its descendants leaves a cut.
     """
 
     def __init__(self) -> None:
@@ -92,7 +94,7 @@ class BlockHashes:
         return [block.chain for block in self._known.values() if block.count]
 
     def cuts(self) -> list[ChainHash]:
-        """Blocks that are not held, though some behind them are."""
+        """Blocks that are not held, although some of their descendants are."""
         return [block.chain for block in self._known.values() if not block.count]
 
     def stored(
@@ -105,9 +107,9 @@ class BlockHashes:
     ) -> list[ChainHash]:
         """Enters consecutive blocks, and returns the hashes of all of them.
 
-        parent: the engine's name of the block before the first one; None where that is
-        the prompt's first, whose parent is `root`. Nothing is entered where the parent
-        is not known. Raises ValueError when tokens and blocks do not fit.
+        parent: the engine's name of the block before the first one; None if that is the prompt's
+        first block, whose parent is `root`. With an unknown parent nothing is entered. Raises
+        ValueError when tokens and blocks do not fit.
         """
         if block_size < 1 or len(token_ids) != len(names) * block_size:
             raise ValueError(f"{len(token_ids)} tokens in {len(names)} blocks of {block_size}")
@@ -126,7 +128,8 @@ class BlockHashes:
         return chain
 
     def removed(self, names: Iterable[Hashable]) -> tuple[list[ChainHash], list[ChainHash]]:
-        """Blocks, or cuts, that are gone by this; and new cuts. Unknown names are ignored."""
+        """Returns the blocks, or cuts, that are now gone, and the new cuts. Unknown names are
+        ignored."""
         gone: list[ChainHash] = []
         cut: list[ChainHash] = []
         for name in names:
@@ -146,8 +149,8 @@ class BlockHashes:
         self._known.clear()
 
     def _forget(self, name: Hashable) -> Iterator[ChainHash]:
-        """A block that is not held and has none behind it; and the cuts before it, if it was
-        the last one behind them."""
+        """Removes a block that is neither held nor a parent, and the cuts before it that are not
+        parents any more."""
         while name is not None:
             block = self._known[name]
             if block.count or block.behind:

@@ -1,9 +1,9 @@
 """Which workers hold which KV blocks, and how much of a prompt each one has.
 
-A dictionary from a block's chain hash (`kv_chain.py`) to a bit set of workers. There is
-no tree: a hash stands for its whole prefix, and who holds a block holds all before it,
-except where it said otherwise (a cut). So the longest prefixes are found by bisection,
-in a few look-ups for a prompt of any length; each is a miss of the processor's cache.
+A dictionary from a block's chain hash (`kv_chain.py`) to a bit set of workers. There is no tree: a
+hash stands for its whole prefix, and a worker that holds a block holds all blocks before it, except
+where it reported a cut. So the longest prefixes are found by bisection, with a few look-ups for a
+prompt of any length; each is a miss of the processor's cache.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -11,21 +11,21 @@ from itertools import islice
 
 from dynamo_lite.policy.kv_chain import ChainHash
 
-#: Decoded bit sets that are kept; workloads have few.
+#: Most decoded bit sets that are cached; workloads have few.
 _MAX_DECODED = 4096
-#: The part of the blocks that goes at a time when there are too many.
+#: One in this many blocks is evicted at a time when there are too many.
 _EVICTED_PART = 256
-#: One match in so many is noted for the eviction: what is popular is matched often.
+#: One match in this many is noted for the eviction: popular blocks are matched often.
 _SAMPLE = 16
-#: The part of the blocks that are noted at most.
+#: At most one in this many blocks is noted.
 _NOTED_PART = 8
 
 
 class _Sets:
-    """Hash to the workers that it belongs to. A worker is its bit.
+    """Hash to the workers that hold it. A worker is its bit.
 
-    There is nothing to look a worker's hashes up by: all are looked through when it
-    leaves, which is rare, and takes some tens of milliseconds where there are a million.
+    There is no index from a worker to its hashes: all hashes are scanned when it leaves, which is
+    rare, and takes some tens of milliseconds with a million hashes.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class _Sets:
 class KvIndex:
     """Workers are known by any integer. All events may be repeated.
 
-    max_blocks: different blocks that are kept; beyond, those go that were stored
-    longest ago and not matched lately, whoever holds them. evicted: how many went.
+    max_blocks: most different blocks. Beyond it those are evicted that were stored longest ago and
+    not matched lately, whichever workers hold them. evicted: how many were.
     """
 
     def __init__(self, max_blocks: int):
@@ -80,12 +80,12 @@ class KvIndex:
         return f"<KvIndex blocks={len(self)} workers={len(self._bits)}>"
 
     def held(self, worker: int) -> Set[ChainHash]:
-        """The blocks of one worker; all are looked through for them."""
+        """The blocks of one worker; scans all blocks."""
         return self._held.of(self._bits.get(worker, 0))
 
     def match(self, hashes: Sequence[ChainHash]) -> dict[int, int]:
-        """How many of the first blocks each worker holds, without a gap; who holds none is
-        not in it.
+        """How many of the first blocks each worker holds, without a gap. Workers with none are left
+        out.
 
         hashes: of a prompt's blocks, from the first on.
         """
@@ -93,7 +93,7 @@ class KvIndex:
         if not hashes:
             return found
         get, end = self._held.workers.get, len(hashes)
-        # Those whose last block is not found yet; all of them hold the first one.
+        # Workers whose last block is not found yet. All of them hold the first one.
         left = get(hashes[0], 0)
         while left:
             last, workers = 0, left
@@ -116,7 +116,7 @@ class KvIndex:
         return found
 
     def stored(self, worker: int, hashes: Sequence[ChainHash]) -> None:
-        """The worker holds these, and those before them unless it has said that it cut them."""
+        """The worker holds these blocks, and those before them except cuts that it reported."""
         bit = self._bits.get(worker) or self._join(worker)
         self._held.add(bit, hashes)
         if self._cut.workers:
@@ -127,7 +127,8 @@ class KvIndex:
     def removed(
         self, worker: int, hashes: Iterable[ChainHash], cut: Sequence[ChainHash] = ()
     ) -> None:
-        """The worker holds these no longer. cut: nor these, but some behind them."""
+        """The worker no longer holds these blocks. cut: not held either, but some of their
+        descendants are."""
         bit = self._bits.get(worker)
         if bit is None:
             return
@@ -139,7 +140,7 @@ class KvIndex:
             self._cut.add(bit, cut)
 
     def replace(self, worker: int, hashes: Set[ChainHash], cut: Sequence[ChainHash] = ()) -> None:
-        """The worker holds these and nothing else."""
+        """The worker holds exactly these blocks."""
         held = self.held(worker)
         self.removed(worker, held - hashes)
         if bit := self._bits.get(worker):
@@ -148,7 +149,7 @@ class KvIndex:
         self.removed(worker, (), cut)
 
     def leave(self, worker: int) -> None:
-        """The worker is gone, and so is all that it held."""
+        """The worker is gone, and all its blocks."""
         bit = self._bits.pop(worker, None)
         if bit is None:
             return
@@ -169,7 +170,7 @@ class KvIndex:
         return bit
 
     def _shorten(self, found: dict[int, int], hashes: Sequence[ChainHash]) -> None:
-        """To the blocks before a worker's first cut."""
+        """Limits `found` to the blocks before a worker's first cut."""
         cuts = self._cut.workers
         if not cuts or cuts.keys().isdisjoint(hashes):
             return
@@ -181,7 +182,7 @@ class KvIndex:
             del found[worker]
 
     def _note(self, hashes: Sequence[ChainHash], count: int) -> None:
-        """The first ones are in use."""
+        """Notes that the first `count` blocks are in use."""
         if 2 * len(self) > self._max_blocks:
             if len(self._matched) > self._max_blocks // _NOTED_PART:
                 self._matched.clear()
@@ -200,8 +201,8 @@ class KvIndex:
         return workers
 
     def _evict(self) -> None:
-        """A dictionary keeps its order, so the oldest come first; what was matched since the
-        last time is put behind the others once."""
+        """A dictionary keeps its order, so the oldest come first. Blocks that were matched since
+        the last eviction are moved to the end once."""
         held = self._held.workers
         room = self._max_blocks // _EVICTED_PART
         excess = len(held) - self._max_blocks + room

@@ -1,8 +1,8 @@
 """Which decode worker takes a request: the one that holds its prefix and is not busy.
 
-Three parts: a filter leaves out workers whose KV cache is full, a score says what each
-of the others would save and what is in the way there, a pick takes the best one, or
-draws. All amounts are tokens of prompt, so a score is about the time to the first token.
+Three parts: a filter leaves out workers whose KV cache is full; a score says what each of the
+others would save and what is queued there; the best one is taken, or one is drawn. All amounts are
+prompt tokens, so a score is about the time to the first token.
 """
 
 import math
@@ -20,8 +20,8 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
 
-#: Why a worker was chosen: it was the only one; it had the session's last request; nobody
-#: holds more of the prompt; nobody holds any of it; who holds more is too busy; by lot.
+#: Why a worker was chosen: it was the only one; it had the session's last request; no other
+#: holds more of the prompt; none holds any of it; those that hold more are too busy; at random.
 REASONS = ("only", "session", "prefix", "load", "balance", "lot")
 
 _MAX_SESSIONS = 65_536
@@ -29,17 +29,19 @@ _MAX_SESSIONS = 65_536
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a worker said of its load. prompt_tokens: of requests without a first token."""
+    """What a worker reported of its load."""
 
     requests: int
+    #: Of requests without a first token.
     prompt_tokens: int
     kv_usage: float
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a worker's blocks are known. block_size: in tokens."""
+    """Where a worker's blocks are indexed."""
 
+    #: In tokens.
     block_size: int
     index: KvIndex
 
@@ -48,28 +50,30 @@ class KvView(Protocol):
     """What is known of the workers, by lease id."""
 
     def load(self, lease_id: int) -> LoadReport | None:
-        """None where it has not said anything lately."""
+        """None without a recent report."""
         ...
 
     def shard(self, lease_id: int) -> Shard | None:
-        """None where it does not say what it holds."""
+        """None for a worker that does not publish its blocks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """matched: tokens of the prompt that the member holds, or will. load: tokens that are in
-    the way. credit: what it is said to hold, at least, for the session's sake."""
+    """One member that may take the request."""
 
     member: EndpointRecord
+    #: Prompt tokens that the member holds, or will hold.
     matched: int
+    #: Tokens that it computes before this prompt.
     load: int
     kv_usage: float = 0.0
+    #: Prompt tokens that it is assumed to hold at least, because it had the session's last request.
     credit: int = 0
 
 
 def with_room(candidates: Sequence[Candidate], max_kv_usage: float) -> Sequence[Candidate]:
-    """Those whose KV cache is not full; all, if there is no other."""
+    """The candidates whose KV cache is not full; all, if all are full."""
     return [c for c in candidates if c.kv_usage < max_kv_usage] or candidates
 
 
@@ -92,12 +96,7 @@ def draw(scores: Sequence[float], scale: float, chance: float) -> int:
 
 
 class KvPicker:
-    """A Picker. uniform: in [0, 1). now: monotonic seconds.
-
-    options: may be replaced at any time. choices: by reason. prompt_tokens,
-    matched_tokens: of all requests that were given to a worker, and what of them the
-    chosen ones held or were about to hold.
-    """
+    """A Picker. uniform: returns numbers in [0, 1). now: monotonic seconds."""
 
     def __init__(
         self,
@@ -107,12 +106,17 @@ class KvPicker:
         now: Callable[[], float],
         uniform: Callable[[], float],
     ):
+        #: Placed requests by reason.
         self.choices: Counter[str] = Counter()
+        #: Of all placed requests.
         self.prompt_tokens = 0
+        #: Those of them that the chosen workers held or were about to hold.
         self.matched_tokens = 0
-        self._view, self.options = view, options
+        #: May be replaced at any time.
+        self.options = options
+        self._view = view
         self._now, self._uniform = now, uniform
-        self._bookings = PendingRequests()
+        self._pending = PendingRequests()
         self._others: dict[int, tuple[int, int]] = {}
         self._turns: dict[int, int] = {}
         self._turn = 0
@@ -135,7 +139,7 @@ class KvPicker:
         chosen, reason = self._choose(candidates, len(prompt), home)
         self._note(chosen, reason, request, len(prompt))
         shard = self._view.shard(chosen.member.lease_id)
-        self._bookings.book(
+        self._pending.book(
             request.request_id,
             chosen.member.lease_id,
             hashes.get(shard.block_size, ()) if shard else (),
@@ -146,26 +150,27 @@ class KvPicker:
         return Selection(
             chosen.member,
             f"{reason}: it holds {chosen.matched} of {len(prompt)} tokens, and"
-            f" {chosen.load} are before them; {len(members)} to choose from",
+            f" {chosen.load} tokens are queued there; {len(members)} candidates",
         )
 
     def reported(self, lease_id: int) -> None:
-        """The worker has said a new load: what is not ours of it is others'.
+        """The worker has reported a new load. Requests in it that are not ours belong to other
+        routers.
 
-        Theirs may hold as much of their prompts as ours do; we cannot tell.
+        Their cache hits are not known, so all of their prompt tokens count.
         """
         if (report := self._view.load(lease_id)) is not None:
-            ours = self._bookings.of(lease_id)
+            ours = self._pending.of(lease_id)
             self._others[lease_id] = (
                 max(0, report.requests - ours.requests),
                 max(0, report.prompt_tokens - ours.prompt_tokens),
             )
 
     def answered(self, request_id: str) -> None:
-        self._bookings.answered(request_id, self._now())
+        self._pending.answered(request_id, self._now())
 
     def released(self, request_id: str) -> None:
-        self._bookings.released(request_id)
+        self._pending.released(request_id)
 
     def _matched(
         self,
@@ -174,7 +179,7 @@ class KvPicker:
         cache_salt: str | None,
         hashes: dict[int, list[ChainHash]],
     ) -> dict[int, int]:
-        """Tokens by lease id. hashes: gets those of the prompt, by block size."""
+        """Tokens by lease id. hashes: is filled with those of the prompt, by block size."""
         matched: dict[int, int] = {}
         indexes: dict[int, int] = {}  # the block size of each that was looked at
         for member in members:
@@ -185,15 +190,15 @@ class KvPicker:
             if size not in hashes:
                 # The last token is computed in any case.
                 hashes[size] = chain_hashes(prompt[:-1], size, cache_salt=cache_salt)
-                for worker, count in self._bookings.match(hashes[size]).items():
+                for worker, count in self._pending.match(hashes[size]).items():
                     matched[worker] = max(matched.get(worker, 0), count * size)
             for worker, count in shard.index.match(hashes[size]).items():
                 matched[worker] = max(matched.get(worker, 0), count * size)
         return matched
 
     def _candidate(self, member: EndpointRecord, matched: int, credit: int) -> Candidate:
-        """Its load is what we gave it, and what others did."""
-        ours = self._bookings.of(member.lease_id)
+        """Its load is the sum of our requests and those of other routers."""
+        ours = self._pending.of(member.lease_id)
         requests, tokens, usage = ours.requests, ours.prefill_tokens, 0.0
         if (report := self._view.load(member.lease_id)) is not None:
             others = self._others.get(member.lease_id, (0, 0))
@@ -242,7 +247,7 @@ class KvPicker:
                 self._sessions.popitem(last=False)
 
     def _forget_others(self, members: Sequence[EndpointRecord]) -> None:
-        """What is kept of workers that have left, once there are many."""
+        """Removes entries of workers that have left, once there are many."""
         if len(self._turns) + len(self._others) > 4 * len(members) + 16:
             live = {member.lease_id for member in members}
             self._turns = {k: v for k, v in self._turns.items() if k in live}

@@ -1,7 +1,7 @@
-"""The decode side's book of remote prefills: a pure state machine.
+"""The decode side's record of remote prefills: a pure state machine.
 
-One entry per attempt, from the allocation of its blocks to the moment nobody
-can write into them any more, nor read those that its prefix lies in:
+There is one entry per attempt, from the allocation of its blocks until no process can write into
+them, or read the blocks of its prefix, any more:
 
     QUEUED ──claim──► CLAIMED ──received──────────────────────► (gone)
       │                  │ └──withdraw, its writer being done──► (gone)
@@ -9,12 +9,11 @@ can write into them any more, nor read those that its prefix lies in:
       ▼                  ▼
     (gone)          QUARANTINED ──writer done, or certainly dead──► (gone)
 
-Withdrawn is what the queue refused or lost, what no writer responds for, what is not
-received when its deadline or request ends, and what its writer gave up, left, or holds
-when it falls silent. Silence is no proof of death: blocks stay quarantined, as ever.
+An attempt is withdrawn if the queue refused or lost it, if no prefill worker is left, if it is not
+received when its deadline or request ends, and if its writer gave up, left, or is unresponsive
+while it holds the claim. An unresponsive writer may be alive: the blocks stay quarantined.
 
-A claimed or quarantined attempt's writer may leave, which is no state but two
-deadlines:
+The writer of a claimed or quarantined attempt may leave. That is not a state but two deadlines:
 
     keys vanish ──► leaving second ──► lost: withdrawn ──writer_grace_s──► dead: released
         │             ▲    │
@@ -22,14 +21,14 @@ deadlines:
         │             └────── (each promise replaces the one before)
         └─keys are back, same lease: nothing happened
 
-The second is for a revoked worker, which can say that it still finishes what it has
-begun. A writer whose engine died says so, and counts as lost at once. Leases that are
-gone claim nothing. Cancels of quarantined attempts are repeated: words get lost.
+The leaving second is for a revoked worker, which can promise to finish what it has begun. A writer
+whose engine died reports that, and counts as lost at once. Claims of leases that are gone are
+refused. Cancels of quarantined attempts are repeated, since messages get lost.
 
-Method calls are named after what happened; what must be done comes out as
-instructions. The caller owns I/O, clock and locking. Two rules carry all safety: a
-claim is granted only while the attempt is wanted, and a withdrawn attempt that
-somebody may still be writing keeps its blocks until that writer is done or dead.
+Methods are named after events, and return what must be done as instructions. The caller owns I/O,
+clock and locking. Safety rests on two rules: a claim is granted only while the attempt is wanted,
+and a withdrawn attempt with a writer that may still write keeps its blocks until that writer is
+done or dead.
 """
 
 import enum
@@ -47,7 +46,7 @@ from dynamo_lite.policy.instructions import (
     Release,
 )
 
-#: Leases that are remembered as gone; a claim of theirs can only be seconds late.
+#: Most leases that are remembered as gone; their claims can only be seconds late.
 _MAX_GONE = 1024
 
 
@@ -59,10 +58,10 @@ class AttemptState(enum.Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a claim or a promise was refused. elsewhere: another writer, or a later try, may
-    get the claim."""
+    """Why a claim or a promise was refused."""
 
     reason: str
+    #: Another writer, or a later try, may get the claim.
     elsewhere: bool = False
 
 
@@ -85,13 +84,12 @@ class _Entry:
 
 @dataclass
 class Ledger:
-    """writer_grace_s: how long after a writer's lease is gone a write of its may land,
-    and how long a cancelled writer may be silent before it is told again.
+    """All remote prefills of one decode engine."""
 
-    leaving_s: how long a writer whose keys vanished has to say that it stays.
-    """
-
+    #: How long after the end of a writer's lease its last write may land, and how long a cancelled
+    #: writer may be silent before the cancel is repeated.
     writer_grace_s: float
+    #: How long a writer whose keys vanished has to promise that it stays.
     leaving_s: float = 1.0
     _attempts: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
     _by_request: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
@@ -108,7 +106,7 @@ class Ledger:
 
     @property
     def quarantined(self) -> int:
-        """Attempts whose blocks are held back."""
+        """Withdrawn attempts whose blocks are not reused yet."""
         return len(self._attempts) - len(self._by_request)
 
     def state(self, attempt: str) -> AttemptState | None:
@@ -116,7 +114,7 @@ class Ledger:
         return entry.state if entry else None
 
     def writer(self, attempt: str) -> int | None:
-        """The lease id of whoever was granted its claim."""
+        """The lease id of the writer that holds the claim."""
         entry = self._attempts.get(attempt)
         return entry.writer if entry else None
 
@@ -129,8 +127,8 @@ class Ledger:
     ) -> None:
         """The engine reserved `block_ids` for a remote prefill that is being queued.
 
-        All that its writer may touch: those to be written, and the prefix before them,
-        which it may read.
+        block_ids: all blocks that the writer may touch: those to be written, and the prefix before
+        them, which it may read.
         """
         entry = _Entry(request_id, attempt, block_ids, deadline)
         self._attempts[attempt] = entry
@@ -144,7 +142,8 @@ class Ledger:
         return [DeleteJob(sequence)] if entry.state is AttemptState.QUARANTINED else []
 
     def not_published(self, attempt: str) -> list[Instruction]:
-        """The queue refused, or did not answer. A claim shows that it has it after all."""
+        """The queue refused, or did not answer. A later claim shows that the queue has the job
+        after all."""
         entry = self._attempts.get(attempt)
         if entry is None or entry.state is not AttemptState.QUEUED:
             return []
@@ -153,9 +152,9 @@ class Ledger:
     def claim(
         self, attempt: str, writer_lease_id: int, now: float, number: int = 0
     ) -> Refusal | None:
-        """A writer asks for the attempt. Returns None when granted, else why not.
+        """A writer claims the attempt. Returns None when granted, else why not.
 
-        It may ask again: the answer may have been lost. number: see `Claim`.
+        It may claim again, since the answer may have been lost. number: see `Claim`.
         """
         entry = self._attempts.get(attempt)
         if entry is None:
@@ -178,8 +177,8 @@ class Ledger:
     def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
         """All writers of the request's current attempt have finished.
 
-        intact: whether the blocks hold what they have sent. Nobody writes any more
-        in either case.
+        intact: whether the blocks contain what the writers sent. In either case there are no more
+        writes.
         """
         entry = self._by_request.pop(request_id, None)
         if entry is None:
@@ -189,7 +188,7 @@ class Ledger:
         return [Ended(request_id, entry.attempt, outcome)]
 
     def request_finished(self, request_id: str) -> list[Instruction]:
-        """The request ended (cancelled) before its KV came."""
+        """The request ended (cancelled) before its KV arrived."""
         entry = self._by_request.get(request_id)
         return self._withdraw(entry, Outcome.CANCELLED) if entry else []
 
@@ -203,12 +202,11 @@ class Ledger:
         outcome: Outcome = Outcome.WRITER_FAILED,
         detail: str = "",
     ) -> list[Instruction]:
-        """The writer says that by its claims up to `number` it will not touch the blocks again.
+        """The writer will not touch the blocks again under its claims up to `number`.
 
-        It may say so of an attempt whose claim never arrived: the job is over. Of
-        one that another writer holds, or itself by a later claim, it says nothing.
-        outcome: of the remote prefill where it is not written; detail: why not, in the
-        writer's words.
+        The attempt's claim may never have arrived: then the job is over. Ignored if another writer
+        holds the attempt, or this one by a later claim. outcome: of the remote prefill if it is not
+        written. detail: why not, as the writer reported it.
         """
         entry = self._attempts.get(attempt)
         if entry is None or (entry.writer is None and written):
@@ -222,7 +220,7 @@ class Ledger:
         return [] if written else self._withdraw(entry, outcome, detail)
 
     def writer_died(self, attempt: str, writer_lease_id: int, now: float) -> list[Instruction]:
-        """The writer's engine is dead: it starts no write, but what it started may still land."""
+        """The writer's engine is dead: it starts no write, but an earlier one may still land."""
         entry = self._attempts.get(attempt)
         if entry is not None and entry.writer is None:
             return self.writer_done(attempt, writer_lease_id, written=False)
@@ -232,27 +230,27 @@ class Ledger:
         return []
 
     def writer_gone(self, writer_lease_id: int, now: float) -> None:
-        """The writer's keys are gone: it was revoked, or it is dead. `tick` settles it."""
+        """The writer's keys are gone: it was revoked, or it is dead. `tick` handles the rest."""
         self._gone[writer_lease_id] = None
         if len(self._gone) > _MAX_GONE:
             del self._gone[next(iter(self._gone))]
         for entry in [e for e in self._attempts.values() if e.writer == writer_lease_id]:
             if entry.writer_done:
-                continue  # all of it was delivered; the engine is about to notice
+                continue  # all writes were delivered; the engine will notice soon
             entry.lost_at = max(now + self.leaving_s, entry.stays_until)
             entry.release_at = entry.lost_at + self.writer_grace_s
 
     def writer_back(self, writer_lease_id: int) -> None:
-        """The writer's keys are there again, under the same lease: it never left."""
+        """The writer's keys are back, under the same lease: it never left."""
         self._gone.pop(writer_lease_id, None)
         for entry in self._attempts.values():
             if entry.writer == writer_lease_id:
                 entry.lost_at = entry.release_at = None
 
     def writer_silent(self, writer_lease_id: int) -> list[Instruction]:
-        """The writer sends no beats, or says that it cannot work: nobody waits for it.
+        """The writer is unresponsive or unhealthy: its requests stop waiting.
 
-        It may come back and write: its lease lives. It may also claim again.
+        Its lease is alive, so it may still write, and claim again.
         """
         out: list[Instruction] = []
         for entry in list(self._by_request.values()):
@@ -263,11 +261,11 @@ class Ledger:
     def writer_stays(
         self, attempt: str, writer_lease_id: int, for_s: float, now: float, number: int = 0
     ) -> Refusal | None:
-        """A leaving writer promises to finish the attempt, or to start no write after `for_s`.
+        """A draining writer promises to finish the attempt, or to start no write after `for_s`.
 
-        What it started just before may land later, as after the end of a lease. Returns None
-        when the blocks are held for this claim of this writer, else why they are not. A
-        promise that comes before the writer's keys vanish counts when they do.
+        A write that it started just before may land later, as after the end of a lease. Returns
+        None if the blocks are held for this claim of this writer, else why not. A promise that
+        arrives before the writer's keys vanish counts from then on.
         """
         entry = self._attempts.get(attempt)
         if entry is None:
@@ -285,14 +283,14 @@ class Ledger:
         return None
 
     def withdraw_queued(self, outcome: Outcome) -> list[Instruction]:
-        """Nobody will claim what is still queued: no writer, no queue, or we leave."""
+        """Queued attempts will not be claimed: no writer, no queue, or this engine drains."""
         out: list[Instruction] = []
         for entry in [e for e in self._by_request.values() if e.state is AttemptState.QUEUED]:
             out += self._withdraw(entry, outcome)
         return out
 
     def tick(self, now: float) -> list[Instruction]:
-        """Deadlines that have passed, and cancels that were not answered."""
+        """Handles deadlines that have passed, and cancels that were not answered."""
         out: list[Instruction] = []
         for entry in list(self._by_request.values()):
             if now >= entry.deadline:
@@ -308,7 +306,7 @@ class Ledger:
         return out
 
     def _remind(self, entry: _Entry, now: float) -> list[Instruction]:
-        """The cancel of a quarantined attempt again, when its writer is silent for long."""
+        """Repeats the cancel of a quarantined attempt after a long silence of its writer."""
         assert entry.writer is not None
         if entry.cancel_at is None:
             entry.cancel_at = now + self.writer_grace_s

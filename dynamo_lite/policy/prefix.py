@@ -1,7 +1,7 @@
-"""A prefix that the decode engine holds and the prefill engine lacks: read it, or compute it?
+"""Read a prefix that only the decode engine holds, or compute it?
 
-A read costs a turn of the scheduler and a transfer, whatever its length; so a
-short prefix is sooner computed, in the step that computes the rest anyway.
+A read costs a turn of the scheduler and a transfer, whatever its length. A short prefix is computed
+faster, in the step that computes the rest anyway.
 """
 
 import enum
@@ -12,7 +12,7 @@ class PrefixReason(enum.Enum):
     LONG = "long"
     SHORT = "short"
     CACHED = "cached"  # the prefill engine has all of it
-    NOT_HELD = "not_held"  # the decode engine has none, or cannot vouch for it
+    NOT_HELD = "not_held"  # the decode engine has none, or cannot guarantee its contents
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Compute:
-    """Compute whatever is not cached."""
+    """Compute everything that is not cached."""
 
     reason: PrefixReason
 
@@ -35,9 +35,9 @@ def read_or_compute(
 ) -> Read | Compute:
     """The verdict for one job.
 
-    held_tokens: from the prompt's start on, which the decode engine can be asked for;
-    cached_tokens: the prefill engine's own hit. Both are whole blocks.
-    min_read_tokens: from how many on a read pays.
+    held_tokens: prefix that can be read from the decode engine, from the prompt's start.
+    cached_tokens: the prefill engine's own hit. Both are whole blocks. min_read_tokens: a shorter
+    read does not pay.
     """
     if held_tokens == 0:
         return Compute(PrefixReason.NOT_HELD)

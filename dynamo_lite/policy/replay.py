@@ -1,11 +1,11 @@
-"""What other thresholds would have made of a decision that was taken."""
+"""The verdict of a past decision with other thresholds."""
 
 import math
 
 from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Verdict, decide
 from dynamo_lite.protocol.options import DecisionThresholds
 
-#: No threshold has a say in these.
+#: Independent of all thresholds.
 _FIXED = (DecisionReason.LEAVING, DecisionReason.NOT_TRANSFERABLE)
 
 
@@ -19,10 +19,10 @@ def replay(
     now: float,
     time_left_s: float = math.inf,
 ) -> Verdict:
-    """The arguments are those of `decide` at that time, but for the thresholds.
+    """The arguments are those of `decide` at that time, except for the thresholds.
 
-    The queue is taken as it was seen: that other decisions before would have filled or
-    emptied it is not counted.
+    The queue counts as it was seen then. That other decisions would have filled or emptied it is
+    ignored.
     """
     if taken.reason in _FIXED:
         return taken

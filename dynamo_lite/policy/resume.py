@@ -1,8 +1,8 @@
-"""A remote prefill whose writer is lost: ask another one for the rest, or compute it here?
+"""After a writer is lost: ask another prefill worker for the rest, or compute it here?
 
-What the lost writer had finished stays, so there is less to do than at first;
-whether that much is worth a remote prefill is then decided as for any prompt. Here
-is decided whether another one may be asked at all.
+The blocks that the lost writer completed stay, so less is left to compute. Whether that is worth a
+remote prefill is then decided as for any prompt. This module decides whether another worker may be
+asked at all.
 """
 
 import enum
@@ -13,10 +13,10 @@ from dynamo_lite.policy.instructions import Outcome
 
 class ResumeReason(enum.Enum):
     WRITER_LOST = "writer_lost"
-    NOT_THE_WRITER = "not_the_writer"  # another one would end the same way
-    TRIED = "tried"  # often enough
-    NO_OTHER = "no_other"  # usable prefill worker
-    LATE = "late"  # less time is left than was spent in vain
+    NOT_THE_WRITER = "not_the_writer"  # another writer would end the same way
+    TRIED = "tried"  # max_tries is reached
+    NO_OTHER = "no_other"  # no other usable prefill worker
+    LATE = "late"  # less time is left than was already spent
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PrefillHere:
     reason: ResumeReason
 
 
-#: Ends that are the writer's own, and whether it may be among the usable ones.
+#: Outcomes that the writer caused, and whether it may still be among the usable workers.
 _OF_THE_WRITER = {
     Outcome.WRITER_FAILED: True,
     Outcome.WRITER_ABANDONED: True,
@@ -46,10 +46,10 @@ _OF_THE_WRITER = {
 def again(
     outcome: Outcome, *, tries: int, max_tries: int, usable: int, spent_s: float, left_s: float
 ) -> AskAgain | PrefillHere:
-    """Whether a prompt may ask once more.
+    """Whether a prompt may ask another prefill worker.
 
-    tries: how often it has; usable: prefill workers that respond and can write here, as far
-    as is known; spent_s: since it asked first; left_s: until it must be done.
+    tries: how often it has asked. usable: prefill workers that respond and whose link is not known
+    to have failed. spent_s: since it asked first. left_s: until its time limit.
     """
     if outcome not in _OF_THE_WRITER:
         return PrefillHere(ResumeReason.NOT_THE_WRITER)

@@ -1,7 +1,7 @@
 """Which decode worker takes a request: pickers over the live members.
 
-A picker owns no membership: it is given the candidates each time, so a member
-that has left or was tried already is simply not among them.
+A picker keeps no membership: it gets the candidates with each call, without members that have left
+or were tried already.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,23 +22,23 @@ class Selection:
 
 
 class Picker(Protocol):
-    """Is told what becomes of the requests that it has placed, by their own ids."""
+    """Its callers report what happens to the requests that it has placed, by their own ids."""
 
     def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Selection:
         """Places the request. Raises NoWorkers when `members` is empty."""
         ...
 
     def answered(self, request_id: str) -> None:
-        """Its first token is there."""
+        """The request's first token has arrived."""
         ...
 
     def released(self, request_id: str) -> None:
-        """It has ended, or was not taken. Unknown ids are ignored."""
+        """The request has ended, or was not accepted. Unknown ids are ignored."""
         ...
 
 
 class _Forgetful(Picker):
-    """Does not care what becomes of requests."""
+    """Ignores what happens to requests."""
 
     def answered(self, request_id: str) -> None:
         pass

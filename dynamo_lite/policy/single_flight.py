@@ -1,10 +1,10 @@
-"""Single flight: ask for a prompt's KV, or wait for another request's that it begins with?
+"""Single flight: ask for a prompt's KV, or wait for another request's remote prefill with a shared
+prefix?
 
-A follower waits until its leader's remote prefill is over, and is decided again:
-then the shared prefix is in the engine's own cache, and one prefill and one
-transfer served both. Waiting pays only when most of either prompt is shared: a
-follower must not wait for a leader that is much longer than itself, nor for a
-prefix after which most of its work is still to do.
+A follower waits until its leader's remote prefill is over, and is then decided again. By then the
+shared prefix is in the engine's own cache: one prefill and one transfer served both. Waiting pays
+only if most of either prompt is shared. A follower must not wait for a much longer leader, nor for
+a prefix after which most of its own work is left.
 """
 
 import enum
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dynamo_lite.policy.disagg import DecisionReason, Verdict
 
-#: Whoever gets one of these would ask for a remote prefill if it could.
+#: Verdicts of prompts that are long enough for a remote prefill.
 _LONG = (
     DecisionReason.LONG,
     DecisionReason.QUEUE_FULL,
@@ -23,37 +23,36 @@ _LONG = (
 
 class FlightReason(enum.Enum):
     SHARED = "shared"
-    NOT_LONG = "not_long"  # the verdict does not depend on what others compute
+    NOT_LONG = "not_long"  # the verdict does not depend on other requests
     NOTHING_SHARED = "nothing_shared"
-    SHARED_SHORT = "shared_short"  # less than is worth a wait
-    MOSTLY_ITS_OWN = "mostly_its_own"  # most of the prompt would still be to do
-    LEADER_LONGER = "leader_longer"  # most of the wait would be for other tokens
-    WAITED = "waited"  # often enough
+    SHARED_SHORT = "shared_short"  # too little to wait for
+    MOSTLY_ITS_OWN = "mostly_its_own"  # most of the prompt would still have to be computed
+    LEADER_LONGER = "leader_longer"  # most of the wait would be for tokens that it does not share
+    WAITED = "waited"  # max_waits is reached
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Until the leader's remote prefill is over."""
+    """Wait until the leader's remote prefill is over."""
 
     reason: FlightReason
 
 
 @dataclass(frozen=True)
 class GoOn:
-    """With the verdict as it is."""
+    """Continue with the verdict as it is."""
 
     reason: FlightReason
 
 
 @dataclass(frozen=True)
 class SingleFlightThresholds:
-    """min_shared_tokens: shared uncached tokens from which on waiting pays.
+    """When a follower waits."""
 
-    max_waits: how often one request waits at most. One leader that fails is no
-    reason to give up; several in a row are.
-    """
-
+    #: Shared uncached tokens from which on waiting pays.
     min_shared_tokens: int
+    #: How often one request waits at most. After one failed leader it waits again; after several it
+    #: does not.
     max_waits: int = 2
 
 
@@ -68,10 +67,10 @@ def follow(
 ) -> Wait | GoOn:
     """Whether a prompt with this verdict waits for a remote prefill in flight.
 
-    shared_tokens: of its uncached tokens those that the leader's KV will bring.
-    leader_tokens: all that the leader waits for. waits: how often it has waited.
+    shared_tokens: those of its uncached tokens that the leader's KV will bring. leader_tokens: all
+    that the leader waits for. waits: how often it has waited.
     """
-    # In all other cases the prompt is short, or the leader may wait in vain as well.
+    # In all other cases the prompt is short, or the leader may wait for nothing as well.
     if verdict.reason not in _LONG:
         return GoOn(FlightReason.NOT_LONG)
     if shared_tokens <= 0:

@@ -232,7 +232,7 @@ def _check_arrays(region: KvRegion, block_size_tokens: int) -> None:
         region.tokens % array.group_tokens for array in region.arrays
     ):
         raise ProtocolError(
-            f"the engine has blocks of {block_size_tokens} tokens, which this region contradicts: {region}"
+            f"the engine has blocks of {block_size_tokens} tokens, which contradicts {region}"
         )
     fills = region.heads * bytes_of_head(region) == region.block_bytes
     fills = fills and region.head_bytes in (0, bytes_of_head(region))

@@ -286,6 +286,6 @@ def test_bookings_come_to_nothing(seed: int):
     now += LINGER_S
     bookings.book("last", 9, [], prompt_tokens=1, prefill_tokens=1, now=now)
     bookings.released("last")
-    assert repr(bookings) == "<Bookings requests=0 lingering=0>"
+    assert repr(bookings) == "<PendingRequests requests=0 lingering=0>"
     assert not any(bookings.match([key]) for key in range(300))
     assert all(bookings.of(worker).empty for worker in range(10))

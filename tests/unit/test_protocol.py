@@ -818,13 +818,16 @@ def test_foreign_records_are_refused(data):
             decode_json(data, record_type)
 
 
+OVERLAP = "overlaps the blocks of layer model.layers.0"
+
+
 @pytest.mark.parametrize(
     ("base", "slots", "refused"),
     [
         (BLOCKS_FROM - 64, 1, None),
-        (BLOCKS_FROM - 64, 2, "overlaps the blocks of layer model.layers.0"),
-        (BLOCKS_FROM + 4096, 1, "overlaps the blocks of layer model.layers.0"),  # between two blocks
-        (BLOCKS_END - 1, 1, "overlaps the blocks of layer model.layers.0"),
+        (BLOCKS_FROM - 64, 2, OVERLAP),
+        (BLOCKS_FROM + 4096, 1, OVERLAP),  # between two blocks
+        (BLOCKS_END - 1, 1, OVERLAP),
         (BLOCKS_END, 1, None),
         ((1 << 63) - 64, 1, "impossible scratch memory"),
     ],
