@@ -42,9 +42,8 @@ class Prompt(Protocol):
     """A request as the engine's scheduler holds it.
 
     block_hashes: one per full block, of all tokens up to its end and of all else that
-    their KV depends on. kv_transfer_params: of a prefill engine's job, see
-    `PrefillScheduler`; of a decode engine's request, see `time_limit`. trace_headers: None
-    where it is not traced.
+    their KV depends on. kv_transfer_params: packed structs of `transfer_params.py`, or None.
+    trace_headers: None where it is not traced.
     """
 
     @property

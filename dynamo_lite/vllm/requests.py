@@ -13,8 +13,8 @@ from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 
 from dynamo_lite.disagg.decode.deadline import time_limit
+from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack
 from dynamo_lite.policy.migration import Plan
-from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
@@ -175,16 +175,7 @@ def prefill(
     forget: decode engines that have left. Raises Refused.
     """
     _check_prompt(job.prompt_token_ids, model)
-    transfer = {
-        "attempt": job.attempt,
-        "engine_id": job.engine_id,
-        "num_computed_tokens": job.num_computed_tokens,
-        "block_size": target.block_size_tokens,
-        "block_ids": job.block_ids,
-        "prefix_block_ids": job.prefix_block_ids,
-        "target": encode(target),
-        "forget": forget,
-    }
+    transfer = pack(PrefillJobParams.of(job, target, forget))
     return EngineCoreRequest(
         request_id=job.attempt,
         prompt_token_ids=job.prompt_token_ids,

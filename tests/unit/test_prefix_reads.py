@@ -4,6 +4,7 @@ memory over the mover's in-process twin."""
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,9 @@ from dynamo_lite.disagg.messages import (
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
+from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
 from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
@@ -207,21 +210,20 @@ class Half:
 
     def job(self, name: str = "a1", tokens: int = 26, prefix: int = 4) -> Any:
         """Blocks 50.. are the decode engine's prefix, 60.. those to be written."""
-        params = {
-            "attempt": name,
-            "engine_id": "e1",
-            "num_computed_tokens": prefix * BLOCK,
-            "block_size": BLOCK,
-            "block_ids": list(range(60, 60 - prefix + -(-tokens // BLOCK))),
-            "prefix_block_ids": list(range(50, 50 + prefix)),
-            "target": b"e1's",
-            "forget": [],
-        }
+        params = PrefillJobParams(
+            attempt=name,
+            engine_id="e1",
+            num_computed_tokens=prefix * BLOCK,
+            block_size=BLOCK,
+            block_ids=list(range(60, 60 - prefix + -(-tokens // BLOCK))),
+            prefix_block_ids=list(range(50, 50 + prefix)),
+            target=b"e1's",
+        )
         return SimpleNamespace(
             request_id=name,
             num_prompt_tokens=tokens,
             num_computed_tokens=0,
-            kv_transfer_params=params,
+            kv_transfer_params=pack(params),
             trace_headers=None,
         )
 
@@ -271,6 +273,24 @@ def test_what_was_lost_is_computed():
     assert (write.local_ids, write.first) == ([4, 5, 6], 0)
 
 
+def test_parameters_are_checked_when_a_job_arrives():
+    half = Half()
+    job = half.job()
+    job.kv_transfer_params["prefix_block_ids"] = [1, "2"]
+    with pytest.raises(ProtocolError, match=r"request a1: .* at `\$\.prefix_block_ids\[1\]`"):
+        half.admit(job)
+
+
+def test_a_job_that_is_stopped_before_its_first_step_is_abandoned():
+    half = Half()
+    seen, unseen = half.job("a1"), half.job("a2")
+    half.half.num_new_matched_tokens(seen, 0)
+    for job in (seen, unseen):
+        assert half.half.request_finished(job) is False
+    assert half.told() == [["a1", "abandoned", ""], ["a2", "abandoned", ""]]
+    assert not half.half.busy
+
+
 def test_the_end_of_a_stopped_job_is_told_when_its_read_has_ended():
     half = Half()
     job = half.job()
@@ -295,15 +315,18 @@ def test_a_job_that_is_stopped_after_its_read_ends_with_its_writes():
     assert half.told() == [["a1", "abandoned", ""]]
 
 
+def change(job: Any, **more: Any) -> None:
+    """more: parameters of the job that are replaced."""
+    params = unpack(job, PrefillJobParams)
+    assert params is not None
+    job.kv_transfer_params = pack(msgspec.structs.replace(params, **more))
+
+
 def other_sizes(half: Half, size: int, tokens: int, prefix: int) -> Any:
     """A job of a decode engine with blocks of `size` tokens, `prefix` of which it has."""
     job = half.job(tokens=tokens, prefix=0)
     blocks = list(range(60, 60 - prefix + -(-tokens // size)))
-    job.kv_transfer_params |= {
-        "num_computed_tokens": prefix * size,
-        "block_size": size,
-        "block_ids": blocks,
-    }
+    change(job, num_computed_tokens=prefix * size, block_size=size, block_ids=blocks)
     assert half.admit(job) == 0
     return job
 
@@ -345,7 +368,7 @@ def test_blocks_of_an_odd_ratio_begin_inside_of_ours():
 def told_of(half: Half, name: str, **more: Any) -> PrefillStep:
     """The step with the whole of a new job. more: of its parameters."""
     job = half.job(name, tokens=8, prefix=0)
-    job.kv_transfer_params |= more
+    change(job, **more)
     assert half.admit(job) == 0
     return half.step(**{name: 8})
 

@@ -8,6 +8,7 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from dynamo_lite.disagg.transfer_params import PrefillLength, pack
 from dynamo_lite.vllm.engine import short_first
 from dynamo_lite.vllm.engine.short_first import ShortFirst
 
@@ -19,7 +20,7 @@ def request(name: str, tokens: int, *, held_there: int = 0, priority: int = 0) -
         num_computed_tokens=0,
         priority=priority,
         status=RequestStatus.WAITING,
-        kv_transfer_params={"num_computed_tokens": held_there},
+        kv_transfer_params=pack(PrefillLength(num_computed_tokens=held_there)),
     )
 
 

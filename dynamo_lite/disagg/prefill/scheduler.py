@@ -26,6 +26,7 @@ from dynamo_lite.disagg.prefill.introductions import Introductions
 from dynamo_lite.disagg.prefill.link_test_scheduler import LinkTestScheduler
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.span_notes import note_child
+from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
 from dynamo_lite.policy.prefix import Compute, read_or_compute
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
@@ -41,27 +42,27 @@ BlockIds = Callable[[str], Sequence[int]]
 
 @dataclass
 class _Job:
-    """One attempt in this engine.
+    """One attempt in this engine; it counts blocks of the decode engine's size."""
 
-    block_size: the target engine's, in tokens; blocks are counted in these. first: number
-    of the one that remote_ids[0] is; written: of the first that is not written. scheduled:
-    monotonic time.
-    reading: whether its prefix is being read. trace: of the job, if that is traced.
-    """
-
-    attempt: str
+    params: PrefillJobParams
     request: Prompt
-    target_engine: str
-    target: bytes
-    block_size: int
-    remote_ids: list[int]
+    #: Number of the first block to write, in the decode engine's blocks.
     first: int
+    #: Number of the first block that no write covers yet.
     written: int
+    #: Monotonic time of the job's first step.
     scheduled: float
     trace: TraceContext | None = None
+    #: Whether the ranks know the decode engine.
     announced: bool = False
+    #: Whether a read of the prefix is in flight.
     reading: bool = False
+    #: Whether the last write is scheduled.
     complete: bool = False
+
+    @property
+    def attempt(self) -> str:
+        return self.params.attempt
 
 
 class PrefillScheduler:
@@ -86,9 +87,15 @@ class PrefillScheduler:
         self.metadata: EngineMetadata | None = None
         self._block_ids: BlockIds | None = None
         self._pool: BlockPool | None = None
+        #: Jobs before their first step, by request id.
+        self._arrived: dict[str, PrefillJobParams] = {}
+        #: Jobs that the engine computes or reads a prefix for, by request id.
         self._jobs: dict[str, _Job] = {}
+        #: Finished requests with writes in flight, by request id.
         self._ending: dict[str, _Job] = {}
+        #: Why the writes of an attempt failed, by attempt.
         self._failures: dict[str, str] = {}
+        #: Finished requests with a read in flight, by request id.
         self._stopped: dict[str, _Job] = {}
         self._step = PrefillStep()
         self._stepped_at = self._now()
@@ -101,11 +108,10 @@ class PrefillScheduler:
 
         A job reads once: what was lost, or was preempted, is computed.
         """
-        params = request.kv_transfer_params
-        if not params or request.request_id in self._jobs:
+        if request.request_id in self._jobs or (params := self._arrive(request)) is None:
             return 0, False
-        # Blocks that differ are written, not read: then none are offered.
-        held = len(params["prefix_block_ids"]) * self._block_size
+        # Prefix blocks are only offered if both engines' blocks have the same size.
+        held = len(params.prefix_block_ids) * self._block_size
         verdict = read_or_compute(
             held_tokens=held,
             cached_tokens=cached,
@@ -124,31 +130,27 @@ class PrefillScheduler:
 
         queued_at: when it came, by the monotonic clock.
         """
-        params = request.kv_transfer_params
-        if not params or request.request_id in self._jobs:
+        if request.request_id in self._jobs or (params := self._arrive(request)) is None:
             return
+        del self._arrived[request.request_id]
         now, trace = self._now(), traced(request.trace_headers)
         if queued_at is not None:
             self.stats.add_stage("wait", now - queued_at)
             if trace is not None:
                 note_child(self.stats, "wait", trace, queued_at, now)
-        self._step.forget += params["forget"]
-        self._introductions.forget(params["forget"])
-        first = params["num_computed_tokens"] // params["block_size"]
+        self._step.forget += params.forget
+        self._introductions.forget(params.forget)
+        first = params.num_computed_tokens // params.block_size
         job = self._jobs[request.request_id] = _Job(
-            attempt=params["attempt"],
+            params=params,
             request=request,
-            target_engine=params["engine_id"],
-            target=params["target"],
-            block_size=params["block_size"],
-            remote_ids=params["block_ids"],
             first=first,
             written=first,
             scheduled=now,
             trace=trace,
         )
         if external:
-            self._read(job, block_ids, params["prefix_block_ids"], external)
+            self._read(job, block_ids, external)
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> PrefillStep:
         """scheduled: request id -> tokens that this step computes of it."""
@@ -167,11 +169,12 @@ class PrefillScheduler:
 
     def request_finished(self, request: Prompt) -> bool:
         """Returns whether the blocks must stay until the writes have ended."""
-        request_id, params = request.request_id, request.kv_transfer_params
+        request_id = request.request_id
         job = self._jobs.pop(request_id, None)
         if job is None:
-            if params:  # stopped before it was ever scheduled
-                self.stats.append(ENDED, [params["attempt"], "abandoned", ""])
+            if (params := self._arrive(request)) is not None:  # stopped before its first step
+                del self._arrived[request_id]
+                self.stats.append(ENDED, [params.attempt, "abandoned", ""])
             return False
         if job.reading:
             # Its blocks stay until the read has ended, and so do those that are read.
@@ -210,9 +213,15 @@ class PrefillScheduler:
     def busy(self) -> bool:
         return bool(self._ending or self._stopped) or self._preflights.busy
 
-    def _read(
-        self, job: _Job, block_ids: Sequence[int], prefix: Sequence[int], external: int
-    ) -> None:
+    def _arrive(self, request: Prompt) -> PrefillJobParams | None:
+        """The parameters of a job that has not begun, unpacked once; None for other requests."""
+        params = self._arrived.get(request.request_id)
+        if params is None and (params := unpack(request, PrefillJobParams)) is not None:
+            self._arrived[request.request_id] = params
+        return params
+
+    def _read(self, job: _Job, block_ids: Sequence[int], external: int) -> None:
+        prefix = job.params.prefix_block_ids
         start = len(prefix) - external // self._block_size
         job.reading = True
         self._announce(self._step, job)
@@ -220,7 +229,7 @@ class PrefillScheduler:
             PrefixRead(
                 attempt=job.attempt,
                 request_id=job.request.request_id,
-                target_engine=job.target_engine,
+                target_engine=job.params.engine_id,
                 local_ids=list(block_ids[start : len(prefix)]),
                 remote_ids=list(prefix[start:]),
             )
@@ -230,10 +239,11 @@ class PrefillScheduler:
         """The ranks hear of the job for the first time: they may not know its engine."""
         if not job.announced:
             job.announced = True
-            self._introductions.introduce(step, job.target_engine, job.target)
+            self._introductions.introduce(step, job.params.engine_id, job.params.target)
 
     def _add_write(self, step: PrefillStep, job: _Job, done_tokens: int) -> None:
-        total, size = job.request.num_prompt_tokens, job.block_size
+        total, size = job.request.num_prompt_tokens, job.params.block_size
+        remote = job.params.block_ids
         last = done_tokens >= total
         end = -(-total // size) if last else done_tokens // size
         if end <= job.written and not last:
@@ -247,11 +257,11 @@ class PrefillScheduler:
             BlockWrite(
                 attempt=job.attempt,
                 request_id=job.request.request_id,
-                target_engine=job.target_engine,
+                target_engine=job.params.engine_id,
                 local_ids=own[start:behind],
-                remote_ids=job.remote_ids[job.written - job.first : end - job.first],
+                remote_ids=remote[job.written - job.first : end - job.first],
                 last=last,
-                num_blocks=len(job.remote_ids),
+                num_blocks=len(remote),
                 scheduled=job.scheduled,
                 first=job.written - job.first,
                 skip_tokens=skip,

@@ -14,10 +14,10 @@ import msgspec
 from dynamo_lite.disagg.counters import ENDED, PREFLIGHT
 from dynamo_lite.disagg.decode.deadline import time_limit
 from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
+from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import (
     EngineDied,
     IncompatiblePeer,
@@ -174,16 +174,7 @@ class SimEngine:
         self._check_peer(target)
         self._check_prompt(job.prompt_token_ids)
         left, self._left = self._left, []
-        transfer = {
-            "attempt": job.attempt,
-            "engine_id": job.engine_id,
-            "num_computed_tokens": job.num_computed_tokens,
-            "block_size": target.block_size_tokens,
-            "block_ids": job.block_ids,
-            "prefix_block_ids": job.prefix_block_ids,
-            "target": encode(target),
-            "forget": left,
-        }
+        transfer = pack(PrefillJobParams.of(job, target, left))
         ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self._attempts[job.attempt] = ended
         try:

@@ -20,6 +20,7 @@ from dynamo_lite.disagg.engine_config import (
     PrefillEngineConfig,
     read_engine_config,
 )
+from dynamo_lite.disagg.transfer_params import PrefillLength, unpack
 from dynamo_lite.policy.lanes import BEFORE_LONG, lane_of
 
 #: So many steps in a row a long prompt sits out; and so many nobody does, when it was in vain.
@@ -92,8 +93,8 @@ class _Passing(Scheduler):
                 yield request
 
     def _passes(self, request: Request) -> bool:
-        params = request.kv_transfer_params or {}
-        tokens = request.num_prompt_tokens - params.get("num_computed_tokens", 0)
+        job = unpack(request, PrefillLength)
+        tokens = request.num_prompt_tokens - (0 if job is None else job.num_computed_tokens)
         return lane_of(tokens, request.priority, self._short_length) in BEFORE_LONG
 
 

@@ -1,0 +1,82 @@
+"""The parameters that a component hands to its engine's scheduler half with a request.
+
+vLLM carries them as a plain dict under one key of a request's `extra_args` and shows them as
+`kv_transfer_params`. Parameters of a client never get there: `vllm/wire.py` removes them.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from dynamo_lite.disagg.engine_api import Prompt
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.prefill import Attempt, BlockId, EngineId, RemotePrefillRequest
+from dynamo_lite.protocol.records import EngineMetadata
+
+_Params = TypeVar("_Params", bound=msgspec.Struct)
+
+
+class PrefillLength(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a job's parameters that says how long the job is."""
+
+    #: Tokens that the decode engine holds; a multiple of `block_size`.
+    num_computed_tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
+    """A remote prefill, for the scheduler half of a prefill engine."""
+
+    attempt: Attempt
+    #: The decode engine that gets the KV.
+    engine_id: EngineId
+    #: The decode engine's block size in tokens.
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    #: The decode engine's blocks from position `num_computed_tokens` on; to be written.
+    block_ids: list[BlockId]
+    #: The decode engine's blocks before that position, if they may be read.
+    prefix_block_ids: list[BlockId] = []
+    #: The decode engine's `EngineMetadata` in msgpack.
+    target: bytes
+    #: Decode engines that have left since the last job.
+    forget: list[str] = []
+
+    @classmethod
+    def of(
+        cls, job: RemotePrefillRequest, target: EngineMetadata, forget: list[str]
+    ) -> "PrefillJobParams":
+        return cls(
+            attempt=job.attempt,
+            engine_id=job.engine_id,
+            num_computed_tokens=job.num_computed_tokens,
+            block_size=target.block_size_tokens,
+            block_ids=job.block_ids,
+            prefix_block_ids=job.prefix_block_ids,
+            target=encode(target),
+            forget=forget,
+        )
+
+
+class DecodeRequestParams(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's request, for the scheduler half of a decode engine."""
+
+    #: End of the request's time, in seconds on this host's monotonic clock.
+    deadline: float
+
+
+def pack(params: msgspec.Struct) -> dict[str, Any]:
+    return msgspec.to_builtins(params, builtin_types=(bytes,))
+
+
+def unpack(request: Prompt, kind: type[_Params]) -> _Params | None:
+    """None for a request without parameters; unknown keys are ignored.
+
+    Raises ProtocolError, which names the field, if the parameters are not of `kind`.
+    """
+    params = request.kv_transfer_params
+    if not params:
+        return None
+    try:
+        return msgspec.convert(params, kind)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"request {request.request_id}: kv_transfer_params: {exc}") from exc

@@ -1,0 +1,131 @@
+"""The parameters that a component hands to its engine's scheduler half."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_lite.disagg.transfer_params import (
+    DecodeRequestParams,
+    PrefillJobParams,
+    PrefillLength,
+    pack,
+    unpack,
+)
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.records import EngineMetadata
+
+TARGET = EngineMetadata(
+    engine_id="e1", lease_id=1, fingerprint={}, block_size_tokens=4, num_blocks=9, ranks=()
+)
+JOB = RemotePrefillRequest(
+    engine_id="e1",
+    request_id="r1",
+    attempt="a1",
+    prompt_token_ids=list(range(20)),
+    num_computed_tokens=8,
+    block_ids=[4, 5, 6],
+    prefix_block_ids=[2, 3],
+    deadline=0.0,
+)
+PARAMS = PrefillJobParams.of(JOB, TARGET, ["e7"])
+
+
+def carrier(params: Any) -> Any:
+    return SimpleNamespace(request_id="r1", kv_transfer_params=params)
+
+
+def carried(params: Any) -> Any:
+    """As the other process gets them: vLLM sends `extra_args` as untyped msgpack."""
+    return carrier(msgspec.msgpack.decode(msgspec.msgpack.encode(pack(params))))
+
+
+def test_a_job_is_unpacked_as_it_was_packed():
+    assert unpack(carried(PARAMS), PrefillJobParams) == PARAMS
+    assert PARAMS == PrefillJobParams(
+        attempt="a1",
+        engine_id="e1",
+        num_computed_tokens=8,
+        block_size=4,
+        block_ids=[4, 5, 6],
+        prefix_block_ids=[2, 3],
+        target=encode(TARGET),
+        forget=["e7"],
+    )
+
+
+def test_what_is_packed_is_plain():
+    packed = pack(PARAMS)
+    assert packed == {
+        "attempt": "a1",
+        "engine_id": "e1",
+        "num_computed_tokens": 8,
+        "block_size": 4,
+        "block_ids": [4, 5, 6],
+        "prefix_block_ids": [2, 3],
+        "target": encode(TARGET),
+        "forget": ["e7"],
+    }
+    assert type(packed["target"]) is bytes
+
+
+def test_a_deadline_is_unpacked_as_it_was_packed():
+    params = DecodeRequestParams(deadline=12.5)
+    assert pack(params) == {"deadline": 12.5}
+    assert unpack(carried(params), DecodeRequestParams) == params
+
+
+@pytest.mark.parametrize("params", [None, {}])
+def test_a_request_without_parameters_has_none(params: Any):
+    for kind in (PrefillJobParams, PrefillLength, DecodeRequestParams):
+        assert unpack(carrier(params), kind) is None
+
+
+def test_the_length_alone_is_read_from_a_jobs_parameters():
+    assert unpack(carried(PARAMS), PrefillLength) == PrefillLength(num_computed_tokens=8)
+
+
+def test_unknown_keys_are_ignored():
+    assert unpack(carrier(pack(PARAMS) | {"more": object()}), PrefillJobParams) == PARAMS
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attempt", ""),
+        ("attempt", "a" * 65),
+        ("engine_id", "e1/../e2"),
+        ("num_computed_tokens", -1),
+        ("num_computed_tokens", "8"),
+        ("block_size", 0),
+        ("block_ids", [1, -1]),
+        ("block_ids", None),
+        ("prefix_block_ids", [0.5]),
+        ("target", 3),
+        ("forget", [1]),
+    ],
+)
+def test_a_bad_value_is_refused_by_its_name(field: str, value: Any):
+    bad = carrier(pack(PARAMS) | {field: value})
+    with pytest.raises(ProtocolError, match=rf"^request r1: kv_transfer_params: .*\$\.{field}"):
+        unpack(bad, PrefillJobParams)
+
+
+@pytest.mark.parametrize(
+    "field", ["attempt", "engine_id", "num_computed_tokens", "block_size", "block_ids", "target"]
+)
+def test_a_missing_value_is_refused_by_its_name(field: str):
+    packed = pack(PARAMS)
+    del packed[field]
+    with pytest.raises(ProtocolError, match=field):
+        unpack(carrier(packed), PrefillJobParams)
+
+
+def test_a_bad_deadline_is_refused():
+    with pytest.raises(ProtocolError, match=r"\$\.deadline"):
+        unpack(carrier({"deadline": "soon"}), DecodeRequestParams)
+    with pytest.raises(ProtocolError, match="deadline"):
+        unpack(carrier({"do_remote_prefill": True}), DecodeRequestParams)
