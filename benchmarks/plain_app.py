@@ -38,8 +38,8 @@ class NullCore(EngineCoreClient):
         self._fresh: dict[str, PrefillStats] = {}
         self._wake = asyncio.Event()
 
-    def check_members(self) -> None:
-        """The engine is here."""
+    def check_admission(self, n: int) -> None:
+        """Takes every request."""
 
     async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
@@ -83,7 +83,7 @@ async def main(step_s: float, flags: list[str]) -> None:
     core: Any = NullCore(step_s)
     client = RemoteEngineClient(
         frontend_config(args),
-        core,
+        lambda *, fail, causal: core,
         log_stats=not args.disable_log_stats,
         log_requests=args.enable_log_requests,
     )

@@ -3,14 +3,16 @@ workers that live in this process and answer with scripted tokens."""
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import httpx
 
-from dynamo_lite.policy.admission import Limits
+from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.policy.lanes import ClientPriority
 from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol.errors import NoResponders
@@ -23,7 +25,7 @@ from dynamo_lite.protocol.generate import (
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane import FailoverClient, OnDeltas, OnLost
 from dynamo_lite.vllm.frontend.openai_app import OpenAiApp, open_app
-from dynamo_lite.vllm.frontend.remote_core import RemoteCore
+from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
 
 MAX_MODEL_LEN = 256
@@ -243,27 +245,32 @@ async def open_front(
 ) -> AsyncIterator[Front]:
     """times: `default_timeout_s` and `max_timeout_s` of the app."""
     workers = Workers(leases)
-    core = RemoteCore(
-        members=lambda: workers.members, limits=limits, client_priority=client_priority
-    )
-    async with (
-        FailoverClient(
-            workers.connected,
+    deliveries = Deliveries()
+    async with FailoverClient(
+        workers.connected,
+        members=lambda: workers.members,
+        picker=RoundRobin(),
+        on_deltas=deliveries.on_deltas,
+        on_ended=deliveries.on_ended,
+        move_wait_s=0.5,
+    ) as failover:
+        open_core = partial(
+            RemoteCore,
+            failover,
+            deliveries,
             members=lambda: workers.members,
-            picker=RoundRobin(),
-            on_deltas=core.on_deltas,
-            on_ended=core.on_ended,
-            move_wait_s=0.5,
-        ) as failover,
-        open_app([*flags(model), *extra], core, max_body_bytes=max_body_bytes, **times) as app,
-    ):
-        core.connect(failover)
-        front = Front(app, workers, core)
-        try:
-            yield front
-        finally:
-            await front.http.aclose()
-            await workers.close()
+            admission=Admission(limits or Limits()),
+            refused=Counter(),
+            client_priority=client_priority,
+        )
+        all_flags = [*flags(model), *extra]
+        async with open_app(all_flags, open_core, max_body_bytes=max_body_bytes, **times) as app:
+            front = Front(app, workers, app.client.engine_core)
+            try:
+                yield front
+            finally:
+                await front.http.aclose()
+                await workers.close()
 
 
 def events(body: str) -> list[dict]:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo_lite.overview import Observer
+from dynamo_lite.policy.admission import Admission
 from dynamo_lite.policy.kv_routing import KvPicker
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
@@ -98,30 +100,35 @@ class Frontend:
         # before, and the lease must not starve meanwhile.
         await asyncio.to_thread(__import__, "dynamo_lite.vllm.frontend.openai_app")
         from dynamo_lite.vllm.frontend.openai_app import open_app
-        from dynamo_lite.vllm.frontend.remote_core import RemoteCore
+        from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 
         config = self._config
-        core = RemoteCore(
-            members=self._candidates,
-            limits=limits(config, FrontendLiveOptions()),
-            client_priority=config.client_priority,
-            tracer=host.tracer,
-        )
-        failover = await self._open_failover(host, core.on_deltas, core.on_ended)
-        core.connect(failover)
+        deliveries = Deliveries()
+        failover = await self._open_failover(host, deliveries.on_deltas, deliveries.on_ended)
+        admission = Admission(limits(config, FrontendLiveOptions()))
+        refused: Counter[str] = Counter()
 
         def apply(values: LiveValues) -> None:
-            core.admission.limit(limits(config, values))
+            admission.limit(limits(config, values))
             if isinstance(self._picker, KvPicker):
                 self._picker.options = values.applied_to(config.kv_router)
 
         self._options = options = ComponentOptions(host, config, FrontendLiveOptions(), apply)
         await self._stack.enter_async_context(options.following)
-        host.registry.register(RequestMetrics(failover.stats, core.refused, core.admission))
+        host.registry.register(RequestMetrics(failover.stats, refused, admission))
         return await self._stack.enter_async_context(
             open_app(
                 self._spec.engine_args,
-                core,
+                partial(
+                    RemoteCore,
+                    failover,
+                    deliveries,
+                    members=self._candidates,
+                    admission=admission,
+                    refused=refused,
+                    client_priority=config.client_priority,
+                    tracer=host.tracer,
+                ),
                 default_timeout_s=config.default_request_timeout_s,
                 max_timeout_s=config.max_request_timeout_s,
                 max_body_bytes=config.max_body_bytes,

@@ -1,9 +1,8 @@
 """vLLM's OpenAI HTTP app without an engine in its process.
 
-Owns the way from vLLM's command-line flags to a configuration that needs no
-device and no KV cache, and the assembly of vLLM's FastAPI app over a remote
-engine core. Routes, request validation, templates, tools and error bodies are
-vLLM's.
+Turns vLLM's command-line flags into a configuration that needs no device and no KV cache,
+and assembles vLLM's FastAPI app over a remote engine core. Routes, request validation,
+templates, tools and error bodies are vLLM's.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ from dynamo_lite.vllm.frontend.edge import Edge
 from dynamo_lite.vllm.frontend.fail_fast import fail_fast_routes
 from dynamo_lite.vllm.frontend.keys import KeyGuard
 from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
-from dynamo_lite.vllm.frontend.remote_core import RemoteCore
+from dynamo_lite.vllm.frontend.remote_core import OpenCore
 from dynamo_lite.vllm.http_options import HttpOptions, http_options
 
 logger = logging.getLogger(__name__)
@@ -48,25 +47,24 @@ class _Parser(FlexibleArgumentParser):
 
 @dataclass(frozen=True)
 class OpenAiApp:
-    """The ASGI app and what its server should know.
-
-    state: of vLLM's app; it wants to know its `server`.
-    served_model: the first name under which the model is served.
-    api_key: a key that the app takes, None when it asks for none. http: for its server.
-    """
+    """The ASGI app and what its server needs."""
 
     asgi: ASGIApp
+    #: The state of vLLM's app; the server sets `server` on it.
     state: State
     client: RemoteEngineClient
+    #: The first name under which the model is served.
     served_model: str
+    #: A key that the app accepts; None if it requires none.
     api_key: str | None
+    #: Options of the HTTP server.
     http: HttpOptions
 
 
 def parse_args(flags: Sequence[str]) -> Namespace:
     """The flags of `vllm serve`. Raises ConfigError for wrong ones."""
     args = make_arg_parser(_Parser(prog="vllm serve")).parse_args(list(flags))
-    assert args is not None  # vLLM's parser is typed as if it could be
+    assert args is not None  # typed as optional by vLLM
     if args.model_tag is not None:
         args.model = args.model_tag
     try:
@@ -84,16 +82,16 @@ def parse_args(flags: Sequence[str]) -> Namespace:
 
 
 def frontend_config(args: Namespace) -> VllmConfig:
-    """What the front half of vLLM needs to know; no device, no KV cache.
+    """The configuration of vLLM's front half, without device and KV cache.
 
     Raises StartupError when the model cannot be read.
     """
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    # There is no KV cache here; this silences the CPU platform's sizing of one.
+    # There is no KV cache here; this stops the CPU platform from sizing one.
     envs.VLLM_CPU_KVCACHE_SPACE = 0
     try:
         model_config = engine_args.create_model_config()
-        # Quantised kernels are the worker's business, and their checks ask for a device.
+        # Only workers run quantised kernels; the checks for these need a device.
         model_config.quantization = None
         config = VllmConfig(
             model_config=model_config,
@@ -110,17 +108,17 @@ def frontend_config(args: Namespace) -> VllmConfig:
     return config
 
 
-def _make_client(args: Namespace, core: RemoteCore) -> RemoteEngineClient:
+def _make_client(args: Namespace, open_core: OpenCore) -> RemoteEngineClient:
     return RemoteEngineClient(
         frontend_config(args),
-        core,
+        open_core,
         log_stats=not args.disable_log_stats,
         log_requests=args.enable_log_requests,
     )
 
 
 def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int) -> ASGIApp:
-    """The key comes first: without it no body is received."""
+    """The key is checked first: without it no body is received."""
     held_bytes = max(BodyLimits().held_bytes, max_body_bytes)
     limits = BodyLimits(max_bytes=max_body_bytes, held_bytes=held_bytes)
     guarded: ASGIApp = Bodies(app, limits)
@@ -130,22 +128,22 @@ def _guarded(app: ASGIApp, keys: list[str], root_path: str, max_body_bytes: int)
 @asynccontextmanager
 async def open_app(
     flags: Sequence[str],
-    core: RemoteCore,
+    open_core: OpenCore,
     *,
     default_timeout_s: float = 600.0,
     max_timeout_s: float = 3600.0,
     max_body_bytes: int | None = None,
     tracer: Tracer | None = None,
 ) -> AsyncIterator[OpenAiApp]:
-    """The app while the context lasts. Raises ConfigError or StartupError.
+    """Runs the app while the context is open. Raises ConfigError or StartupError.
 
-    default_timeout_s, max_timeout_s, tracer: of one request; see `Edge`. max_body_bytes: of
-    a request; None for what `body_limit` says.
+    default_timeout_s, max_timeout_s, tracer: for each request, see `Edge`.
+    max_body_bytes: largest body of a request; None for the result of `body_limit`.
     """
     args = parse_args(flags)
     http = http_options(args, envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
-    # A model from the hub may have to be fetched first; the loop must go on meanwhile.
-    client = await asyncio.to_thread(_make_client, args, core)
+    # In a thread: a model from the hub may have to be downloaded first.
+    client = await asyncio.to_thread(_make_client, args, open_core)
     client.start()
     try:
         tasks = await client.get_supported_tasks()
@@ -156,7 +154,7 @@ async def open_app(
         if max_body_bytes is None:
             max_body_bytes = body_limit(client.model_config.max_model_len)
         yield OpenAiApp(
-            # Around it, not among its middleware: vLLM has put that together already.
+            # Wrapped, not added as middleware: vLLM has already built its middleware stack.
             asgi=Edge(
                 _guarded(app, keys, args.root_path or "", max_body_bytes),
                 default_timeout_s=default_timeout_s,

@@ -1,8 +1,8 @@
-"""vLLM's AsyncLLM with the engine core elsewhere.
+"""vLLM's AsyncLLM without a local engine core.
 
-`generate()`, the fan-out of `n > 1`, stop strings, logprobs, detokenisation,
-admission limits and error mapping are vLLM's own code; only the constructor and
-the ends of a request that cannot happen next to a local engine are ours.
+`generate()`, the fan-out of `n > 1`, stop strings, logprobs, detokenisation, admission
+limits and error mapping are vLLM's own code. Overridden are the constructor and the ends of
+a request that do not occur with a local engine.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.metrics.loggers import StatLoggerManager
 
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.vllm.frontend.remote_core import RemoteCore
+from dynamo_lite.vllm.frontend.remote_core import OpenCore
 from dynamo_lite.vllm.migratable import is_causal
 
 if TYPE_CHECKING:
@@ -26,13 +26,19 @@ if TYPE_CHECKING:
 class RemoteEngineClient(AsyncLLM):
     """The engine client of the OpenAI app.
 
-    It reads the tokenizer when it is made, which may take seconds, and needs no
-    event loop for that; `start` and everything else does.
-    log_stats: whether vLLM's request metrics are kept (`/metrics` of the app).
+    The constructor loads the tokenizer, which may take seconds, and runs without an event
+    loop; all other methods need one.
+    open_core: called once, by the constructor. log_stats: whether vLLM's request metrics are
+    kept (`/metrics` of the app).
     """
 
     def __init__(
-        self, vllm_config: "VllmConfig", core: RemoteCore, *, log_stats: bool, log_requests: bool
+        self,
+        vllm_config: "VllmConfig",
+        open_core: OpenCore,
+        *,
+        log_stats: bool,
+        log_requests: bool,
     ):
         # AsyncLLM's constructor starts an engine process, so it is not called.
         self.vllm_config = vllm_config
@@ -50,9 +56,7 @@ class RemoteEngineClient(AsyncLLM):
             stream_interval=vllm_config.scheduler_config.stream_interval,
             tracing_enabled=vllm_config.observability_config.otlp_traces_endpoint is not None,
         )
-        self.engine_core: Any = core
-        core.fail = self._fail
-        core.causal = is_causal(self.model_config)
+        self.engine_core: Any = open_core(fail=self._fail, causal=is_causal(self.model_config))
         self.logger_manager = StatLoggerManager(vllm_config, engine_idxs=[0]) if log_stats else None
         self.profiler = None
         self._client_count = 1
@@ -64,11 +68,11 @@ class RemoteEngineClient(AsyncLLM):
         self.output_handler: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to hand the workers' outputs to the requests."""
+        """Starts the task that passes the workers' outputs to the requests."""
         self._run_output_handler()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Also refuses, before a stream has begun, what no worker or not this process can take."""
+        """Also refuses, before a stream begins, if no worker is live or this process is full."""
         super().check_admission(n, request_id)
         self.engine_core.check_admission(n)
 
@@ -80,8 +84,8 @@ class RemoteEngineClient(AsyncLLM):
         index: int,
         queue: RequestOutputCollector,
     ) -> None:
-        # A local engine takes every request; here a refusal or a cancellation
-        # while asking must not leave the request's state behind.
+        # A local engine takes every request. A worker may refuse, or the caller may cancel
+        # while the request is being placed: then its state must be removed.
         try:
             await super()._add_request(request, prompt, parent_req, index, queue)
         except BaseException:
@@ -99,7 +103,7 @@ class RemoteEngineClient(AsyncLLM):
         return [other for other in ended if other != request_id]
 
     async def close(self) -> None:
-        """Ends what is still open with vLLM's own errors and stops the output task."""
+        """Ends open requests with vLLM's own errors and stops the output task."""
         handler = self.output_handler
         self.shutdown()
         if handler is not None:

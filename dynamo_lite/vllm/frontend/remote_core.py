@@ -1,10 +1,9 @@
-"""vLLM's engine-core client, where the engine core is whichever worker takes a request.
+"""vLLM's engine-core client; the workers of this Frontend take the place of the engine core.
 
-Owns what may come in at this Frontend, the way from vLLM's requests to messages,
-and the order in which deltas and ends reach vLLM's output processor. Workers are
-chosen, and requests moved among them, by the failover client. Everything that
-only makes sense next to an engine (sleep, profile, LoRA, weights) stays vLLM's
-NotImplementedError, which its app answers with 501.
+It checks admission, converts vLLM's requests to messages, and passes deltas and ends to
+vLLM's output processor in order. The failover client chooses workers and migrates requests.
+What only an engine can do (sleep, profile, LoRA, weights) stays vLLM's NotImplementedError,
+which its app answers with 501.
 """
 
 import asyncio
@@ -14,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Protocol
 
 from vllm.exceptions import VLLMError
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from dynamo_lite.policy.admission import Admission, Busy, Limits
+from dynamo_lite.policy.admission import Admission, Busy
 from dynamo_lite.policy.lanes import ClientPriority, granted_priority
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
@@ -42,7 +42,7 @@ from dynamo_lite.vllm.wire import output_from_delta
 
 logger = logging.getLogger(__name__)
 
-#: A timer may fire this much before the deadline that it was made from.
+#: A timer may fire this much before its deadline.
 _ROUNDING_S = 0.01
 
 
@@ -52,56 +52,73 @@ class _Ended:
     error: DynamoLiteError
 
 
-class RemoteCore(EngineCoreClient):
-    """members: the live workers. limits: what this process takes. client_priority: what
-    clients may ask for.
+class Deliveries:
+    """Deltas and errors from the failover client, in order, for one `RemoteCore`.
 
-    `on_deltas` and `on_ended` are the failover client's callbacks; `connect` must
-    be called before the first request. `fail` is set by the engine client: it ends
-    one request with an error and returns the other sequences that die with it.
-    refused: how many requests were not taken, by "limit" (ours), "busy" (every
-    worker's), "no_worker" (nobody is there, or answers), "late" (its time was up
-    before a worker had it) and "rejected" (not acceptable to the engine). causal: whether
-    the model is (`movable.is_causal`); the client sets it. tracer: None where nothing is
-    traced.
+    `on_deltas` and `on_ended` are the failover client's callbacks.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[list[TokenDelta] | _Ended] = asyncio.Queue()
+
+    def on_deltas(self, deltas: list[TokenDelta]) -> None:
+        self._queue.put_nowait(deltas)
+
+    def on_ended(self, request_id: str, error: DynamoLiteError) -> None:
+        self._queue.put_nowait(_Ended(request_id, error))
+
+    async def get(self) -> list[TokenDelta] | _Ended:
+        return await self._queue.get()
+
+
+class FailRequest(Protocol):
+    def __call__(self, request_id: str, error: Exception) -> list[str]:
+        """Ends a sequence with `error`; returns the other sequences that end with it."""
+        ...
+
+
+class OpenCore(Protocol):
+    """Makes the core of an engine client; a `partial` of `RemoteCore`."""
+
+    def __call__(self, *, fail: FailRequest, causal: bool) -> "RemoteCore":
+        """causal: whether the model is, see `is_causal`."""
+        ...
+
+
+class RemoteCore(EngineCoreClient):
+    """The engine core of one `RemoteEngineClient`.
+
+    failover: submits and aborts requests. deliveries: what `failover` delivers.
+    members: the live workers. admission: the limits of this process.
+    refused: counts requests that were not taken, by reason: "limit" (this process is at its
+    limit), "busy" (all workers are), "no_worker" (no worker is registered or answers), "late"
+    (timeout before a worker took it) and "rejected" (not acceptable to the engine).
+    client_priority: the priorities that clients may ask for. tracer: None without tracing.
     """
 
     def __init__(
         self,
+        failover: FailoverClient,
+        deliveries: Deliveries,
         *,
         members: Callable[[], Sequence[EndpointRecord]],
-        limits: Limits | None = None,
+        admission: Admission,
+        refused: Counter[str],
+        fail: FailRequest,
+        causal: bool,
         client_priority: ClientPriority = "lower-only",
         tracer: Tracer | None = None,
     ):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
-        self.fail: Callable[[str, Exception], list[str]] = lambda request_id, error: []
-        self.causal = True
-        self.refused: Counter[str] = Counter()
-        self.admission = Admission(limits or Limits())
-        self._members = members
+        self.admission, self.refused = admission, refused
+        self._failover, self._deliveries = failover, deliveries
+        self._members, self._fail, self._causal = members, fail, causal
         self._client_priority: ClientPriority = client_priority
         self._traces = None if tracer is None else RequestTraces(tracer)
-        self._failover: FailoverClient | None = None
-        self._received: asyncio.Queue[list[TokenDelta] | _Ended] = asyncio.Queue()
-
-    def connect(self, failover: FailoverClient) -> None:
-        self._failover = failover
-
-    def on_deltas(self, deltas: list[TokenDelta]) -> None:
-        self._received.put_nowait(deltas)
-
-    def on_ended(self, request_id: str, error: DynamoLiteError) -> None:
-        self._received.put_nowait(_Ended(request_id, error))
-
-    @property
-    def failover(self) -> FailoverClient:
-        assert self._failover is not None, "connect() comes first"
-        return self._failover
 
     def check_admission(self, n: int) -> None:
-        """Raises the 503 when there is nobody to ask, the 429 when `n` more are too many."""
+        """Raises the 503 without a worker, the 429 if `n` more requests are too many."""
         if not self._members():
             raise self._refusal(NoWorkers("No worker is available. Please try again later."))
         if (busy := self.admission.busy(prompt_tokens=1, requests=n)) is not None:
@@ -113,15 +130,15 @@ class RemoteCore(EngineCoreClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Returns when a worker has the request.
 
-        Raises VLLMValidationError (400) for what cannot travel or is refused for
-        good, GracefulHTTPError (429, 503, 504) when it is not taken now.
+        Raises VLLMValidationError (400) for a request that cannot be sent or that every
+        worker would refuse, GracefulHTTPError (429, 503, 504) for one that is not taken now.
         """
         if request.abort_immediately:
             return  # releases blocks of vLLM's own KV transfer, which is not used here
         request.priority = granted_priority(request.priority, self._client_priority)
         try:
             message, plan = generate_request(
-                request, _time_left_s(), _session(), causal=self.causal
+                request, _time_left_s(), _session(), causal=self._causal
             )
         except DeadlineExceeded as exc:
             raise self._refusal(exc) from exc
@@ -133,7 +150,7 @@ class RemoteCore(EngineCoreClient):
         if (context := current_context()) is not None:
             context.on_placing()
         try:
-            await self.failover.submit(message, movable=plan)
+            await self._failover.submit(message, movable=plan)
         except DynamoLiteError as exc:
             self._leave(message.request_id, "refused", str(exc))
             raise self._refusal(exc) from exc
@@ -144,16 +161,16 @@ class RemoteCore(EngineCoreClient):
             self._traces.placed(message.request_id)
 
     def _leave(self, request_id: str, reason: str, error: str = "") -> None:
-        """It is over, however it ended."""
+        """The request has ended, with or without an error."""
         self.admission.leave(request_id)
         if self._traces is not None:
             self._traces.ended(request_id, reason, error)
 
     def _refusal(self, error: DynamoLiteError, reason: str = "") -> VLLMError:
-        """Counts it, and puts it in the words of the app."""
+        """Counts the error as `reason` and returns the HTTP error for it."""
         late = isinstance(error, DeadlineExceeded) and _is_late()
         if isinstance(error, DeadlineExceeded) and not late:
-            # A worker did not answer; the request itself has time left.
+            # A worker timed out; the request itself has time left.
             error = NoWorkers(str(error))
         if not reason:
             if isinstance(error, Refused):
@@ -169,12 +186,12 @@ class RemoteCore(EngineCoreClient):
         for request_id in request_ids:
             self._leave(request_id, "abort")
         if request_ids:
-            await self.failover.abort(request_ids)
+            await self._failover.abort(request_ids)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """One engine step of one worker."""
         while True:
-            received = await self._received.get()
+            received = await self._deliveries.get()
             if isinstance(received, _Ended):
                 await self._end(received)
                 continue
@@ -185,7 +202,7 @@ class RemoteCore(EngineCoreClient):
             return EngineCoreOutputs(outputs=outputs, timestamp=now)
 
     def _output(self, delta: TokenDelta, now: float) -> EngineCoreOutput:
-        """An error where the delta makes no sense."""
+        """The delta as vLLM's output; an error if the delta is malformed."""
         if self._traces is not None:
             self._traces.delivered(delta)
         if delta.finish_reason is not None:
@@ -201,17 +218,17 @@ class RemoteCore(EngineCoreClient):
             )
 
     async def _end(self, ended: _Ended) -> None:
-        """The other sequences of the same request end with it."""
+        """Also aborts the other sequences of the same request."""
         self._leave(ended.request_id, "error", str(ended.error))
-        orphans = self.fail(ended.request_id, http_error(ended.error))
+        orphans = self._fail(ended.request_id, http_error(ended.error))
         await self.abort_requests_async(orphans)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Failover client and transport belong to the component."""
+        """Nothing to do: failover client and transport belong to the component."""
 
 
 def _time_left_s() -> float | None:
-    """Of the HTTP request that this is for. Raises DeadlineExceeded when none is."""
+    """Time left of the current HTTP request. Raises DeadlineExceeded if none is left."""
     if (context := current_context()) is None:
         return None
     left_s = context.deadline - asyncio.get_running_loop().time()
