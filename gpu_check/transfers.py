@@ -16,7 +16,7 @@ from dynamo_lite.transfer.base import Transfer
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.scratch import pattern
 from dynamo_lite.transfer.sharding import join
-from dynamo_lite.vllm.engine.step_events import step_ended
+from dynamo_lite.vllm.engine.steps import step_ended
 from gpu_check.bench import Bench
 from gpu_check.memory import BLOCKS, TOKENS, WAIT_S, Pool, finish
 from gpu_check.peer import Peer

@@ -1,1 +1,1 @@
-"""Moving KV blocks between engines: layouts, the mover, the metadata directory."""
+"""Moves KV blocks between engines: layouts, the mover, the metadata directory."""

@@ -1,8 +1,8 @@
-"""The mover seam: copy memory of this process into a peer's, or back, and be told.
+"""The mover seam: copies memory between this process and a peer, with notifications.
 
-`nixl.py` is the real one; `memory.py` the in-process twin; `polled.py` adds a thread to
-either. All pass `tests/contract/test_mover.py`. Calls are synchronous and do not block:
-they are made from an engine's step.
+`nixl.py` is the real one; `polled.py` adds a thread to a mover; the simulation has an
+in-process twin. All pass `tests/contract/test_mover.py`. Calls come from an engine's step:
+they are synchronous and do not block.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,13 @@ from dynamo_lite.transfer.block_map import Descriptors
 
 
 class Transfer(Protocol):
-    """A write or read under way."""
+    """A write or read."""
 
     def done(self) -> bool:
-        """Polls. Raises TransferError when it failed; nothing of it then lands any more,
-        of a read at the latest when its peer was removed."""
+        """Polls; returns whether it has ended. Raises TransferError if it failed.
+
+        A failed write changes no more memory; a failed read none after its peer is removed.
+        """
         ...
 
 
@@ -28,7 +30,7 @@ class Mover(Protocol):
         ...
 
     def metadata(self) -> bytes:
-        """What a peer needs for `add_peer`; call after `register`."""
+        """Returns the bytes that a peer needs for `add_peer`; call after `register`."""
         ...
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
@@ -50,8 +52,8 @@ class Mover(Protocol):
     ) -> Transfer:
         """Starts copying `local` to `remote`. Raises TransferError.
 
-        memory: NIXL memory types of the two sides. notice: delivered to the
-        peer once this write's data is there; no order holds between writes.
+        memory: NIXL memory types of the two sides. notice: a notification for the peer,
+        delivered after this write's data has arrived. Writes are not ordered.
         """
         ...
 
@@ -60,12 +62,12 @@ class Mover(Protocol):
     ) -> Transfer:
         """Starts copying `remote` to `local`. Raises TransferError.
 
-        The peer does not notice, but must go on polling its `notices`.
+        The peer gets no notification, but must keep polling its `notices`.
         """
         ...
 
     def notices(self) -> list[bytes]:
-        """Notices that have arrived since the last call; also drives progress."""
+        """Returns notifications that arrived since the last call; also makes progress."""
         ...
 
     def close(self) -> None: ...

@@ -1,21 +1,22 @@
-"""Where the blocks of one rank lie, and where their counterparts in a peer's memory.
+"""Maps blocks of one rank to the memory of a peer's blocks. Pure.
 
-Pure. Made once per peer, so that a job costs a few array operations and not a
-loop over layers and blocks.
+A map is made once per peer, so that a job takes a few array operations and no loop over
+layers and blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
 
 from dynamo_lite.protocol.records import KvRegion
+from dynamo_lite.transfer.sharding import ShardMapping
 
 #: Shape (n, 3): address, length in bytes, device index. The i-th local descriptor is
 #: copied to the i-th remote one.
 Descriptors = npt.NDArray[np.uint64]
 
-#: Unsigned: some addresses of GPUs lie in the upper half.
+#: Unsigned: some GPU addresses have the highest bit set.
 _Numbers = npt.NDArray[np.uint64]
 
 _ONE = np.ones(1, dtype=np.uint64)
@@ -42,11 +43,11 @@ class BlockMap:
     def descriptors(
         self, local_ids: Sequence[int], remote_ids: Sequence[int]
     ) -> tuple[Descriptors, Descriptors]:
-        """What copies the i-th local block onto the i-th remote one, in every region.
+        """Returns descriptors that copy the i-th local block to the i-th remote one.
 
-        Runs of blocks that lie back to back on both sides become one descriptor, in
-        whatever order they were given; the descriptors come by local id, region by region.
-        Raises ValueError unless there are as many local blocks as remote ones.
+        Blocks that are contiguous on both sides become one descriptor, in any order of the
+        arguments. The descriptors are sorted by region, then by local id. Raises ValueError if
+        the numbers of local and remote blocks differ.
         """
         if len(local_ids) != len(remote_ids):
             raise ValueError(f"{len(local_ids)} local blocks for {len(remote_ids)} remote ones")
@@ -66,7 +67,7 @@ class BlockMap:
         return np.concatenate(local), np.concatenate(remote)
 
     def _one_run(self, here: int, there: int, count: int) -> tuple[Descriptors, Descriptors]:
-        """The usual case, made from the descriptors of block 0 in fewer steps."""
+        """The usual case in fewer steps, from the descriptors of block 0."""
         _, stride, _, _, size = (column[:, 0] for column in self._dense)
         local, remote = self._first[0].copy(), self._first[1].copy()
         local[:, 0] += stride * here
@@ -77,7 +78,7 @@ class BlockMap:
     def _rows(
         self, columns: tuple[_Numbers, ...], here: _Numbers, there: _Numbers, counts: _Numbers
     ) -> tuple[Descriptors, Descriptors]:
-        """Region by region, run by run. here, there: first blocks; counts: blocks."""
+        """One row per region and run. here, there: first blocks; counts: blocks."""
         base, stride, remote_base, remote_stride, size = columns
         shape = (len(base), len(here), 3)
         local, remote = np.empty(shape, dtype=np.uint64), np.empty(shape, dtype=np.uint64)
@@ -88,12 +89,34 @@ class BlockMap:
         return local.reshape(-1, 3), remote.reshape(-1, 3)
 
 
+class LayerMaps:
+    """Block maps of single layers, made on first use.
+
+    lanes: to the peer. devices: as for `BlockMap`.
+    """
+
+    def __init__(self, lanes: Sequence[ShardMapping], devices: tuple[int, int]):
+        self._lanes, self._devices = lanes, devices
+        self.layers = frozenset(lane.local.layer for lane in lanes)
+        self._maps: dict[frozenset[str], BlockMap] = {}
+
+    def of(self, layers: Set[str]) -> BlockMap:
+        """Returns the block map of `layers` (must not be empty)."""
+        wanted = frozenset(layers)
+        found = self._maps.get(wanted)
+        if found is None:
+            mine = [lane for lane in self._lanes if lane.local.layer in wanted]
+            found = BlockMap([(lane.local, lane.remote) for lane in mine], self._devices)
+            self._maps[wanted] = found
+        return found
+
+
 def _joined(
     pairs: Sequence[tuple[KvRegion, KvRegion]],
 ) -> list[tuple[_Side, _Side, int]]:
-    """Regions whose blocks lie back to back on both sides, as one region with larger blocks.
+    """Joins regions whose blocks are contiguous on both sides into one with larger blocks.
 
-    So are the layers where a block's bytes of all of them lie together.
+    This is the case for all layers if a block's bytes of all layers lie together.
     """
     rows: list[tuple[_Side, _Side, int]] = []
     for local, remote in sorted(pairs, key=lambda pair: pair[0].base):
@@ -120,10 +143,10 @@ def _is_run(ids: Sequence[int]) -> bool:
 
 
 def _runs(here: _Numbers, there: _Numbers) -> tuple[_Numbers, _Numbers, _Numbers]:
-    """Longest runs that are consecutive on both sides: first blocks, and how many."""
+    """The longest runs that are consecutive on both sides: first blocks and lengths."""
     if len(here) < 2:
         return here, there, _ONE
-    # A step back wraps around, and is not 1 either.
+    # Unsigned: a negative step wraps around, so it is not 1 either.
     breaks = np.flatnonzero((here[1:] - here[:-1] != 1) | (there[1:] - there[:-1] != 1))
     if not len(breaks):
         return here[:1], there[:1], np.array([len(here)], dtype=np.uint64)

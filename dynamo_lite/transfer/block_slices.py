@@ -1,7 +1,7 @@
-"""Which bytes of a decode rank's blocks each of its writers brings. Pure.
+"""Which bytes of a decode rank's blocks each of its writers writes. Pure.
 
-Writers name them in their commits; the rank puts the names together, and sees
-whether its blocks are whole.
+Writers name these parts in their commits; the rank checks that together they cover its
+blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from dynamo_lite.transfer.sharding import ShardMapping, cut
 
 
 def parts_of(lanes: Sequence[ShardMapping]) -> list[Part]:
-    """What lies at the far end of the lanes, neighbouring regions in one part."""
+    """The remote bytes of the lanes; equal parts of neighbouring regions are joined."""
     parts: list[Part] = []
     for lane in lanes:
         offset, length = lane.offset, lane.remote.block_bytes
@@ -27,20 +27,20 @@ def parts_of(lanes: Sequence[ShardMapping]) -> list[Part]:
 
 
 def regions_of_parts(regions: Sequence[KvRegion], parts: Iterable[Part]) -> list[KvRegion]:
-    """The rank's regions, cut to the parts, in their order. Raises ProtocolError."""
+    """Returns the rank's regions cut to the parts, in their order. Raises ProtocolError."""
     found: list[KvRegion] = []
     for part in parts:
         if part.first + part.count > len(regions):
-            raise ProtocolError(f"{part} of {len(regions)} regions")
+            raise ProtocolError(f"{part}: there are only {len(regions)} regions")
         for region in regions[part.first : part.first + part.count]:
             if part.offset + part.length > region.block_bytes:
-                raise ProtocolError(f"{part} in blocks of {region.block_bytes} bytes")
+                raise ProtocolError(f"{part}: blocks have only {region.block_bytes} bytes")
             found.append(cut(region, part.offset, part.length))
     return found
 
 
 def hole(regions: Sequence[KvRegion], parts: Iterable[Part]) -> str | None:
-    """What the parts leave out of the rank's blocks, or name twice; None if nothing.
+    """Returns what the parts miss of the rank's blocks or name twice; None if nothing.
 
     The parts must have passed `regions_of_parts`.
     """

@@ -1,8 +1,7 @@
-"""Checksums of KV blocks, so that a reader can tell what its writer has sent.
+"""Checksums of KV blocks, by which a receiver checks what arrived.
 
-Which blocks are sampled is derived from the attempt, so that a repeated try of
-the same attempt checks the same ones. The checksum is CRC-32: it finds accidents,
-late writes and wrong blocks, not forgery.
+The sampled blocks follow from the attempt, so that both sides choose the same ones. The
+checksum is CRC-32: it detects accidents, late writes and wrong blocks, but not forgery.
 """
 
 import ctypes
@@ -15,8 +14,7 @@ from dynamo_lite.protocol.records import KvRegion
 
 #: Address and length in bytes.
 Span = tuple[int, int]
-#: Reads spans of this rank's own KV memory. Their bytes come one span after the other, in
-#: pieces of any size.
+#: Reads spans of this rank's own KV memory, one after the other, in pieces of any size.
 ReadMemory = Callable[[Sequence[Span]], Iterable[bytes]]
 
 
@@ -26,9 +24,9 @@ def read_dram(spans: Sequence[Span]) -> Iterator[bytes]:
 
 
 def sample(attempt: str, num_blocks: int, rate: float) -> list[int]:
-    """Positions in an attempt's list of blocks, in order.
+    """Returns sampled positions in an attempt's list of blocks, in order.
 
-    rate: the share that is taken, 0 to 1; above 0 at least one block is.
+    rate: share of the blocks, 0 to 1; above 0 it is at least one block.
     """
     count = min(num_blocks, math.ceil(num_blocks * rate))
     return sorted(random.Random(attempt).sample(range(num_blocks), count))
@@ -37,9 +35,9 @@ def sample(attempt: str, num_blocks: int, rate: float) -> list[int]:
 def checksum(
     regions: Sequence[KvRegion], block_ids: Sequence[int], read: ReadMemory, value: int = 0
 ) -> int:
-    """Over what the regions have of each block, block by block, in the regions' order.
+    """Returns the checksum of the blocks' bytes in all regions, block by block.
 
-    value: the checksum of what comes before.
+    value: checksum of the bytes before these.
     """
     spans = [
         (region.base + block * region.stride_bytes, region.block_bytes)

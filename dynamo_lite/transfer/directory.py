@@ -1,8 +1,8 @@
-"""Metadata of decode engines: learnt as they come, or loaded from the store at the first
-job that names an engine; kept while the engine lives, dropped when it leaves.
+"""Metadata of decode engines, cached while they live.
 
-Entries are keyed by engine incarnation, so a worker that restarts at the same
-address is never met with stale metadata.
+It is added when an engine registers, or loaded from the store at the first job for it, and
+dropped when the engine leaves. The key is the engine's incarnation, so stale metadata is
+never used for a worker that restarted at the same address.
 """
 
 import asyncio
@@ -20,10 +20,11 @@ class MetadataDirectory:
         self._known: dict[str, EngineMetadata] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         self._loads = 0
+        #: Leases of workers that left while a load was in flight.
         self._left_meanwhile: set[int] = set()
 
     async def get(self, engine_id: str) -> EngineMetadata | None:
-        """None when the engine has left. Raises StoreUnavailable, ProtocolError."""
+        """Returns None if the engine has left. Raises StoreUnavailable, ProtocolError."""
         if (known := self._known.get(engine_id)) is not None:
             return known
         if not names.is_engine_id(engine_id):
@@ -40,7 +41,7 @@ class MetadataDirectory:
                 self._left_meanwhile.clear()
 
     def learn(self, engine_id: str, raw: bytes) -> None:
-        """Takes an engine's metadata as it lies in the store. Raises ProtocolError."""
+        """Adds an engine's metadata. raw: its record in the store. Raises ProtocolError."""
         if engine_id not in self._known:
             self._known[engine_id] = self._decode(engine_id, raw)
 
@@ -67,7 +68,9 @@ class MetadataDirectory:
         try:
             metadata = decode_engine(raw)
             if metadata.engine_id != engine_id:
-                raise ProtocolError(f"it is another engine's, {metadata.engine_id}")
+                raise ProtocolError(
+                    f"record of engine {engine_id} names another engine, {metadata.engine_id}"
+                )
         except ProtocolError:
             self._on_drop("engine_metadata")
             raise

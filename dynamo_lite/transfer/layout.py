@@ -1,4 +1,4 @@
-"""From KV tensors to regions. Pure: shapes and strides only."""
+"""Converts KV tensors, as shapes and strides, to regions. Pure."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ _DIMENSIONS = 4
 
 
 def block_dimension(shape: Sequence[int], num_blocks: int) -> int:
-    """Which dimension of a KV tensor counts blocks. Raises ValueError if none does."""
+    """Returns the dimension of a KV tensor that counts blocks. Raises ValueError without one."""
     for dim in range(min(2, len(shape))):
         if shape[dim] == num_blocks:
             return dim
@@ -22,10 +22,10 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int:
 def block_order(
     shape: Sequence[int], strides: Sequence[int], num_blocks: int, heads_dim: int | None = None
 ) -> str:
-    """The order of elements inside a block, as text that equal layouts share.
+    """Returns the order of elements inside a block as text; equal layouts have equal texts.
 
-    Where a block can be cut into its heads (dimension `heads_dim`), the text is the
-    same for any number of them.
+    If a block can be cut into heads (dimension `heads_dim`), the text does not depend on
+    their number.
     """
     shape, strides, heads_dim = _whole_blocks(shape, strides, num_blocks, heads_dim)
     behind = block_dimension(shape, num_blocks) + 1
@@ -43,16 +43,17 @@ def block_order(
 def plain_array(
     shape: Sequence[int], strides_bytes: Sequence[int], item_bytes: int
 ) -> KvArray | None:
-    """A block whose last three dimensions are heads, tokens and values, in any order in memory.
+    """Describes a block whose last three dimensions are heads, tokens and values.
 
-    None where the values of one head and token do not lie together.
+    They may be in any order in memory. Returns None if the values of one head and token are
+    not contiguous.
     """
     heads, tokens, values = shape[-3:]
     if values > 1 and strides_bytes[-1] != item_bytes:
         return None
     return KvArray(
         offset=0,
-        # The stride of a lone head or token says nothing, and equal blocks must read alike.
+        # The stride of a single head or token is arbitrary; equal blocks must compare equal.
         head_stride=strides_bytes[-3] if heads > 1 else tokens * values * item_bytes,
         group_stride=strides_bytes[-2] if tokens > 1 else values * item_bytes,
         item_stride=0,
@@ -75,15 +76,15 @@ def regions_of_tensor(
     tokens: int = 0,
     arrays: tuple[KvArray, ...] = (),
 ) -> tuple[KvRegion, ...]:
-    """The regions of one layer's KV tensor, whatever its backend's layout.
+    """Returns the regions of one layer's KV tensor, for any backend's layout.
 
-    heads_dim: the dimension that counts KV heads, if one does; first_head: which of
-    the model's the first one is. tokens, arrays: what a block holds, if that is known.
+    heads_dim: the dimension that counts KV heads, if there is one. first_head: index of the
+    first one in the model. tokens, arrays: content of a block, if that is known.
 
-    The block dimension is the first or the second; a dimension before it (K and
-    V apart) gives one region per index. Or the first counts the smaller blocks of a
-    kernel, each of ours a run of them. What lies behind it must be dense, in
-    any order. Raises ValueError, naming the shape, for anything else.
+    The block dimension is the first or the second; a dimension before it (separate K and V)
+    gives one region per index. Or the first dimension counts a kernel's smaller blocks, and a
+    block is a run of these. The dimensions behind it must be dense, in any order. Raises
+    ValueError with the shape for anything else.
     """
     what = f"layer {layer}: KV tensor of shape {tuple(shape)}, strides {tuple(strides_bytes)}"
     if tokens and heads_dim is not None:
@@ -123,7 +124,7 @@ def regions_of_tensor(
 def _is_outermost(
     shape: Sequence[int], strides: Sequence[int], behind: int, heads_dim: int | None
 ) -> bool:
-    """Whether each head's bytes lie together in a block, behind those of the head before."""
+    """Whether a block is its heads one after the other, each of them contiguous."""
     if heads_dim is None:
         return False
     inner = [dim for dim in range(behind, len(shape)) if shape[dim] > 1]
@@ -133,12 +134,12 @@ def _is_outermost(
 def _whole_blocks(
     shape: Sequence[int], strides: Sequence[int], num_blocks: int, heads_dim: int | None
 ) -> tuple[Sequence[int], Sequence[int], int | None]:
-    """Kernel blocks grouped into those of vLLM's KV manager: shape, strides, heads_dim.
+    """Groups kernel blocks into blocks of vLLM's KV manager: shape, strides, heads_dim.
 
-    An attention kernel may want smaller blocks than `block-size`. Then the first dimension
-    counts those, and each of the manager's blocks is a run of them, in the order of its
-    tokens. They become the first dimension inside a block, unless all tokens of a block
-    lie one stride apart. Anything else is returned as it is.
+    An attention kernel may use smaller blocks than `block-size`. Then the first dimension
+    counts these, and each of the manager's blocks is a run of them, in the order of its
+    tokens. They become the first dimension inside a block, unless all tokens of a block have
+    the same stride. Other tensors are returned unchanged.
     """
     each = _kernel_blocks(shape, num_blocks, heads_dim)
     if each == 1 or heads_dim is None:
@@ -153,7 +154,7 @@ def _whole_blocks(
 
 
 def _kernel_blocks(shape: Sequence[int], num_blocks: int, heads_dim: int | None) -> int:
-    """How many a block consists of, in a tensor [kernel blocks, heads, tokens, values]."""
+    """Number of kernel blocks per block in a tensor [kernel blocks, heads, tokens, values]."""
     if heads_dim != 1 or len(shape) != _DIMENSIONS or shape[0] % num_blocks:
         return 1
     return shape[0] // num_blocks
@@ -166,6 +167,6 @@ def _check_kernel_blocks(
     if each > 1 and each * shape[heads_dim + 1] != tokens:
         size = shape[heads_dim + 1]
         raise ValueError(
-            f"{what}: {each} kernel blocks of {size} are not a block of {tokens} tokens;"
+            f"{what}: {each} kernel blocks of {size} tokens are not a block of {tokens} tokens;"
             f" use block-size: {size}"
         )

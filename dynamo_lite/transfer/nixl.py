@@ -1,14 +1,14 @@
 """The mover on NIXL (UCX backend).
 
-No progress thread of NIXL: it spins on a core for ever, and knows no fence. Progress
-is made by `Transfer.done` and `notices`, which the engine's worker half calls each step
-while anything is in flight, and the thread of `polled.py` between the steps; a peer's first
-contact completes for the same reason.
+NIXL's progress thread is not used: it spins on a core and does not respect the fence.
+`Transfer.done` and `notices` make progress. The engine's worker half calls them each step
+while anything is in flight, and the thread of `polled.py` between the steps. A peer's first
+contact also completes in these calls.
 
-Over TCP, UCX sends a notice as a message whose receipt the next transfer to the
-same peer waits for. The peer confirms when it makes progress, so the next write
-would end, and its own notice leave, a step of the peer's engine too late. A read of
-a few bytes asks for the confirmation while nobody waits for it.
+Over TCP, UCX sends a notification as a message, and the next transfer to the same peer
+waits until it is confirmed. The peer confirms when it makes progress, so the next write and
+its notification would be delayed by a step of the peer's engine. A read of a few bytes
+after each such write requests the confirmation early.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ _CONFIRM_BYTES = 8
 
 
 class NixlTransfer:
-    """One posted transfer. what: "write" or "read". on_end: called once, when it has
-    ended well."""
+    """One posted transfer. what: "write" or "read". on_end: called once if it ends without an
+    error."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class NixlMover:
 
     def __init__(self, name: str):
         # `polled.py` calls from two threads, one at a time. NIXL's handles also release
-        # themselves when Python collects them, in whatever thread that is.
+        # themselves when Python collects them, in any thread.
         config = nixl_agent_config(
             enable_prog_thread=False, sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
@@ -114,7 +114,7 @@ class NixlMover:
             try:
                 self._agent.remove_remote_agent(name)
             except Exception as exc:
-                logger.warning("forgetting NIXL agent of engine %s: %s", peer, exc)
+                logger.warning("could not remove the NIXL agent of engine %s: %s", peer, exc)
 
     def write(
         self,
@@ -165,12 +165,12 @@ class NixlMover:
             arrived = self._agent.get_new_notifs()
         except Exception as exc:
             # The caller is an engine's step: a broken peer must not end it.
-            logger.warning("reading NIXL notices: %s", exc)
+            logger.warning("could not read NIXL notifications: %s", exc)
             return []
         return [notice for from_peer in arrived.values() for notice in from_peer]
 
     def _confirm(self, peer: str, address: int, length: int) -> None:
-        """Asks the peer to confirm what was sent to it, by a read of what was just written."""
+        """Makes the peer confirm what was sent to it, by a read of what was just written."""
         pending = self._confirming.pop(peer, None)
         try:
             if pending is not None and self._agent.check_xfer_state(pending) == "PROC":
@@ -190,8 +190,8 @@ class NixlMover:
             self._confirming[peer] = handle
             self._agent.transfer(handle)
         except Exception as exc:
-            # The write has ended well: what is lost is time, and a dead peer is found by others.
-            logger.debug("asking engine %s for a confirmation: %s", peer, exc)
+            # The write has ended well: only time is lost. Other transfers detect a dead peer.
+            logger.debug("could not request a confirmation from engine %s: %s", peer, exc)
 
     def _release(self, handle: Any) -> None:
         if handle is not None:
@@ -208,4 +208,4 @@ class NixlMover:
 
 
 def _nothing() -> None:
-    """What follows the end of most writes."""
+    """No-op for transfers that need no confirmation."""

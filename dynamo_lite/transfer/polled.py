@@ -1,16 +1,14 @@
-"""A mover with a thread that moves its transfers on between the engine's steps.
+"""A mover with a thread that polls its transfers between the engine's steps.
 
-UCX makes progress only inside calls of NIXL. For VRAM a large write needs many of
-them: a send queue holds so many posted writes, and what is behind them is posted by
-later calls. Without this thread these calls come with the engine's steps, a few per
-step.
+UCX makes progress only inside calls of NIXL. A large write of VRAM needs many calls: the
+send queue is limited, and later calls post the rest. Without this thread there are only a
+few calls in each step of the engine.
 
-NIXL's own progress thread would also move writes on behind a closed fence, and it
-never sleeps. This one looks at the fence before each call, and waits without a wake-up
-while nothing is in flight.
+NIXL's own progress thread ignores the fence and never sleeps. This thread checks the fence
+before each call, and sleeps while nothing is in flight.
 
-All calls of the wrapped mover are made under one lock, from two threads: the owner's and
-this one.
+All calls of the wrapped mover are made under one lock, by two threads: the owner's and this
+one.
 """
 
 import atexit
@@ -28,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 #: Pause between two rounds of polling while something is in flight.
 INTERVAL_S = 150e-6
-#: A reader of notices polls for so long after its owner has last asked for them. The owner
-#: asks in each step while it waits for any, so this is the longest step that is covered.
+#: How long the thread reads notifications after the owner's last call of `notices`. The owner
+#: calls it in each step while it expects any, so this covers steps of up to this length.
 LISTEN_S = 1.0
-#: Pause between two looks at a closed fence.
+#: Pause between two checks of a closed fence.
 _FENCED_S = 0.005
 #: How long `close` waits for the thread.
 CLOSE_S = 5.0
@@ -46,7 +44,7 @@ def _nothing() -> None:
 
 
 class PolledTransfer:
-    """Implements Transfer. peer: of the transfer; inner: the wrapped mover's."""
+    """Implements Transfer. inner: the wrapped mover's transfer."""
 
     def __init__(self, owner: "PolledMover", peer: str, inner: Transfer):
         self._owner, self._inner = owner, inner
@@ -57,14 +55,14 @@ class PolledTransfer:
     def done(self) -> bool:
         """Polls, unless the thread is polling at this moment."""
         if not self.over:
-            self._owner.look_at(self)
+            self._owner.poll_once(self)
         # `over` is set after `_failure`, by either thread.
         if self.over and self._failure is not None:
             raise TransferError(*self._failure)
         return self.over
 
     def poll(self) -> None:
-        """Under the owner's lock. Raises only what a mover must not raise."""
+        """Call it with the owner's lock held. Raises only errors that a mover must not raise."""
         if self.over:
             return
         try:
@@ -82,14 +80,14 @@ class PolledTransfer:
 
 
 class PolledMover:
-    """Implements Mover. inner: must be used by nobody else.
+    """Implements Mover. inner: must not be used elsewhere.
 
-    alive: the fence; behind a closed one the thread makes no call. listen_s: for how long
-    after a call of `notices` the thread reads them; 0 if it never does. enter: called
-    first in the thread, e.g. to choose a GPU.
+    alive: whether the fence is open; while it is closed the thread makes no call.
+    listen_s: how long after a call of `notices` the thread reads notifications; 0: never.
+    enter: called first in the thread, e.g. to choose a GPU.
 
-    If the thread dies, new transfers are refused, and those in flight fail once they have
-    ended; the owner's own calls move them on. Notices are read by the owner's calls.
+    If the thread dies, new transfers are refused. Those in flight are polled by the owner's
+    calls, and fail once they have ended; notifications are still read by the owner's calls.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class PolledMover:
         self._inner, self._alive, self._enter = inner, alive, enter
         self._listen_s, self._listen_until = listen_s, 0.0
         self._lock = threading.Lock()
-        self._flying: set[PolledTransfer] = set()
+        self._in_flight: set[PolledTransfer] = set()
         self._inbox: deque[bytes] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -158,10 +156,10 @@ class PolledMover:
                 self._lock.release()
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
-    def look_at(self, transfer: PolledTransfer) -> None:
-        """Polls it from the owner's thread, unless the other one polls."""
+    def poll_once(self, transfer: PolledTransfer) -> None:
+        """Polls the transfer from the owner's thread, unless the other thread is polling."""
         if not self._lock.acquire(blocking=False):
-            # Gives the interpreter to the other thread, which may need it to release the lock.
+            # Releases the GIL, which the other thread may need to release the lock.
             time.sleep(0)
             if not self._lock.acquire(blocking=False):
                 return
@@ -170,13 +168,13 @@ class PolledMover:
         except Exception as exc:
             logger.exception("polling a KV transfer")
             transfer.fail(f"polling it failed: {exc!r}")
-            self._flying.discard(transfer)
+            self._in_flight.discard(transfer)
         finally:
             self._lock.release()
 
     def stop(self) -> bool:
-        """Ends the thread, and leaves what is in flight as it is. Returns whether it ended
-        within CLOSE_S; `done` and `notices` of the owner go on to work."""
+        """Stops the thread and leaves transfers in flight as they are. Returns whether it stopped
+        within CLOSE_S. The owner's `done` and `notices` still work."""
         self._stopping = True
         self._wake.set()
         atexit.unregister(self.stop)
@@ -199,14 +197,14 @@ class PolledMover:
             raise TransferError(peer, self.broken)
         with self._lock:
             transfer = PolledTransfer(self, peer, start())
-            self._flying.add(transfer)
+            self._in_flight.add(transfer)
         self._wake.set()
         return transfer
 
     def _poll(self, transfer: PolledTransfer) -> None:
         transfer.poll()
         if transfer.over:
-            self._flying.discard(transfer)
+            self._in_flight.discard(transfer)
 
     def _run(self) -> None:
         try:
@@ -223,19 +221,19 @@ class PolledMover:
             logger.exception("the KV transfer thread has died: new transfers are refused")
 
     def _has_work(self) -> bool:
-        return bool(self._flying) or time.monotonic() < self._listen_until
+        return bool(self._in_flight) or time.monotonic() < self._listen_until
 
     def _await_work(self) -> None:
         self._wake.clear()
-        # Whoever brings work sets the event after it: work from before this is seen here.
+        # Work is added before the event is set: work from before `clear` is seen here.
         if not self._stopping and not self._has_work():
             self._wake.wait()
 
     def _round(self) -> bool:
         """Polls everything once. Returns False if the fence is closed."""
         with self._lock:
-            flying = tuple(self._flying)
-        for transfer in flying:
+            transfers = tuple(self._in_flight)
+        for transfer in transfers:
             # One at a time, so that the owner waits for one call at most.
             with self._lock:
                 if not self._alive():

@@ -1,7 +1,7 @@
-"""Scratch memory: where ways between ranks are tried, apart from all blocks.
+"""Scratch memory for link tests, apart from all blocks.
 
-A slot is picked by its writer. Two writers in one slot at a time disturb each other's
-try, which is then repeated in another slot.
+The writer picks a slot. If two writers use one slot at a time, the test is repeated in
+another slot.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ class ScratchMemory(Protocol):
     def region(self) -> Scratch: ...
 
     def fill(self, slot: int, data: bytes) -> None:
-        """From the slot's start on. When it returns, the data can be moved."""
+        """Copies data to the start of the slot. After the return it can be transferred."""
         ...
 
     def read(self, slot: int, length: int) -> bytes: ...
 
 
 class HostScratch:
-    """In this process's DRAM."""
+    """Scratch memory in this process's DRAM."""
 
     def __init__(self, mover: Mover):
         self._bytes = np.zeros((SLOTS, SLOT_BYTES), np.uint8)
@@ -46,10 +46,10 @@ class HostScratch:
 
 
 def pattern(text: str, length: int) -> bytes:
-    """Bytes that no other text gives."""
+    """Returns pseudo-random bytes that depend on `text`."""
     return hashlib.shake_128(text.encode()).digest(length)
 
 
 def pick_slots(text: str, scratch: Scratch, count: int) -> list[int]:
-    """Up to `count` different slots, in an order that follows from `text` alone."""
+    """Returns up to `count` different slots; they depend only on `text`."""
     return random.Random(text).sample(range(scratch.slots), min(count, scratch.slots))

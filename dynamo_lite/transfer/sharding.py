@@ -1,10 +1,10 @@
-"""Who writes what, where two engines spread heads and layers over different ranks. Pure.
+"""Which rank writes which bytes, if two engines split heads and layers differently. Pure.
 
-A *lane* joins one region of a prefill rank to one region of a decode rank; both
-are cut to the heads that this prefill rank brings. Every head of every layer of a
-decode rank comes from exactly one prefill rank; where several hold the same head
-(more ranks than KV heads), decode ranks take turns among them. Where blocks differ in
-size or in the order inside, all lanes between the two engines are staged.
+A *lane* (`ShardMapping`) maps a region of a prefill rank to a region of a decode rank, both
+cut to the heads that this prefill rank writes. Every head of every layer of a decode rank
+comes from exactly one prefill rank. If several hold the same head (more ranks than KV
+heads), they are assigned to the decode ranks in turn. If blocks differ in size or internal
+order, all lanes between the two engines are staged.
 """
 
 import math
@@ -19,33 +19,32 @@ from dynamo_lite.protocol.records import KvRegion, RankMetadata
 
 @dataclass(frozen=True)
 class ShardMapping:
-    """Block i of `local` goes to the block of `remote` that it stands for; same size.
+    """A lane: blocks of `local` are written to blocks of `remote`, of the same size."""
 
-    index: which of the decode rank's regions `remote` is cut from; offset: its
-    first byte in a block of that. heads: the model's that it carries.
-
-    staged: blocks differ, and the bytes of `remote` are put together before they are
-    written (see `transpose.py`); `local` is then all of the prefill rank's region.
-    """
-
+    #: If `staged`, the prefill rank's whole region.
     local: KvRegion
     remote: KvRegion
+    #: Index of the decode rank's region that `remote` is cut from.
     index: int
+    #: First byte of `remote` in a block of that region.
     offset: int
+    #: The model's KV heads that the lane carries.
     heads: range
+    #: Whether blocks differ: the bytes of `remote` are assembled in staging memory before they
+    #: are written (see `transpose.py`).
     staged: bool = False
 
 
-#: (prefill rank, decode rank) -> its lanes in the order of the decode rank's regions;
-#: pairs that have none are absent.
+#: (prefill rank, decode rank) -> their lanes, in the order of the decode rank's regions.
+#: Pairs without lanes are absent.
 Lanes = dict[tuple[int, int], list[ShardMapping]]
 
 
 def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata]) -> Lanes:
-    """All lanes from a prefill engine's ranks to those of the decode engine `peer`.
+    """Returns all lanes from a prefill engine's ranks to those of the decode engine `peer`.
 
-    Raises IncompatiblePeer when some part of the peer's blocks cannot be had here,
-    or when this engine has layers that the peer has not.
+    Raises IncompatiblePeer if this engine cannot provide some part of the peer's blocks, or
+    has layers that the peer does not have.
     """
     holders: dict[tuple[str, int], list[tuple[int, KvRegion]]] = {}
     for rank, metadata in enumerate(own):
@@ -71,17 +70,17 @@ def join(peer: str, own: Sequence[RankMetadata], remote: Sequence[RankMetadata])
 
 
 def writers(lanes: Lanes, remote_rank: int) -> int:
-    """How many ranks write into the decode rank."""
+    """Returns the number of ranks that write to the decode rank."""
     return sum(remote == remote_rank for _, remote in lanes)
 
 
 def heads_of(region: KvRegion) -> range:
-    """The KV heads in each block of the region; one, of its own kind, if it cannot be cut."""
+    """The KV heads in each block of the region; a block that cannot be cut counts as one."""
     return range(region.first_head, region.first_head + region.heads)
 
 
 def cut(region: KvRegion, offset: int, length: int) -> KvRegion:
-    """The region with only these bytes of each block."""
+    """Returns the region with only these bytes of each block."""
     skipped = offset // region.head_bytes if region.head_bytes else 0
     return msgspec.structs.replace(
         region,
@@ -92,7 +91,7 @@ def cut(region: KvRegion, offset: int, length: int) -> KvRegion:
 
 
 def _lane(local: KvRegion, region: KvRegion, index: int, heads: range) -> ShardMapping:
-    """These heads from a prefill rank's region to a decode rank's."""
+    """The lane for these heads, from a prefill rank's region to a decode rank's."""
     remote, offset = region, 0
     if region.head_bytes:
         length = len(heads) * region.head_bytes
@@ -107,7 +106,7 @@ def _lane(local: KvRegion, region: KvRegion, index: int, heads: range) -> ShardM
 
 
 def _all_staged(peer: str, own: Sequence[RankMetadata], lanes: Lanes) -> Lanes:
-    """One write has one count of blocks on each side: so what fits as it is, is staged too."""
+    """Stages all lanes: one write cannot mix blocks of different sizes on a side."""
     tokens = {(lane.local.tokens, lane.remote.tokens) for mine in lanes.values() for lane in mine}
     if len(tokens) > 1:
         raise IncompatiblePeer(
@@ -134,7 +133,7 @@ def _all_staged(peer: str, own: Sequence[RankMetadata], lanes: Lanes) -> Lanes:
 def _sources(
     peer: str, region: KvRegion, rank: int, holders: Sequence[tuple[int, KvRegion]]
 ) -> list[tuple[int, KvRegion, range]]:
-    """The heads of one region of the decode rank `rank`, in runs, and who brings each."""
+    """The heads of one region of the decode rank `rank` in runs, with the source of each."""
     whole = [found for found in holders if _same_block(found[1], region)]
     if whole:
         return [(*whole[rank % len(whole)], heads_of(region))]
@@ -153,7 +152,7 @@ def _sources(
             and (_can_be_cut(local, region) or can_be_staged(local, region))
         ]
         if not having:
-            raise IncompatiblePeer(peer, _odds(region, rank, holders))
+            raise IncompatiblePeer(peer, _difference(region, rank, holders))
         holder, local = having[rank % len(having)]
         if runs and runs[-1][0] == holder:
             runs[-1] = (holder, local, range(runs[-1][2].start, heads.stop))
@@ -162,16 +161,16 @@ def _sources(
     return runs
 
 
-def _odds(region: KvRegion, rank: int, holders: Sequence[tuple[int, KvRegion]]) -> str:
-    here = "; ".join(f"rank {holder}: {_spelled(local)}" for holder, local in holders)
+def _difference(region: KvRegion, rank: int, holders: Sequence[tuple[int, KvRegion]]) -> str:
+    here = "; ".join(f"rank {holder}: {_described(local)}" for holder, local in holders)
     return (
-        f"layer {region.layer}: blocks of its rank {rank} ({_spelled(region)}) cannot be put"
+        f"layer {region.layer}: blocks of its rank {rank} ({_described(region)}) cannot be put"
         f" together from blocks here ({here})"
     )
 
 
 def can_be_staged(local: KvRegion, remote: KvRegion) -> bool:
-    """Whether blocks of `remote` can be put together from the items of `local`'s."""
+    """Whether blocks of `remote` can be assembled from the items of `local`'s blocks."""
     if not local.arrays or len(local.arrays) != len(remote.arrays):
         return False
     unit = math.gcd(local.tokens, remote.tokens)
@@ -188,12 +187,12 @@ def _can_be_cut(local: KvRegion, region: KvRegion) -> bool:
 
 
 def _same_order(local: KvRegion, region: KvRegion) -> bool:
-    """Whether a head's bytes, or a whole block's, are the same; unknown orders were compared
-    by the engines' fingerprints."""
+    """Whether bytes have the same order in a head or a block. Unknown orders are compared in
+    the engines' fingerprints."""
     return (local.tokens, local.arrays) == (region.tokens, region.arrays)
 
 
-def _spelled(region: KvRegion) -> str:
+def _described(region: KvRegion) -> str:
     text = f"{region.block_bytes} bytes that cannot be cut, from head {region.first_head} on"
     if region.head_bytes:
         heads = heads_of(region)

@@ -1,10 +1,10 @@
-"""KV laid out for blocks of another size or order: what goes where. Pure.
+"""The layout of staged KV, for blocks of another size or order. Pure.
 
-A prefill rank puts the bytes of a decode rank's blocks together in a *slot* of its
-staging memory, lane behind lane and in each of them block behind block, and writes
-from there. All positions in a slot are made once per peer. What changes from write to
-write is where the tokens are: in *units*, the largest runs of tokens that no block
-boundary of either side cuts (the greatest common divisor of the two block sizes).
+A prefill rank assembles the bytes of a decode rank's blocks in a *slot* of its staging
+memory, lane after lane and block after block in each, and writes from there. All positions
+in a slot are computed once per peer. Each write only determines where its tokens are, in
+*units*: the largest runs of tokens that no block boundary of either side cuts (the greatest
+common divisor of the two block sizes).
 """
 
 import math
@@ -17,19 +17,18 @@ import numpy.typing as npt
 from dynamo_lite.protocol.records import KvArray, KvRegion
 from dynamo_lite.transfer.sharding import ShardMapping
 
-#: The widest words that copies are made of.
+#: The widest word of a copy.
 _WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an array lies: an address (or a position in a slot) and strides, in bytes.
+    """Where an array lies, as a start and strides in bytes."""
 
-    unit: from one unit of tokens to the next within a block.
-    """
-
+    #: An address, or a position in a slot.
     start: int
     block: int
+    #: From one unit of tokens to the next within a block.
     unit: int
     head: int
     group: int
@@ -38,12 +37,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Move:
-    """One array of one lane: `source` in this rank's KV, `target` in a slot.
+    """One array of one lane; each unit has heads x groups x items of item_bytes."""
 
-    Each unit has heads x groups x items of item_bytes.
-    """
-
+    #: In this rank's KV.
     source: Place
+    #: In a slot.
     target: Place
     heads: int
     groups: int
@@ -53,18 +51,18 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a peer's blocks are put together in a slot.
+    """How a peer's blocks are assembled in a slot."""
 
-    capacity: blocks of the peer per slot. regions: by lane, where these blocks lie in a
-    slot at 0. local_tokens, target_tokens: per block here and there. word_bytes: divides
-    every number in the moves.
-    """
-
+    #: Blocks of the peer per slot.
     capacity: int
+    #: Where these blocks lie in a slot at address 0, by lane.
     regions: list[KvRegion]
     moves: list[Move]
+    #: Tokens per block of this rank.
     local_tokens: int
+    #: Tokens per block of the peer.
     target_tokens: int
+    #: Divides every number in the moves.
     word_bytes: int
 
     @property
@@ -78,23 +76,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a write, in the order of its tokens.
+    """The units of a write, in the order of its tokens."""
 
-    blocks, units: where each one lies here. padding: units behind them, which the
-    prompt does not reach; their bytes become zero.
-    """
-
+    #: This rank's block of each unit.
     blocks: npt.NDArray[np.int64]
+    #: Its number within that block.
     units: npt.NDArray[np.int64]
+    #: Further units after the end of the prompt; their bytes become zero.
     padding: int
 
 
 def slot_layout(lanes: Sequence[ShardMapping], slot_bytes: int) -> Layout:
-    """For staged lanes, into one rank or several. Raises ValueError where no block fits."""
+    """Lays out staged lanes to one or several ranks. Raises ValueError if no block fits."""
     block_bytes = sum(lane.remote.block_bytes for lane in lanes)
     capacity = slot_bytes // block_bytes
     if capacity == 0:
-        raise ValueError(f"{block_bytes} bytes for a block, {slot_bytes} in a slot")
+        raise ValueError(f"a block needs {block_bytes} bytes, a slot has only {slot_bytes}")
     here, there = lanes[0].local.tokens, lanes[0].remote.tokens
     unit = math.gcd(here, there)
     at = 0
@@ -120,10 +117,10 @@ def slot_layout(lanes: Sequence[ShardMapping], slot_bytes: int) -> Layout:
 
 
 def units_of(layout: Layout, local_ids: Sequence[int], skip_tokens: int, count: int) -> Units:
-    """Where the tokens of `count` blocks of the peer lie in these blocks here.
+    """Returns where the tokens of `count` blocks of the peer lie in this rank's blocks.
 
-    skip_tokens: how many tokens of local_ids[0] come before them. Raises ValueError when
-    they do not begin at a unit, or have no token here at all in their last block.
+    skip_tokens: number of tokens of local_ids[0] before them. Raises ValueError if they do not
+    begin at a unit, or if their last block has no token in `local_ids`.
     """
     unit = layout.unit_tokens
     per_block = layout.local_tokens // unit

@@ -1,8 +1,8 @@
 """Which of vLLM's arguments a section of the configuration may have.
 
-`vllm serve` takes them all in one process. Here the front half and the engine are processes
-of their own, so that some arguments would be read by nobody where they are written. Those
-are refused, with what to do: no argument is accepted that does nothing.
+`vllm serve` takes all arguments in one process. Here vLLM's front half and its engine are
+separate processes, so an argument has no effect in the wrong section. Such arguments are
+refused with advice: no argument without an effect is accepted.
 """
 
 import argparse
@@ -10,8 +10,8 @@ from typing import Literal
 
 Kind = Literal["engine", "frontend"]
 
-_ENGINES = "nothing reads it in this section: set it in the sections of the workers"
-_FRONTENDS = "nothing reads it in this section: set it in the section of the Frontend"
+_ENGINES = "it has no effect in this section: set it in the sections of the workers"
+_FRONTENDS = "it has no effect in this section: set it in the section of the Frontend"
 _ONE_PROCESS = "there is one Frontend process, and the workers are ServiceArgs.workers"
 _NO_LORA = "LoRA adapters are not served here; remove it"
 _NO_GRPC = "gRPC is not served here; remove it"
@@ -28,7 +28,7 @@ _ENGINE_GROUPS = frozenset(
         *("ObservabilityConfig", "VllmConfig"),
     }
 )
-#: What the front half of vLLM reads of these groups.
+#: Arguments of these groups that vLLM's front half reads.
 _READ_IN_FRONT = frozenset(
     {
         *("stream-interval", "max-num-queued-reqs", "max-num-queued-tokens"),
@@ -93,7 +93,7 @@ _ENGINE = {
 
 
 def refusal(kind: Kind, key: str, group: str) -> str:
-    """Why the section of such a service may not have the argument; "" when it may.
+    """Returns why a section of this kind may not have the argument; "" if it may.
 
     key: in kebab-case. group: the title of its group in vLLM's parser.
     """
@@ -111,7 +111,7 @@ def refusal(kind: Kind, key: str, group: str) -> str:
 
 
 def groups_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The group's title of each argument in kebab-case."""
+    """Maps each argument in kebab-case to the title of its group."""
     return {
         option.removeprefix("--"): group.title or ""
         for group in parser._action_groups

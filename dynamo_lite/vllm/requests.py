@@ -1,7 +1,7 @@
-"""vLLM's engine requests to messages at the Frontend, and back at the engine's door.
+"""Converts vLLM's engine requests to messages at the Frontend, and back at the worker.
 
-What would break an engine's step is refused here: the engine's process serves
-everybody, and an exception in its loop ends it.
+It refuses requests that would break an engine's step: an exception there ends the engine's
+process with all its requests.
 """
 
 import time
@@ -20,7 +20,7 @@ from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, Logp
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane import MAX_REQUEST_ID
-from dynamo_lite.vllm.migratable import is_causal, movable
+from dynamo_lite.vllm.migratable import is_causal, migration_plan
 from dynamo_lite.vllm.wire import (
     KV_TRANSFER_PARAMS,
     sampling_from_bytes,
@@ -35,11 +35,10 @@ def generate_request(
     *,
     causal: bool = True,
 ) -> tuple[GenerateRequest, Plan]:
-    """The message, and how it goes on when its worker is lost.
+    """Returns the message, and how it can be migrated if its worker is lost.
 
-    timeout_s: what is left of its time. session: see `GenerateRequest`. causal: whether
-    the model is.
-    Raises VLLMValidationError for what cannot travel.
+    timeout_s: time left. session: see `GenerateRequest`. causal: see `is_causal`.
+    Raises VLLMValidationError for a request that is not supported or cannot be encoded.
     """
     params = _sampling(request)
     try:
@@ -60,11 +59,11 @@ def generate_request(
         timeout_s=timeout_s,
         session=session,
     )
-    return message, movable(params, causal=causal)
+    return message, migration_plan(params, causal=causal)
 
 
 def canary(request_id: str, timeout_s: float, *, max_tokens: int) -> GenerateRequest:
-    """A request that any model can take: too short for its prompt to be cached, or handed over."""
+    """A request for any model. Its prompt is too short to be cached or prefilled remotely."""
     params = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
     )
@@ -79,7 +78,7 @@ def canary(request_id: str, timeout_s: float, *, max_tokens: int) -> GenerateReq
 
 
 def _sampling(request: EngineCoreRequest) -> SamplingParams:
-    """Of a request of the kind that is served here."""
+    """The sampling parameters of a supported request. Raises VLLMValidationError."""
     params = request.sampling_params
     if params is None or request.pooling_params is not None:
         raise VLLMValidationError("Only text generation is served here")
@@ -94,7 +93,7 @@ def _sampling(request: EngineCoreRequest) -> SamplingParams:
             f"The request id may have at most {MAX_REQUEST_ID} characters",
             parameter="request_id",
         )
-    # -1 stands for the vocabulary, which the worker knows; see `generation`.
+    # -1 means the whole vocabulary; only the worker knows its size, see `generation`.
     if (asked := params.prompt_logprobs or 0) > 0:
         tokens = len(request.prompt_token_ids or ())
         if too_many := _too_many_logprobs(tokens, asked):
@@ -103,7 +102,7 @@ def _sampling(request: EngineCoreRequest) -> SamplingParams:
 
 
 def _too_many_logprobs(tokens: int, asked: int) -> str | None:
-    """Why log-probabilities of `asked` candidates for each prompt token cannot be sent."""
+    """Why log-probabilities of `asked` candidates per prompt token are too large to be sent."""
     size = LogprobRows.size_of(tokens, asked + 1)
     if size <= MAX_DELTA_BYTES:
         return None
@@ -116,12 +115,12 @@ def _too_many_logprobs(tokens: int, asked: int) -> str | None:
 def generation(
     request: GenerateRequest, model: ModelConfig, *, timed: bool = False
 ) -> EngineCoreRequest:
-    """Raises Refused when this model cannot take the request.
+    """Converts a message for the engine. Raises Refused if this model cannot take it.
 
-    timed: the engine has a connector, which shall know the request's time limit.
+    timed: the engine has a connector, which gets the request's deadline.
 
-    Tokens that were generated elsewhere become the end of the prompt, and the
-    limits shrink by their number: the engine goes on where the other one was.
+    For a migrated request, tokens that another engine has generated become the end of the
+    prompt, and the limits shrink by their number.
     """
     try:
         sampling = sampling_from_bytes(request.sampling)
@@ -146,7 +145,7 @@ def generation(
             )
         prompt = prompt + request.output_token_ids
         _check_prompt(prompt, model)
-        _go_on_after(len(request.output_token_ids), sampling)
+        _continue_after(len(request.output_token_ids), sampling)
     if timed and (limit := time_limit(request.timeout_s, time.monotonic())) is not None:
         sampling.extra_args = {**(sampling.extra_args or {}), KV_TRANSFER_PARAMS: limit}
     return EngineCoreRequest(
@@ -170,7 +169,7 @@ def generation(
 def prefill(
     job: RemotePrefillRequest, target: EngineMetadata, forget: list[str], model: ModelConfig
 ) -> EngineCoreRequest:
-    """A job as a one-token request; its transfer parameters reach the connector.
+    """Converts a job to a one-token request with parameters for the connector.
 
     forget: decode engines that have left. Raises Refused.
     """
@@ -197,15 +196,15 @@ def prefill(
     )
 
 
-def _go_on_after(generated: int, sampling: SamplingParams) -> None:
-    """`sampling` for the rest of a request that has `generated` tokens already.
+def _continue_after(generated: int, sampling: SamplingParams) -> None:
+    """Adapts `sampling` for a request that has `generated` tokens already.
 
-    What is asked about the prompt was answered with the first of them.
+    Log-probabilities of the prompt were sent with the first of them.
     """
     assert sampling.max_tokens is not None
     if generated >= sampling.max_tokens:
         raise Refused(
-            f"all {sampling.max_tokens} tokens are there: {generated} were generated elsewhere",
+            f"no tokens left: {generated} of {sampling.max_tokens} were generated by other engines",
             elsewhere=False,
         )
     sampling.max_tokens -= generated
@@ -214,7 +213,7 @@ def _go_on_after(generated: int, sampling: SamplingParams) -> None:
         sampling.prompt_logprobs = None
         sampling.prompt_logprob_token_ids = None
         sampling.prompt_logprob_start = None
-        # vLLM computes such prompts anew; for this reason there is none any more.
+        # vLLM sets this for prompts with log-probabilities, which are not needed any more.
         sampling.skip_reading_prefix_cache = False
 
 

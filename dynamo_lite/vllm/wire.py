@@ -1,8 +1,8 @@
-"""vLLM's engine types to wire messages and back, for both ends of a token stream.
+"""Converts vLLM's engine types to wire messages and back, at both ends of a token stream.
 
-The decode worker turns each `EngineCoreOutput` into a `TokenDelta`; the frontend
-turns it back, so that vLLM's own output processor runs there. Sampling
-parameters travel as msgpack of vLLM's own struct, typed on decode.
+The decode worker converts each `EngineCoreOutput` to a `TokenDelta`. The Frontend converts
+it back for vLLM's own output processor. Sampling parameters are sent as msgpack of vLLM's
+own struct, and validated when decoded.
 """
 
 import time
@@ -26,20 +26,20 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import LogprobRows, PrefillCounts, TokenDelta
 
-#: The key of `extra_args` that reaches a KV connector: never a client's to set.
+#: The key of `extra_args` that reaches a KV connector. Clients must not set it.
 KV_TRANSFER_PARAMS = "kv_transfer_params"
-#: Nor what makes KV events say more than what has changed.
-_NOT_A_CLIENTS = frozenset({KV_TRANSFER_PARAMS, "kv_cache_report_mode"})
+#: Clients must not set the mode of KV events either: routers need only the changes.
+_RESERVED = frozenset({KV_TRANSFER_PARAMS, "kv_cache_report_mode"})
 
 _FINISH_REASONS = {name: FinishReason(i) for i, name in enumerate(FINISH_REASON_STRINGS)}
 
 
 def _unsupported(value: Any) -> Any:
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
 
 
 def _undecodable(wanted: type, value: Any) -> Any:
-    raise ValueError(f"{wanted.__name__} does not travel")
+    raise ValueError(f"{wanted.__name__} cannot be sent")
 
 
 _sampling_encoder = msgspec.msgpack.Encoder(enc_hook=_unsupported)
@@ -47,45 +47,45 @@ _sampling_decoder = msgspec.msgpack.Decoder(SamplingParams, dec_hook=_undecodabl
 
 
 def sampling_to_bytes(params: SamplingParams) -> bytes:
-    """Raises ProtocolError when a parameter cannot travel (an array, an object, half of a
+    """Raises ProtocolError if a parameter cannot be encoded (an array, an object, half of a
     surrogate pair).
 
-    `kv_transfer_params` are left out: a client must not steer block writes.
+    Drops `kv_transfer_params`: a client must not control block writes.
     """
     try:
-        return _sampling_encoder.encode(_without_steering(params))
+        return _sampling_encoder.encode(_without_reserved(params))
     except (NotImplementedError, TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise ProtocolError(f"sampling parameters: {exc}") from exc
 
 
 def sampling_from_bytes(data: bytes) -> SamplingParams:
-    """Raises ProtocolError when `data` is not valid sampling parameters.
+    """Raises ProtocolError if `data` is not valid sampling parameters.
 
-    `kv_transfer_params` are dropped here too, because anybody on the subject may
-    have sent them; the engine that runs the request sets its own.
+    Drops `kv_transfer_params` here, too: any client of NATS may have sent them. The worker
+    sets its own afterwards.
     """
     try:
         params = _sampling_decoder.decode(data)
     except (msgspec.DecodeError, VLLMError, TypeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"malformed sampling parameters: {exc}") from exc
-    return _without_steering(params)
+    return _without_reserved(params)
 
 
-def _without_steering(params: SamplingParams) -> SamplingParams:
+def _without_reserved(params: SamplingParams) -> SamplingParams:
     extra = params.extra_args
-    if not extra or _NOT_A_CLIENTS.isdisjoint(extra):
+    if not extra or _RESERVED.isdisjoint(extra):
         return params
-    kept = {key: value for key, value in extra.items() if key not in _NOT_A_CLIENTS}
+    kept = {key: value for key, value in extra.items() if key not in _RESERVED}
     params = params.clone()
     params.extra_args = kept or None
     return params
 
 
 def delta_from_output(output: EngineCoreOutput, timestamp: float | None = None) -> TokenDelta:
-    """The wire form of one engine output.
+    """Converts one engine output.
 
-    timestamp: `EngineCoreOutputs.timestamp` of the step (the engine's monotonic
-    clock); now when left out.
+    timestamp: `EngineCoreOutputs.timestamp` of the step (the engine's monotonic clock);
+    default now.
     """
     reason = output.finish_reason
     stats = output.prefill_stats
@@ -105,11 +105,10 @@ def delta_from_output(output: EngineCoreOutput, timestamp: float | None = None) 
 
 
 def output_from_delta(delta: TokenDelta, now: float) -> EngineCoreOutput:
-    """What the engine said, for vLLM's output processor.
+    """Converts a delta for vLLM's output processor.
 
-    now: this process's monotonic clock, to which the engine's waiting and
-    prefill times are related. Raises ProtocolError for an unknown finish reason
-    or logprobs whose sizes do not add up.
+    now: this process's monotonic clock; the engine's times are made relative to it. Raises
+    ProtocolError for an unknown finish reason or logprobs of inconsistent size.
     """
     output = EngineCoreOutput(request_id=delta.request_id, new_token_ids=delta.token_ids)
     if delta.finish_reason is not None:
@@ -123,7 +122,7 @@ def output_from_delta(delta: TokenDelta, now: float) -> EngineCoreOutput:
     if delta.logprobs is not None:
         output.new_logprobs = LogprobsLists(*_arrays(delta.logprobs))
     if delta.prompt_logprobs is not None:
-        # Copied: torch wants writable memory.
+        # Copied: torch needs writable memory.
         ids, logprobs, ranks = (
             torch.from_numpy(array.copy()) for array in _arrays(delta.prompt_logprobs)
         )

@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from dynamo_lite.disagg.messages import WorkerReport
-from dynamo_lite.vllm.engine import connector
-from dynamo_lite.vllm.engine.carried import ReportMetadata
+from dynamo_lite.vllm.engine import kv_memory
 from dynamo_lite.vllm.engine.connector import DynamoLiteConnector, _is_transferable
+from dynamo_lite.vllm.engine.connector_types import ReportMetadata
 
 PLAIN = {
     "skip_reading_prefix_cache": False,
@@ -53,7 +53,7 @@ def test_the_ranks_failures_are_joined():
     ],
 )
 def test_the_layout_that_transfers_like_best(monkeypatch, cuda, mla, block_size, wish):
-    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
+    monkeypatch.setattr(kv_memory, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
     config = SimpleNamespace(
         model_config=SimpleNamespace(use_mla=mla),
         cache_config=SimpleNamespace(block_size=block_size),

@@ -284,7 +284,7 @@ async def test_after_a_failed_write_the_way_is_tried_before_it_is_used_again(rig
     assert await rig.peer_links.usable(target) is None
     await rig.recorded("d1", ok=True)
     rig.engine.findings["d1"] = [LinkReport("rank 0: connection reset")]
-    rig.peer_links.doubt("d1")
+    rig.peer_links.retest("d1")
     assert await rig.peer_links.usable(target) == "rank 0: connection reset"
     await rig.recorded("d1", ok=False)
 
@@ -348,7 +348,7 @@ async def test_the_start_waits_only_so_long_for_a_store_that_is_away(
     rig.store.set_available(False)
     rig.host.spawn(rig.peer_links.run(), "peer_links")
     assert await rig.peer_links.first_tries(0.05) == []
-    assert "were not listed within 0.05 s" in caplog.text
+    assert "the store did not list decode engines within 0.05 s" in caplog.text
     rig.store.set_available(True)
 
 

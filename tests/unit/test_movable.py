@@ -15,7 +15,7 @@ from vllm.sampling_params import (
 )
 
 from dynamo_lite.policy.migration import Continue, Replay, Stay
-from dynamo_lite.vllm.migratable import facts, is_causal, movable
+from dynamo_lite.vllm.migratable import facts, is_causal, migration_plan
 
 GRAMMAR = StructuredOutputsParams(json={"type": "object"})
 
@@ -60,7 +60,7 @@ def bad_words(*words: list[int]) -> SamplingParams:
     ids=str,
 )
 def test_how_a_request_goes_on(params: SamplingParams, kind: type):
-    assert isinstance(movable(params), kind), facts(params)
+    assert isinstance(migration_plan(params), kind), facts(params)
 
 
 def test_each_of_several_choices_has_a_seed_of_its_own():
@@ -72,7 +72,7 @@ def test_each_of_several_choices_has_a_seed_of_its_own():
     parent = ParentRequest(core_request(SamplingParams(temperature=1, n=3, seed=7)))
     children = [parent.get_child_info(index)[1] for index in range(3)]
     assert [child.seed for child in children] == [7, 8, 9]
-    assert all(isinstance(movable(child), Replay) for child in children)
+    assert all(isinstance(migration_plan(child), Replay) for child in children)
 
 
 def model(*architectures: str, is_diffusion: bool = False) -> Any:
@@ -100,5 +100,5 @@ def test_every_architecture_with_prefix_lm_layers_is_known():
 
 
 def test_tokens_of_a_model_that_is_not_causal_never_become_a_prompt():
-    assert isinstance(movable(SamplingParams(temperature=0), causal=False), Replay)
-    assert isinstance(movable(SamplingParams(temperature=1), causal=False), Stay)
+    assert isinstance(migration_plan(SamplingParams(temperature=0), causal=False), Replay)
+    assert isinstance(migration_plan(SamplingParams(temperature=1), causal=False), Stay)

@@ -51,7 +51,7 @@ BLOCK, POOL = 4, 16
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(jobs, "_RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr(claims, "_TELL_S", 0.1)
+    monkeypatch.setattr(claims, "_REPORT_S", 0.1)
     monkeypatch.setattr(jobs, "_BROKER_PAUSE_S", 0.01)
     monkeypatch.setattr(jobs, "_LEFT_DELAY_S", 0.01)
 
@@ -451,7 +451,7 @@ async def test_a_used_up_job_stays_until_its_engine_can_be_told():
 
 
 async def test_an_end_waits_for_the_broker_before_it_is_told(monkeypatch):
-    monkeypatch.setattr(claims, "_TELL_S", 10.0)
+    monkeypatch.setattr(claims, "_REPORT_S", 10.0)
     async with working() as rig:
         rig.engine.holds = True
         await rig.push(job())
@@ -498,7 +498,7 @@ async def test_a_job_of_another_version_is_told_to_its_engine():
         await rig.push(job(wire_version=WIRE_VERSION + 1))
         await rig.answered("term")
         assert rig.told == [("a1", "failed")]
-        assert f"wire version {WIRE_VERSION + 1} is not spoken" in rig.done[0].detail
+        assert f"unsupported wire version {WIRE_VERSION + 1}:" in rig.done[0].detail
         assert rig.claims == []
 
 
@@ -714,7 +714,7 @@ class ScriptedLinks:
         self.times -= 1
         return self.why_not if self.times >= 0 else None
 
-    def doubt(self, engine_id: str) -> None:
+    def retest(self, engine_id: str) -> None:
         self.doubted.append(engine_id)
 
 

@@ -430,7 +430,7 @@ def test_a_rank_says_whom_it_does_not_know(prefill, decode):
     prefill.rank.results()
     report = prefill.rank.report()
     assert report is not None and report.unknown == {"e1"}
-    assert "was not told of it" in report.failures["a1"]
+    assert "this rank has no metadata of it" in report.failures["a1"]
     assert prefill.rank.report() is None
 
 

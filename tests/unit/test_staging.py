@@ -163,7 +163,7 @@ def test_a_write_waits_for_a_slot_and_then_goes():
         pair.expect(name)
         pair.step(write(0, 1, attempt=name))
     assert pair.free_slots == 0
-    flying = {name: len(pair.prefill._attempts[name].flying) for name in names}
+    flying = {name: len(pair.prefill._attempts[name].in_flight) for name in names}
     assert flying == {**dict.fromkeys(names, 1), names[-1]: 0}
     pair.mover.stuck = False
     for name in names:
@@ -201,7 +201,7 @@ def test_what_is_written_again_follows_what_was_under_way():
     pair.step(write(0, 1))
     pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
     pair.step(write(0, 1))
-    assert len(pair.prefill._attempts["a1"].flying) == 1
+    assert len(pair.prefill._attempts["a1"].in_flight) == 1
     pair.mover.stuck = False
     pair.step(write(1, 3), ended=True)
     pair.prefill.results()
@@ -256,7 +256,7 @@ def test_a_write_that_waits_for_its_copy_is_not_started(monkeypatch):
 def test_without_staging_memory_the_peer_is_refused():
     pair = Pair(staged=False)
     pair.step(write(0, 3), ended=True)
-    assert "nothing can be staged here" in pair.failures()["a1"]
+    assert "this rank has no staging memory" in pair.failures()["a1"]
 
     def none_left(size):
         raise RuntimeError("out of memory")

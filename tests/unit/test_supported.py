@@ -24,7 +24,13 @@ from dynamo_lite.disagg.engine_config import PrefillEngineConfig, PrefillOptions
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine import supported
-from dynamo_lite.vllm.engine.supported import check_args, check_config, check_kv, hearing, telling
+from dynamo_lite.vllm.engine.supported import (
+    check_args,
+    check_config,
+    check_kv,
+    refusal_recorded,
+    refusal_reported,
+)
 
 BLOCK = 32
 SHAPE: dict[str, Any] = {
@@ -129,7 +135,7 @@ def test_an_ordinary_engine_is_supported():
     [
         ({"model": {"is_hybrid": True}}, "some/model: it has layers with a state per request"),
         ({"model": {"is_attention_free": True}}, "some/model: it has layers with a state"),
-        ({"model": {"is_encoder_decoder": True}}, "some/model: an encoder's output"),
+        ({"model": {"is_encoder_decoder": True}}, "some/model: each prompt has an encoder's"),
         ({"model": {"is_diffusion": True}}, "some/model: it is a diffusion model"),
         ({"parallel": {"data_parallel_size": 3}}, "(ServiceArgs.workers: 3)"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "decode-context-parallel-size"),
@@ -189,8 +195,8 @@ def test_layers_are_streamed_only_where_each_one_is_told():
 )
 def test_the_component_hears_why_its_engine_gave_up(tmp_path: Path, why: Exception):
     link = tmp_path / "PrefillWorker-0.engine.json"
-    with pytest.raises(StartupError, match=str(why)), hearing(link):
-        with pytest.raises(type(why)), telling(link):
+    with pytest.raises(StartupError, match=str(why)), refusal_reported(link):
+        with pytest.raises(type(why)), refusal_recorded(link):
             raise why
         raise RuntimeError("Engine core initialization failed")
     assert list(tmp_path.iterdir()) == []
@@ -198,16 +204,19 @@ def test_the_component_hears_why_its_engine_gave_up(tmp_path: Path, why: Excepti
 
 def test_other_ends_are_told_as_they_are_whatever_an_earlier_start_has_left(tmp_path: Path):
     link = tmp_path / "PrefillWorker-0.engine.json"
-    with pytest.raises(ValueError, match="old"), telling(link):
+    with pytest.raises(ValueError, match="old"), refusal_recorded(link):
         raise ValueError("old")
-    with pytest.raises(RuntimeError, match="out of memory"), hearing(link):
+    with pytest.raises(RuntimeError, match="out of memory"), refusal_reported(link):
         raise RuntimeError("out of memory")
 
 
 def test_a_rank_that_cannot_read_its_link_says_where_and_why(tmp_path: Path):
     link = tmp_path / "VllmWorker-0.engine.json"
-    with pytest.raises(StartupError, match="must be on the host of its component"), hearing(link):
-        with pytest.raises(StartupError, match=f"{link}: No such file"), telling(link):
+    with (
+        pytest.raises(StartupError, match="must be on the host of its component"),
+        refusal_reported(link),
+    ):
+        with pytest.raises(StartupError, match=f"{link}: No such file"), refusal_recorded(link):
             read_engine_config(str(link))
         raise RuntimeError("Engine core initialization failed")
 
@@ -216,6 +225,6 @@ def test_the_reason_is_raised_also_where_it_cannot_be_left(tmp_path: Path):
     """On another host there is no folder for it."""
     with (
         pytest.raises(StartupError, match="cannot read its configuration"),
-        telling(link := tmp_path / "elsewhere" / "VllmWorker-0.engine.json"),
+        refusal_recorded(link := tmp_path / "elsewhere" / "VllmWorker-0.engine.json"),
     ):
         read_engine_config(str(link))

@@ -1,4 +1,4 @@
-"""Asking for a claim, again where there is no answer: an engine in a long step answers late."""
+"""Requests a claim, with retries after a timeout: an engine in a long step answers late."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from dynamo_lite.protocol.errors import DeadlineExceeded, Unavailable
 from dynamo_lite.protocol.prefill import Claim, ClaimRefused, Granted, decode_claim_reply
 from dynamo_lite.runtime.messaging import Messaging
 
-#: With 2 s each it is about as long as an engine that does not answer is taken to work.
+#: With 2 s each, about the time after which an engine counts as unresponsive.
 TRIES = 3
 
 
@@ -21,14 +21,13 @@ async def ask(
     timeout_s: float,
     wanted: Callable[[], bool] = lambda: True,
 ) -> Granted | ClaimRefused:
-    """The answer of the decode engine. timeout_s: of each try. wanted: whether the claim still
-    is; if not, there is no further try.
+    """Returns the decode engine's reply. timeout_s: for each try. wanted: whether the claim is
+    still wanted; if not, it is not tried again.
 
-    All tries are the same claim: the engine grants it again to whoever holds it. Raises
-    NoResponders: it was not granted. Raises DeadlineExceeded, BrokerUnavailable or
-    ProtocolError: it may have been granted, and must be taken back. A refusal that follows a
-    try without an answer raises DeadlineExceeded: that try may have been granted, and
-    withdrawn since.
+    All tries send the same claim; the engine grants a claim again to the worker that holds it.
+    Raises NoResponders if it was not granted. Raises DeadlineExceeded, BrokerUnavailable or
+    ProtocolError if it may have been granted: the caller must give it back. A refusal after a
+    try that timed out raises DeadlineExceeded: that try may have been granted and withdrawn.
     """
     unanswered: DeadlineExceeded | None = None
     for tried in range(TRIES):

@@ -1,4 +1,4 @@
-"""What a prefill worker says to decode engines about its jobs: claims, and how they ended."""
+"""A prefill worker's messages to decode engines about its jobs: claims and outcomes."""
 
 import logging
 from collections.abc import Callable
@@ -25,21 +25,19 @@ from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
 
-#: For one answer; see `claiming.ask`.
+#: Timeout of one try; see `claiming.ask`.
 _CLAIM_S = 2.0
-#: How long the end of a job waits for the broker.
-_TELL_S = 5.0
+#: How long the report of an outcome waits for the broker.
+_REPORT_S = 5.0
 #: Two hosts' wall clocks that differ by more than this are reported.
 _CLOCK_SKEW_S = 5.0
 
 
 class Claims:
-    """held: attempt -> number of its claim, of every claim that was sent and may have been
-    granted, until its job is over.
+    """Sends claims and reports how attempts ended.
 
-    A job may come to this worker again, but only one delivery of it is worked on at a time,
-    and each claim has a higher number than all before. So the end of a delivery holds for all
-    claims made so far.
+    A job may be delivered to this worker again, but only one delivery of it runs at a time,
+    and claim numbers increase. So the report of an end holds for all claims made so far.
     """
 
     def __init__(
@@ -62,16 +60,19 @@ class Claims:
             f" more than {_CLOCK_SKEW_S:g} s",
             registry=registry,
         )
+        #: Attempt -> number of its claim, for claims that were sent and may be granted. The
+        #: caller of `ask` removes an attempt when its job is over.
         self.held: dict[str, int] = {}
         self._number = 0
 
     async def ask(
         self, request: RemotePrefillRequest, held_s: float, wanted: Callable[[], bool]
     ) -> ClaimRefused | None:
-        """None when granted. The caller takes the attempt out of `held` when its job is over.
+        """Returns None if the claim was granted.
 
-        held_s: since the job was pulled. wanted: see `claiming.ask`. Raises NoResponders: not
-        granted; DeadlineExceeded, BrokerUnavailable or ProtocolError: it may have been granted.
+        held_s: seconds since the job was pulled. wanted: see `claiming.ask`. Raises NoResponders
+        if it was not granted; DeadlineExceeded, BrokerUnavailable or ProtocolError if it may
+        have been.
         """
         self._number += 1
         self.held[request.attempt] = number = self._number
@@ -95,18 +96,18 @@ class Claims:
         self._compare_clocks(request.engine_id, answer, asked_wall, self._now() - asked)
         return None
 
-    async def tell_end(
+    async def report_end(
         self,
         engine_id: str,
         request_id: str | None,
         ended: AttemptOutcome,
         granted: float | None = None,
     ) -> bool:
-        """From here on no write of this attempt by the claims so far comes from this worker.
+        """Promises that this worker writes nothing more of the attempt under its claims so far.
 
-        Waits a few seconds for the broker. Returns whether the message was sent. It may get
-        lost after that; then the engine waits until its own deadline. request_id: where it is
-        known, for the log. granted: when its claim was.
+        Waits a few seconds for the broker. Returns whether the message was sent. If it is lost
+        after that, the engine waits for its own deadline. request_id: for the log, if known.
+        granted: when the claim was granted, by the monotonic clock.
         """
         took_s = None
         if granted is not None and ended.written_at is not None:
@@ -119,19 +120,19 @@ class Claims:
         )
         subject = names.writer_done_subject(self._namespace, engine_id)
         try:
-            await self._messaging.wait_connected(_TELL_S)
+            await self._messaging.wait_connected(_REPORT_S)
             await self._messaging.publish(subject, encode_sealed(done))
         except Unavailable as exc:
             about = request_id, ended.attempt, exc
-            logger.warning("request %s: attempt %s: its end is not told: %s", *about)
+            logger.warning("request %s: attempt %s: could not report its end: %s", *about)
             return False
         return True
 
     def _compare_clocks(
         self, engine_id: str, granted: Granted, asked_wall: float, round_trip_s: float
     ) -> None:
-        """Reports hosts whose clocks differ. Nothing in the protocol depends on them; logs,
-        traces and whoever reads a job's deadline do."""
+        """Warns if the two hosts' wall clocks differ. The protocol does not depend on them; logs,
+        traces and people who read a job's deadline do."""
         if granted.granted_at is None:
             return
         ahead_s = granted.granted_at - (asked_wall + round_trip_s / 2)

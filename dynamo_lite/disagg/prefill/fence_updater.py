@@ -1,9 +1,9 @@
-"""Until when a prefill worker's engine may write, kept in the lease's fence.
+"""Extends the fence: the deadline until which a prefill worker's engine may write.
 
-While the worker serves, that is as long as its lease certainly lives. A worker
-that was asked to leave finishes what it has claimed, but its keys no longer
-vouch for it: it promises each decode engine to stay, a few seconds at a time,
-and never lets its engine write past a promise that was accepted.
+While the worker serves, the fence is open as long as its lease certainly lives. A worker
+that is leaving finishes its claimed jobs after its keys are gone: it promises each decode
+engine to stay for a few seconds at a time, and its engine writes only until the end of the
+last promise that all of them accepted.
 """
 
 import asyncio
@@ -30,29 +30,32 @@ _PROMISE_S = 3.0
 
 
 class FenceUpdater:
-    """leaving: set it when the worker begins to leave. closed: the engine never may write
-    again. jobs: None until there can be any."""
+    """Runs `keep` for the whole life of a prefill worker."""
 
     def __init__(self, host: Host, fence: Fence):
         self._host, self._fence, self._now = host, fence, host.clock.boottime
         self._open_until = 0.0
-        self.leaving, self.closed = asyncio.Event(), asyncio.Event()
+        #: Set by the worker when it begins to leave.
+        self.leaving = asyncio.Event()
+        #: Set by `keep` when the fence is closed for good.
+        self.closed = asyncio.Event()
+        #: Set by the worker before it pulls jobs.
         self.jobs: PrefillJobs | None = None
 
     async def keep(self) -> None:
         lease = self._host.lease
         while lease.loss is None and not self.leaving.is_set():
             if 0.0 < self._open_until <= self._now():
-                # This event loop has stalled for the lease's time-to-live. The lease lives on in
-                # its thread, but decode engines may have taken this worker for dead since.
+                # This event loop has stalled for the lease's time-to-live. The lease's thread has
+                # kept the lease, but decode engines may have treated this worker as dead.
                 for request, _ in self._claimed():
-                    await self._abandon(request, "this worker stood still for too long")
+                    await self._abandon(request, "this worker's event loop stalled for too long")
             self._open(lease.remaining_s())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(lease.ttl_s / 10):
                     await self.leaving.wait()
-        # Decode engines give back what nobody promised them in time; what is written after
-        # that lands in blocks of others, also when the next promise is heard.
+        # Without a promise in time a decode engine releases the blocks. Later writes would land in
+        # other requests' blocks, even if the next promise arrives.
         while lease.loss is not LeaseLoss.EXPIRED and self._now() < self._open_until:
             asked_at = self._now()
             accepted = await asyncio.gather(*(self._promise(*claim) for claim in self._claimed()))
@@ -67,15 +70,15 @@ class FenceUpdater:
         self._open_until = self._now() + for_s
 
     def _claimed(self) -> list[tuple[RemotePrefillRequest, int]]:
-        """What is not claimed yet is not written, and a decode engine that saw this worker
-        leave grants it no claim."""
+        """Only claimed jobs are written. Decode engines grant no new claims to a worker that has
+        left."""
         return [] if self.jobs is None else self.jobs.claimed
 
     async def _promise(self, request: RemotePrefillRequest, number: int) -> bool:
-        """Whether the decode engine has accepted it; if not, the attempt is abandoned.
+        """Returns whether the decode engine accepted the promise; if not, abandons the attempt.
 
-        The attempt's blocks may hold other requests' KV by then, so only a yes counts. No yes
-        is an empty answer, which engines before wire version 5 give for every attempt.
+        Its blocks may hold other requests' KV by then, so only an acceptance counts. The empty
+        reply of engines before wire version 5, the same for every attempt, is none.
         """
         stays = WriterStays(
             attempt=request.attempt,
@@ -100,6 +103,6 @@ class FenceUpdater:
 
     async def _abandon(self, request: RemotePrefillRequest, why: str) -> None:
         what = f"request {request.request_id}: attempt {request.attempt}"
-        logger.warning("%s: abandoned, %s", what, why)
+        logger.warning("%s: abandoned: %s", what, why)
         if self.jobs is not None:
             await self.jobs.abandon(request.attempt)

@@ -1,14 +1,12 @@
-"""One delivery of a prefill job: claim, compute, write, and tell its decode engine how it ended."""
+"""One delivery of a prefill job: claim, compute, write, report the outcome."""
 
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from dynamo_lite.disagg.prefill.block_checks import check_blocks
 from dynamo_lite.disagg.prefill.claims import Claims
-from dynamo_lite.disagg.prefill.interfaces import JobLinks, Prefiller
 from dynamo_lite.disagg.prefill.job_trace import JobTrace
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol.codec import WIRE_VERSION
@@ -28,22 +26,39 @@ from dynamo_lite.transfer.directory import MetadataDirectory
 logger = logging.getLogger(__name__)
 
 
+class Prefiller(Protocol):
+    """The part of a prefill engine that jobs need; see `PrefillEngine`."""
+
+    async def prefill(
+        self, job: RemotePrefillRequest, target: EngineMetadata
+    ) -> AttemptOutcome: ...
+
+    async def abandon(self, attempt: str) -> None: ...
+
+
+class JobLinks(Protocol):
+    """The part of the links to decode engines that jobs need; see `PeerLinks`."""
+
+    async def usable(self, target: EngineMetadata) -> str | None: ...
+
+    def retest(self, engine_id: str) -> None: ...
+
+
 @dataclass(frozen=True)
 class JobEnd:
-    """How one delivery of a job ended.
+    """How one delivery of a job ended."""
 
-    outcome: as the counter shows it; "retry" and "left" (to other workers, since this one
-    cannot write into the engine) go back to the queue, all others are final.
-    why: for the decode engine, when no delivery follows.
-    """
-
+    #: As the counter shows it. Jobs with "retry" and "left" (no usable link to the engine; for
+    #: other workers) go back to the queue, all others are final.
     outcome: str
+    #: The reason, for the decode engine if this was the last delivery.
     why: str = ""
 
 
 class JobRunner:
-    """Whatever ends a job, its decode engine knows when `run` returns a final end: it has
-    refused the claim, or it was told. links: None where all ways are taken to be good."""
+    """When `run` returns a final end, the decode engine knows it: it has refused the claim, or
+    the outcome was reported to it. links: None if all links count as usable.
+    """
 
     def __init__(
         self,
@@ -65,11 +80,12 @@ class JobRunner:
             buckets=(0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
             registry=registry,
         )
+        #: Attempts that were abandoned while a delivery of them runs.
         self._abandoned: set[str] = set()
         self._engine_died = False
 
     async def run(self, job: Job, request: RemotePrefillRequest, trace: JobTrace | None) -> JobEnd:
-        """Not for two deliveries of the same attempt at a time."""
+        """Must not run for two deliveries of the same attempt at a time."""
         try:
             return await self._run(job, request, trace)
         finally:
@@ -77,24 +93,24 @@ class JobRunner:
             self._abandoned.discard(request.attempt)
 
     async def abandon(self, attempt: str, *, running: bool) -> None:
-        """Stops a job's writes soon; its end is told as ever."""
+        """Stops a job's writes soon; its outcome is reported as usual."""
         if running:
-            # The engine does not know it yet when this overtakes the answer to its claim.
+            # If the claim is not answered yet, the engine does not know the attempt.
             self._abandoned.add(attempt)
         await self._engine.abandon(attempt)
 
     async def answer_cancel(self, cancel: CancelAttempt) -> None:
-        """The attempt is over here, and the message that said so was lost."""
+        """Reports again the end of an attempt that this worker does not have any more."""
         outcome = "died" if self._engine_died else "abandoned"
-        over = AttemptOutcome(cancel.attempt, outcome, "not held here")
-        await self._claims.tell_end(cancel.engine_id, None, over)
+        over = AttemptOutcome(cancel.attempt, outcome, "this worker has no such job")
+        await self._claims.report_end(cancel.engine_id, None, over)
 
     async def _run(self, job: Job, request: RemotePrefillRequest, trace: JobTrace | None) -> JobEnd:
         if request.wire_version != WIRE_VERSION:
-            why = f"wire version {request.wire_version} is not spoken here, only {WIRE_VERSION}"
+            why = f"unsupported wire version {request.wire_version}: not {WIRE_VERSION}"
             return await self._hand_back(request, "failed", why, "malformed")
         if job.deliveries_left < 0:
-            end = JobEnd("retry", "its last holder died, or was cut off")
+            end = JobEnd("retry", "its last worker died or was disconnected")
         else:
             end = await self._prefill(request, trace)
         if end.outcome not in ("retry", "left") or job.deliveries_left > 0:
@@ -105,31 +121,33 @@ class JobRunner:
         return await self._hand_back(request, "abandoned", why, "used_up")
 
     async def _prefill(self, request: RemotePrefillRequest, trace: JobTrace | None) -> JobEnd:
-        """Claims, computes, writes."""
+        """Claims the job, then has it computed and written."""
         pulled = self._now()
         try:
             target = await self._directory.get(request.engine_id)
             if target is None:
-                # Its process ended, or the store has lost its record.
+                # The engine's process has ended, or the store has lost its record.
                 why = "the store has no record of this engine"
                 return await self._hand_back(request, "abandoned", why, "engine_gone")
             why_not = None if self._links is None else await self._links.usable(target)
             if why_not is not None:
-                logger.info("request %s: attempt %s: left to others: %s", *_ids(request), why_not)
+                logger.info(
+                    "request %s: attempt %s: left to other workers: %s", *_ids(request), why_not
+                )
                 return JobEnd("left", f"it cannot be written into: {why_not}")
             asked = self._now()
             refusal = await self._claims.ask(
                 request, asked - pulled, lambda: request.attempt not in self._abandoned
             )
         except (DeadlineExceeded, BrokerUnavailable) as exc:
-            # It may have been granted to this worker, and then no other one gets it: take it back.
+            # The claim may have been granted to this worker, and would block others: give it back.
             return await self._hand_back(request, "abandoned", str(exc), "abandoned")
         except Unavailable as exc:
-            # Nobody there: reconnecting, or gone, which the directory will know soon.
+            # The engine is reconnecting, or it has left; then the directory drops it soon.
             logger.warning("request %s: attempt %s: not claimed: %s", *_ids(request), exc)
             return JobEnd("retry", f"not claimed: {exc}")
         except ProtocolError as exc:
-            # Either its record or its answer cannot be read; that one may have been a yes.
+            # Its record or its reply is malformed; the claim may have been granted.
             logger.warning(
                 "request %s: attempt %s: engine %s: %s", *_ids(request), request.engine_id, exc
             )
@@ -143,8 +161,8 @@ class JobRunner:
         if trace is not None:
             trace.claimed(claimed)
         ended = await self._write(request, target)
-        # The engine granted it about half-way.
-        return await self._tell_end(request, ended, (asked + claimed) / 2)
+        # The claim was granted about half-way through the round trip.
+        return await self._report_end(request, ended, (asked + claimed) / 2)
 
     async def _hand_back(
         self,
@@ -153,45 +171,71 @@ class JobRunner:
         why: str,
         counted: str,
     ) -> JobEnd:
-        """Ends a job that this worker does not write. counted: what the counter shows."""
+        """Ends a job that this worker does not write. counted: the outcome for the counter."""
         ended = AttemptOutcome(request.attempt, outcome, why)
-        end = await self._tell_end(request, ended)
+        end = await self._report_end(request, ended)
         return end if end.outcome == "retry" else JobEnd(counted, why)
 
-    async def _tell_end(
+    async def _report_end(
         self,
         request: RemotePrefillRequest,
         ended: AttemptOutcome,
         granted: float | None = None,
     ) -> JobEnd:
-        """Tells the engine. A job whose end cannot be told comes again, and is told then."""
+        """Reports the outcome to the engine. If that fails the job is delivered again."""
         if ended.outcome != "written":
             logger.warning(
                 "request %s: attempt %s: %s: %s", *_ids(request), ended.outcome, ended.detail
             )
-        told = await self._claims.tell_end(request.engine_id, request.request_id, ended, granted)
-        # The notices that travel with the last write say the same of a written one.
-        if told or ended.outcome == "written":
+        reported = await self._claims.report_end(
+            request.engine_id, request.request_id, ended, granted
+        )
+        # A written attempt is also reported by the commits of its last writes.
+        if reported or ended.outcome == "written":
             return JobEnd(ended.outcome, ended.detail)
-        return JobEnd("retry", f"{ended.outcome}, but its engine could not be told: {ended.detail}")
+        return JobEnd(
+            "retry", f"{ended.outcome}, but could not be reported to its engine: {ended.detail}"
+        )
 
     async def _write(self, request: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        """The claimed job, unless it was cancelled or cannot be done."""
+        """Runs the claimed job in the engine, unless it was cancelled or is malformed."""
         if request.attempt in self._abandoned:
-            return AttemptOutcome(request.attempt, "abandoned", "cancelled before it began")
+            return AttemptOutcome(
+                request.attempt, "abandoned", "cancelled before its prefill began"
+            )
         claimed = self._now()
         try:
-            check_blocks(request, target)
+            _check_blocks(request, target)
             ended = await self._engine.prefill(request, target)
         except DynamoLiteError as exc:
             return AttemptOutcome(request.attempt, "failed", str(exc))
         self._stages.labels("engine").observe(self._now() - claimed)
         if self._links is not None and ended.outcome == "failed":
-            self._links.doubt(request.engine_id)
+            self._links.retest(request.engine_id)
         self._engine_died = self._engine_died or ended.outcome == "died"
         return ended
 
 
 def _ids(request: RemotePrefillRequest) -> tuple[str, str]:
-    """For the log."""
+    """The two ids that log lines begin with."""
     return request.request_id, request.attempt
+
+
+def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None:
+    """Raises ProtocolError unless a job's blocks cover its tokens and are in the pool."""
+    size = target.block_size_tokens
+    first, rest = divmod(request.num_computed_tokens, size)
+    wanted = -(-len(request.prompt_token_ids) // size) - first
+    if rest or wanted <= 0 or len(request.block_ids) != wanted:
+        raise ProtocolError(
+            f"{len(request.block_ids)} blocks of {size} tokens for tokens"
+            f" {request.num_computed_tokens} to {len(request.prompt_token_ids)}"
+        )
+    if len(request.prefix_block_ids) not in (0, first):
+        raise ProtocolError(
+            f"{len(request.prefix_block_ids)} blocks of {size} tokens for the first"
+            f" {request.num_computed_tokens} tokens"
+        )
+    highest = max(request.block_ids + request.prefix_block_ids)
+    if highest >= target.num_blocks:
+        raise ProtocolError(f"block {highest} is not one of the engine's {target.num_blocks}")

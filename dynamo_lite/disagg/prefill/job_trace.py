@@ -1,4 +1,4 @@
-"""One prefill job in the trace of the request that it is for."""
+"""The spans of one prefill job, in the trace of its request."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,15 @@ from dynamo_lite.runtime.tracing.tracer import Tracer, record_child
 
 @dataclass(frozen=True)
 class JobTrace:
-    """request: the job, as the engine gets it. parent: id of the span that asked for it.
-    pulled: monotonic."""
+    """A traced job."""
 
     tracer: Tracer
+    #: The job for the engine: its trace headers name this job's span as the parent.
     request: RemotePrefillRequest
     context: TraceContext
+    #: Id of the decode engine's span.
     parent: str
+    #: Monotonic time of the pull.
     pulled: float
 
     def claimed(self, now: float) -> None:
@@ -44,7 +46,7 @@ class JobTrace:
 
 
 def trace_job(tracer: Tracer, job: RemotePrefillRequest, pulled: float) -> JobTrace | None:
-    """None where the job is not traced."""
+    """None if the job is not traced."""
     asked = traced(job.trace_headers)
     if asked is None:
         return None

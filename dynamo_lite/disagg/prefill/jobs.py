@@ -1,10 +1,10 @@
-"""The jobs that a prefill worker holds, from the pull to the one answer.
+"""The jobs of a prefill worker, from the pull to the one answer to the queue.
 
-A job is acknowledged when it is over: written, refused at its claim, or handed back to
-the decode engine as failed. A worker that dies leaves it unacknowledged, and the queue
-delivers it again. A job leaves the queue only when its decode engine knows: either the
-engine has refused the claim, or it is told how the job ended. A job for an engine that
-this worker cannot write into is left to other workers.
+A job is acknowledged when it is over: written, its claim refused, or reported to the decode
+engine as failed. If the worker dies, the job stays unacknowledged and the queue delivers it
+again. A job leaves the queue only when its decode engine knows: the engine has refused the
+claim, or the outcome was reported to it. A job for an engine without a usable link is left
+to other workers.
 """
 
 import asyncio
@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter
 
 from dynamo_lite.disagg.prefill.claims import Claims
-from dynamo_lite.disagg.prefill.interfaces import JobLinks, Prefiller
-from dynamo_lite.disagg.prefill.job_runner import JobRunner
+from dynamo_lite.disagg.prefill.job_runner import JobLinks, JobRunner, Prefiller
 from dynamo_lite.disagg.prefill.job_trace import trace_job
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import (
@@ -39,20 +38,18 @@ from dynamo_lite.transfer.directory import MetadataDirectory
 logger = logging.getLogger(__name__)
 
 _PULL_S = 2.0
-#: Before a job that could not be claimed is delivered again: doubled each time, up to a limit.
+#: Delay before a job that could not be claimed is delivered again; doubles up to the limit.
 _RETRY_DELAY_S, _LONGEST_RETRY_DELAY_S = 0.5, 4.0
-#: Before a job that was left to others comes again: at first none, as others may wait for a job;
-#: where it comes again to who cannot do it they do not.
+#: Delay before a job that was left to other workers is delivered again. The first time there is
+#: none, as others may be waiting for a job. A later delivery here shows that none is.
 _LEFT_DELAY_S = 0.25
 _BROKER_PAUSE_S = 0.2
 _UNFIT_PAUSE_S = 0.2
 
 
 class PrefillJobs:
-    """working: attempt -> job, of what was pulled and is not over. idle: nothing is.
-
-    fit: whether the engine can take a job; meanwhile others shall. links: the ways to
-    decode engines, None where all are taken to be good. tracer: None where nothing is traced.
+    """fit: whether the engine can take a job now; while not, no job is pulled. links: the
+    links to decode engines; None if all count as usable. tracer: None without tracing.
     """
 
     def __init__(
@@ -97,13 +94,15 @@ class PrefillJobs:
             clock=clock,
         )
         self._pulling = True
+        #: Attempt -> job, for jobs that were pulled and are not over.
         self.working: dict[str, RemotePrefillRequest] = {}
+        #: Set while `working` is empty.
         self.idle = asyncio.Event()
         self.idle.set()
 
     async def run(self, lanes: Sequence[Lane] = tuple(Lane)) -> None:
-        """One job of these lanes after the other, until `stop`. Run several for several at a
-        time."""
+        """Runs one job of these lanes after the other until `stop`. For several jobs at a time
+        call it several times."""
         while self._pulling:
             if not self._fit():
                 await asyncio.sleep(_UNFIT_PAUSE_S)
@@ -115,10 +114,10 @@ class PrefillJobs:
                 await asyncio.sleep(_BROKER_PAUSE_S)
                 continue
             if job is not None:
-                await self._do(job)
+                await self._run_job(job)
 
     async def stop(self) -> None:
-        """Pulls nothing more; what was pulled goes on."""
+        """Stops pulling; jobs that were pulled go on."""
         self._pulling = False
         await self._queue.stop_pulling()
 
@@ -130,7 +129,7 @@ class PrefillJobs:
             await self._runner.answer_cancel(cancel)
 
     async def abandon(self, attempt: str) -> None:
-        """Stops a job's writes soon; its end is told as ever."""
+        """Stops a job's writes soon; its outcome is reported as usual."""
         await self._runner.abandon(attempt, running=attempt in self.working)
 
     @property
@@ -139,17 +138,17 @@ class PrefillJobs:
         held = self._claims.held
         return [(self.working[attempt], number) for attempt, number in held.items()]
 
-    async def _do(self, job: Job) -> None:
+    async def _run_job(self, job: Job) -> None:
         try:
             request = decode_job(job.payload)
         except ProtocolError as exc:
-            logger.warning("job %d dropped: %s", job.sequence, exc)
+            logger.warning("job %d dropped: malformed: %s", job.sequence, exc)
             self._on_drop("job")
             self._ended.labels("malformed").inc()
             await _answer(job.term())
             return
         if request.attempt in self.working:
-            # Delivered again while it is being worked on: extending it failed for long.
+            # Delivered again while it is in progress: extending its ack deadline kept failing.
             await _answer(job.nak(delay_s=self._ack_wait_s))
             return
         trace = None if self._tracer is None else trace_job(self._tracer, request, self._now())
@@ -183,13 +182,13 @@ class PrefillJobs:
 
 
 def _retry_delay_s(deliveries: int) -> float:
-    """Before the delivery that follows this many."""
+    """Delay before the next delivery, after this many."""
     return min(_RETRY_DELAY_S * 2 ** min(deliveries - 1, 16), _LONGEST_RETRY_DELAY_S)
 
 
 async def _answer(answer: Awaitable[None]) -> None:
-    """An answer that cannot be given is the same as a dead worker's: redelivery."""
+    """Ignores failures: without an answer the queue delivers the job again."""
     try:
         await answer
     except DynamoLiteError as exc:
-        logger.warning("job not answered: %s", exc)
+        logger.warning("could not answer a job, the queue will deliver it again: %s", exc)

@@ -1,4 +1,4 @@
-"""A component's end of preflights: it asks its own engine's process, and hears how they end."""
+"""The component's part of link tests: it orders them at its engine's process and awaits them."""
 
 import asyncio
 import itertools
@@ -19,13 +19,13 @@ from dynamo_lite.runtime.tasks import OwnedTasks
 logger = logging.getLogger(__name__)
 
 _ASK_S = 2.0
-#: The ranks end a preflight by themselves; later than this nothing comes any more.
+#: The ranks end each test within LIMIT_S; after this timeout no result will come.
 _ANSWER_S = LIMIT_S + 5.0
 
 
 class LinkTestClient:
-    """wake: has an engine that is idle look whether there is something to do. It may
-    return late: an engine that is not idle first ends its step."""
+    """wake: makes an idle engine run a step. It may return late, as an engine that is not idle
+    ends its step first."""
 
     def __init__(
         self, link: EngineConfig, messaging: Messaging, wake: Callable[[], Awaitable[None]]
@@ -35,8 +35,8 @@ class LinkTestClient:
         self._waiting: dict[str, asyncio.Future[LinkReport]] = {}
         self._waking = OwnedTasks()
 
-    async def fly(self, target: EngineMetadata) -> LinkReport:
-        """Raises Unavailable, DeadlineExceeded or ProtocolError when the engine was not heard."""
+    async def test(self, target: EngineMetadata) -> LinkReport:
+        """Raises Unavailable, DeadlineExceeded or ProtocolError if the engine did not answer."""
         order = f"{self._link.lease_id:x}.{next(self._numbers)}"
         subject = names.preflight_subject(self._link.namespace, self._link.engine_id)
         ended: asyncio.Future[LinkReport] = asyncio.get_running_loop().create_future()
@@ -48,18 +48,18 @@ class LinkTestClient:
             async with asyncio.timeout(_ANSWER_S):
                 return await ended
         except TimeoutError as exc:
-            raise DeadlineExceeded("the engine's preflight", _ANSWER_S) from exc
+            raise DeadlineExceeded("the engine's link test", _ANSWER_S) from exc
         finally:
             del self._waiting[order]
 
     async def listen(self, listen: Listen) -> None:
-        """Passes it on to a decode engine. Raises Unavailable or DeadlineExceeded."""
+        """Passes the order to this decode engine. Raises Unavailable or DeadlineExceeded."""
         subject = names.poll_subject(self._link.namespace, self._link.engine_id)
         await self._messaging.request(subject, encode_sealed(listen), timeout_s=_ASK_S)
         self._wake_soon()
 
-    def settle(self, ended: Sequence[tuple[str, str, int, float, float]]) -> None:
-        """As the halves have counted it."""
+    def resolve(self, ended: Sequence[tuple[str, str, int, float, float]]) -> None:
+        """ended: order, failure, lanes, contact_s and round_trip_s of each, as in the counters."""
         for order, failure, lanes, contact_s, round_trip_s in ended:
             waiting = self._waiting.get(order)
             if waiting is not None and not waiting.done():
@@ -72,7 +72,7 @@ class LinkTestClient:
         try:
             await self._wake()
         except Unavailable as exc:
-            logger.warning("%s", exc)
+            logger.warning("could not wake the engine: %s", exc)
 
     def close(self) -> None:
         self._waking.cancel()

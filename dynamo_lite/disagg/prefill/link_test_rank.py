@@ -1,9 +1,8 @@
-"""The worker half of preflights: a prefill rank tries its way into decode ranks.
+"""The worker half of link tests: a prefill rank tests its links to decode ranks.
 
-Into scratch memory of every rank that this one gives KV to, a pattern is written and
-read back, twice: the first time everything is connected, the second time shows what a
-round trip takes. Each call does what can be done at once and returns. The rule of all
-writes holds: behind a closed fence nothing is started or moved on.
+It writes a pattern into scratch memory of every rank that it gives KV to, and reads it
+back, twice: the first round connects, the second measures a round trip. No call blocks. As
+for all writes, nothing is started or polled while the fence is closed.
 """
 
 from collections import deque
@@ -20,44 +19,50 @@ from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.block_map import Descriptors
 from dynamo_lite.transfer.scratch import ScratchMemory, pattern, pick_slots
 
-#: A peer in a long step answers late; one that is dead makes its transfer fail earlier.
+#: Timeout of a test. A peer in a long step answers late; with a dead one a transfer fails earlier.
 LIMIT_S = 20.0
-#: A slot may be another writer's, too, at the moment.
+#: Slots to try: another writer may be using the same slot at the same time.
 _TRIES = 3
 _ROUNDS = 2
 
 
 @dataclass
 class _Exchange:
-    """With one rank. slots: of the peer, one for each try. own: of this rank, to write from
-    and to read into; None until there are any."""
+    """The part of a test with one rank."""
 
     peer: RemoteRank
     name: str
+    #: The peer's slots, one for each try.
     slots: list[int]
+    #: This rank's slots, to write from and to read into; None until two are free.
     own: tuple[int, int] | None = None
+    #: In flight: a read if `reading`, else a write.
     transfer: Transfer | None = None
     reading: bool = False
+    #: The pattern that was written.
     expected: bytes = b""
     tries: int = 0
     round: int = 0
+    #: Monotonic time of the start of the round.
     began: float = 0.0
+    #: Duration of each finished round.
     seconds: list[float] = field(default_factory=list[float])
     over: bool = False
 
 
 @dataclass
 class _Open:
-    """An order that has not ended. began: by the monotonic clock."""
+    """A test that has not ended."""
 
     order: LinkTestOrder
+    #: Monotonic time of the start.
     began: float
     exchanges: list[_Exchange] = field(default_factory=list[_Exchange])
     failure: str | None = None
 
 
 class LinkTestRank:
-    """own: this rank's memory, rank: its index, scratch: its scratch memory, if it has any."""
+    """own: this rank's memory. rank: its index. scratch: None if it has no scratch memory."""
 
     def __init__(
         self,
@@ -73,22 +78,23 @@ class LinkTestRank:
         self._scratch, self._alive, self._now = scratch, alive, now
         self._free = deque(range(scratch.region.slots)) if scratch is not None else deque[int]()
         self._open: list[_Open] = []
+        #: Exchanges of ended tests with a transfer in flight: their slots are in use.
         self._late: list[_Exchange] = []
         self._ended: dict[str, RankLink] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is under way."""
+        """Whether any transfer is in flight or any test open."""
         return bool(self._open or self._late)
 
     @property
     def engines(self) -> set[str]:
-        """Whose ways are being tried."""
+        """The engines whose links are being tested."""
         return {opened.order.target_engine for opened in self._open}
 
     def start(self, order: LinkTestOrder) -> None:
         opened = _Open(order, self._now())
         self._open.append(opened)
-        opened.failure = self._peers.greet(order.target_engine)
+        opened.failure = self._peers.ensure_connected(order.target_engine)
         if opened.failure is not None:
             return
         try:
@@ -105,7 +111,7 @@ class LinkTestRank:
             opened.exchanges.append(_Exchange(peer, name, slots, began=opened.began))
 
     def poll(self) -> None:
-        """Moves on what can be moved on, and ends what has ended."""
+        """Continues open tests, and ends those that are over or have timed out."""
         alive = self._alive()
         if alive:
             self._late = [exchange for exchange in self._late if not self._is_over(exchange)]
@@ -113,20 +119,20 @@ class LinkTestRank:
             if alive and opened.failure is None:
                 self._advance(opened)
             if opened.failure is None and self._now() - opened.began > LIMIT_S:
-                self._give_up(opened, alive=alive)
+                self._time_out(opened, alive=alive)
             if opened.failure is not None or all(e.over for e in opened.exchanges):
                 self._open.remove(opened)
                 self._end(opened)
 
     def take(self) -> dict[str, RankLink]:
-        """What has ended since the last call, by order."""
+        """Returns the results of the tests that ended since the last call, by order."""
         ended, self._ended = self._ended, {}
         return ended
 
     def _advance(self, opened: _Open) -> None:
         for exchange in opened.exchanges:
             try:
-                self._move_on(exchange)
+                self._advance_exchange(exchange)
             except TransferError as exc:
                 self._release(exchange)
                 self._peers.failed(opened.order.target_engine, exc.peer)
@@ -137,8 +143,8 @@ class LinkTestRank:
                 opened.failure = f"{_rank(exchange.peer.name)}: {exc}"
                 return
 
-    def _move_on(self, exchange: _Exchange) -> None:
-        """Raises TransferError, and ValueError or LookupError where memory does not fit."""
+    def _advance_exchange(self, exchange: _Exchange) -> None:
+        """Raises TransferError, and ValueError or LookupError if the memory does not fit."""
         if exchange.over:
             return
         if exchange.own is None:
@@ -171,7 +177,7 @@ class LinkTestRank:
         exchange.transfer = self._mover.read(exchange.peer.name, here, there, memory=memory)
 
     def _compare(self, exchange: _Exchange) -> None:
-        """Raises TransferError when something else came back, also from other slots."""
+        """Raises TransferError if other bytes came back from every slot that was tried."""
         assert self._scratch is not None and exchange.own is not None
         back = self._scratch.read(exchange.own[1], len(exchange.expected))
         if back != exchange.expected:
@@ -195,7 +201,7 @@ class LinkTestRank:
             self._release(exchange)
 
     def _sides(self, exchange: _Exchange, slot: int) -> tuple[Descriptors, Descriptors]:
-        """Here and there, as the mover takes them."""
+        """The descriptors of both sides for the mover."""
         assert self._scratch is not None and exchange.peer.scratch is not None
         here, there = self._scratch.region, exchange.peer.scratch
         length = len(exchange.expected)
@@ -205,7 +211,7 @@ class LinkTestRank:
             np.array([[at, length, exchange.peer.device]], np.uint64),
         )
 
-    def _give_up(self, opened: _Open, *, alive: bool) -> None:
+    def _time_out(self, opened: _Open, *, alive: bool) -> None:
         waited = [e.peer.name for e in opened.exchanges if not e.over]
         opened.failure = (
             f"no answer of {', '.join(map(_rank, waited))} within {LIMIT_S:g} s"
@@ -217,7 +223,7 @@ class LinkTestRank:
                 self._peers.failed(opened.order.target_engine, name)
 
     def _end(self, opened: _Open) -> None:
-        """Slots that something may still be read into are not given away."""
+        """Keeps the slots of exchanges with a transfer in flight: it may still use them."""
         for exchange in opened.exchanges:
             if exchange.own is not None and not exchange.over:
                 self._late.append(exchange)
@@ -229,13 +235,13 @@ class LinkTestRank:
         self._ended[opened.order.order] = RankLink(opened.failure, lanes, contact, again)
 
     def _is_over(self, exchange: _Exchange) -> bool:
-        """Of one that was given up: whether its slots are free now."""
+        """Whether the transfer of a timed-out exchange has ended; frees its slots then."""
         assert exchange.transfer is not None
         try:
             if not exchange.transfer.done():
                 return False
         except TransferError:
-            pass  # nothing of it lands any more
+            pass  # it has ended, too
         self._release(exchange)
         return True
 
@@ -246,5 +252,5 @@ class LinkTestRank:
 
 
 def _rank(peer: str) -> str:
-    """ENGINE/INDEX, to read beside the engine's name."""
+    """The rank in a text that names the engine already. peer: ENGINE/INDEX."""
     return f"rank {peer.rpartition('/')[2]}"

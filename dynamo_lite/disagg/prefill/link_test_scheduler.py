@@ -1,6 +1,6 @@
-"""The scheduler half of preflights: orders on their way to all ranks, and their answers.
+"""The scheduler half of link tests: passes orders to all ranks and collects their answers.
 
-`ask` is called by the bridge's thread, all else by the engine's.
+The bridge's thread calls `ask`, the engine's thread calls everything else.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from dynamo_lite.protocol.prefill import LinkTest
 
 
 class LinkTestScheduler:
-    """stats: takes how each order ended; see `LinkReport`."""
+    """stats: gets the result of each order; see `LinkReport`."""
 
     def __init__(self, stats: Counters, introductions: Introductions):
         self._stats, self._introductions = stats, introductions
@@ -23,33 +23,33 @@ class LinkTestScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether steps are needed, though there may be nothing to compute."""
+        """Whether the engine must make steps, even with nothing to compute."""
         return bool(self._asked or self._answers)
 
     def ask(self, preflight: LinkTest) -> None:
         self._asked.append(preflight)
 
     def announce(self, step: PrefillStep) -> None:
-        """Tells the ranks of new orders."""
+        """Adds new orders to the step."""
         while self._asked:
             preflight = self._asked.popleft()
             engine_id = preflight.target.engine_id
             self._answers[preflight.order] = {}
             step.preflights.append(LinkTestOrder(preflight.order, engine_id))
-            # A test of the way there depends on nothing that ranks remember.
+            # Sent again: a test must not depend on what the ranks remember.
             target = encode(preflight.target)
             self._introductions.introduce(step, engine_id, target, again=True)
 
     def answered(self, links: Mapping[str, Mapping[int, RankLink]], ranks: int) -> None:
-        """What ranks have found, of `ranks` in all: an order ends with the last answer."""
+        """Adds the answers of some ranks; an order ends when all `ranks` have answered."""
         for order, by_rank in links.items():
             answers = self._answers.setdefault(order, {})
             answers.update(by_rank)
             if len(answers) == ranks:
                 del self._answers[order]
-                self._tell(order, answers)
+                self._report(order, answers)
 
-    def _tell(self, order: str, answers: Mapping[int, RankLink]) -> None:
+    def _report(self, order: str, answers: Mapping[int, RankLink]) -> None:
         failures = [
             link.failure if len(answers) == 1 else f"from rank {rank}: {link.failure}"
             for rank, link in sorted(answers.items())

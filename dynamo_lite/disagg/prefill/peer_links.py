@@ -1,8 +1,8 @@
-"""A prefill worker's ways to decode engines: each is tried before it is used.
+"""A prefill worker's links to decode engines: each is tested before it is used.
 
-Engines are met as soon as their metadata is in the store, so that no request pays for
-the first contact. What was found is kept in the store under this worker's lease. A way
-that failed is tried again after a while; one to an engine that does not fit is not.
+A link is tested as soon as the engine's metadata is in the store, so that no request waits
+for the first contact. The result is kept in the store under this worker's lease. A failed
+link is tested again with a growing delay; a link to an incompatible engine is not.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
 
-#: A decode engine is asked to listen for so long, again and again, until it is over.
+#: How long a decode engine is asked to listen during a test, and how often.
 _LISTEN_S, _LISTEN_AGAIN_S = 3.0, 1.0
 _ASK_S = 2.0
 _STORE_PAUSE_S = 1.0
@@ -42,7 +42,7 @@ _BACKOFF = Backoff(first_s=1.0, longest_s=60.0)
 
 
 class LinkTester(Protocol):
-    """The part of a prefill engine that links need."""
+    """The part of a prefill engine that links need; see `PrefillEngine`."""
 
     async def preflight(self, target: EngineMetadata) -> LinkReport: ...
 
@@ -50,21 +50,27 @@ class LinkTester(Protocol):
 
 
 class _PeerLink:
-    """failure: of the last try. tested: it is known. recorded: the first try is over, and its
-    record in the store. again: it is to be tried at once, or the engine has left (`gone`).
-    broken: how many tries in a row found a broken way. final: it can never work."""
+    """The link to one decode engine."""
 
     def __init__(self, target: EngineMetadata):
         self.target = target
+        #: Result of the last test, valid while `tested` is set; None if the link is usable.
         self.failure: str | None = None
-        self.tested, self.again = asyncio.Event(), asyncio.Event()
+        self.tested = asyncio.Event()
+        #: Set when the result of the first test is in the store.
         self.recorded = asyncio.Event()
-        self.gone = self.final = False
+        #: Set to test at once, or when the engine has left.
+        self.again = asyncio.Event()
+        #: Whether the engine has left.
+        self.gone = False
+        #: Whether the engine is incompatible: it is not tested again.
+        self.final = False
+        #: Tests in a row that failed in the engine, for the delay before the next one.
         self.broken = 0
 
 
 class PeerLinks:
-    """host: owns the tasks, and holds the records."""
+    """host: runs the tasks and holds the link records in the store."""
 
     def __init__(self, host: Host, engine: LinkTester, directory: MetadataDirectory):
         self._host, self._engine, self._directory = host, engine, directory
@@ -74,21 +80,23 @@ class PeerLinks:
         self._listed = asyncio.Event()
         self._outcomes = Counter(
             "dynamo_lite_preflights",
-            "Ways to decode engines that were tried, by outcome: ok, failed, incompatible",
+            "Link tests to decode engines, by outcome: ok, failed, incompatible",
             ["outcome"],
             registry=host.registry,
         )
 
     async def run(self) -> None:
-        """Meets engines as they come. To be owned by the process."""
+        """Follows the engines in the store. A task of the process."""
         async with self._host.store.watch(self._prefix) as events:
             async for event in events:
                 await self._apply(event)
                 self._listed.set()
 
     async def first_tries(self, timeout_s: float) -> list[str]:
-        """Waits until the way to each engine that is there now has been tried, and what was
-        found is in the store. Returns the engines of which that was not so in time."""
+        """Waits until the links to all present engines are tested and recorded in the store.
+
+        Returns the engines for which the timeout was too short.
+        """
         waited: list[_PeerLink] = []
         try:
             async with asyncio.timeout(timeout_s):
@@ -98,30 +106,32 @@ class PeerLinks:
                     await link.recorded.wait()
         except TimeoutError:
             if not self._listed.is_set():
-                logger.warning("decode engines were not listed within %g s", timeout_s)
+                logger.warning(
+                    "timeout: the store did not list decode engines within %g s", timeout_s
+                )
         return [link.target.engine_id for link in waited if not link.recorded.is_set()]
 
     @property
     def hopeless(self) -> bool:
-        """Whether there are decode engines, and none that can be given KV."""
+        """Whether there are decode engines, but no usable link to any."""
         links = self._links.values()
         return bool(links) and all(link.tested.is_set() and link.failure for link in links)
 
     async def usable(self, target: EngineMetadata) -> str | None:
-        """Why `target` cannot be given KV; waits for the first try of the way there."""
-        link = self._meet(target)
+        """Returns why the link to `target` is not usable, or None. Waits for its test."""
+        link = self._open(target)
         await link.tested.wait()
         return link.failure
 
-    def doubt(self, engine_id: str) -> None:
-        """A write into it has failed: the way is tried before it is used again."""
+    def retest(self, engine_id: str) -> None:
+        """A write to this engine has failed: tests its link before it is used again."""
         link = self._links.get(engine_id)
         if link is not None and link.tested.is_set() and link.failure is None:
             link.tested.clear()
             link.again.set()
 
     def forget_leases(self, lease_ids: frozenset[int]) -> None:
-        """These decode workers left."""
+        """Forgets the links to these decode workers, which have left."""
         for engine_id, link in list(self._links.items()):
             if link.target.lease_id in lease_ids:
                 self._forget(engine_id)
@@ -131,15 +141,15 @@ class PeerLinks:
             case Snapshot(entries, lost_data):
                 listed = {key.removeprefix(self._prefix): value for key, value in entries.items()}
                 for engine_id in [] if lost_data else self._links.keys() - listed.keys():
-                    self._vanished(engine_id)
+                    self._deleted(engine_id)
                 for engine_id, value in sorted(listed.items()):
-                    await self._learn(engine_id, value)
+                    await self._add(engine_id, value)
             case Put(key, value):
-                await self._learn(key.removeprefix(self._prefix), value)
+                await self._add(key.removeprefix(self._prefix), value)
             case Delete(key):
-                self._vanished(key.removeprefix(self._prefix))
+                self._deleted(key.removeprefix(self._prefix))
 
-    async def _learn(self, engine_id: str, value: bytes) -> None:
+    async def _add(self, engine_id: str, value: bytes) -> None:
         if engine_id in self._links:
             return
         try:
@@ -149,16 +159,16 @@ class PeerLinks:
             logger.warning("engine %s: %s", engine_id, exc)
             return
         if target is not None:
-            self._meet(target)
+            self._open(target)
 
-    def _meet(self, target: EngineMetadata) -> _PeerLink:
+    def _open(self, target: EngineMetadata) -> _PeerLink:
         link = self._links.get(target.engine_id)
         if link is None:
             link = self._links[target.engine_id] = _PeerLink(target)
-            self._host.spawn(self._keep(link), f"link {target.engine_id}")
+            self._host.spawn(self._keep_tested(link), f"link {target.engine_id}")
         return link
 
-    def _vanished(self, engine_id: str) -> None:
+    def _deleted(self, engine_id: str) -> None:
         if (link := self._links.get(engine_id)) is not None:
             leases = frozenset({link.target.lease_id})
             self._engine.forget(self._directory.forget_leases(leases))
@@ -169,11 +179,11 @@ class PeerLinks:
             link.gone = True
             link.again.set()
 
-    async def _keep(self, link: _PeerLink) -> None:
-        """From the first try until the engine has left."""
+    async def _keep_tested(self, link: _PeerLink) -> None:
+        """Runs from the first test until the engine has left."""
         while not link.gone:
             link.again.clear()
-            report = await self._try(link)
+            report = await self._test(link)
             link.failure = report.failure
             link.tested.set()
             await self._record(link, report)
@@ -186,7 +196,7 @@ class PeerLinks:
         link.recorded.set()
         await self._host.release(self._key(link))
 
-    async def _try(self, link: _PeerLink) -> LinkReport:
+    async def _test(self, link: _PeerLink) -> LinkReport:
         target, outcome = link.target, "failed"
         try:
             async with self._listening(target.engine_id):
@@ -200,22 +210,22 @@ class PeerLinks:
             report = LinkReport(str(exc))
         self._outcomes.labels(outcome).inc()
         if report.failure is not None and not link.gone:
-            logger.warning("engine %s is given no KV: %s", target.engine_id, report.failure)
+            logger.warning("link to engine %s is not usable: %s", target.engine_id, report.failure)
         return report
 
     @contextlib.asynccontextmanager
     async def _listening(self, engine_id: str) -> AsyncIterator[None]:
-        """Meanwhile the engine makes steps, though it may be idle. Raises Unavailable,
+        """Keeps the engine making steps, even if it is idle. Raises Unavailable or
         DeadlineExceeded."""
         await self._ask_to_listen(engine_id, _LISTEN_S)
         try:
-            async with running(self._keep_listening(engine_id), name=f"listen {engine_id}"):
+            async with running(self._repeat_listen(engine_id), name=f"listen {engine_id}"):
                 yield
         finally:
             with contextlib.suppress(Unavailable, DeadlineExceeded):
                 await self._ask_to_listen(engine_id, 0)
 
-    async def _keep_listening(self, engine_id: str) -> None:
+    async def _repeat_listen(self, engine_id: str) -> None:
         while True:
             await asyncio.sleep(_LISTEN_AGAIN_S)
             with contextlib.suppress(Unavailable, DeadlineExceeded):
@@ -227,7 +237,7 @@ class PeerLinks:
         await self._host.messaging.request(subject, encode_sealed(listen), timeout_s=_ASK_S)
 
     async def _record(self, link: _PeerLink, report: LinkReport) -> None:
-        """Without a store it is told later, unless there is something newer then."""
+        """Retries while the store is unavailable, until there is a newer result."""
         record = LinkRecord(
             prefill_lease_id=self._lease_id,
             engine_id=link.target.engine_id,
@@ -244,9 +254,9 @@ class PeerLinks:
                 await self._host.hold(self._key(link), encode_json(record), within_s=0.0)
                 return
             except StoreUnavailable as exc:
-                logger.debug("link %s not recorded: %s", self._key(link), exc)
+                logger.debug("could not record link %s, will retry: %s", self._key(link), exc)
             except LeaseLost:
-                return  # the process is on its way out
+                return  # the process is shutting down
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STORE_PAUSE_S):
                     await link.again.wait()
@@ -256,8 +266,8 @@ class PeerLinks:
 
 
 def _pause_s(link: _PeerLink) -> float | None:
-    """Until the next try; None: there is none. What was only not heard, for NATS may be
-    away, is tried again soon."""
+    """Delay before the next test; None: no further test. A test without an answer (NATS may be
+    disconnected) does not count as broken and is repeated soon."""
     if link.final or link.failure is None:
         return None
     return _BACKOFF.after_exit(max(0, link.broken - 1), 0.0).delay_s

@@ -1,9 +1,9 @@
 """Prefixes that a prefill rank reads from a decode engine's blocks.
 
-The decode engine keeps these blocks as they are until this worker has said that
-it is done with the attempt, or its lease is gone for long. A reader that stood
-still past that may have read what lies there now: so the fence is looked at once
-more when all has been read, and what a closed fence lets through is not used.
+The decode engine keeps these blocks unchanged until this worker has reported the end of the
+attempt, or has been dead for long. A reader that was suspended beyond that may have read
+newer content: so the fence is checked again after the read, and if it is closed the read
+counts as failed.
 """
 
 import logging
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Reading:
     read: PrefixRead
-    under_way: list[Transfer] = field(default_factory=list)
+    in_flight: list[Transfer] = field(default_factory=list)
     failure: str | None = None
 
 
 class PrefixReads:
-    """own: this rank's memory; peers: whom it knows; alive: the lease's fence."""
+    """own: this rank's memory. alive: whether the fence is open."""
 
     def __init__(
         self,
@@ -40,51 +40,51 @@ class PrefixReads:
     ):
         self._mover, self._own, self._peers, self._alive = mover, own, peers, alive
         self._stats = stats
-        self._readings: list[_Reading] = []
-        self._settled = RankResults()
+        self._open: list[_Reading] = []
+        self._results = RankResults()
 
     def __bool__(self) -> bool:
-        """Whether anything is being read."""
-        return bool(self._readings)
+        """Whether any read is in flight."""
+        return bool(self._open)
 
     @property
     def engines(self) -> set[str]:
-        """Who is read from."""
-        return {reading.read.target_engine for reading in self._readings}
+        """The engines that are read from."""
+        return {reading.read.target_engine for reading in self._open}
 
     def start(self, read: PrefixRead) -> None:
         reading = _Reading(read)
-        self._readings.append(reading)
+        self._open.append(reading)
         if not self._alive():
-            reading.failure = "this worker's lease is not certain"
+            reading.failure = "this worker's lease is not certain to be alive"
             return
         try:
             for source in self._peers.sources(read.target_engine):
-                reading.under_way.append(self._read(read, source))
+                reading.in_flight.append(self._read(read, source))
         except (TransferError, ValueError, LookupError) as exc:
             self._fail(reading, exc)
 
     def poll(self) -> None:
-        for reading in list(self._readings):
-            if reading.under_way and not self._alive():
-                # Polling moves the writes of the same agent on, in some transports.
+        for reading in list(self._open):
+            if reading.in_flight and not self._alive():
+                # In some transports polling also drives writes of the same agent.
                 continue
             still: list[Transfer] = []
-            for transfer in reading.under_way:
+            for transfer in reading.in_flight:
                 try:
                     if not transfer.done():
                         still.append(transfer)
                 except TransferError as exc:
                     self._fail(reading, exc)
-            reading.under_way = still
-            # Blocks of a failed read are free for others only when nothing lands any more.
+            reading.in_flight = still
+            # Other transfers of a failed read may still land: its blocks stay reserved until then.
             if not still:
-                self._readings.remove(reading)
-                self._settle(reading)
+                self._open.remove(reading)
+                self._end(reading)
 
     def take(self) -> RankResults:
-        """What has ended since the last call: received, or lost and to be computed."""
-        settled, self._settled = self._settled, RankResults()
+        """Returns reads that ended since the last call: received, or lost and to be computed."""
+        settled, self._results = self._results, RankResults()
         return settled
 
     def _read(self, read: PrefixRead, source: Source) -> Transfer:
@@ -92,16 +92,18 @@ class PrefixReads:
         self._stats.add(PREFIX_BYTES, int(here[:, 1].sum()))
         return self._mover.read(source.name, here, there, memory=(self._own.memory, source.memory))
 
-    def _settle(self, reading: _Reading) -> None:
+    def _end(self, reading: _Reading) -> None:
         if reading.failure is None and not self._alive():
-            reading.failure = "this worker's lease was not certain at its end"
+            reading.failure = (
+                "this worker's lease was not certain to be alive at the end of the read"
+            )
         request_id = reading.read.request_id
         if reading.failure is None:
-            self._settled.received.add(request_id)
+            self._results.received.add(request_id)
         else:
-            self._settled.lost.add(request_id)
+            self._results.lost.add(request_id)
             logger.warning(
-                "request %s: attempt %s: its prefix is computed, not read: %s",
+                "request %s: attempt %s: prefix read failed, computing it instead: %s",
                 request_id,
                 reading.read.attempt,
                 reading.failure,

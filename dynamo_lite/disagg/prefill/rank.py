@@ -1,12 +1,11 @@
 """The worker half of a prefill engine: one rank that writes KV into peers.
 
-Writes of an attempt go out as their blocks complete, into every rank of the decode
-engine that needs some of them, each with a notice of what it brings. The last one
-into each rank commits; since no order holds between writes, it starts only when all earlier ones
-have ended. Nothing is written, and no write is moved on, unless this process's lease
-is certainly alive. Blocks for peers whose own differ are put together in `staging.py`
-first; layers before the end of their step go by `layer_stream.py`, and prefixes are read by
-`prefix_reads.py`.
+It writes the blocks of an attempt as they complete, into every rank of the decode engine
+that needs a part of them; each write carries a notification. The last write into each rank
+is the commit. Writes are not ordered, so it starts only when all earlier ones have ended.
+Writes are started and polled only while the fence is open. `staging.py` converts blocks for
+peers with other blocks, `layer_stream.py` writes layers before the end of their step, and
+`prefix_reads.py` reads prefixes.
 """
 
 from collections.abc import Callable
@@ -40,17 +39,16 @@ from dynamo_lite.transfer.scratch import ScratchMemory
 #: A write to a dead peer ends in an error within a few seconds.
 _PREEMPTION_DRAIN_S = 30.0
 
-#: How long a step may be held up for a commit to leave.
-_SEE_OFF_S = 0.002
+#: How long a step may wait for its commit to be sent.
+_COMMIT_POLL_S = 0.002
 
 
 class PrefillRank:
-    """own: this rank's memory; rank: its index; alive: the lease's fence.
+    """own: this rank's memory. rank: its index. alive: whether the fence is open.
 
-    checksum_rate: share of an attempt's blocks whose contents its commit vouches
-    for; read: reads them from this rank's memory. open_transposer: where blocks are put
-    together for peers whose own differ; None refuses these.
-    scratch: for preflights.
+    checksum_rate: share of an attempt's blocks that its commit has a checksum of.
+    read: reads blocks from this rank's memory. open_transposer: makes staging memory for
+    peers with other blocks; None: such peers are refused. scratch: memory for link tests.
     """
 
     def __init__(
@@ -75,7 +73,9 @@ class PrefillRank:
         self._notices = WriteNotifications(rank, checksum_rate, read, self._staging)
         self._peers = RemoteRanks(mover, own, rank, self._staging)
         self._attempts: dict[str, OutgoingAttempt] = {}
+        #: Attempt -> request id, of finished requests whose writes are not reported as ended.
         self._ended: dict[str, str] = {}
+        #: Attempt -> reason, for the next report.
         self._failures: dict[str, str] = {}
         self._layers = LayerStream(
             self._attempts, self._peers, lambda: self._alive(), self._start_layer
@@ -86,12 +86,12 @@ class PrefillRank:
         )
 
     def step(self, step: PrefillStep, ready: Ready) -> None:
-        """Takes this step's reads, writes and endings, and starts what can start."""
-        self._peers.hear(step)
+        """Takes this step's reads, writes and ended requests, and starts what can start."""
+        self._peers.update(step)
         for order in step.preflights:
             self._preflights.start(order)
         for read in step.reads:
-            self._peers.greet(read.target_engine)
+            self._peers.ensure_connected(read.target_engine)
             self._start_read(read)
         for write in step.writes:
             attempt = self._open(write)
@@ -107,42 +107,46 @@ class PrefillRank:
         self._pump()
 
     def layer(self, step: PrefillStep, layer: str, ready: Ready) -> None:
-        """The step has run this layer, and `step` follows; ready: see `LayerStream.ran`."""
-        self._peers.hear(step)
+        """The step has launched this layer; `step` follows. ready: see `LayerStream.ran`."""
+        self._peers.update(step)
         for write in step.writes:
             self._open(write)
         self._layers.ran(step.writes, layer, ready)
         self._pump()
 
     def drain_preempted(self, step: PrefillStep) -> None:
-        """Blocks of these attempts are about to be overwritten: no write may read them.
+        """Ends all writes from blocks of preempted attempts, which are about to be overwritten.
 
-        Waits for what is under way, unless it reads from a slot: a commit whose data was
-        overwritten must not arrive. A dead peer's write ends in an error by itself.
+        Waits for writes in flight, except those from staging slots: a commit of overwritten
+        data must not arrive. A write to a dead peer ends in an error by itself. Raises
+        TransferError after 30 s.
         """
         deadline = self._now() + _PREEMPTION_DRAIN_S
         self._layers.forget(*step.preempted)
         for attempt in [self._attempts[a] for a in step.preempted if a in self._attempts]:
             if any(write.last for write, _ in attempt.queue):
-                # The engine takes the job for complete, and will not ask again.
+                # The scheduler half counts the job as complete, and will not repeat the write.
                 attempt.failure = "preempted before its last write"
             self._clear(attempt)
             attempt.again = True
-            while any(flight.slot is None for flight in attempt.flying):
+            while any(flight.slot is None for flight in attempt.in_flight):
                 if self._now() > deadline:
-                    # Better no engine than one that sends another request's KV.
-                    raise TransferError(attempt.target, "a write of a preempted job does not end")
+                    # This ends the engine, which might else send another request's KV.
+                    raise TransferError(
+                        attempt.target,
+                        f"a write of a preempted job does not end within {_PREEMPTION_DRAIN_S:g} s",
+                    )
                 self._poll(attempt)
 
     def results(self) -> RankResults:
-        """Requests whose writes have all ended, and those whose reads have, each once."""
+        """Returns requests whose writes have all ended, and those whose reads have, each once."""
         self._pump()
         if (self._attempts or self._reads or self._preflights) and self._alive():
             self._mover.notices()
         sent: set[str] = set()
         for attempt_id, request_id in list(self._ended.items()):
             attempt = self._attempts.get(attempt_id)
-            if attempt is not None and (attempt.flying or attempt.queue):
+            if attempt is not None and (attempt.in_flight or attempt.queue):
                 continue
             if attempt is not None and attempt.failure is not None:
                 self._failures[attempt_id] = attempt.failure
@@ -159,8 +163,8 @@ class PrefillRank:
         return RankResults(sent=sent, received=read.received, lost=read.lost)
 
     def report(self) -> WorkerReport | None:
-        """Failures of what `results` has just ended, preflights that have ended, and engines
-        that nobody has told this rank of."""
+        """Returns failures of the attempts in the last `results`, finished link tests, and engines
+        whose metadata this rank lacks."""
         links = {order: {self._rank: link} for order, link in self._preflights.take().items()}
         unknown, self._peers.unknown = self._peers.unknown, set()
         if not (self._failures or links or unknown):
@@ -169,9 +173,11 @@ class PrefillRank:
         return WorkerReport(failures=failures, links=links, unknown=unknown)
 
     def close(self) -> None:
-        # What is under way behind a closed fence ends with the process, untouched.
-        flying = any(attempt.flying for attempt in self._attempts.values()) or self._preflights
-        if self._alive() or not flying:
+        # With a closed fence, transfers in flight must not be touched; they end with the process.
+        open_writes = (
+            any(attempt.in_flight for attempt in self._attempts.values()) or self._preflights
+        )
+        if self._alive() or not open_writes:
             self._mover.close()
 
     def _start_read(self, read: PrefixRead) -> None:
@@ -180,7 +186,7 @@ class PrefillRank:
     def _open(self, write: BlockWrite) -> OutgoingAttempt:
         attempt = self._attempts.setdefault(write.attempt, OutgoingAttempt(write.target_engine))
         if attempt.failure is None:
-            attempt.failure = self._peers.greet(write.target_engine)
+            attempt.failure = self._peers.ensure_connected(write.target_engine)
         return attempt
 
     def _pump(self) -> None:
@@ -194,10 +200,10 @@ class PrefillRank:
             self._poll(attempt)
 
     def _start_next(self, attempt: OutgoingAttempt) -> bool:
-        """Starts the attempt's next write if it may start now."""
+        """Starts the attempt's next write if it may start now; returns whether it was taken."""
         write, ready = attempt.queue[0]
         alone = write.last or attempt.again or self._layers.begun(write)
-        if attempt.failure is None and (not ready() or (alone and attempt.flying)):
+        if attempt.failure is None and (not ready() or (alone and attempt.in_flight)):
             return False
         try:
             if attempt.failure is None and not self._staged(attempt, write):
@@ -208,11 +214,11 @@ class PrefillRank:
                 self._start(attempt, write)
         except (TransferError, ValueError, LookupError) as exc:
             self._fail(attempt, exc)
-        self._let_go(attempt)
+        self._release_slot(attempt)
         return True
 
     def _staged(self, attempt: OutgoingAttempt, write: BlockWrite) -> bool:
-        """Whether the write's bytes are where it reads them; if not, sees to it."""
+        """Whether the write's bytes can be read. If they need staging, starts that first."""
         layout = self._peers.layout(write.target_engine)
         if layout is None:
             return True
@@ -226,34 +232,36 @@ class PrefillRank:
         peers = self._peers.of(write.target_engine)
         for peer in peers:
             if not self._alive():
-                attempt.failure = "this worker's lease is not certain: nothing is written"
+                attempt.failure = (
+                    "this worker's lease is not certain to be alive: nothing is written"
+                )
                 self.stats.add(FENCED)
                 break
             last = write.last and peer is peers[-1]
             rest = self._layers.rest(write, peer)
-            transfer = self._write(write, peer, rest, says=True)
-            attempt.flying.append(InFlightWrite(transfer, started, last, attempt.slot, write))
+            transfer = self._write(write, peer, rest, notify=True)
+            attempt.in_flight.append(InFlightWrite(transfer, started, last, attempt.slot, write))
             if attempt.slot is not None:
                 attempt.slot.users += 1
         if write.last:
-            self._see_off(attempt)
+            self._poll_commit(attempt)
 
     def _clear(self, attempt: OutgoingAttempt) -> None:
-        """Nothing that waits is written any more."""
+        """Drops all writes that were not started."""
         attempt.queue.clear()
-        self._let_go(attempt)
+        self._release_slot(attempt)
 
-    def _let_go(self, attempt: OutgoingAttempt) -> None:
-        self._staging.let_go(attempt.slot)
+    def _release_slot(self, attempt: OutgoingAttempt) -> None:
+        self._staging.release(attempt.slot)
         attempt.slot = None
 
-    def _see_off(self, attempt: OutgoingAttempt) -> None:
-        """Polls a last write for a moment: its notice leaves only when we see it done.
+    def _poll_commit(self, attempt: OutgoingAttempt) -> None:
+        """Polls a last write for a moment: its notification is only sent when a poll sees its end.
 
-        The engine's next step may be a millisecond away, and the peer's client waits.
+        The next poll may be a whole step away, while the decode engine's client waits.
         """
-        until = self._now() + _SEE_OFF_S
-        while attempt.flying and self._now() < until:
+        until = self._now() + _COMMIT_POLL_S
+        while attempt.in_flight and self._now() < until:
             self._poll(attempt)
 
     def _start_layer(
@@ -261,18 +269,18 @@ class PrefillRank:
     ) -> None:
         started = self._now()
         try:
-            layer = self._write(write, peer, blocks, says=False)
-            attempt.flying.append(InFlightWrite(layer, started, last=False, slot=None))
+            layer = self._write(write, peer, blocks, notify=False)
+            attempt.in_flight.append(InFlightWrite(layer, started, last=False, slot=None))
         except (TransferError, ValueError) as exc:
             self._fail(attempt, exc)
 
     def _write(
-        self, write: BlockWrite, peer: RemoteRank, where: BlockMap, *, says: bool
+        self, write: BlockWrite, peer: RemoteRank, where: BlockMap, *, notify: bool
     ) -> Transfer:
         attempt = self._attempts[write.attempt]
         local_ids = write.local_ids if attempt.slot is None else range(len(write.remote_ids))
         local_side, remote_side = where.descriptors(local_ids, write.remote_ids)
-        notice = self._notices.of(write, peer, attempt) if says else b""
+        notice = self._notices.of(write, peer, attempt) if notify else b""
         if attempt.slot is not None:
             local_side[:, 0] += np.uint64(attempt.slot.address)
         self.stats.add(BYTES, int(local_side[:, 1].sum()))
@@ -282,10 +290,10 @@ class PrefillRank:
 
     def _poll(self, attempt: OutgoingAttempt) -> None:
         if not self._alive():
-            # Polling moves the data on, in some transports.
+            # In some transports polling moves data.
             return
         still: list[InFlightWrite] = []
-        for flight in attempt.flying:
+        for flight in attempt.in_flight:
             try:
                 if not flight.write.done():
                     still.append(flight)
@@ -293,11 +301,11 @@ class PrefillRank:
                 self._times.ended(attempt, flight, self._now())
             except TransferError as exc:
                 self._fail(attempt, exc)
-            self._staging.let_go(flight.slot)
-        attempt.flying = still
+            self._staging.release(flight.slot)
+        attempt.in_flight = still
 
     def _fail(self, attempt: OutgoingAttempt, why: Exception) -> None:
-        """A failed peer is forgotten: it may be dead, and is met again at its next job."""
+        """Disconnects a failed peer: it may be dead, and is connected again at its next job."""
         attempt.failure = str(why)
         self._clear(attempt)
         if isinstance(why, TransferError):

@@ -1,4 +1,4 @@
-"""The ranks of decode engines that one prefill rank writes into or reads from, and what of each."""
+"""The ranks of decode engines that one prefill rank writes to or reads from, and which parts."""
 
 import logging
 from collections.abc import Iterable, Sequence, Set
@@ -12,9 +12,8 @@ from dynamo_lite.protocol.errors import IncompatiblePeer, TransferError
 from dynamo_lite.protocol.prefill import Part
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata, Scratch
 from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.block_map import BlockMap
+from dynamo_lite.transfer.block_map import BlockMap, LayerMaps
 from dynamo_lite.transfer.block_slices import parts_of
-from dynamo_lite.transfer.layer_maps import LayerMaps
 from dynamo_lite.transfer.sharding import ShardMapping, join, writers
 from dynamo_lite.transfer.transpose import Layout
 
@@ -23,77 +22,91 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A rank that some of this rank's heads and layers belong to.
+    """A decode rank that gets some of this rank's heads and layers."""
 
-    name: the mover's. scratch: its scratch memory, on `device`. writers: how many prefill
-    ranks write into it. parts: what this one brings of its blocks. blocks: where they lie;
-    maps: the same by layer. slot_regions: of a slot at 0, where its blocks are put
-    together; empty where they need not be.
-    """
-
+    #: The peer's name at the mover.
     name: str
     memory: str
     device: int
+    #: Its scratch memory, on `device`.
     scratch: Scratch | None
     lanes: list[ShardMapping]
+    #: Where this rank's share of a block lies on both sides.
     blocks: BlockMap
+    #: The bytes of its blocks that this rank writes.
     parts: list[Part]
+    #: Number of prefill ranks that write to it.
     writers: int
+    #: Regions of its blocks in a staging slot at address 0; empty without staging.
     slot_regions: list[KvRegion]
+    #: `blocks` by layer.
     maps: LayerMaps
 
 
 @dataclass(frozen=True)
 class Source:
-    """A rank that holds some of this rank's heads and layers. blocks: from there to here."""
+    """A decode rank that holds some of this rank's heads and layers."""
 
+    #: The peer's name at the mover.
     name: str
     memory: str
+    #: From its blocks to this rank's.
     blocks: BlockMap
 
 
 class RemoteRanks:
-    """own: this rank's memory; rank: its index in its engine; staging: for those whose
-    blocks differ."""
+    """own: this rank's memory. rank: its index in its engine. staging: for peers with other
+    blocks."""
 
     def __init__(self, mover: Mover, own: RankMetadata, rank: int, staging: Staging):
         self._mover, self._own, self._rank, self._staging = mover, own, rank, staging
+        #: Engines that have left, and may still have transfers in flight.
         self.left: set[str] = set()
+        #: Engines whose metadata is missing; the caller reports and clears them.
         self.unknown: set[str] = set()
-        self._told: dict[str, bytes] = {}
-        self._siblings = b""
-        self._met: dict[str, list[RemoteRank]] = {}
+        #: Metadata in msgpack, by engine.
+        self._metadata: dict[str, bytes] = {}
+        #: Metadata of this rank's own engine in msgpack; empty if it is the only rank.
+        self._own_engine = b""
+        #: The ranks to write to, by connected engine.
+        self._connected: dict[str, list[RemoteRank]] = {}
         self._layouts: dict[str, Layout] = {}
-        self._known: dict[str, list[str]] = {}
+        #: Names at the mover, by engine.
+        self._names: dict[str, list[str]] = {}
+        #: This engine's and the other engine's ranks, by connected engine.
         self._engines: dict[str, tuple[Sequence[RankMetadata], Sequence[RankMetadata]]] = {}
         self._sources: dict[str, list[Source]] = {}
 
     def __contains__(self, engine_id: str) -> bool:
-        return engine_id in self._met
+        return engine_id in self._connected
 
     def of(self, engine_id: str) -> list[RemoteRank]:
-        """Whom to write to; nobody where other ranks bring all. Raises TransferError."""
-        found = self._met.get(engine_id)
+        """The ranks to write to; none if other ranks write everything. Raises TransferError."""
+        found = self._connected.get(engine_id)
         if found is None:
             raise TransferError(engine_id, "another write into it has failed")
         return found
 
     def layout(self, engine_id: str) -> Layout | None:
-        """How blocks for it are put together; None where it takes them as they are."""
+        """The layout of staged blocks for this engine; None if it needs no staging."""
         return self._layouts.get(engine_id)
 
     def sources(self, engine_id: str) -> list[Source]:
-        """Whom to read from, so that all of this rank's KV comes. Raises TransferError,
-        IncompatiblePeer."""
+        """The ranks to read from; together they hold all of this rank's share.
+
+        Raises TransferError, IncompatiblePeer.
+        """
         found = self._sources.get(engine_id)
         if found is not None:
             return found
-        if engine_id not in self._met:
-            raise TransferError(engine_id, "it could not be met")
+        if engine_id not in self._connected:
+            raise TransferError(engine_id, "not connected")
         own, remote = self._engines[engine_id]
         lanes = join(engine_id, remote, own)
         if any(lane.staged for mine in lanes.values() for lane in mine):
-            raise IncompatiblePeer(engine_id, "blocks that differ are written, not read")
+            raise IncompatiblePeer(
+                engine_id, "blocks of another size or order can be written, but not read"
+            )
         found = [
             Source(
                 self._add(engine_id, index, rank),
@@ -109,33 +122,33 @@ class RemoteRanks:
         self._sources[engine_id] = found
         return found
 
-    def hear(self, step: PrefillStep) -> None:
-        """Keeps what the step says of engines, so that they can be met, also again."""
-        self._told |= step.targets
-        self._siblings = step.own or self._siblings
+    def update(self, step: PrefillStep) -> None:
+        """Stores the step's metadata of engines, and marks engines that have left."""
+        self._metadata |= step.targets
+        self._own_engine = step.own or self._own_engine
         self.left -= step.targets.keys()
-        self.leave(step.forget)
+        self.mark_left(step.forget)
 
-    def greet(self, engine_id: str) -> str | None:
-        """Meets an engine, unless it has been met. Returns why that cannot be."""
-        if engine_id in self._met:
+    def ensure_connected(self, engine_id: str) -> str | None:
+        """Connects an engine unless it is connected. Returns why that failed."""
+        if engine_id in self._connected:
             return None
-        target = self._told.get(engine_id)
+        target = self._metadata.get(engine_id)
         if target is None:
             self.unknown.add(engine_id)
-            return "peer not usable: this rank was not told of it"
+            return "peer not usable: this rank has no metadata of it"
         try:
-            self.meet(engine_id, target, self._siblings)
+            self.connect(engine_id, target, self._own_engine)
         except (msgspec.DecodeError, TransferError) as exc:
-            logger.warning("engine %s is not usable: %s", engine_id, exc)
+            logger.warning("could not connect to engine %s: %s", engine_id, exc)
             return f"peer not usable: {exc}"
         return None
 
-    def meet(self, engine_id: str, target: bytes, engine: bytes) -> None:
-        """First contact: finds out who gets what, and loads the agents.
+    def connect(self, engine_id: str, target: bytes, engine: bytes) -> None:
+        """Maps this rank's share to the engine's ranks, and loads their agents.
 
-        target: the decode engine's metadata; engine: of this rank's own engine, empty
-        if it is the only rank. Raises TransferError, IncompatiblePeer,
+        target: the decode engine's metadata. engine: metadata of this rank's own engine,
+        empty if it is the only rank. Raises TransferError, IncompatiblePeer,
         msgspec.DecodeError.
         """
         remote = msgspec.msgpack.decode(target, type=EngineMetadata).ranks
@@ -146,17 +159,17 @@ class RemoteRanks:
         mine = {index: lanes[self._rank, index] for rank, index in lanes if rank == self._rank}
         every = [lane for found in mine.values() for lane in found]
         layout = self._staging.layout(engine_id, every) if every and every[0].staged else None
-        met: list[RemoteRank] = []
+        ranks: list[RemoteRank] = []
         for index, found in mine.items():
             rank = remote[index]
             devices, slot = (self._own.device, rank.device), []
             if layout is not None:
-                begin = sum(len(peer.lanes) for peer in met)
+                begin = sum(len(peer.lanes) for peer in ranks)
                 slot = layout.regions[begin : begin + len(found)]
             pairs = [(lane.local, lane.remote) for lane in found]
             if slot:
                 pairs = [(at, lane.remote) for at, lane in zip(slot, found, strict=True)]
-            met.append(
+            ranks.append(
                 RemoteRank(
                     name=self._add(engine_id, index, rank),
                     memory=rank.memory,
@@ -170,7 +183,7 @@ class RemoteRanks:
                     maps=LayerMaps(found, devices),
                 )
             )
-        self._met[engine_id] = met
+        self._connected[engine_id] = ranks
         self._engines[engine_id] = own, remote
         if layout is not None:
             self._layouts[engine_id] = layout
@@ -178,20 +191,20 @@ class RemoteRanks:
     def _add(self, engine_id: str, index: int, rank: RankMetadata) -> str:
         name = f"{engine_id}/{index}"
         self._mover.add_peer(name, rank.agent)
-        names = self._known.setdefault(engine_id, [])
+        names = self._names.setdefault(engine_id, [])
         if name not in names:
             names.append(name)
         return name
 
     def failed(self, engine_id: str, name: str) -> None:
-        """A transfer with one of the engine's ranks failed: it may be dead, or met again."""
-        self._unmeet(engine_id)
-        if name in self._known.get(engine_id, ()):
-            self._known[engine_id].remove(name)
+        """A transfer with this rank failed: disconnects the engine, which may be dead."""
+        self._disconnect(engine_id)
+        if name in self._names.get(engine_id, ()):
+            self._names[engine_id].remove(name)
             self._mover.remove_peer(name)
 
-    def leave(self, engines: Iterable[str]) -> None:
-        """They have left, and are forgotten when nothing goes to or comes from them."""
+    def mark_left(self, engines: Iterable[str]) -> None:
+        """These engines have left; `forget_left` drops them once they have no transfers."""
         self.left.update(engines)
 
     def forget_left(self, in_use: Set[str]) -> None:
@@ -200,14 +213,14 @@ class RemoteRanks:
         self.left &= in_use
 
     def forget(self, engine_id: str) -> None:
-        """The engine has left, and nothing goes to or comes from it any more."""
-        self._unmeet(engine_id)
-        self._told.pop(engine_id, None)
-        for name in self._known.pop(engine_id, ()):
+        """Drops an engine without transfers in flight."""
+        self._disconnect(engine_id)
+        self._metadata.pop(engine_id, None)
+        for name in self._names.pop(engine_id, ()):
             self._mover.remove_peer(name)
 
-    def _unmeet(self, engine_id: str) -> None:
-        self._met.pop(engine_id, None)
+    def _disconnect(self, engine_id: str) -> None:
+        self._connected.pop(engine_id, None)
         self._layouts.pop(engine_id, None)
         self._engines.pop(engine_id, None)
         self._sources.pop(engine_id, None)

@@ -1,10 +1,10 @@
 """The scheduler half of a prefill engine.
 
-Each remote prefill runs as an ordinary one-token request; a long prefix that only
-the decode engine holds is read from there before. After every step it
-names the blocks that became complete, so that the worker halves write them
-while the next chunk is computed; a request's blocks stay reserved until no
-write reads from them any more. All methods run on the engine's thread.
+Each remote prefill runs as an ordinary one-token request. A long prefix that only the
+decode engine holds is read from there first. Every step names the blocks that it completes,
+and the worker halves write them while the next chunk is computed. A request's blocks stay
+reserved until no write reads from them. All methods but those of the session, which is the
+bridge's, run on the engine's thread.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from dynamo_lite.protocol.trace import TraceContext, traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import counted
 
-#: The blocks that a request holds, in the order of its tokens.
+#: Returns the blocks of a request, by request id, in the order of its tokens.
 BlockIds = Callable[[str], Sequence[int]]
 
 
@@ -66,7 +66,7 @@ class _Job:
 
 
 class PrefillScheduler:
-    """block_size: in tokens, this engine's."""
+    """block_size: tokens per block of this engine."""
 
     def __init__(
         self,
@@ -104,9 +104,11 @@ class PrefillScheduler:
         self._pool, self._block_ids = pool, block_ids
 
     def num_new_matched_tokens(self, request: Prompt, cached: int) -> tuple[int, bool]:
-        """How many tokens beyond `cached` are read from the decode engine.
+        """Returns how many tokens beyond `cached` are read from the decode engine, and whether
+        the request has to wait for them.
 
-        A job reads once: what was lost, or was preempted, is computed.
+        A job reads only once: after a failed read or a preemption its prefix is computed.
+        Raises ProtocolError if the job's parameters are malformed.
         """
         if request.request_id in self._jobs or (params := self._arrive(request)) is None:
             return 0, False
@@ -126,9 +128,9 @@ class PrefillScheduler:
         external: int,
         queued_at: float | None = None,
     ) -> None:
-        """The engine begins with a job, or reserved `block_ids` to read `external` tokens.
+        """The engine starts a job, or has reserved `block_ids` to read `external` tokens.
 
-        queued_at: when it came, by the monotonic clock.
+        queued_at: monotonic time of the job's arrival in the engine.
         """
         if request.request_id in self._jobs or (params := self._arrive(request)) is None:
             return
@@ -153,7 +155,7 @@ class PrefillScheduler:
             self._read(job, block_ids, external)
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> PrefillStep:
-        """scheduled: request id -> tokens that this step computes of it."""
+        """scheduled: request id -> number of its tokens that this step computes."""
         self._stepped_at = self._now()
         step, self._step = self._step, PrefillStep()
         self._preflights.announce(step)
@@ -168,7 +170,7 @@ class PrefillScheduler:
         return step
 
     def request_finished(self, request: Prompt) -> bool:
-        """Returns whether the blocks must stay until the writes have ended."""
+        """Returns whether the blocks must stay reserved until the writes have ended."""
         request_id = request.request_id
         job = self._jobs.pop(request_id, None)
         if job is None:
@@ -177,18 +179,18 @@ class PrefillScheduler:
                 self.stats.append(ENDED, [params.attempt, "abandoned", ""])
             return False
         if job.reading:
-            # Its blocks stay until the read has ended, and so do those that are read.
+            # vLLM keeps its blocks until the read has ended; the attempt's end is reported then.
             self._stopped[request_id] = job
             return False
         if not job.announced:
-            self._tell(job, "abandoned")
+            self._report_end(job, "abandoned")
             return False
         self._ending[request_id] = job
         self._step.ended.append((job.attempt, request_id, job.complete))
         return True
 
     def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
-        """What the worker halves have finished reading or writing, well or not."""
+        """Handles the reads and writes that the worker halves have finished, well or not."""
         if report is not None:
             self._failures.update(report.failures)
             self._introductions.forget(report.unknown)
@@ -196,7 +198,7 @@ class PrefillScheduler:
             self._preflights.answered(report.links, len(self.metadata.ranks))
         for request_id in sorted(results.received | results.lost):
             if (stopped := self._stopped.pop(request_id, None)) is not None:
-                self._tell(stopped, "abandoned")
+                self._report_end(stopped, "abandoned")
             elif (job := self._jobs.get(request_id)) is not None:
                 if job.reading and job.trace is not None:
                     note_child(self.stats, "prefix read", job.trace, job.scheduled, self._now())
@@ -205,9 +207,9 @@ class PrefillScheduler:
             job = self._ending.pop(request_id)
             failure = self._failures.pop(job.attempt, None)
             if failure is not None:
-                self._tell(job, "failed", failure)
+                self._report_end(job, "failed", failure)
             else:
-                self._tell(job, "written" if job.complete else "abandoned")
+                self._report_end(job, "written" if job.complete else "abandoned")
 
     @property
     def busy(self) -> bool:
@@ -236,7 +238,7 @@ class PrefillScheduler:
         )
 
     def _announce(self, step: PrefillStep, job: _Job) -> None:
-        """The ranks hear of the job for the first time: they may not know its engine."""
+        """Before the ranks' first read or write of the job: sends them its engine if needed."""
         if not job.announced:
             job.announced = True
             self._introductions.introduce(step, job.params.engine_id, job.params.target)
@@ -272,12 +274,12 @@ class PrefillScheduler:
         job.written, job.complete = end, last
 
     def _own_metadata(self) -> bytes:
-        """What a rank needs of its siblings; see `PrefillStep.own`."""
+        """See `PrefillStep.own`."""
         if self.metadata is None or len(self.metadata.ranks) == 1:
             return b""
         return encode(self.metadata)
 
-    def _tell(self, job: _Job, outcome: str, detail: str = "") -> None:
+    def _report_end(self, job: _Job, outcome: str, detail: str = "") -> None:
         self.stats.append(ENDED, [job.attempt, outcome, detail])
 
     @contextlib.asynccontextmanager

@@ -1,8 +1,8 @@
-"""Where a prefill rank puts blocks together for peers whose blocks differ from its own.
+"""Staging memory, where a prefill rank converts blocks for peers with other blocks.
 
-Memory is taken when the first such peer is met, and never more than the slots: a write
-that finds none free waits in its queue until another write has ended, and so a slow wire
-holds back the copying. Once its bytes are in a slot, a write reads no blocks any more.
+The memory is allocated when the first such peer is connected, a fixed number of slots. A
+write without a free slot waits in its queue until another write has ended, so a slow network
+limits the copying. Once its slot is filled, a write does not read the blocks any more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,46 +17,48 @@ from dynamo_lite.transfer.digest import Span
 from dynamo_lite.transfer.sharding import ShardMapping
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
 
-#: One is filled while others are on their way; more would only serve more peers at once.
+#: One is filled while others are written; more would only help with more peers at once.
 SLOTS = 4
-#: Some thousand tokens of one rank's share of a large model: a write of that size takes
-#: as long as its bytes take, and its start does not count.
+#: Some thousand tokens of one rank's share of a large model: for a write of this size the
+#: transfer takes far longer than its start.
 SLOT_BYTES = 32 << 20
 
 
 class Transposer(Protocol):
-    """A rank's staging memory, and what copies its KV into that (`vllm/engine/transposer.py`)."""
+    """A rank's staging memory; copies KV into it (`vllm/engine/transposer.py`)."""
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Address of the first byte."""
         ...
 
     def transpose(self, layout: Layout, units: Units, offset: int) -> Callable[[], bool]:
-        """Starts to fill the slot at `offset`. Returns what says whether it is filled."""
+        """Starts to fill the slot at `offset`. Returns a check whether it is filled."""
         ...
 
     def read(self, spans: Sequence[Span]) -> Iterable[bytes]:
-        """Of the staging memory; see `ReadMemory`."""
+        """Reads the staging memory; see `ReadMemory`."""
         ...
 
 
-#: Makes one with so many bytes. Raises RuntimeError where there is no memory for them.
+#: Makes one with this many bytes. Raises RuntimeError if there is not enough memory.
 OpenTransposer = Callable[[int], Transposer]
 
 
 @dataclass
 class Slot:
-    """address: of its first byte. filled: whether it holds its blocks. users: who has not
-    let go of it."""
+    """A slot in use."""
 
+    #: Address of its first byte.
     address: int
+    #: Whether the blocks are in it.
     filled: Callable[[], bool]
+    #: References: the queue's, and one for each write in flight.
     users: int = 1
 
 
 class Staging:
-    """own: the rank's memory; open_transposer: None where nothing can be staged."""
+    """own: the rank's memory. open_transposer: None if this rank does not support staging."""
 
     def __init__(
         self,
@@ -73,12 +75,14 @@ class Staging:
         self._free: list[int] = []
 
     def layout(self, peer: str, lanes: Sequence[ShardMapping]) -> Layout:
-        """Of a slot with blocks for all of the peer's ranks that these lanes lead to.
+        """Returns the layout of a slot with blocks for all ranks of the peer in `lanes`.
 
-        Takes the memory if nobody has. Raises IncompatiblePeer, TransferError.
+        Allocates the memory on the first call. Raises IncompatiblePeer, TransferError.
         """
         if self._open is None:
-            raise IncompatiblePeer(peer, "its blocks differ, and nothing can be staged here")
+            raise IncompatiblePeer(
+                peer, "its blocks differ in size or order, and this rank has no staging memory"
+            )
         try:
             layout = slot_layout(lanes, self._slot_bytes)
         except ValueError as exc:
@@ -88,16 +92,16 @@ class Staging:
             try:
                 self._transposer = self._open(size)
             except RuntimeError as exc:
-                raise TransferError(peer, f"no {size} bytes to stage its blocks: {exc}") from exc
+                raise TransferError(peer, f"no memory for {size} bytes of staging: {exc}") from exc
             first = self._transposer.address
             self._mover.register([(first, size)], self._own.memory, self._own.device)
             self._free = [first + slot * self._slot_bytes for slot in range(self._slots)]
         return layout
 
     def fill(self, layout: Layout, write: BlockWrite) -> Slot | None:
-        """Starts to put the write's blocks together; None while no slot is free.
+        """Starts to convert the write's blocks into a slot; None while no slot is free.
 
-        Raises ValueError when the write's blocks do not match, TransferError.
+        Raises ValueError if the write's blocks do not match the layout, TransferError.
         """
         if not self._free or self._transposer is None:
             return None
@@ -107,12 +111,12 @@ class Staging:
         try:
             return Slot(address, self._transposer.transpose(layout, units, offset))
         except Exception as exc:
-            # A kernel that does not compile, or a device's error, must not end the engine's step.
+            # A kernel that does not compile or a device error must not end the engine's step.
             self._free.append(address)
-            raise TransferError(write.target_engine, f"blocks not put together: {exc}") from exc
+            raise TransferError(write.target_engine, f"could not stage blocks: {exc}") from exc
 
-    def let_go(self, slot: Slot | None) -> None:
-        """One user less; without any, the slot is free."""
+    def release(self, slot: Slot | None) -> None:
+        """Drops one reference; the slot is free after the last one."""
         if slot is not None:
             slot.users -= 1
             if not slot.users:
@@ -124,7 +128,7 @@ class Staging:
 
 
 def split(write: BlockWrite, layout: Layout) -> list[BlockWrite]:
-    """The write in parts that fit into a slot each."""
+    """Splits the write into parts that fit into a slot each."""
     size, own_size = layout.target_tokens, layout.local_tokens
     parts: list[BlockWrite] = []
     for start in range(0, max(len(write.remote_ids), 1), layout.capacity):

@@ -1,4 +1,4 @@
-"""What a prefill rank's writes say in the ranks that they reach."""
+"""The notifications that a prefill rank's writes carry to decode ranks."""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -16,55 +16,59 @@ from dynamo_lite.transfer.digest import ReadMemory, checksum, sample
 
 @dataclass(frozen=True)
 class WriteNotifications:
-    """rank: who writes. checksum_rate: share of an attempt's blocks whose contents are
-    vouched for. read: reads them from the rank's blocks; staging: from there."""
+    """Makes notifications with checksums of sampled blocks."""
 
+    #: Index of the writing rank.
     rank: int
+    #: Share of an attempt's blocks that have a checksum.
     checksum_rate: float
+    #: Reads the rank's blocks.
     read: ReadMemory
     staging: Staging
 
     def of(self, write: BlockWrite, peer: RemoteRank, attempt: OutgoingAttempt) -> bytes:
-        """Of a write that is about to start. Those into one peer come in their order."""
+        """The notification of a write that starts now. Writes to one peer come in order."""
         if attempt.slot is None:
             return self._direct(write, peer, attempt.local_ids)
-        return self._staged(write, peer, attempt.slot, attempt.vouched)
+        return self._staged(write, peer, attempt.slot, attempt.checksums)
 
     def _direct(self, write: BlockWrite, peer: RemoteRank, local_ids: Mapping[int, int]) -> bytes:
-        """The last one speaks for the whole attempt, whose blocks are all still held here.
+        """Without staging. The last one covers the whole attempt: its blocks are all still held.
 
         local_ids: by position in the attempt.
         """
         sampled = self._sampled(write, whole=write.last)
         blocks = [local_ids[position] for position in sampled]
         value = checksum([lane.local for lane in peer.lanes], blocks, self.read)
-        return self._spelled(write, peer, sampled, value)
+        return self._message(write, peer, sampled, value)
 
     def _staged(
-        self, write: BlockWrite, peer: RemoteRank, slot: Slot, vouched: MutableMapping[str, int]
+        self, write: BlockWrite, peer: RemoteRank, slot: Slot, checksums: MutableMapping[str, int]
     ) -> bytes:
-        """The same of bytes as they will lie there. Those of earlier writes are gone.
+        """With staging: of the staged bytes. Those of earlier writes are gone by now.
 
-        vouched: by peer, the checksum over the attempt's writes before this one.
+        checksums: by peer, the checksum of the attempt's writes before this one.
         """
         regions = [
             msgspec.structs.replace(region, base=region.base + slot.address)
             for region in peer.slot_regions
         ]
         blocks = [position - write.first for position in self._sampled(write, whole=False)]
-        before = vouched.get(peer.name, 0) if write.first else 0
-        vouched[peer.name] = checksum(regions, blocks, self.staging.read, before)
+        before = checksums.get(peer.name, 0) if write.first else 0
+        checksums[peer.name] = checksum(regions, blocks, self.staging.read, before)
         if write.last:
-            return self._spelled(write, peer, self._sampled(write, whole=True), vouched[peer.name])
+            return self._message(
+                write, peer, self._sampled(write, whole=True), checksums[peer.name]
+            )
         value = checksum(regions, blocks, self.staging.read)
-        return self._spelled(write, peer, self._sampled(write, whole=False), value)
+        return self._message(write, peer, self._sampled(write, whole=False), value)
 
     def _sampled(self, write: BlockWrite, *, whole: bool) -> list[int]:
         positions = sample(write.attempt, write.num_blocks, self.checksum_rate)
         end = write.first + len(write.remote_ids)
         return [p for p in positions if whole or write.first <= p < end]
 
-    def _spelled(
+    def _message(
         self, write: BlockWrite, peer: RemoteRank, sampled: list[int], value: int
     ) -> bytes:
         share = {

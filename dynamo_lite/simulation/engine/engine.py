@@ -197,7 +197,7 @@ class SimEngine:
 
     async def preflight(self, target: EngineMetadata) -> LinkReport:
         self._check_peer(target)
-        return await self._preflights.fly(target)
+        return await self._preflights.test(target)
 
     async def listen(self, listen: Listen) -> None:
         await self._preflights.listen(listen)
@@ -255,7 +255,7 @@ class SimEngine:
         self.load = outputs.load
         if outputs.counts:
             self._settle(outputs.counts.get(ENDED, ()))
-            self._preflights.settle(outputs.counts.get(PREFLIGHT, ()))
+            self._preflights.resolve(outputs.counts.get(PREFLIGHT, ()))
             self._on_counts(outputs.counts)
         return outputs
 

@@ -162,11 +162,11 @@ class WatchedRank(PrefillRank):
     watched: SimMover | None = None
 
     def _write(
-        self, write: BlockWrite, peer: RemoteRank, where: BlockMap, *, says: bool
+        self, write: BlockWrite, peer: RemoteRank, where: BlockMap, *, notify: bool
     ) -> Transfer:
         if self.watched is not None:
             self.watched.attempt = write.attempt
-        return super()._write(write, peer, where, says=says)
+        return super()._write(write, peer, where, notify=notify)
 
     def _start_read(self, read: PrefixRead) -> None:
         if self.watched is not None:

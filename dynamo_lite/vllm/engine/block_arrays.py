@@ -1,7 +1,7 @@
 """Where attention kernels keep the bytes of each token in a block.
 
-Shapes and strides say that only where a kernel indexes its cache by them; so backends
-are named here. Of all others nothing is known, and their blocks only go to equal ones.
+Shapes and strides show this only if the kernel indexes its cache by them; such backends are
+listed here. Blocks of all other backends can only be transferred to equal ones.
 """
 
 import torch
@@ -11,17 +11,17 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from dynamo_lite.protocol.records import KvArray
 from dynamo_lite.transfer.layout import plain_array
 
-#: They address [block, head, token, K and V] by the strides of the cache.
+#: Backends that index [block, head, token, K and V] by the strides of the cache.
 _PLAIN_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"}
-#: One value per element, and nothing else in a block.
+#: Types with one value per element, and nothing else in a block.
 _PLAIN_DTYPES = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 
-#: AMX packs tokens and values for its tiles, in these numbers.
+#: AMX packs this many tokens and values per tile.
 _AMX_K_TOKENS, _AMX_V_TOKENS, _AMX_V_VALUES = 16, 2, 16
 
 
 def cpu_isa(config: VllmConfig, head_size: int) -> str:
-    """The instruction set that the CPU's attention packs its cache for."""
+    """Returns the instruction set for which the CPU's attention packs its cache."""
     cache = config.cache_config
     return _get_attn_isa(config.model_config.dtype, cache.block_size, head_size, cache.cache_dtype)
 
@@ -29,9 +29,9 @@ def cpu_isa(config: VllmConfig, head_size: int) -> str:
 def block_arrays(
     layer: str, tensor: torch.Tensor, config: VllmConfig, tokens: int
 ) -> tuple[KvArray, ...]:
-    """Of a layer's cache [blocks, heads, tokens, K and V]; empty where it is not known.
+    """Returns the arrays in a block of a layer's cache; empty if they are not known.
 
-    tokens: per block.
+    tensor: [blocks, heads, tokens, K and V]. tokens: per block.
     """
     attention = config.compilation_config.static_forward_context.get(layer)
     if attention is None or tensor.shape[2] != tokens:
@@ -53,8 +53,10 @@ def block_arrays(
 
 
 def cpu_arrays(isa: str, tokens: int, head_size: int, value_bytes: int) -> tuple[KvArray, ...]:
-    """Each head has K, then V. Without tiles, K as [values, tokens], V as [tokens, values];
-    for AMX's, K as [tokens / 16, values / 2, 16, 2], V as [values / 16, tokens / 2, 16, 2].
+    """Returns the arrays of K and V in a block of the CPU's attention; empty if not known.
+
+    Each head has K, then V. Without tiles, K is [values, tokens] and V [tokens, values]; for
+    AMX, K is [tokens / 16, values / 2, 16, 2] and V [values / 16, tokens / 2, 16, 2].
     """
     half = tokens * head_size * value_bytes
     if isa in ("vec", "vec16"):

@@ -1,8 +1,8 @@
-"""The out-of-tree KV connector that stock vLLM loads: a shell.
+"""The out-of-tree KV connector that stock vLLM loads.
 
-vLLM makes one in the scheduler's process and one in every worker; the shell
-picks the half that belongs there (decode or prefill, scheduler or rank) and
-passes vLLM's hooks on to it.
+vLLM makes one in the scheduler's process and one in every worker process. The connector
+opens the half for its process (decode or prefill, scheduler or rank) and forwards vLLM's
+hooks to it.
 """
 
 import atexit
@@ -22,8 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
-from vllm.platforms import current_platform
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from dynamo_lite.disagg.bridge import ThreadBridge
 from dynamo_lite.disagg.decode.rank import DecodeRank
@@ -43,16 +41,19 @@ from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.polled import PolledMover
 from dynamo_lite.transfer.scratch import ScratchMemory
-from dynamo_lite.vllm.engine.carried import ReportMetadata, StepMetadata
-from dynamo_lite.vllm.engine.filling import filling_blocks
+from dynamo_lite.vllm.engine.connector_types import (
+    ConnectorStats,
+    RankHandshake,
+    ReportMetadata,
+    StepMetadata,
+    engine_metadata,
+)
 from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
-from dynamo_lite.vllm.engine.handshake import RankHandshake, engine_metadata
-from dynamo_lite.vllm.engine.kv_memory import rank_index, register
+from dynamo_lite.vllm.engine.kv_memory import preferred_layout, rank_index, register
 from dynamo_lite.vllm.engine.rank_mover import open_mover
 from dynamo_lite.vllm.engine.scratch import make_scratch
-from dynamo_lite.vllm.engine.stats import ConnectorStats
-from dynamo_lite.vllm.engine.step_events import step_ended
-from dynamo_lite.vllm.engine.supported import check_kv, telling
+from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended
+from dynamo_lite.vllm.engine.supported import check_kv, refusal_recorded
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _BRIDGE_START_S = 15.0
-#: Tokens per block that every attention kernel on CUDA takes without splitting the block.
-_SMALLEST_KERNEL_BLOCK = 64
 
 
 def _die_with_parent() -> None:
@@ -76,16 +75,15 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     ):
         super().__init__(vllm_config, role, kv_cache_config)
         _die_with_parent()
-        # Looking through what vLLM and torch have loaded, for nothing, takes seconds at the end.
+        # At exit Python's final garbage collection of vLLM and torch would take seconds.
         atexit.register(gc.freeze)
         assert vllm_config.kv_transfer_config is not None
         self._link_file = vllm_config.kv_transfer_config.kv_connector_extra_config[
             ENGINE_CONFIG_FILE
         ]
-        with telling(Path(self._link_file)):
+        with refusal_recorded(Path(self._link_file)):
             self._link = read_engine_config(self._link_file)
-        hold_lease(self._link.lease_id)
-        with telling(Path(self._link_file)):
+            hold_lease(self._link.lease_id)
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)
         role_here = self._link.role
         self._streams = (
@@ -124,17 +122,17 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def _prefill(self) -> PrefillScheduler | None:
         return self._scheduler if isinstance(self._scheduler, PrefillScheduler) else None
 
-    # Worker half.
+    # Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         index, role = rank_index(self._vllm_config), self._link.role
         device = next(iter(kv_caches.values())).device
         prefill = isinstance(role, PrefillEngineConfig)
-        alive = FenceReader(Path(role.fence_path)).open if prefill else _always
+        alive = FenceReader(Path(role.fence_path)).open if prefill else _always_open
         self._mover = mover = open_mover(self._link, index, device, alive)
-        # Before the mover says what of this rank can be reached.
+        # Registers memory: must come before `mover.metadata` is read.
         self._scratch = scratch = make_scratch(mover, device)
-        with telling(Path(self._link_file)):
+        with refusal_recorded(Path(self._link_file)):
             kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
         rank = msgspec.structs.replace(kv.rank, scratch=scratch.region)
         self._handshake = RankHandshake(encode(rank), kv.orders)
@@ -156,7 +154,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         return self._handshake
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads are started with the step's writes, in `wait_for_save`."""
+        """Loads start with the step's writes, in `wait_for_save`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before a request is scheduled."""
@@ -164,7 +162,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are written after the step, all layers together, unless told otherwise."""
+        """Does nothing without `stream_layers`: all layers are written after the step."""
         if self._streams and isinstance(self._rank, PrefillRank):
             step = self._step()
             if isinstance(step, PrefillStep) and step.writes:
@@ -203,12 +201,12 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         assert isinstance(metadata, StepMetadata)
         return metadata.step
 
-    # Scheduler half.
+    # Scheduler half
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All ranks are up: the engine can be described, and meets the outside."""
+        """All ranks are up: makes the engine's metadata, and connects to the servers."""
         assert self._scheduler is not None
         self._scheduler.metadata = engine_metadata(
             self._link,
@@ -248,7 +246,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         if self._decode is not None:
             self._decode.state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
         if self._prefill is not None:
-            # The first event is the arrival; there are none without vLLM's statistics.
+            # The first event is the arrival. Without vLLM's statistics there are no events.
             queued_at = request.events[0].timestamp if request.events else None
             self._prefill.state_after_alloc(
                 request, blocks.get_block_ids()[0], num_external_tokens, queued_at
@@ -290,21 +288,11 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
 
-    # Both.
+    # Both halves
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """Heads outermost in a block, so that it can be cut; and all layers of a block together
-        where CUDA's backends know that, so that it is one descriptor. A wish: vLLM drops it
-        where the attention backend has no such layout. Where all layers of a block are together
-        vLLM cannot split blocks for kernels that take smaller ones."""
-        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
-            return None
-        together = (
-            current_platform.is_cuda()
-            and vllm_config.cache_config.block_size <= _SMALLEST_KERNEL_BLOCK
-        )
-        return (KVCacheLayout.BLHNC if together else KVCacheLayout.LBHNC).name
+        return preferred_layout(vllm_config)
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         half = self._scheduler if self._rank is None else self._rank
@@ -319,13 +307,13 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         if self._scheduler is not None:
             self._scheduler.bridge.close()
         if isinstance(self._mover, PolledMover):
-            # Before the rank looks at what is in flight, which it may have to leave alone.
+            # First: the rank may have to leave transfers in flight untouched.
             self._mover.stop()
         if self._rank is not None:
             self._rank.close()
 
 
-def _always() -> bool:
+def _always_open() -> bool:
     return True
 
 

@@ -1,8 +1,8 @@
 """Stock vLLM behind the engine seam.
 
-The component's process holds vLLM's engine-core client, and nothing of vLLM's
-front half: prompts come in as token ids, and outputs leave as the engine
-produced them, one batch per step. Detokenisation happens at the edge.
+The component's process holds vLLM's engine-core client, and nothing of vLLM's front half:
+prompts come as token ids, and outputs leave as the engine produced them, one batch per step.
+Detokenisation happens in the Frontend.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
 from dynamo_lite.vllm import requests
 from dynamo_lite.vllm.engine.attempts import Attempts
+from dynamo_lite.vllm.engine.connector_types import KV_LAYOUT
 from dynamo_lite.vllm.engine.engine_config import engine_config
 from dynamo_lite.vllm.engine.fingerprint import check_peer, fingerprint
-from dynamo_lite.vllm.engine.handshake import KV_LAYOUT
 from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
-from dynamo_lite.vllm.engine.supported import hearing
+from dynamo_lite.vllm.engine.supported import refusal_reported
 from dynamo_lite.vllm.wire import delta_from_output
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,11 @@ _DESCRIBE_S = 5.0
 
 
 class VllmEngine:
-    """A decode or prefill engine; what it may do is in its link.
+    """A decode or prefill engine, depending on the role in its engine config.
 
-    engine_args: flags as `vllm serve` takes them. link: None for an engine that
-    neither asks for nor writes remote KV. link_path: where the link is left for
-    the engine's processes. tells_kv: whether it says which prefixes it holds. tracer: takes
-    the spans that its processes note.
+    engine_args: flags of `vllm serve`. link: the engine config; None for an engine without
+    remote prefills. link_path: the file of the engine config, for the engine's processes.
+    tells_kv: whether it publishes KV events. tracer: records the spans that its processes note.
     """
 
     def __init__(
@@ -90,8 +89,9 @@ class VllmEngine:
         self._loaded_len: int | None = None
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         self._attempts = Attempts()
+        #: Decode engines that have left; sent to the engine with the next job.
         self._left: list[str] = []
-        # Decode engines that fit, and whether their blocks are as ours.
+        #: Compatible decode engines, and whether their blocks can also be read.
         self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
         self._ids = RequestIds()
         self._preflights = None if link is None else LinkTestClient(link, messaging, self._wake)
@@ -104,7 +104,7 @@ class VllmEngine:
             write_engine_config(self._link_path, self._link)
         loop = asyncio.get_running_loop()
         try:
-            # Loading takes many seconds, and the lease must be kept alive meanwhile.
+            # In a thread: loading takes many seconds, and the event loop must go on.
             self._client = await loop.run_in_executor(self._starter, self._load)
             if self._link is not None:
                 described = (await self.describe()).metadata
@@ -129,7 +129,10 @@ class VllmEngine:
         return self.config.model_config.model
 
     async def describe(self) -> EngineStatus:
-        """Asks the engine's process. Raises Unavailable, DeadlineExceeded, ProtocolError."""
+        """Requests the status of the engine's process over NATS.
+
+        Raises Unavailable, DeadlineExceeded, ProtocolError, StartupError.
+        """
         assert self._link is not None
         subject = names.describe_subject(self._link.namespace, self._link.engine_id)
         try:
@@ -143,7 +146,7 @@ class VllmEngine:
             raise
 
     async def submit(self, request: GenerateRequest) -> None:
-        """Raises Refused when this engine cannot take the request."""
+        """Raises Refused if this engine cannot take the request."""
         made = requests.generation(request, self.config.model_config, timed=self._link is not None)
         made.request_id = self._ids.enter(request.request_id)
         try:
@@ -156,13 +159,13 @@ class VllmEngine:
         await self._abort(self._ids.leave(request_ids))
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
-        """Ends when the engine is closed. Raises EngineDied when its process ended by itself."""
+        """Ends when the engine is closed. Raises EngineDied if its process ended by itself."""
         while (outputs := await self._next()) is not None:
             if outputs.outputs:
                 yield self._deltas(outputs)
 
     async def run_prefills(self) -> None:
-        """Drives the engine for `prefill`: nobody reads its tokens. Raises EngineDied."""
+        """Reads the engine's outputs for `prefill` and drops its tokens. Raises EngineDied."""
         try:
             while await self._next() is not None:
                 pass
@@ -171,17 +174,17 @@ class VllmEngine:
             raise
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        """One claimed attempt; `run_prefills` must be running.
+        """Runs one claimed attempt; `run_prefills` must be running.
 
-        Raises Refused for a prompt that this engine cannot take, IncompatiblePeer
-        for a target that it must not write to.
+        Raises Refused for a prompt that this engine cannot take, IncompatiblePeer for a target
+        that it cannot write to.
         """
         assert self.metadata is not None
         known = self._checked.get(target.engine_id)
         if known is None or known[0] is not target:
             known = self._checked[target.engine_id] = target, check_peer(self.metadata, target)
         if not known[1]:
-            # Its blocks are laid out for it when they are written: they cannot be read as ours.
+            # Its blocks differ: they are converted when they are written, and cannot be read.
             job = msgspec.structs.replace(job, prefix_block_ids=[])
         left, self._left = self._left, []
         request = requests.prefill(job, target, left, self.config.model_config)
@@ -192,7 +195,7 @@ class VllmEngine:
     async def preflight(self, target: EngineMetadata) -> LinkReport:
         assert self.metadata is not None and self._preflights is not None
         check_peer(self.metadata, target)
-        return await self._preflights.fly(target)
+        return await self._preflights.test(target)
 
     async def listen(self, listen: Listen) -> None:
         assert self._preflights is not None
@@ -202,25 +205,25 @@ class VllmEngine:
         await self._abort([attempt])
 
     def forget(self, engine_ids: Sequence[str]) -> None:
-        """These decode engines left; told to the engine's processes with the next job."""
+        """These decode engines have left; the next job passes them to the engine's processes."""
         self._left += engine_ids
         for engine_id in engine_ids:
             self._checked.pop(engine_id, None)
 
     async def _wake(self) -> None:
-        """Any call makes an idle engine core look whether there are steps to make."""
+        """Any call makes an idle engine core check for steps to make."""
         try:
             if self._client is not None:
                 await self._client.is_sleeping_async()
         except EngineDeadError as exc:
-            raise Unavailable("the engine's process is gone") from exc
+            raise Unavailable("the engine's process has ended") from exc
 
     async def _abort(self, own_ids: list[str]) -> None:
         if self._client is not None and own_ids:
             await self._client.abort_requests_async(own_ids)
 
     def _deltas(self, outputs: EngineCoreOutputs) -> list[TokenDelta]:
-        """What the step gave to requests that still run."""
+        """The deltas of one step, for requests that still run."""
         deltas: list[TokenDelta] = []
         for output in outputs.outputs:
             caller = self._ids.caller(output.request_id, ended=output.finish_reason is not None)
@@ -236,10 +239,10 @@ class VllmEngine:
         try:
             await self._client.add_request_async(request)
         except EngineDeadError as exc:
-            raise Refused("the engine's process is gone", elsewhere=True) from exc
+            raise Refused("the engine's process has ended", elsewhere=True) from exc
 
     async def _next(self) -> EngineCoreOutputs | None:
-        """One step's outputs; None once the engine is being closed."""
+        """Waits for one step's outputs; None if the engine is being closed."""
         if self._client is None:
             return None
         try:
@@ -251,24 +254,24 @@ class VllmEngine:
         if (stats := outputs.scheduler_stats) is not None:
             self.load = EngineLoad(
                 running=stats.num_running_reqs,
-                # vLLM counts those apart that it could not schedule in its last step.
+                # vLLM has a separate count of requests that its last step could not schedule.
                 waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
                 kv_usage=stats.kv_cache_usage,
                 gave_tokens=self.load.gave_tokens
                 or any(output.new_token_ids for output in outputs.outputs),
             )
             if stats.kv_connector_stats:
-                self._hear(stats.kv_connector_stats)
+                self._apply_counts(stats.kv_connector_stats)
         return outputs
 
-    def _hear(self, counts: dict[str, Any]) -> None:
-        """What the connector's halves have counted in one step."""
+    def _apply_counts(self, counts: dict[str, Any]) -> None:
+        """counts: the counters of the connector's halves, of one step."""
         self._metrics.apply(counts)
         if self._tracer is not None:
             record_notes(self._tracer, counts.get(SPAN, ()))
-        self._attempts.hear(counts)
+        self._attempts.apply(counts)
         if self._preflights is not None:
-            self._preflights.settle(counts.get(PREFLIGHT, ()))
+            self._preflights.resolve(counts.get(PREFLIGHT, ()))
 
     def _load(self) -> Any:
         self._config = config = engine_config(
@@ -277,7 +280,7 @@ class VllmEngine:
         if self.kv_events is not None and not self.kv_events.attach(config):
             self.kv_events = None
         self._loaded_len = config.model_config.max_model_len
-        with hearing(self._link_path):
+        with refusal_reported(self._link_path):
             return EngineCoreClient.make_async_mp_client(
                 vllm_config=config,
                 executor_class=Executor.get_class(config),
@@ -285,7 +288,7 @@ class VllmEngine:
             )
 
     def _fingerprinted(self, described: EngineMetadata) -> EngineMetadata:
-        """With all of its fingerprint: the engine's process knows no more than the layout."""
+        """Adds the fingerprint; the engine's process has only set its layout."""
         layout = described.fingerprint[KV_LAYOUT]
         made = fingerprint(self.config, layout, max_model_len=self._loaded_len)
         return msgspec.structs.replace(described, fingerprint=made)

@@ -1,8 +1,8 @@
-"""Reading a rank's memory for checksums without a wait for the engine's kernels.
+"""Reads a rank's memory for checksums without waiting for the engine's kernels.
 
-On a GPU all spans of a checksum are gathered by one kernel per storage and size of span,
-and copied to the host together, on a stream of their own. An event or a notice has said
-before that the data is there, so nothing of the current stream has to be waited for.
+On a GPU one kernel per storage and span size gathers all spans of a checksum, and they are
+copied to the host together, on a separate stream. The caller knows from an event or a
+notification that the data is complete, so the current stream need not be synchronised.
 """
 
 import itertools
@@ -13,14 +13,14 @@ import torch
 
 from dynamo_lite.transfer.digest import ReadMemory, Span, read_dram
 
-#: Bytes that are gathered at a time; the device must have so much memory to spare.
+#: Bytes that are gathered at a time; needs that much free memory on the device.
 GATHER_BYTES = 32 << 20
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def memory_reader(storages: Sequence[torch.UntypedStorage]) -> ReadMemory:
-    """Reads bytes of these storages by their address, on whatever device they all are."""
+    """Returns a reader of these storages by address. They must be on one device."""
     device = storages[0].device
     if device.type == "cpu":
         return read_dram
@@ -28,8 +28,7 @@ def memory_reader(storages: Sequence[torch.UntypedStorage]) -> ReadMemory:
 
 
 class GatheredReads:
-    """Implements ReadMemory. storages: all on one device. stream: to work on; None: the
-    current one."""
+    """Implements ReadMemory. storages: all on one device. stream: None for the current one."""
 
     def __init__(
         self,
@@ -61,15 +60,15 @@ class GatheredReads:
                 rows = [self._rows(*key, addresses).view(-1) for key, addresses in groups.items()]
                 found = (rows[0] if len(rows) == 1 else torch.cat(rows)).cpu().numpy()
         except torch.OutOfMemoryError:
-            # One copy for each span takes no memory of the device.
+            # One copy per span needs no memory on the device.
             yield from map(self._one, spans)
             return
-        # `cpu` has waited for this stream alone.
+        # `cpu` has waited for this stream only.
         if len(rows) == 1:
             yield found.tobytes()
             return
         starts = itertools.accumulate((len(row) for row in rows), initial=0)
-        where = dict(zip(groups, starts, strict=False))  # of each group's next row
+        where = dict(zip(groups, starts, strict=False))  # start of each group's next row
         for address, length in spans:
             key = max(start for start in self._storages if start <= address), length
             yield found[where[key] : where[key] + length].tobytes()
@@ -85,9 +84,9 @@ class GatheredReads:
             return row.cpu().numpy().tobytes()
 
     def _rows(self, base: int, length: int, addresses: Sequence[int]) -> torch.Tensor:
-        """uint8 [addresses, length], of one storage: one gather.
+        """Gathers uint8 [addresses, length] from one storage.
 
-        All addresses lie on a grid from the first one on, whose rows may overlap.
+        All addresses are on a grid that starts at the first one; its rows may overlap.
         """
         first = min(addresses)
         pitch = math.gcd(*(address - first for address in addresses)) or length

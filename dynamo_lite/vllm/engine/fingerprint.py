@@ -1,4 +1,4 @@
-"""What two engines must have in common before one writes KV into the other."""
+"""What two engines must have in common before one writes KV to the other."""
 
 import json
 import platform
@@ -17,11 +17,11 @@ from dynamo_lite.transfer.sharding import join
 from dynamo_lite.vllm.engine.block_arrays import cpu_isa
 from dynamo_lite.vllm.engine.weights import weights_print
 
-#: What may differ where both engines' regions say where the bytes of each token are.
+#: Entries that may differ if both engines' regions tell where the bytes of each token are.
 _OF_BLOCKS = {"block_size", "kv_layout", "attention"}
 
-#: Keys of a model's configuration, at any depth, that say where it was found, by what it was
-#: written, or what the fingerprint says by itself.
+#: Keys of a model's configuration, at any depth, that tell where it was found or what wrote it,
+#: or that have an entry of their own in the fingerprint.
 _NOT_THE_MODEL = {
     "_name_or_path",
     "_commit_hash",
@@ -37,17 +37,16 @@ _NOT_THE_MODEL = {
 def fingerprint(
     config: VllmConfig, kv_layout: str, *, max_model_len: int | None = None
 ) -> dict[str, str]:
-    """Readable `name: value` pairs, of an engine that is up.
+    """Returns readable `name: value` pairs of a running engine.
 
-    kv_layout: order of the bytes inside a block. max_model_len: with which the model was
-    loaded, if vLLM has fitted it to the memory since. It counts because models choose
-    factors by it (longrope's, Llama 4's attention temperature).
+    kv_layout: order of the bytes inside a block. max_model_len: the length with which the
+    model was loaded, if vLLM has reduced it later to fit the memory. Models choose factors by
+    it (longrope's, Llama 4's attention temperature).
 
-    Over how many ranks an engine spreads its heads and layers is not among them: its
-    ranks' regions say that.
+    The number of ranks is not included: the ranks' regions describe it.
 
-    The model is named by the last part of its path, because two hosts may keep
-    it in different places.
+    The model is named by the last part of its path, because its folder may differ between
+    hosts.
     """
     model = config.model_config
     text = model.hf_text_config
@@ -74,7 +73,7 @@ def fingerprint(
 
 
 def _config_print(model: ModelConfig) -> str:
-    """A hash of the model's configuration with all that was laid over it: `hf-overrides`, and
+    """A hash of the model's configuration with its overrides: `hf-overrides`, and
     `override-generation-config`, by which Llama 4 chooses its attention temperature."""
     parts = [model.hf_config.to_dict(), model.override_generation_config]
     text = json.dumps(_of_the_model(parts), sort_keys=True, default=str)
@@ -91,10 +90,10 @@ def _of_the_model(value: Any) -> Any:
 
 
 def _quantization(model: ModelConfig) -> str:
-    """What vLLM makes of the weights while it loads them.
+    """How vLLM quantises the weights while it loads them.
 
-    Weights that were quantised before are the model's own: its configuration says how. By
-    which kernels they are used depends on the device, and may differ.
+    For weights that are already quantised, the model's configuration describes it. The
+    kernels that use them depend on the device, and may differ.
     """
     own = model.model_arch_config.quantization_config is not None
     method = "the model's own" if own else model.quantization
@@ -103,9 +102,9 @@ def _quantization(model: ModelConfig) -> str:
 
 
 def _attention(config: VllmConfig) -> str:
-    """What decides how the attention kernels pack the bytes of a block.
+    """What determines how the attention kernels pack the bytes of a block.
 
-    On a CPU that is the instruction set; shapes and strides do not show it.
+    On a CPU this is the instruction set; shapes and strides do not show it.
     """
     if current_platform.is_cpu():
         return cpu_isa(config, config.model_config.get_head_size())
@@ -113,11 +112,10 @@ def _attention(config: VllmConfig) -> str:
 
 
 def check_peer(own: EngineMetadata, peer: EngineMetadata) -> bool:
-    """Whether blocks are the same on both sides, so that they can be read as well.
+    """Returns whether blocks are equal on both sides, so that they can also be read.
 
-    If not, they are laid out anew for the peer. Raises IncompatiblePeer, naming every
-    difference with both values.
-    own: the prefill engine, peer: the decode engine that it would write into.
+    If not, they have to be converted for the peer. Raises IncompatiblePeer with both values of
+    every difference. own: the prefill engine. peer: the decode engine that it writes to.
     """
     differences = {
         name: f"{name}: {mine!r} here, {theirs!r} there"

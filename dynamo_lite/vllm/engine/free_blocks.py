@@ -1,9 +1,9 @@
-"""The order in which vLLM's block pool hands out free blocks: in runs.
+"""Makes vLLM's block pool allocate free blocks in contiguous runs.
 
-By itself the pool hands out the block that was freed first, one after the other. Requests of
-different lengths soon leave no neighbours in that order, and each block of a transfer then
-needs descriptors of its own. Here the blocks of an allocation follow one another, if there is
-such a run among the blocks that were not used lately.
+By default the pool allocates blocks in the order in which they were freed. Requests of
+different lengths soon leave no neighbours in that order, and then each block of a transfer
+needs its own descriptors. Here an allocation gets contiguous blocks, if there is such a run
+among the blocks that were not used recently.
 """
 
 import logging
@@ -16,34 +16,33 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 logger = logging.getLogger(__name__)
 
-#: When a block was freed, if it is not free.
+#: The value of `_freed_at` for a block that is not free.
 _IN_USE = np.iinfo(np.int64).max
 
-#: Up to so many blocks fill gaps.
+#: Allocations of up to this many blocks fill gaps.
 _GAP_BLOCKS = 16
 
-#: Shares of the free blocks, the ones first that were freed first: gaps are filled there, and
-#: runs are taken there.
+#: Gaps are filled, and runs taken, among these shares of the free blocks, the longest free first.
 _GAPS_AMONG, _RUNS_AMONG = 0.25, 0.75
 
-#: Longer runs are not looked for: they would be made of younger blocks, and save little.
+#: The longest run. Longer ones would need more recently used blocks, and save little.
 _MAX_RUN = 128
 
-#: An allocation is split into runs of a 16th of it at least, and of 4 blocks.
+#: An allocation is split into runs of at least a 16th of it, and at least 4 blocks.
 _MAX_SPLIT, _MIN_RUN = 16, 4
 
-#: Single blocks are looked for by so many at a time, or by this share of the pool; so many
-#: free ones are looked at to find out which are older.
+#: Single blocks are searched in batches of this number, or this share of the pool. The age limit
+#: is estimated from a sample of this many free blocks.
 _SINGLES, _SINGLES_SHARE, _SAMPLE = 64, 1 / 128, 1024
 
 _Numbers = npt.NDArray[np.int64]
 
 
 def hand_out_runs(pool: BlockPool) -> None:
-    """Replaces the queue of a pool of which nothing was handed out yet."""
+    """Replaces the free queue of a pool. Call it before the first allocation."""
     if type(pool.free_block_queue) is not FreeKVCacheBlockQueue:
         logger.warning(
-            "the block pool's queue is a %s, not vLLM's: blocks are not handed out in runs",
+            "the block pool's queue is a %s, not vLLM's: blocks are not allocated in runs",
             type(pool.free_block_queue).__name__,
         )
         return
@@ -51,13 +50,13 @@ def hand_out_runs(pool: BlockPool) -> None:
 
 
 class FreeRuns(FreeKVCacheBlockQueue):
-    """vLLM's queue of free blocks, from which several blocks are taken as runs.
+    """vLLM's queue of free blocks, with allocations in runs.
 
-    Large allocations take the run that has been free the longest, by its youngest block;
-    small ones and single blocks fill the shortest gaps, so that they do not cut long runs
-    into pieces. Neither touches blocks that were freed lately, which is what the prefix cache
-    will be asked for, unless nothing else is left: an allocation is rather split.
-    num_blocks: of the pool, also those that are not free.
+    Large allocations take the run that has been free the longest, judged by its most recently
+    freed block. Small ones and single blocks fill the shortest gaps, so that they do not split
+    long runs. Recently freed blocks, which the prefix cache will likely need, are only taken
+    if nothing else is left: an allocation is split first.
+    num_blocks: all blocks of the pool, free or not.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], num_blocks: int):
@@ -67,16 +66,16 @@ class FreeRuns(FreeKVCacheBlockQueue):
         self._first = self._next = 0
         self._note(blocks)
         self._at_a_time = max(_SINGLES, int(num_blocks * _SINGLES_SHARE))
-        #: The next single blocks, last one first, and when they were freed.
+        #: The next single blocks, last one first, with the value of `_freed_at`.
         self._singles: list[tuple[int, int]] = []
 
     def popleft(self) -> KVCacheBlock:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """In ascending order of their ids. Raises ValueError if there are not so many."""
+        """Returns blocks in ascending order of their ids. Raises ValueError if too few are free."""
         if n > self.num_free_blocks:
-            raise ValueError(f"{n} blocks are wanted, {self.num_free_blocks} are free")
+            raise ValueError(f"cannot allocate {n} blocks: only {self.num_free_blocks} are free")
         taken: list[KVCacheBlock] = []
         length = min(n, _MAX_RUN)
         shortest = max(min(_MIN_RUN, n), length // _MAX_SPLIT, 2)
@@ -121,7 +120,7 @@ class FreeRuns(FreeKVCacheBlockQueue):
         return blocks
 
     def _oldest_run(self, length: int) -> int | None:
-        """The first of so many free blocks in a row, of which none is young."""
+        """The start of the run of `length` blocks that is free the longest; None if too recent."""
         youngest = self._freed_at
         if length > len(youngest):
             return None
@@ -134,8 +133,7 @@ class FreeRuns(FreeKVCacheBlockQueue):
         return start if youngest[start] <= self._limit(_RUNS_AMONG, length) else None
 
     def _gap(self, length: int) -> int | None:
-        """The first of so many old blocks in a row, where as few free ones as possible lie
-        around them."""
+        """The first of `length` old blocks in a row, in the shortest stretch of free blocks."""
         starts, ends = self._stretches()
         old = self._freed_at <= self._limit(_GAPS_AMONG, length)
         below = np.concatenate(([0], np.cumsum(old)))
@@ -145,7 +143,7 @@ class FreeRuns(FreeKVCacheBlockQueue):
         stretch = np.searchsorted(starts, found, side="right") - 1
         lengths = (ends - starts)[stretch]
         found = found[lengths == lengths.min()]
-        # Freed together they are oldest at one end.
+        # Blocks that were freed together are oldest at one end.
         youngest = np.maximum(self._freed_at[found], self._freed_at[found + length - 1])
         return int(found[youngest.argmin()])
 
@@ -159,7 +157,7 @@ class FreeRuns(FreeKVCacheBlockQueue):
         for i in np.argsort(ends - starts, kind="stable"):
             freed_at = self._freed_at[starts[i] : ends[i]]
             old = (starts[i] + np.flatnonzero(freed_at <= limit)).tolist()
-            # From the older end on.
+            # Beginning at the older end.
             ids += old if freed_at[0] < freed_at[-1] else reversed(old)
             if len(ids) >= self._at_a_time:
                 break
@@ -167,13 +165,13 @@ class FreeRuns(FreeKVCacheBlockQueue):
         return self._singles.pop()[0]
 
     def _stretches(self) -> tuple[_Numbers, _Numbers]:
-        """Free blocks in a row: the first one of each row, and the first one after it."""
+        """The stretches of free blocks: the first block of each, and the first one after it."""
         free = (self._freed_at != _IN_USE).view(np.int8)
         edges = np.diff(free, prepend=0, append=0)
         return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
 
     def _limit(self, share: float, least: int) -> int:
-        """Until when this share of the free blocks was freed, or at least so many of them."""
+        """The `_freed_at` below which this share of the free blocks is, or at least `least`."""
         freed_at = self._freed_at[self._freed_at != _IN_USE]
         sample = freed_at[:: max(1, len(freed_at) // _SAMPLE)]
         wanted = max(share, least / len(freed_at)) * len(sample)

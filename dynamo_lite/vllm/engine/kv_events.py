@@ -1,9 +1,8 @@
-"""vLLM's own KV events, as changes of chain hashes.
+"""Converts vLLM's KV events to changes of chain hashes.
 
-EngineCore's scheduler publishes them, one batch per step, on a ZeroMQ socket of the
-machine. They name blocks by vLLM's hashes, which differ with vLLM's settings, and carry
-the tokens; here they become hashes that a router can make of a prompt itself, and
-tokens go no further.
+EngineCore's scheduler publishes them, one batch per step, on a local ZeroMQ socket. They
+name blocks by vLLM's hashes, which depend on vLLM's settings, and contain the tokens. They
+are converted to hashes that a router can compute from a prompt; tokens are not passed on.
 """
 
 import asyncio
@@ -33,34 +32,34 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 logger = logging.getLogger(__name__)
 
-#: Batches that wait in our socket while this process is held up.
+#: Batches that the socket queues while this process is busy.
 _MAX_WAITING = 100_000
 
 
 class VllmKvEvents:
     """Follows one engine. Implements `KvEvents`.
 
-    Blocks whose KV depends on more than tokens, cache salt and LoRA adapter (images,
-    prompt embeddings) have no name here, nor have those behind them. Of a model with
-    several groups of layers, the first one's blocks are followed.
+    Blocks whose KV depends on more than tokens, cache salt and LoRA adapter (images, prompt
+    embeddings) get no hash, and neither do the blocks behind them. For a model with several
+    groups of layers, only blocks of the first group are followed.
     """
 
     def __init__(self, on_drop: OnDrop = uncounted):
         self._engine: VllmConfig | None = None
         self._endpoint = get_open_zmq_ipc_path()
         self._on_drop = on_drop
-        self._book = BlockHashes()
+        self._hashes = BlockHashes()
         self._next = 0
         self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
     def config(self) -> KVEventsConfig:
-        """What the engine must be told."""
+        """The configuration with which vLLM publishes to `changes`."""
         return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=self._endpoint)
 
     def attach(self, engine: VllmConfig) -> bool:
-        """Whether the engine can be followed: it has one prefix cache, and no more.
+        """Returns whether the engine can be followed: it must have exactly one prefix cache.
 
-        Otherwise it is told to publish nothing.
+        If not, its events are turned off.
         """
         parallel, cache = engine.parallel_config, engine.cache_config
         if not cache.enable_prefix_caching or parallel.data_parallel_size > 1:
@@ -71,18 +70,18 @@ class VllmKvEvents:
 
     @property
     def block_size_tokens(self) -> int:
-        """The engine's process has the last word on it, once it is up."""
+        """Valid once the engine is up: its process may change the configured size."""
         assert self._engine is not None, "attach() comes first"
         return self._engine.cache_config.block_size
 
     def held(self) -> Sequence[int]:
-        return self._book.held()
+        return self._hashes.held()
 
     def cuts(self) -> Sequence[int]:
-        return self._book.cuts()
+        return self._hashes.cuts()
 
     async def changes(self) -> AsyncIterator[list[KvChange]]:
-        """One list per engine step that changed anything. The engine must be up."""
+        """Yields one list per engine step that changed anything. The engine must be up."""
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.SUB)
         try:
@@ -99,37 +98,39 @@ class VllmKvEvents:
                 os.unlink(urlsplit(self._endpoint).path)
 
     def take(self, frames: Sequence[bytes]) -> list[KvChange]:
-        """What one batch changes. A batch that is malformed, or comes after a gap, leaves
-        nothing that is known for certain."""
+        """Returns the changes of one batch. After a malformed batch or a gap the content of the
+        cache is unknown: the changes begin with `KvCleared`."""
         try:
             _, number, payload = frames
             batch = self._decode(payload)
             position = int.from_bytes(number, "big")
         except (ValueError, msgspec.DecodeError) as exc:
-            logger.warning("a batch of KV events was dropped: %s", exc)
-            return self._lose()
-        changes = self._lose() if position != self._next else []
+            logger.warning("malformed batch of KV events dropped: %s", exc)
+            return self._reset()
+        changes = self._reset() if position != self._next else []
         self._next = position + 1
         for event in batch.events:
             if (change := self._change(event)) is not None:
                 changes.append(change)
         return changes
 
-    def _lose(self) -> list[KvChange]:
+    def _reset(self) -> list[KvChange]:
         self._on_drop("kv_event")
-        self._book.clear()
+        self._hashes.clear()
         return [KvCleared()]
 
     def _change(self, event: KVCacheEvent) -> KvChange | None:
         match event:
-            case BlockStored() if event.block_size == self.block_size_tokens and _first(event):
+            case BlockStored() if event.block_size == self.block_size_tokens and _is_first_group(
+                event
+            ):
                 chain = self._stored(event)
                 return KvStored(hashes=chain) if chain else None
-            case BlockRemoved() if _first(event):
-                gone, cut = self._book.removed(event.block_hashes)
+            case BlockRemoved() if _is_first_group(event):
+                gone, cut = self._hashes.removed(event.block_hashes)
                 return KvRemoved(hashes=gone, cut=cut) if gone or cut else None
             case AllBlocksCleared():
-                self._book.clear()
+                self._hashes.clear()
                 return KvCleared()
             case _:
                 return None
@@ -139,7 +140,7 @@ class VllmKvEvents:
         if not count:
             return []
         try:
-            chain = self._book.stored(
+            chain = self._hashes.stored(
                 event.block_hashes[:count],
                 event.parent_block_hash,
                 event.token_ids[: count * event.block_size],
@@ -147,20 +148,20 @@ class VllmKvEvents:
                 root,
             )
         except ValueError as exc:
-            logger.warning("a KV event was dropped: %s", exc)
+            logger.warning("KV event dropped: %s", exc)
             chain = []
         if not chain:
             self._on_drop("kv_event")
         return chain
 
 
-def _first(event: BlockStored | BlockRemoved) -> bool:
-    """Whether it is about the group of layers that is followed."""
+def _is_first_group(event: BlockStored | BlockRemoved) -> bool:
+    """Whether the event is of the first group of layers."""
     return not event.group_idx
 
 
 def _plain_blocks(event: BlockStored) -> tuple[int, int]:
-    """The parent of a prompt's first block, and how many of the event's blocks can be named."""
+    """The parent of a prompt's first block, and how many of the event's blocks get a hash."""
     salt: str | None = None
     keys = event.extra_keys or [None] * len(event.block_hashes)
     for count, own in enumerate(keys):

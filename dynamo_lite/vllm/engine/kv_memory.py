@@ -1,4 +1,4 @@
-"""One rank's KV tensors as memory that others can write to: regions, order, bytes."""
+"""Registers one rank's KV tensors as memory for transfers, and describes their layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,12 +7,14 @@ from functools import partial
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from dynamo_lite.disagg.prefill.staging import OpenTransposer
 from dynamo_lite.protocol.records import KvRegion, RankMetadata
@@ -23,24 +25,44 @@ from dynamo_lite.vllm.engine.block_arrays import block_arrays
 from dynamo_lite.vllm.engine.device_reads import memory_reader
 from dynamo_lite.vllm.engine.transposer import TorchTransposer
 
-#: vLLM views every attention layer's KV as [blocks, heads, tokens, values of one].
+#: vLLM views every attention layer's KV as [blocks, heads, tokens, values of a token].
 _HEADS_DIM, _DIMENSIONS = 1, 4
+#: Tokens per block that every attention kernel on CUDA takes without splitting the block.
+_SMALLEST_KERNEL_BLOCK = 64
 
 
 def rank_index(config: VllmConfig) -> int:
-    """This process's place among its engine's ranks: by pipeline stage, then within it."""
+    """Returns this process's index among its engine's ranks: by pipeline stage, then within it."""
     each = config.parallel_config.tensor_parallel_size
     return get_pp_group().rank_in_group * each + get_tensor_model_parallel_rank()
 
 
+def preferred_layout(config: VllmConfig) -> str | None:
+    """Returns the KV layout that transfers best; None if vLLM's default is right.
+
+    Heads are outermost in a block, so that blocks can be cut by heads. On CUDA all layers of a
+    block are together, so that a block is one descriptor; but then vLLM cannot split blocks
+    for kernels that need smaller ones. vLLM ignores the preference if the attention backend
+    has no such layout.
+    """
+    if config.model_config is None or config.model_config.use_mla:
+        return None
+    together = (
+        current_platform.is_cuda() and config.cache_config.block_size <= _SMALLEST_KERNEL_BLOCK
+    )
+    return (KVCacheLayout.BLHNC if together else KVCacheLayout.LBHNC).name
+
+
 @dataclass(frozen=True)
 class KvMemory:
-    """orders: of the bytes inside its layers' blocks; read: reads them by address.
-    open_transposer: makes the staging memory beside them."""
+    """A rank's registered KV memory."""
 
     rank: RankMetadata
+    #: The orders of bytes inside its layers' blocks.
     orders: frozenset[str]
+    #: Reads KV by address.
     read: ReadMemory
+    #: Makes staging memory on the same device.
     open_transposer: OpenTransposer
 
 
@@ -50,9 +72,9 @@ def register(
     config: VllmConfig,
     kv_config: KVCacheConfig,
 ) -> KvMemory:
-    """Raises ValueError, naming the layer, for a layout that is not understood.
+    """Raises ValueError with the layer's name for a layout that is not supported.
 
-    A layer that uses another one's KV has the same tensor, which is taken once.
+    Layers that share KV have the same tensor, which is registered once.
     """
     specs, rank_in_stage = _specs(kv_config), get_tensor_model_parallel_rank()
     tokens = config.cache_config.block_size
@@ -111,10 +133,10 @@ def _specs(kv_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
 def first_head(
     layer: str, heads: int, spec: KVCacheSpec | None, config: VllmConfig, rank: int
 ) -> int:
-    """Which of the model's KV heads is the first of a layer's `heads` on a tensor-parallel rank.
+    """Returns the model's index of the first of a layer's `heads` on a tensor-parallel rank.
 
-    vLLM gives consecutive heads to consecutive ranks; where there are more ranks than
-    heads, neighbours hold the same one. Raises ValueError where it cannot be known.
+    vLLM gives consecutive heads to consecutive ranks; with more ranks than heads, neighbours
+    hold the same one. Raises ValueError if the index is not known.
     """
     parallel, model = config.parallel_config, config.model_config
     ranks = parallel.tensor_parallel_size
@@ -125,8 +147,8 @@ def first_head(
         if heads != model.get_num_kv_heads(parallel):
             raise ValueError(
                 f"layer {layer}: {heads} KV heads per rank, other layers have"
-                f" {model.get_num_kv_heads(parallel)}: with tensor-parallel-size {ranks}, which"
-                " of the model's heads these are is not known"
+                f" {model.get_num_kv_heads(parallel)}: with tensor-parallel-size {ranks} it is"
+                " not known which of the model's heads these are"
             )
         shards = min(ranks, model.get_total_num_kv_heads())
     return rank // max(1, ranks // shards) * heads

@@ -1,4 +1,4 @@
-"""The mover of a rank: NIXL, and a thread that moves its transfers on where that is needed."""
+"""The mover of a rank: NIXL, with a polling thread if that is needed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +14,10 @@ from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 def open_mover(
     link: EngineConfig, rank: int, device: torch.device, alive: Callable[[], bool]
 ) -> Mover:
-    """rank: this process's index; device: of its KV; alive: the fence.
+    """rank: this process's index. device: that of its KV. alive: whether the fence is open.
 
-    On a CPU a write in shared memory is over when it was posted, and the thread would
-    only take time from the engine.
+    Without a GPU there is no thread by default: a write to shared memory is over when it was
+    posted, and a thread would only take time from the engine.
     """
     mover = NixlMover(f"{link.engine_id}-{rank}")
     on_gpu = device.type != "cpu"
@@ -26,7 +26,7 @@ def open_mover(
     return PolledMover(
         mover,
         alive=alive,
-        # A prefill rank is told nothing by notices; its own transfers are enough to poll.
+        # A prefill rank gets no notifications: polling its own transfers is enough.
         listen_s=LISTEN_S if isinstance(link.role, DecodeEngineConfig) else 0.0,
         # UCX's CUDA transports work in the calling thread's context.
         enter=partial(torch.cuda.set_device, device) if on_gpu else _nothing,

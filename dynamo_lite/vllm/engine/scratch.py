@@ -1,5 +1,4 @@
-"""A rank's scratch memory on the device that its KV lies on: the way that is tried is the
-way that KV takes."""
+"""A rank's scratch memory, on the device of its KV: a link test takes the same path as KV."""
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ from dynamo_lite.transfer.scratch import SLOT_BYTES, SLOTS, HostScratch, Scratch
 
 
 class DeviceScratch:
-    """On a GPU. It has a stream of its own, so that no call waits for the engine's step."""
+    """Scratch memory on a GPU. It uses its own stream, so no call waits for the engine's step."""
 
     def __init__(self, mover: Mover, device: torch.device):
         self._slots = torch.zeros((SLOTS, SLOT_BYTES), dtype=torch.uint8, device=device)
@@ -34,5 +33,5 @@ class DeviceScratch:
 
 
 def make_scratch(mover: Mover, device: torch.device) -> ScratchMemory:
-    """On `device`. Call it before `mover.metadata`."""
+    """Makes scratch memory on `device`. Call it before `mover.metadata`."""
     return HostScratch(mover) if device.type == "cpu" else DeviceScratch(mover, device)

@@ -1,9 +1,8 @@
-"""vLLM's scheduler for prefill engines: short prompts pass long ones that are under way.
+"""vLLM's scheduler for prefill engines: short prompts overtake running long ones.
 
-By itself vLLM goes on with what runs before it admits what waits, and one long prompt can
-take all of a step. Here long prompts sit out steps while short ones are to do, as vLLM's
-own running requests do when a step's tokens are used up; they keep their blocks, and
-their place.
+By default vLLM continues running requests before it admits waiting ones, and one long prompt
+can take all of a step. Here long prompts skip steps while there are short ones, as vLLM's
+running requests do when a step's tokens are used up. They keep their blocks and their place.
 """
 
 from collections.abc import Iterator
@@ -23,13 +22,14 @@ from dynamo_lite.disagg.engine_config import (
 from dynamo_lite.disagg.transfer_params import PrefillLength, unpack
 from dynamo_lite.policy.lanes import BEFORE_LONG, lane_of
 
-#: So many steps in a row a long prompt sits out; and so many nobody does, when it was in vain.
+#: Long prompts skip at most this many steps in a row. If skipping did not help, none is skipped
+#: for the second number of steps.
 _PATIENCE_STEPS, _VAIN_STEPS = 32, 8
 
 
 def let_short_pass(config: VllmConfig, link: EngineConfig | None) -> None:
-    """Makes it the scheduler of a prefill engine that pulls short jobs first, unless the
-    user has named another one."""
+    """Sets the scheduler of a prefill engine with `short_length`, unless the user has set
+    another one."""
     role = None if link is None else link.role
     if not isinstance(role, PrefillEngineConfig) or role.queue.order != "short-first":
         return
@@ -39,7 +39,7 @@ def let_short_pass(config: VllmConfig, link: EngineConfig | None) -> None:
         scheduler.scheduler_cls = f"{__name__}.{made.__name__}"
 
 
-class _Passing(Scheduler):
+class _ShortFirst(Scheduler):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         transfer = self.vllm_config.kv_transfer_config
@@ -47,20 +47,20 @@ class _Passing(Scheduler):
         role = read_engine_config(transfer.kv_connector_extra_config[ENGINE_CONFIG_FILE]).role
         assert isinstance(role, PrefillEngineConfig)
         self._short_length = role.queue.short_length
-        self._sat_out = self._go_on = 0
+        self._skipped = self._no_skips = 0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        held = [] if self._go_on else self._held()
-        self._go_on = max(self._go_on - 1, 0)
-        self._sat_out = self._sat_out + 1 if held else 0
-        if self._sat_out == _PATIENCE_STEPS:
-            self._go_on = 1
+        held = [] if self._no_skips else self._held()
+        self._no_skips = max(self._no_skips - 1, 0)
+        self._skipped = self._skipped + 1 if held else 0
+        if self._skipped == _PATIENCE_STEPS:
+            self._no_skips = 1
         if not held:
             return super().schedule(throttle_prefills)
         out = {request.request_id for request in held}
         self.running = [request for request in self.running if request.request_id not in out]
         most = self.max_num_running_reqs, self.max_num_active_reqs
-        # Who sits out keeps a place in the batch.
+        # Requests that skip the step keep their place in the batch.
         self.max_num_running_reqs -= len(held)
         self.max_num_active_reqs -= len(held)
         try:
@@ -69,11 +69,11 @@ class _Passing(Scheduler):
             self.max_num_running_reqs, self.max_num_active_reqs = most
             self.running = held + self.running
         if made.total_num_scheduled_tokens == 0:
-            self._go_on = _VAIN_STEPS  # there are no blocks for the others
+            self._no_skips = _VAIN_STEPS  # there are no blocks for the short ones
         return made
 
     def _held(self) -> list[Request]:
-        """Long prompts under way, while there are others to compute."""
+        """The running long prompts, if there are short ones to compute."""
         computing = [r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens]
         long = [request for request in computing if not self._passes(request)]
         if not long:
@@ -83,9 +83,9 @@ class _Passing(Scheduler):
         return long if passing else []
 
     def _ready(self) -> Iterator[Request]:
-        """Waiting requests that a step can begin to compute."""
+        """Waiting requests that a step can start."""
         for request in (*self.waiting, *self.kv_holding_waiting):
-            # Whose prefix has been read vLLM notices when a step has tokens left for it.
+            # vLLM updates the status after a prefix read only if the step has tokens left.
             if (
                 request.status == RequestStatus.WAITING
                 or request.request_id in self.finished_recving_kv_req_ids
@@ -98,9 +98,9 @@ class _Passing(Scheduler):
         return lane_of(tokens, request.priority, self._short_length) in BEFORE_LONG
 
 
-class ShortFirst(_Passing, Scheduler):
-    """Where steps do not overlap."""
+class ShortFirst(_ShortFirst, Scheduler):
+    """For engines whose steps do not overlap."""
 
 
-class AsyncShortFirst(_Passing, AsyncScheduler):
-    """Where the next step is made while one runs."""
+class AsyncShortFirst(_ShortFirst, AsyncScheduler):
+    """For engines that schedule the next step while one runs."""

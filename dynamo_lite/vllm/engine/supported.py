@@ -1,8 +1,8 @@
-"""Which engines can hand their KV over; for the others, the reason, said at their start.
+"""Which engines support remote prefill. All others are refused at their start, with a reason.
 
-What vLLM's configuration shows is refused before the engine's process is started.
-How the layers keep their KV shows only there: the process leaves the reason in a
-file beside its link, and its component reports it.
+vLLM's configuration is checked before the engine's process starts. How layers keep their KV
+is only known in that process: it writes the reason for a refusal to a file beside its engine
+config, and its component reports it.
 """
 
 from collections.abc import Iterator
@@ -25,18 +25,18 @@ from vllm.v1.kv_cache_interface import (
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, PrefillEngineConfig
 from dynamo_lite.protocol.errors import DynamoLiteError, StartupError
 
-#: One block of them holds the KV of its tokens, and is never needed again once the
-#: tokens that look back at it are there. Their subclasses mean something else.
+#: Kinds of KV where a block holds the KV of its tokens, and is not needed again once all tokens
+#: that attend to it are computed. Their subclasses differ, so they do not count.
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 _WITHOUT = "serve it without prefill workers (graphs.agg, or VllmWorker.remote-prefill: false)"
 
 
 def check_args(args: AsyncEngineArgs) -> None:
-    """Raises StartupError for arguments that would take the connector's place.
+    """Raises StartupError for arguments that would replace the connector.
 
-    vLLM resolves them while it makes its configuration, and then fails with an error that
-    names neither the argument nor the reason.
+    vLLM resolves them while it makes its configuration, and would then fail with an error
+    that names neither the argument nor the reason.
     """
     if args.kv_offloading_size is not None:
         raise StartupError(
@@ -51,47 +51,47 @@ def check_args(args: AsyncEngineArgs) -> None:
 
 
 def check_config(config: VllmConfig, role: DecodeEngineConfig | PrefillEngineConfig) -> None:
-    """Raises StartupError for an engine that cannot take part in remote prefills so."""
+    """Raises StartupError for a configuration that does not support remote prefill."""
     _check_parallel(config.parallel_config)
     _check_one_host(config.parallel_config)
     if isinstance(role, PrefillEngineConfig) and role.options.stream_layers:
         _check_layer_hook(config)
-    if reason := _stateful(config.model_config):
+    if reason := _unsupported_model(config.model_config):
         raise StartupError(f"{config.model_config.model}: {reason}; {_WITHOUT}")
 
 
 def check_kv(kv_config: KVCacheConfig, block_size: int) -> None:
-    """Raises StartupError unless the layers' KV lies in blocks of `block_size` tokens, under
+    """Raises StartupError unless all layers keep their KV in blocks of `block_size` tokens, in
     one table of blocks."""
     groups = kv_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
         raise StartupError(
             f"the model's layers keep their KV in {len(groups)} groups of blocks"
-            f" ({kinds or 'no KV at all'}), and only one can be handed over; {_WITHOUT}"
+            f" ({kinds or 'no KV at all'}), and only one group is supported; {_WITHOUT}"
         )
     spec = groups[0].kv_cache_spec
     inner = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
     for layer, each in inner.items() or ((", ".join(groups[0].layer_names[:1]), spec),):
-        if reason := _odd(each, block_size):
+        if reason := _unsupported_layer(each, block_size):
             raise StartupError(f"layer {layer}: {reason}; {_WITHOUT}")
 
 
 @contextmanager
-def telling(link_file: Path) -> Iterator[None]:
-    """In the engine's process: leaves the reason of a refusal for its component."""
+def refusal_recorded(link_file: Path) -> Iterator[None]:
+    """In the engine's process: writes the reason for a refusal to a file for its component."""
     try:
         yield
     except (DynamoLiteError, ValueError) as exc:
-        # On another host than the component's there may be no such folder.
+        # On a host other than the component's the folder may not exist.
         with suppress(OSError):
             _reason_file(link_file).write_text(str(exc))
         raise
 
 
 @contextmanager
-def hearing(link_file: Path) -> Iterator[None]:
-    """In the component: what ended the engine's process at its start becomes a StartupError."""
+def refusal_reported(link_file: Path) -> Iterator[None]:
+    """In the component: raises the recorded reason as a StartupError if the start failed."""
     file = _reason_file(link_file)
     file.unlink(missing_ok=True)
     try:
@@ -108,45 +108,45 @@ def _reason_file(link_file: Path) -> Path:
     return link_file.with_suffix(".refused")
 
 
-def _stateful(model: ModelConfig) -> str:
-    """Why its KV is not all that a prompt leaves behind; "" if it is."""
+def _unsupported_model(model: ModelConfig) -> str:
+    """Why a prompt leaves more state than KV, or KV that is not enough; "" if it does not."""
     if model.is_encoder_decoder:
-        return "an encoder's output belongs to each prompt, which is not handed over"
+        return "each prompt has an encoder's output, which cannot be transferred"
     if model.is_hybrid or model.is_attention_free or model.has_inner_state:
         return (
             "it has layers with a state per request (Mamba, linear attention and the like),"
-            " and only KV of attention layers can be handed over"
+            " and only KV of attention layers can be transferred"
         )
     if model.is_diffusion:
         return (
-            "it is a diffusion model: it rewrites several tokens at a time, so that KV which was"
-            " computed in another engine may not be what it needs"
+            "it is a diffusion model: it rewrites several tokens at a time, so KV from another"
+            " engine may not be what it needs"
         )
     return ""
 
 
-def _odd(spec: KVCacheSpec, block_size: int) -> str:
-    """What of a layer's KV is not understood; "" if all is."""
+def _unsupported_layer(spec: KVCacheSpec, block_size: int) -> str:
+    """Why a layer's KV is not supported; "" if it is."""
     if type(spec) not in _SPECS:
-        return f"KV of the kind {type(spec).__name__} cannot be handed over"
+        return f"KV of the kind {type(spec).__name__} cannot be transferred"
     if spec.block_size != block_size:
         return f"its blocks hold {spec.block_size} tokens, the engine's {block_size}"
     if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
         return f"it keeps one state for {spec.tokens_per_state} tokens"
     if isinstance(spec, FullAttentionSpec) and spec.non_causal:
         return (
-            "each token of a prompt attends to those behind it (prefix LM), so that its KV"
-            " depends on the prompt's last token, which a prefill worker does not get"
+            "each token of a prompt attends to later ones (prefix LM), so its KV depends on the"
+            " prompt's last token, which a prefill worker does not get"
         )
     return ""
 
 
 def _check_layer_hook(config: VllmConfig) -> None:
-    """Raises StartupError where vLLM does not say once per layer that it has run."""
+    """Raises StartupError if vLLM does not call the hook of each layer once per step."""
     if not config.model_config.enforce_eager:
         raise StartupError(
             "PrefillWorker.stream-layers needs enforce-eager: true: a CUDA graph runs all layers"
-            " in one go, and does not say when one of them has left its KV; without"
+            " in one launch, and does not report when one of them has written its KV; without"
             " stream-layers all layers are written after each step"
         )
     if config.parallel_config.use_ubatching:
@@ -157,7 +157,7 @@ def _check_layer_hook(config: VllmConfig) -> None:
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    """Raises StartupError for ways of spreading an engine that the transfer does not know."""
+    """Raises StartupError for kinds of parallelism that transfers do not support."""
     if parallel.data_parallel_size > 1:
         raise StartupError(
             f"data-parallel-size: {parallel.data_parallel_size} is not supported with remote"
@@ -172,7 +172,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 
 def _check_one_host(parallel: ParallelConfig) -> None:
-    """Raises StartupError where a rank would run on another host than its component."""
+    """Raises StartupError if a rank would run on another host than its component."""
     why = (
         "an engine with remote prefill must be on one host: its ranks read a file of their"
         " component, and the fence that a lost lease closes"
@@ -183,7 +183,7 @@ def _check_one_host(parallel: ParallelConfig) -> None:
         raise StartupError(
             f"data-parallel-size-local: 0 is not supported with remote prefill: {why}"
         )
-    # A CPU counts as one device, however many ranks it takes.
+    # A CPU counts as one device, for any number of ranks.
     if parallel.use_ray and not current_platform.is_cpu():
         local = current_platform.device_count()  # pyright: ignore[reportOptionalCall]
         if parallel.world_size > local:

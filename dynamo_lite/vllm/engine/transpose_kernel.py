@@ -1,4 +1,4 @@
-"""The transposition as one Triton kernel: a program for each move and unit of tokens."""
+"""The copy into staging memory as one Triton kernel: a program per move and unit of tokens."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dynamo_lite.transfer.transpose import Layout, Move, Units
 
-#: Words that a program copies at once.
+#: Words that a program copies per iteration.
 _BATCH = 1024
 #: Numbers of a move in the table: two places and the sizes of a unit.
 _COLUMNS = 16
@@ -30,8 +30,8 @@ def _copy_units(
     WORD_BYTES: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """moves: int64 [moves, COLUMNS], see `_row`; blocks, units: int64 [have], where each
-    unit lies; slot: its address. Units from `have` on become zero."""
+    """moves: int64 [moves, COLUMNS], see `_row`. blocks, units: int64 [have], the place of each
+    unit. slot: the slot's address. Units from `have` on become zero."""
     move = moves + tl.program_id(0) * COLUMNS
     unit = tl.program_id(1).to(tl.int64)
     groups, items, words = tl.load(move + 13), tl.load(move + 14), tl.load(move + 15)
@@ -84,7 +84,7 @@ class KernelCopy:
         )
 
     def _table(self, layout: Layout) -> torch.Tensor:
-        """The layout's moves on the device; made once for each peer."""
+        """The layout's moves on the device, cached for each layout."""
         table = self._tables.get(layout)
         if table is None:
             rows = [_row(move, layout.word_bytes) for move in layout.moves]

@@ -1,6 +1,6 @@
-"""The staging memory of a rank, and what puts blocks of another order together in it.
+"""The staging memory of a rank, and the conversion of blocks into it.
 
-A Triton kernel on CUDA, torch's strided copies elsewhere; both give the same bytes.
+It uses a Triton kernel on CUDA and torch's strided copies elsewhere, with the same result.
 """
 
 import logging
@@ -23,8 +23,8 @@ Copy = Callable[[Layout, Units, int], None]
 class TorchTransposer:
     """Implements Transposer.
 
-    storages: of the rank's KV; all on one device. num_bytes: of the staging memory.
-    Raises RuntimeError where there is no memory for it.
+    storages: the rank's KV, all on one device. num_bytes: size of the staging memory. Raises
+    RuntimeError if there is not enough memory.
     """
 
     def __init__(self, storages: Sequence[torch.UntypedStorage], num_bytes: int):
@@ -40,7 +40,7 @@ class TorchTransposer:
         return self._staging.data_ptr()
 
     def transpose(self, layout: Layout, units: Units, offset: int) -> Callable[[], bool]:
-        """On CUDA on a stream of its own: the engine's next step need not wait for it."""
+        """On CUDA it runs on a separate stream, so the engine's next step does not wait for it."""
         if self._stream is None:
             self._copy(layout, units, offset)
             return _at_once
@@ -81,7 +81,7 @@ def _of_unit(move: Move, word_bytes: int) -> tuple[int, ...]:
 def _view(
     storage: torch.UntypedStorage, start: int, place: Place, shape: Sequence[int], word_bytes: int
 ) -> torch.Tensor:
-    """[blocks, units, heads, groups, items, words] of one side of a move; start: in bytes."""
+    """One side of a move as [blocks, units, heads, groups, items, words]. start: in bytes."""
     strides = (place.block, place.unit, place.head, place.group, place.item, word_bytes)
     empty = torch.empty(0, dtype=_WORDS[word_bytes], device=storage.device)
     return empty.set_(
@@ -93,13 +93,13 @@ def _view(
 
 
 def _kernel(staging: torch.Tensor) -> Copy | None:
-    """The Triton kernel where there is one."""
+    """The Triton kernel, if it is available."""
     if staging.device.type != "cuda":
         return None
     try:
         from dynamo_lite.vllm.engine.transpose_kernel import KernelCopy
     except ImportError as exc:
-        logger.warning("blocks are rearranged without Triton, which takes longer: %s", exc)
+        logger.warning("no Triton, so blocks are converted by slower copies: %s", exc)
         return None
     return KernelCopy(staging)
 

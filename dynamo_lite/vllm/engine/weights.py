@@ -1,4 +1,4 @@
-"""Which weights an engine has loaded, as text that equal weights share."""
+"""Identifies the weights that an engine has loaded, as text; equal weights have equal texts."""
 
 import os
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from vllm.config import VllmConfig
 _INDEX, _MISTRAL_INDEX = "model.safetensors.index.json", "consolidated.safetensors.index.json"
 _HF = (("*.safetensors", _INDEX), ("*.bin", ""), ("*.pt", ""))
 _MISTRAL = (("consolidated*.safetensors", _MISTRAL_INDEX),)
-#: By load format: patterns in the order in which vLLM looks for them, the first one that
-#: matches anything counts; and the index that says which of the files do.
+#: By load format: (pattern, index file) in vLLM's order of search. The first pattern with a
+#: match counts; the index lists which of the files are loaded.
 _PATTERNS = {
     "auto": (*_MISTRAL, *_HF),
     "hf": _HF,
@@ -27,24 +27,24 @@ _PATTERNS = {
     "npcache": _HF[1:2],
     "pt": _HF[2:],
 }
-#: Of the training; vLLM does not load them.
+#: Files of the training, which vLLM does not load.
 _NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 
 _HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 64 << 10, 4 << 10, 1024
 
 
 def weights_print(config: VllmConfig) -> str:
-    """A hash of the files that the engine loads, or their name and why they were not read.
+    """Returns a hash of the loaded files, or the model's name and why they were not read.
 
-    A model of the hub must have been fetched: call it when the engine is up. Takes
-    milliseconds, where the files lie on a local disk.
+    Call it when the engine is up: a model of the hub must have been downloaded. It takes
+    milliseconds if the files are on a local disk.
     """
     model, load = config.model_config, config.load_config
     name = model.model_weights or model.model
     try:
         path = _local_path(name, model.revision, load.download_dir)
         if path is not None:
-            name = path.name  # two hosts may keep it in different places
+            name = path.name  # its folder may differ between hosts
         patterns = _PATTERNS.get(load_format := str(load.load_format))
         if path is None:
             reason = "no local files"
@@ -62,25 +62,25 @@ def weights_print(config: VllmConfig) -> str:
 
 
 def digest(files: Sequence[Path]) -> str:
-    """Over names and sizes, the beginning of each file, and samples spread over all of them.
+    """Hashes names and sizes, the beginning of each file, and samples spread over all of them.
 
-    The beginning of a safetensors file says which tensors it has. The samples are there
-    for fine-tunes, whose tensors have the same names and sizes.
+    The beginning of a safetensors file lists its tensors. The samples distinguish fine-tunes,
+    whose tensors have the same names and sizes.
     """
-    said = blake2b(digest_size=16)
+    found = blake2b(digest_size=16)
     every = max(sum(path.stat().st_size for path in files) // _SAMPLES, 1)
     for path in sorted(files, key=lambda path: path.name):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            said.update(msgspec.json.encode((path.name, size)))
-            said.update(os.pread(file.fileno(), _HEAD_BYTES, 0))
+            found.update(msgspec.json.encode((path.name, size)))
+            found.update(os.pread(file.fileno(), _HEAD_BYTES, 0))
             for at in range(_HEAD_BYTES, size, max(every, _SAMPLE_BYTES)):
-                said.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
-    return said.hexdigest()
+                found.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
+    return found.hexdigest()
 
 
 def _local_path(model: str, revision: str | None, cache: str | None) -> Path | None:
-    """A model's file or folder, for one of the hub that of its snapshot; None if there is none."""
+    """A model's local file or folder, for a model of the hub its snapshot; None without one."""
     path = Path(model).expanduser()
     if path.exists():
         return path
@@ -96,7 +96,7 @@ def _files(folder: Path, patterns: Sequence[tuple[str, str]]) -> list[Path]:
     for pattern, index in patterns:
         found = [path for path in folder.glob(pattern) if path.name not in _NOT_WEIGHTS]
         if index and (folder / index).is_file():
-            # Both sharded and whole files may lie there, and one kind is loaded.
+            # There may be sharded and whole files, and only the sharded ones are loaded.
             shards = msgspec.json.decode((folder / index).read_bytes(), type=_Index).weight_map
             found = [path for path in found if path.name in set(shards.values())]
         if found:
@@ -105,6 +105,6 @@ def _files(folder: Path, patterns: Sequence[tuple[str, str]]) -> list[Path]:
 
 
 class _Index(msgspec.Struct):
-    """What counts here of a safetensors index: the file of each tensor."""
+    """The part of a safetensors index that is needed: the file of each tensor."""
 
     weight_map: dict[str, str]

@@ -1,9 +1,8 @@
-"""Request bodies: how large, how long, how many at a time, and whether they are text.
+"""Receives request bodies within limits on size, time and number, and checks their encoding.
 
-vLLM's app parses and validates a body on the event loop that also hands out everybody's
-tokens (0.02 to 0.3 s per MiB), and tokenizes all prompts in one thread. So a body is received
-here first, within limits, and large ones reach the app one at a time, with pauses in which
-the streams go on.
+vLLM's app parses and validates a body on the event loop that also serves all streams (0.02
+to 0.3 s per MiB), and tokenizes all prompts in one thread. So each body is received here
+first, and large ones are passed to the app one at a time, with pauses for the streams.
 """
 
 import asyncio
@@ -18,17 +17,17 @@ from dynamo_lite.vllm.frontend.edge import current_context, late_message
 from dynamo_lite.vllm.frontend.loop_turns import LoopTurns, Turn
 from dynamo_lite.vllm.frontend.refusal import header, refuse
 
-#: More cannot be served: a request travels to its worker in at most 8 MiB of msgpack.
+#: Larger bodies cannot be served: a request to a worker has at most 8 MiB of msgpack.
 MAX_BODY_BYTES = 32 << 20
 
-#: After a refusal, how long and how far a client that is still sending is heard out, so
+#: After a refusal, how long and how many bytes are still read from a client that is sending, so
 #: that it reads the answer before the connection is closed.
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-#: As far as there is no half of a surrogate pair. It is one match, because a loop over millions
-#: of escapes would hold the event loop.
+#: Text up to the first half of a surrogate pair. It is one match, because a loop over millions of
+#: escapes would block the event loop.
 _PAIRED = re.compile(
     rb"(?:[^\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|\\(?!u[dD][89a-fA-F][0-9a-fA-F]{2}).)*+",
@@ -38,23 +37,26 @@ _LONE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 
 def body_limit(max_model_len: int) -> int:
-    """What a body may have, in bytes, for a model of `max_model_len` tokens.
+    """Returns the limit on a body in bytes for a model of `max_model_len` tokens.
 
-    64 bytes for each token (JSON needs 6 for an escaped character, and tokens of
-    whitespace or of source code are long) and 2 MiB for what is not one prompt, like
-    tools, or a list of prompts; never more than `MAX_BODY_BYTES`.
+    It is 64 bytes per token (JSON needs 6 for an escaped character, and tokens of whitespace
+    or source code are long) and 2 MiB for everything else, like tools or a list of prompts;
+    at most `MAX_BODY_BYTES`.
     """
     return min(MAX_BODY_BYTES, (2 << 20) + 64 * max_model_len)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BodyLimits:
-    """max_bytes: of one body. large_bytes: from here on bodies take turns. held_bytes: of
-    all large ones that are on their way or wait for their turn. body_s: for one to arrive."""
+    """Limits on request bodies."""
 
+    #: Size of one body.
     max_bytes: int = MAX_BODY_BYTES
+    #: Bodies from this size on take turns.
     large_bytes: int = 16 << 10
+    #: Total size of large bodies that arrive or wait for their turn.
     held_bytes: int = 256 << 20
+    #: Timeout for a body to arrive.
     body_s: float = 60.0
 
 
@@ -65,20 +67,19 @@ class _Refusal(Exception):
 
 
 class _Gone(Exception):
-    """The client has hung up."""
+    """The client has disconnected."""
 
 
 @dataclass
 class _Body:
-    """held: its bytes that count against `held_bytes`."""
-
     chunks: list[bytes] = field(default_factory=list[bytes])
     size: int = 0
+    #: Bytes of it that count against `held_bytes`.
     held: int = 0
 
 
 class Bodies:
-    """ASGI middleware: the app gets each body whole, in one message, or not at all."""
+    """ASGI middleware: passes each body to the app in one message, or refuses it."""
 
     def __init__(self, app: ASGIApp, limits: BodyLimits):
         self._app, self._limits = app, limits
@@ -89,20 +90,20 @@ class Bodies:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         try:
-            whole, turn = await self._take(scope, receive)
+            whole, turn = await self._accept(scope, receive)
         except _Refusal as refusal:
-            return await _hang_up(refusal, receive, send)
+            return await _refuse(refusal, receive, send)
         except _Gone:
             return
-        handing = _Handing(whole, receive, send, turn)
+        handover = _Handover(whole, receive, send, turn)
         del whole
         try:
-            await self._app(scope, handing.receive, send if turn is None else handing.send)
+            await self._app(scope, handover.receive, send if turn is None else handover.send)
         finally:
-            handing.close()
+            handover.close()
 
-    async def _take(self, scope: Scope, receive: Receive) -> tuple[bytes, Turn | None]:
-        """The body, and a large one's turn. Raises _Refusal, _Gone."""
+    async def _accept(self, scope: Scope, receive: Receive) -> tuple[bytes, Turn | None]:
+        """Returns the body, and the turn of a large one. Raises _Refusal, _Gone."""
         body = _Body()
         try:
             await self._receive(scope, receive, body)
@@ -112,7 +113,7 @@ class Bodies:
             large = body.size >= self._limits.large_bytes
             return whole, await self._wait_for_turn(receive) if large else None
         finally:
-            # Nothing of it is kept while a client that is refused is heard out.
+            # Free the memory before reading on from a client that is refused.
             body.chunks.clear()
             self._held -= body.held
 
@@ -164,7 +165,7 @@ class Bodies:
         )
 
     async def _wait_for_turn(self, receive: Receive) -> Turn:
-        """Raises _Refusal when the request's time is up, _Gone when nobody waits for it."""
+        """Raises _Refusal if the request times out, _Gone if the client has disconnected."""
         context = current_context()
         try:
             async with asyncio.timeout_at(None if context is None else context.deadline):
@@ -182,9 +183,10 @@ class Bodies:
         return turn
 
 
-class _Handing:
-    """Gives a body to the app. turn: of a large one, over when a worker is asked or the
-    answer begins: until then it is parsed and tokenized."""
+class _Handover:
+    """Passes a body to the app. turn: of a large body; it ends when the request is sent to a
+    worker or the answer begins: until then the body is parsed and tokenized.
+    """
 
     def __init__(self, whole: bytes, receive: Receive, send: Send, turn: Turn | None):
         self._whole: bytes | None = whole
@@ -210,10 +212,10 @@ class _Handing:
 
 
 def _check_text(scope: Scope, body: bytes) -> None:
-    """Raises _Refusal unless a JSON body is UTF-8, and each string in it can be encoded.
+    """Raises _Refusal unless a JSON body is UTF-8 and all its strings can be encoded.
 
-    `json.loads` takes other encodings, and strings with half of a surrogate pair, which then
-    fail wherever they are encoded: in the tokenizer, on the wire, or in the answer.
+    `json.loads` accepts other encodings, and strings with half of a surrogate pair, which
+    would fail later: in the tokenizer, in a message, or in the answer.
     """
     if (header(scope, b"content-type") or b"").startswith(b"multipart/"):
         return
@@ -240,7 +242,7 @@ def _check_text(scope: Scope, body: bytes) -> None:
 
 
 async def _has_gone(receive: Receive) -> bool:
-    """Of a client whose whole body has been received."""
+    """Whether the client has disconnected. Its whole body must have been received."""
     try:
         async with asyncio.timeout(0):
             return (await receive())["type"] == "http.disconnect"
@@ -248,9 +250,9 @@ async def _has_gone(receive: Receive) -> bool:
         return False
 
 
-async def _hang_up(refusal: _Refusal, receive: Receive, send: Send) -> None:
-    """Refuses, and has the server close the connection: what is still on its way is not
-    read into memory."""
+async def _refuse(refusal: _Refusal, receive: Receive, send: Send) -> None:
+    """Refuses the request; if its body is incomplete, makes the server close the connection, so
+    that the rest is not read into memory."""
     early = refusal.status in (
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         HTTPStatus.REQUEST_TIMEOUT,

@@ -1,8 +1,8 @@
-"""The HTTP edge around vLLM's app: a request's time, and when to come again.
+"""The HTTP middleware around vLLM's app: timeouts, sessions and `Retry-After`.
 
-Owns the headers `x-request-timeout` and `x-session-id`, the deadline that everything which is
-generated for one HTTP request shares, `Retry-After`, and the status of a stream
-that fails before it has begun.
+It reads the headers `x-request-timeout` and `x-session-id`, sets the deadline that all
+sequences of one HTTP request share, adds `Retry-After`, and gives a stream that fails before
+its first event the status of its error.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ SESSION_HEADER = "x-session-id"
 
 _MAX_SESSION = 256
 
-#: What a retry may heal.
+#: A retry may succeed after these.
 _RETRYABLE = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-#: What a stream that has said nothing yet is still answered with.
+#: Errors that become the status of a stream without events.
 _EARLY = frozenset({*_RETRYABLE, HTTPStatus.GATEWAY_TIMEOUT})
 #: How vLLM's app begins an error event.
 _ERROR_EVENT = b'data: {"error":'
@@ -43,32 +43,32 @@ _ERROR_EVENT = b'data: {"error":'
 
 @dataclass
 class RequestContext:
-    """One HTTP request. timeout_s: its time; deadline: its end, by the event loop's clock.
-
-    retry_after_s: what its client is told after a refusal. session: what it says that it
-    belongs to. trace: where it is in a trace; None where it is not traced. on_placing: is
-    called when a worker is looked for, each time.
-    """
+    """One HTTP request."""
 
     timeout_s: float
+    #: End of the request's time, by the event loop's clock.
     deadline: float
+    #: `Retry-After` if the request is refused.
     retry_after_s: float = 1.0
+    #: The client's session id.
     session: str | None = None
+    #: None if the request is not traced.
     trace: TraceContext | None = None
+    #: Called each time before a sequence is sent to a worker.
     on_placing: Callable[[], None] = lambda: None
 
 
-#: Tasks that the app starts for a request inherit it.
+#: Inherited by the tasks that the app starts for a request.
 _context: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
 
 
 def current_context() -> RequestContext | None:
-    """The HTTP request that the caller runs for; None outside of one."""
+    """Returns the HTTP request of the running task; None outside of one."""
     return _context.get()
 
 
 def http_error(error: DynamoLiteError) -> VLLMError:
-    """The exception that vLLM's app answers with the status that fits `error`."""
+    """Returns the exception that vLLM's app answers with the right status for `error`."""
     if isinstance(error, Refused):
         return VLLMValidationError(error.reason)
     if isinstance(error, DeadlineExceeded):
@@ -81,7 +81,7 @@ def http_error(error: DynamoLiteError) -> VLLMError:
 
 
 def late_message(after_s: float) -> str:
-    """What a client is told whose request had `after_s` seconds."""
+    """The error message for a request with a timeout of `after_s`."""
     return (
         f"The request was not done within its {math.ceil(after_s * 10) / 10:g} s ({TIMEOUT_HEADER})"
     )
@@ -90,8 +90,8 @@ def late_message(after_s: float) -> str:
 class Edge:
     """ASGI middleware.
 
-    default_timeout_s: time of a request that does not say how much it has.
-    max_timeout_s: more is not granted. tracer: None where nothing is traced.
+    default_timeout_s: timeout of a request without the header. max_timeout_s: upper limit on
+    the header. tracer: None without tracing.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ def _session(scope: Scope) -> str | None:
 
 
 class _Answer:
-    """Passes the app's answer on.
+    """Sends the app's answer.
 
-    The head of an event stream waits for its first event. If that is an error
-    that is worth a status, the answer is no stream but this error.
+    The head of an event stream waits for the first event. If that is an error of `_EARLY`,
+    the answer becomes this error with its status.
     """
 
     def __init__(self, send: Send, context: RequestContext):
@@ -206,7 +206,7 @@ def _is_event_stream(head: Message) -> bool:
 
 
 def _early_error(event: bytes) -> tuple[int, bytes] | None:
-    """Status and body of an error event, where a stream need not be begun for it."""
+    """Status and body, if the event is an error of `_EARLY`."""
     if not event.startswith(_ERROR_EVENT):
         return None
     body = event.removeprefix(b"data: ").partition(b"\n")[0]

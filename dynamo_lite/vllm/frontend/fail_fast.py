@@ -1,11 +1,11 @@
-"""Validation of request bodies that ends at the first bad element of a list.
+"""Makes the validation of request bodies stop at the first bad element of a list.
 
 By default pydantic collects every error of every element, for each alternative of its type:
-500 kB of `messages: [{}, {}, ...]` are 2.5 million errors, which hold vLLM's event loop for
-17 s. Only the first ones are told to the client, so that nothing is lost by ending there.
+500 kB of `messages: [{}, {}, ...]` are 2.5 million errors, which block vLLM's event loop for
+17 s. The client only gets the first ones, so nothing is lost.
 
-What is changed are the validators of one FastAPI app; vLLM's request types stay as they are.
-So `/invocations`, which validates by itself, still collects everything.
+Only the validators of one FastAPI app are changed, not vLLM's request types. So
+`/invocations`, which validates by itself, still collects all errors.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _LISTS = ("list", "tuple", "set", "frozenset")
 
 
 def fail_fast_routes(app: FastAPI) -> int:
-    """For the bodies of the app's routes. Returns of how many."""
+    """Replaces the validators of the bodies of the app's routes; returns how many."""
     changed = 0
     for route in app.routes:
         adapter = getattr(getattr(route, "body_field", None), "_type_adapter", None)
@@ -29,7 +29,7 @@ def fail_fast_routes(app: FastAPI) -> int:
 
 
 def _validator(schema: Any) -> SchemaValidator:
-    # Prebuilt validators of nested models would still collect everything.
+    # Prebuilt validators of nested models would still collect all errors.
     return SchemaValidator(_fail_fast(schema), _use_prebuilt=False)
 
 

@@ -1,4 +1,4 @@
-"""HTTP requests as spans: where a trace begins, or goes on from a client's `traceparent`."""
+"""Spans of HTTP requests. They begin a trace, or continue a client's `traceparent`."""
 
 import time
 
@@ -7,12 +7,12 @@ from starlette.types import Message, Scope, Send
 from dynamo_lite.protocol.trace import TRACEPARENT, TraceContext, trace_of
 from dynamo_lite.runtime.tracing.tracer import Tracer
 
-#: Ours to read. vLLM's app would say in its log that it does not trace.
+#: Removed from the request: vLLM's app would log that it does not trace.
 _HEADERS = (TRACEPARENT.encode(), b"tracestate")
 
 
 class HttpTrace:
-    """One request; `send` stands in front of its server's."""
+    """One traced request; the app must use its `send`."""
 
     def __init__(
         self, tracer: Tracer, scope: Scope, send: Send, context: TraceContext, parent: str
@@ -29,9 +29,9 @@ class HttpTrace:
         await self._send(message)
 
     def ended(self) -> None:
-        """The answer is out, or the client has left."""
+        """The answer is complete, or the client has disconnected."""
         scope, status = self._scope, self._status
-        # The path as the app knows it: clients can make up any number of others.
+        # The route, not the path: clients can send any number of paths.
         route = getattr(scope.get("route"), "path", "")
         attributes: dict[str, str | int] = {
             "http.request.method": scope["method"],
@@ -52,7 +52,7 @@ class HttpTrace:
 
 
 def trace_http(tracer: Tracer, scope: Scope, send: Send) -> HttpTrace | None:
-    """None for what is not traced. Takes trace headers out of `scope`."""
+    """Returns None for a request that is not traced. Removes trace headers from `scope`."""
     said = [value for key, value in scope["headers"] if key == _HEADERS[0]]
     scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in _HEADERS]
     if scope["method"] != "POST":

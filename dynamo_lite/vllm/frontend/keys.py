@@ -1,8 +1,8 @@
-"""Who may use the HTTP server: with a key set, every route but a few asks for it.
+"""API keys of the HTTP server: if one is set, every route but a few requires it.
 
-vLLM's own middleware asks under a few prefixes only, and its app has other routes that
-generate text (`/invocations`). Here the open routes are listed, so that a route which a
-new version adds is closed.
+vLLM's own middleware only protects a few prefixes, and its app has other routes that
+generate text (`/invocations`). Here the open routes are listed, so routes that a new version
+adds are protected.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_lite.vllm.frontend.refusal import header, refuse
 
-#: What answers without a key: health of the server, and figures about it.
+#: Paths without a key: health and metrics of the server.
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready", "/metrics", "/version"})
 
 
 class KeyGuard:
-    """ASGI middleware. keys: any of them will do; not empty. root_path: of the app."""
+    """ASGI middleware. keys: the accepted ones, at least one. root_path: that of the app."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = ""):
         self._app, self._root_path = app, root_path.rstrip("/")
@@ -33,7 +33,7 @@ class KeyGuard:
             HTTPStatus.UNAUTHORIZED,
             "This server asks for an API key: send `Authorization: Bearer KEY`",
             kind="Unauthorized",
-            # A body that nobody reads is not waited for.
+            # The body is not read.
             headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
         )
 
@@ -51,7 +51,7 @@ class KeyGuard:
         if scheme.lower() != b"bearer":
             return False
         given = _digest(key.strip())
-        # All are compared: the time says nothing about which one was nearly right.
+        # Compares all keys, so that the time does not depend on which one matches.
         return any([secrets.compare_digest(given, wanted) for wanted in self._keys])
 
 

@@ -1,15 +1,16 @@
-"""Turns for large requests: one at a time holds the event loop and the tokenizer's thread."""
+"""Turns for large requests: only one at a time uses the event loop and the tokenizer."""
 
 import asyncio
 
-#: Iterations of the event loop in which a body that was handed over is parsed: middleware
-#: may pass it on through several callbacks.
+#: Iterations of the event loop in which the app parses a body: middleware may pass it on through
+#: several callbacks.
 _ITERATIONS = 4
 
 
 class LoopTurns:
-    """One turn at a time, in order. After each the event loop is left alone for as long as
-    the turn has held it, at most `max_pause_s`. A turn of more than `max_turn_s` is ended."""
+    """One turn at a time, in order of arrival. After each there is a pause as long as the turn
+    has blocked the event loop, at most `max_pause_s`. A turn ends after `max_turn_s` at most.
+    """
 
     def __init__(self, max_pause_s: float = 5.0, max_turn_s: float = 10.0):
         self.max_pause_s, self.max_turn_s = max_pause_s, max_turn_s
@@ -17,7 +18,7 @@ class LoopTurns:
         self._lock = asyncio.Lock()
 
     async def wait(self) -> "Turn":
-        """Returns when it is the caller's turn, which must be ended."""
+        """Waits for the caller's turn. The caller must end it."""
         await self._lock.acquire()
         try:
             pause_s = self.resume_at - asyncio.get_running_loop().time()
@@ -30,7 +31,7 @@ class LoopTurns:
 
 
 class Turn:
-    """`end` is idempotent."""
+    """A turn in progress; `end` is idempotent."""
 
     def __init__(self, turns: LoopTurns, lock: asyncio.Lock):
         self._turns, self._lock = turns, lock
@@ -39,7 +40,7 @@ class Turn:
         self._timer = self._loop.call_later(turns.max_turn_s, self.end)
 
     def handed_over(self) -> None:
-        """What happens from here on, until others run, is this turn's work."""
+        """The app has the body: measures how long it blocks the event loop from here on."""
         self._loop.call_soon(self._measure, self._loop.time(), _ITERATIONS)
 
     def end(self) -> None:

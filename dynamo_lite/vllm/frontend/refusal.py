@@ -1,4 +1,4 @@
-"""Error answers of the HTTP edge, in the form of vLLM's own."""
+"""Error answers of the HTTP middleware, in vLLM's format."""
 
 import json
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of this (lower-case) name."""
+    """Returns the first header of this name, which must be in lower case."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
@@ -20,7 +20,7 @@ def error_body(status: HTTPStatus, message: str, kind: str, param: str | None = 
 
 
 def json_head(status: int, body: bytes, others: Headers = ()) -> Message:
-    """others: headers that are kept unless they describe another body."""
+    """others: further headers; those about content are dropped."""
     headers = [
         *((key, value) for key, value in others if not key.lower().startswith(b"content-")),
         (b"content-type", b"application/json"),
@@ -38,7 +38,7 @@ async def refuse(
     param: str | None = None,
     headers: Headers = (),
 ) -> None:
-    """Answers with an error, and ends the response."""
+    """Sends an error as the whole response."""
     body = error_body(status, message, kind, param)
     await send(json_head(status, body, headers))
     await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""What the Frontend does with each traced sequence, as spans."""
+"""The Frontend's spans of each traced sequence."""
 
 import time
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class _Open:
 
 
 class RequestTraces:
-    """Attributes have vLLM's names."""
+    """The spans' attributes have vLLM's names."""
 
     def __init__(self, tracer: Tracer):
         self._tracer = tracer
@@ -31,8 +31,10 @@ class RequestTraces:
     def begin(
         self, request: GenerateRequest, params: SamplingParams | None, above: TraceContext | None
     ) -> GenerateRequest:
-        """A sequence of an HTTP request, which is at `above` where it is traced. Returns it
-        as workers shall get it."""
+        """Opens the span of a sequence; returns the message with the trace headers for workers.
+
+        above: the span of its HTTP request; None if that is not traced.
+        """
         if above is None:
             return msgspec.structs.replace(request, trace_headers=None)
         entry = self._open[request.request_id] = _Open(
@@ -48,7 +50,7 @@ class RequestTraces:
         return msgspec.structs.replace(request, trace_headers=entry.context.headers())
 
     def placed(self, request_id: str) -> None:
-        """A worker has it."""
+        """A worker has accepted the sequence."""
         if (entry := self._open.get(request_id)) is not None:
             record_child(self._tracer, "route", entry.context, entry.began, time.monotonic())
 
@@ -63,7 +65,7 @@ class RequestTraces:
             self.ended(delta.request_id, delta.finish_reason)
 
     def ended(self, request_id: str, reason: str, error: str = "") -> None:
-        """Nothing follows. Those that are over, or are not traced, are ignored."""
+        """Closes the span. Ignores sequences that have ended or are not traced."""
         if (entry := self._open.pop(request_id, None)) is None:
             return
         now = time.monotonic()

@@ -1,7 +1,9 @@
-"""Which blocks a step of vLLM's scheduler completes."""
+"""What a step of vLLM's scheduler completes, and when its kernels have run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -9,7 +11,10 @@ if TYPE_CHECKING:
 
 
 def filling_blocks(output: "SchedulerOutput", manager: "KVCacheManager", size: int) -> list[int]:
-    """size: of a block, in tokens. Blocks that are completed by draft tokens count as well."""
+    """The blocks that the step completes, also those that draft tokens complete.
+
+    size: tokens per block.
+    """
     filled: list[int] = []
     for request_id, computed in _computed(output):
         start = computed // size
@@ -21,8 +26,20 @@ def filling_blocks(output: "SchedulerOutput", manager: "KVCacheManager", size: i
 
 
 def _computed(output: "SchedulerOutput") -> Iterator[tuple[str, int]]:
-    """Of each request that the step computes: how many tokens were computed before."""
+    """Each request of the step, with the number of tokens that earlier steps computed."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
     yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+
+
+def step_ended(*, on_gpu: bool) -> Callable[[], bool]:
+    """Returns a check whether the step or layer that was launched last has ended.
+
+    On a CPU it has ended already. On a GPU it is queued, and an event is recorded behind it.
+    """
+    if not on_gpu:
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record()
+    return event.query

@@ -1,0 +1,92 @@
+"""The messages that vLLM carries between the parts of the connector, in vLLM's wrapper types."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from dynamo_lite.disagg.engine_config import EngineConfig
+from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, WorkerReport
+from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
+
+#: The fingerprint entry that comes from the engine's ranks; the component adds all others.
+KV_LAYOUT = "kv_layout"
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """From the scheduler half to the worker halves, each step."""
+
+    step: DecodeStep | PrefillStep
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """From the worker halves to the scheduler half."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.report.joined(other.report))
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """From each rank to the scheduler half, once at the start."""
+
+    #: The rank's `RankMetadata` in msgpack.
+    rank: bytes
+    #: The memory orders of its blocks, see `kv_memory.py`.
+    orders: frozenset[str]
+
+
+def engine_metadata(
+    link: EngineConfig,
+    block_size_tokens: int,
+    num_blocks: int,
+    handshakes: Mapping[tuple[int, int], KVConnectorHandshakeMetadata],
+) -> EngineMetadata:
+    """The engine's metadata from its ranks' handshakes; its fingerprint has only KV_LAYOUT.
+
+    handshakes: by pipeline stage and rank within it, in the order of `kv_memory.rank_index`.
+    """
+    shakes = [shake for _, shake in sorted(handshakes.items()) if isinstance(shake, RankHandshake)]
+    orders = {order for shake in shakes for order in shake.orders}
+    return EngineMetadata(
+        engine_id=link.engine_id,
+        lease_id=link.lease_id,
+        fingerprint={KV_LAYOUT: " and ".join(sorted(orders))},
+        block_size_tokens=block_size_tokens,
+        num_blocks=num_blocks,
+        ranks=tuple(msgspec.msgpack.decode(s.rank, type=RankMetadata) for s in shakes),
+    )
+
+
+class ConnectorStats(KVConnectorStats):
+    """The counts of the connector halves, on vLLM's own path to the component.
+
+    data: name -> number, or list of numbers (see `Counters`).
+    """
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> "ConnectorStats":
+        merged: dict[str, Any] = dict(self.data)
+        for name, value in other.data.items():
+            merged[name] = merged[name] + value if name in merged else value
+        return ConnectorStats(data=merged)
+
+    def reduce(self) -> dict[str, int | float]:
+        return {k: len(v) if isinstance(v, list) else v for k, v in self.data.items()}
