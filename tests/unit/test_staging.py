@@ -264,7 +264,7 @@ def test_without_staging_memory_the_peer_is_refused():
     pair = Pair()
     pair.prefill._staging._open = none_left
     pair.step(write(0, 3), ended=True)
-    assert "bytes to stage its blocks: out of memory" in pair.failures()["a1"]
+    assert "bytes of staging: out of memory" in pair.failures()["a1"]
 
 
 def test_what_differs_is_not_read():

@@ -107,7 +107,7 @@ class JobRunner:
 
     async def _run(self, job: Job, request: RemotePrefillRequest, trace: JobTrace | None) -> JobEnd:
         if request.wire_version != WIRE_VERSION:
-            why = f"unsupported wire version {request.wire_version}: not {WIRE_VERSION}"
+            why = f"unsupported wire version {request.wire_version}: this worker has {WIRE_VERSION}"
             return await self._hand_back(request, "failed", why, "malformed")
         if job.deliveries_left < 0:
             end = JobEnd("retry", "its last worker died or was disconnected")

@@ -109,7 +109,7 @@ def _reason_file(link_file: Path) -> Path:
 
 
 def _unsupported_model(model: ModelConfig) -> str:
-    """Why a prompt leaves more state than KV, or KV that is not enough; "" if it does not."""
+    """Why KV of a prompt's tokens is not enough to continue it elsewhere; "" if it is."""
     if model.is_encoder_decoder:
         return "each prompt has an encoder's output, which cannot be transferred"
     if model.is_hybrid or model.is_attention_free or model.has_inner_state:
