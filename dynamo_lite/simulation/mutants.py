@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.disagg.decode.decider import Decided
+from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.disagg.prefill.job_runner import JobEnd
@@ -142,10 +142,10 @@ class _ByAddress(MetadataDirectory):
 
 class _NoAttemptId(DecodeScheduler):
     def _ask(
-        self, request: Prompt, block_ids: Sequence[int], external: int, decided: Decided
+        self, prefill: RemotePrefill, request: Prompt, block_ids: Sequence[int], external: int
     ) -> None:
         self._new_attempt = lambda: request.request_id.partition("~")[0]
-        super()._ask(request, block_ids, external, decided)
+        super()._ask(prefill, request, block_ids, external)
 
 
 class NoAttemptId(Shipped):

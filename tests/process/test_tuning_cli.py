@@ -182,7 +182,7 @@ async def engine(
         log.state_after_alloc(prompt(name, tokens), [], 0)
 
     async def answer(payload: bytes) -> bytes:
-        return log._log.answer(payload)
+        return log.prefills.decisions.answer(payload)
 
     async with (
         EtcdStore(etcd_url) as store,
@@ -191,7 +191,7 @@ async def engine(
     ):
         for engine_id in ("e1", "dead"):
             await store.put(names.nixl_metadata_key(namespace, engine_id), b"")
-        yield log._log
+        yield log.prefills.decisions
 
 
 async def test_a_decision_is_explained(engine: DecisionLog, place: tuple[str, ...], nats_url: str):

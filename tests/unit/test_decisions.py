@@ -1,14 +1,18 @@
 """What a decode engine remembers of its decisions, and says when it is asked."""
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dynamo_lite.cli import decision_view
 from dynamo_lite.cli.decisions import Taken
+from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode import decision_log
+from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
+from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.policy.cost import Rates
 from dynamo_lite.policy.disagg import DecisionReason, Local, Remote
 from dynamo_lite.protocol.codec import encode
@@ -48,7 +52,7 @@ async def decode(clock: Clock):
 
 
 def told(decode: Decode, **wanted: Any) -> list[Decision]:
-    answer = decode_explained(decode.half._log.answer(encode(Explain(**wanted))))
+    answer = decode_explained(decode.half.prefills.decisions.answer(encode(Explain(**wanted))))
     assert (answer.engine_id, answer.lease_id) == (ENGINE, 1)
     return answer.decisions
 
@@ -79,11 +83,11 @@ async def test_a_verdict_without_blocks_is_no_decision(decode: Decode):
 
 async def test_options_that_change_move_the_next_decisions(decode: Decode):
     decode.admit(prompt("r1", 10))
-    decode.half._tuning.change(VllmWorkerLiveOptions(max_local_prefill_length=20), 7)
+    decode.net._tuning.change(VllmWorkerLiveOptions(max_local_prefill_length=20), 7)
     decode.admit(prompt("r2", 10))
-    decode.half._tuning.change(VllmWorkerLiveOptions(max_prefill_queue_size=0), 8)
+    decode.net._tuning.change(VllmWorkerLiveOptions(max_prefill_queue_size=0), 8)
     decode.admit(prompt("r3", 10))
-    decode.half._tuning.change(VllmWorkerLiveOptions(), 9)
+    decode.net._tuning.change(VllmWorkerLiveOptions(), 9)
     decode.admit(prompt("r4", 10))
     assert [(d.verdict, d.reason, d.thresholds.version) for d in told(decode)] == [
         ("remote", "long", 0),
@@ -96,11 +100,11 @@ async def test_options_that_change_move_the_next_decisions(decode: Decode):
 async def test_a_changed_timeout_and_number_of_tries_hold_for_new_prompts(
     decode: Decode, clock: Clock
 ):
-    decode.half._tuning.change(VllmWorkerLiveOptions(remote_prefill_timeout_s=1.5), 1)
+    decode.net._tuning.change(VllmWorkerLiveOptions(remote_prefill_timeout_s=1.5), 1)
     decode.admit(prompt("r1", 10))
     job = await decode.job_of_step()
     assert job.deadline == clock.wall() + 1.5
-    decode.half._tuning.change(VllmWorkerLiveOptions(remote_prefill_timeout_s=60.0), 2)
+    decode.net._tuning.change(VllmWorkerLiveOptions(remote_prefill_timeout_s=60.0), 2)
     clock.now += 1.6
     assert decode.half.build_step().give_up == [(job.attempt, "r1")]
 
@@ -171,7 +175,7 @@ async def test_what_a_writer_says_of_its_failure_is_told(decode: Decode):
 
 
 async def test_what_is_computed_here_is_measured(decode: Decode, clock: Clock):
-    decode.half._tuning.change(VllmWorkerLiveOptions(max_local_prefill_length=1000), 1)
+    decode.net._tuning.change(VllmWorkerLiveOptions(max_local_prefill_length=1000), 1)
     decode.admit(prompt("r1", 100))
     for tokens in (60, 40):
         decode.half.build_step((), {"r1": tokens, "other": 5})
@@ -190,31 +194,65 @@ async def test_what_is_computed_here_is_measured(decode: Decode, clock: Clock):
     decode.assert_clean()
 
 
+class Computing:
+    """Prompts that are computed here, from time 0 on."""
+
+    def __init__(self, overlapping_steps: int):
+        log = DecisionLog(cast("Any", None), lambda: 0.0)
+        self.prefills = RemotePrefills(Counters(), log, lambda: 0.0)
+        self.rate = PrefillRate(self.prefills, overlapping_steps)
+
+    def computes(self, request_id: str, tokens: int) -> RemotePrefill:
+        prefill = self.prefills.proposed(prompt(request_id, tokens), HERE)
+        self.prefills.allocated(prefill)
+        return prefill
+
+    def finish(self, prefill: RemotePrefill, now: float) -> None:
+        self.prefills.finished(prefill.request_id)
+        self.rate.finished(prefill, now)
+
+
+HERE = Decided(Local(DecisionReason.SHORT), 0.0, 0, None, cast("Any", None), Rates())
+
+
 def test_overlapping_steps_end_later():
-    pace = PrefillRate(2)
-    pace.computes("r", 100, 0.0)
-    assert pace.step({"r": 100}, 0.0) == []
-    assert pace.step({"r": 1}, 0.0) == []
-    assert pace.step({"r": 1}, 4.0) == [("r", 4.0)]
-    assert pace.rates == Rates(25.0)
-    assert pace.idle
+    here = Computing(2)
+    prefill = here.computes("r", 100)
+    here.rate.step({"r": 100}, 0.0)
+    here.rate.step({"r": 1}, 0.0)
+    assert prefill.computed_s is None
+    here.rate.step({"r": 1}, 4.0)
+    assert prefill.computed_s == 4.0
+    assert here.rate.rates == Rates(25.0)
+    here.finish(prefill, 5.0)
+    assert prefill.computed_s == 4.0 and not here.prefills
 
 
 def test_short_and_aborted_prompts_measure_nothing():
-    pace = PrefillRate(1)
-    pace.computes("short", 5, 0.0)
-    pace.computes("aborted", 100, 0.0)
-    pace.step({"short": 5, "aborted": 50}, 0.0)
-    assert pace.step({}, 1.0) == [("short", 1.0)]
-    assert pace.finished("aborted", 2.0) is None
-    pace.brought(5, 1.0, 1.0)
-    assert pace.rates == Rates() and pace.idle
+    here = Computing(1)
+    short, aborted = here.computes("short", 5), here.computes("aborted", 100)
+    here.rate.step({"short": 5, "aborted": 50}, 0.0)
+    here.rate.step({}, 1.0)
+    assert (short.computed_s, aborted.computed_s) == (1.0, None)
+    here.finish(short, 2.0)
+    here.finish(aborted, 2.0)
+    assert aborted.computed_s is None
+    here.rate.learn_remote(brought(5, 1.0, 1.0))
+    assert here.rate.rates == Rates() and not here.prefills
+
+
+def brought(tokens: int, fill_s: float, fixed_s: float) -> RemotePrefill:
+    """A remote prefill that is over: its KV came, and its prompt was scheduled."""
+    prefill = RemotePrefill("r", tokens, HERE, claimed_at=fixed_s)
+    prefill.pulled_at = prefill.published_at = prefill.asked_at = fixed_s
+    prefill.ended_at = prefill.received_at = prefill.scheduled_at = fixed_s + fill_s
+    return prefill
 
 
 def test_rates_follow_what_changes():
-    pace = PrefillRate(1)
+    pace = PrefillRate(Computing(1).prefills, 1)
     for seconds in (1.0,) * 50 + (4.0,) * 50:
-        pace.brought(100, seconds, 0.5)
+        pace.learn_remote(brought(100, seconds, 0.5))
     assert pace.rates.remote_tokens_per_s == pytest.approx(25, rel=0.05)
     assert pace.rates.remote_fixed_s == pytest.approx(0.5)
 
@@ -232,7 +270,7 @@ async def test_the_oldest_are_forgotten(
     monkeypatch.setattr(decision_log, "LONGEST_S", 35.0)
     assert [d.request_id for d in told(decode)] == ["r7", "r8", "r9"]
     decode.admit(prompt("last", 2))
-    assert len(decode.half._log._kept) == 4
+    assert len(decode.half.prefills.decisions) == 4
 
 
 async def test_no_more_than_so_many_are_kept(decode: Decode):

@@ -156,7 +156,9 @@ class Writers:
 class Decode:
     """A decode engine: its scheduler half, its pool, and the network that it sees."""
 
-    def __init__(self, clock: Clock, max_local: int = LIMIT):
+    def __init__(
+        self, clock: Clock, max_local: int = LIMIT, *, hash_block_size: int | None = BLOCK
+    ):
         self.clock, self.pool, self.taken = clock, Pool(), {}
         self.broker, self.messaging = MemoryBroker(), MemoryMessaging()
         self.queue_config = QueueConfig(max_jobs=DEPTH)
@@ -187,7 +189,7 @@ class Decode:
             outside=Nowhere(),
             open_bridge=Bridge,
             clock=clock,  # type: ignore[arg-type]
-            hash_block_size=BLOCK,
+            hash_block_size=hash_block_size,
         )
         self.half.bind_block_pool(self.pool)
         self.bridge: Any = self.half.bridge
@@ -281,12 +283,10 @@ class Decode:
         return self.half.stats.data.get(name, 0)
 
     def assert_clean(self) -> None:
-        half, clock, book = self.half, self.half._clock, self.half._book
-        left = (half._verdicts, half._decided, half._held, half._resumes)
-        left += (clock._open, clock._received)
-        ledger = (book.ledger._attempts, book.ledger._by_request, book._for_engine)
-        assert not any(left) and not any(ledger) and half._flights.idle
-        assert not half.busy and half._log.idle
+        assert not self.half.prefills
+        ledger = self.half._book.ledger
+        assert repr(ledger) == "<Ledger empty>" and ledger.waiting == 0
+        assert not self.half.busy
         assert self.pool.used == 0
 
 
@@ -368,7 +368,7 @@ async def test_blocks_that_a_writer_may_read_are_held_as_well(decode: Decode):
     assert await decode.claim(attempt) == Granted()
     decode.finish("r1")
     decode.half.build_step()
-    held = {block.block_id for block in decode.half._held[attempt]}
+    held = {block.block_id for block in decode.half.prefills.held()[attempt]}
     assert held == {*job.prefix_block_ids, *job.block_ids} and len(job.prefix_block_ids) == 3
     await decode.done(attempt, "abandoned")
     decode.half.build_step()
@@ -506,7 +506,7 @@ async def test_an_unclaimed_job_is_given_up_at_its_deadline(decode: Decode):
     decode.clock.now += 0.2
     step = decode.half.build_step()
     assert step.give_up == [(attempt, "r1")]
-    assert decode.half._held == {}
+    assert decode.half.prefills.held() == {}
     await decode.network()
     assert (await decode.queue.depth()).total == 0
     assert decode.counted("remote/deadline") == 1
@@ -585,7 +585,7 @@ async def test_an_abort_after_the_claim_keeps_the_blocks(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
     decode.finish("r1")
     assert decode.pool.used == 3
-    assert [len(blocks) for blocks in decode.half._held.values()] == [3]
+    assert [len(blocks) for blocks in decode.half.prefills.held().values()] == [3]
     await decode.cancels(attempt)
     assert await decode.claim(attempt) == ClaimRefused(reason="withdrawn")
     await decode.done(attempt)
@@ -645,8 +645,7 @@ async def test_a_thousand_prompts_leave_nothing_behind(decode: Decode):
         decode.clock.now += 0.01
     decode.assert_clean()
     decode.sees()
-    decode.half._decider._queue_view(10, 0)
-    assert len(decode.half._decider._asked_at) == 0
+    assert decode.half.prefills.asked_since(decode.clock.now) == 0
 
 
 # Writers and this engine come and go

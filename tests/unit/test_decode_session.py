@@ -304,7 +304,7 @@ async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
 @virtual
 async def test_what_others_have_on_the_queue_counts_and_is_forgotten_with_them():
     async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
-        scene.decode.half._tuning.change(VllmWorkerLiveOptions(max_prefill_queue_tokens=100), 1)
+        scene.decode.net._tuning.change(VllmWorkerLiveOptions(max_prefill_queue_tokens=100), 1)
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: 60}, claimed_tokens=40)
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r1", 10)) == 0
@@ -337,7 +337,7 @@ async def test_a_job_that_cannot_make_its_deadline_stays_local_until_there_is_a_
         await asyncio.sleep(1.0)
         await other.say(done_tokens=100)
         # 100 tokens a second are known by now.
-        left_s = scene.decode.half._tuning.now.options.remote_prefill_timeout_s
+        left_s = scene.decode.net._tuning.now.options.remote_prefill_timeout_s
         queued = int(110 * left_s)
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: queued})
         await asyncio.sleep(0.01)

@@ -3,28 +3,28 @@
 import itertools
 from dataclasses import replace
 from random import Random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dynamo_lite.disagg.counters import BYTES, LATE, MISMATCH, Counters
+from dynamo_lite.disagg.counters import BYTES, LATE, MISMATCH
 from dynamo_lite.disagg.decode.rank import DecodeRank
-from dynamo_lite.disagg.decode.resume import Resumes
 from dynamo_lite.disagg.messages import (
     BlockWrite,
     DecodeStep,
     PrefillStep,
+    RankResults,
     WorkerReport,
 )
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.shards import Shape, ShardedEngine, expected
+from tests.unit.test_decode_link import BLOCK, TIMEOUT_S, Clock, prompt
+from tests.unit.test_decode_link import Decode as Engine
 
 BLOCKS = 8
 LOCAL, REMOTE = [5, 1, 2], [0, 1, 6]
@@ -314,16 +314,19 @@ class Lost:
 
     def cached_blocks(self, *, last_first: bool = False) -> int:
         """What the scheduler half gives to the prefix cache, however late it hears of what."""
-        resumes = Resumes(8, Counters(), lambda: 1)
-        request = SimpleNamespace(request_id="r-a1")
-        resumes.asked(request, 0, now=0.0, timeout_s=30.0, max_tries=1)  # type: ignore[arg-type]
-        resumes.ended("r-a1", Outcome.WRITER_LOST)
-        for report in itertools.chain(*(self.reports[::-1] if last_first else self.reports)):
-            if report is not None and "r-a1" in report.landed:
-                resumes.landed("r-a1", report.landed["r-a1"])
         tokens: list[int] = []
-        resumes.lost("r-a1", lambda _, upto: tokens.append(upto), now=1.0)
-        return tokens[0] // 8 if tokens else 0
+        engine = Engine(Clock())
+        engine.half.bind_block_pool(engine.pool, lambda _, upto: tokens.append(upto))
+        assert engine.admit(prompt("r-a1", BLOCK * len(REMOTE) + 1)) > 0
+        engine.clock.now += TIMEOUT_S
+        assert engine.half.build_step().give_up
+        for report in itertools.chain(*(self.reports[::-1] if last_first else self.reports)):
+            if report is not None:
+                engine.half.worker_output(RankResults(), report)
+        engine.half.worker_output(RankResults(lost={"r-a1"}))
+        for coroutine in engine.bridge.submitted:
+            coroutine.close()
+        return tokens[0] // BLOCK if tokens else 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -57,7 +57,7 @@ async def remote(decode: Decode, clock: Clock, headers: Any) -> str:
     clock.now += 1
     await decode.network()
     clock.now += 2 + 4
-    decode.half._clock.granted(attempt, held_s=4)
+    decode.half.prefills.claimed(attempt, held_s=4)
     with decode.half._book.lock:
         assert decode.half._book.ledger.claim(attempt, WRITER, clock.now) is None
     return attempt

@@ -19,6 +19,7 @@ from tests.unit.test_decode_link import (
     BLOCK,
     QUEUE_SIZE,
     TIMEOUT_S,
+    Clock,
     Decode,
     prompt,
 )
@@ -129,12 +130,13 @@ async def test_what_is_left_after_the_shared_prefix_is_decided_as_usual(decode: 
     assert decode.counted("single_flight/hit") == 1
 
 
-async def test_only_blocks_that_will_be_cached_are_waited_for(decode: Decode):
+async def test_only_blocks_that_will_be_cached_are_waited_for(decode: Decode, caplog: Any):
     """The last token is computed here, and its block with it if it is full then."""
+    caplog.set_level(logging.INFO)
     await leads(decode, sibling("r1", 40))
     follower = sibling("r2", 41)
     assert asks(decode, follower) == WAITS
-    assert decode.half._flights._followers["r2"].prefix_tokens == 36
+    assert "r2 waits for the remote prefill of r1: it brings 36 of 41 tokens" in caplog.text
 
 
 async def test_a_cached_prefix_is_not_waited_for(decode: Decode):
@@ -158,17 +160,21 @@ async def test_a_full_queue_lets_siblings_wait_rather_than_compute(decode: Decod
     assert asks(decode, sibling("r3", of="b")) == (0, False)
 
 
-async def test_of_leaders_with_the_same_prefix_the_shortest_is_followed(decode: Decode):
+async def test_of_leaders_with_the_same_prefix_the_shortest_is_followed(
+    decode: Decode, caplog: Any
+):
+    caplog.set_level(logging.INFO)
     await leads(decode, sibling("long", 100, shared=20))
     await leads(decode, sibling("short", 40, shared=20))
     assert asks(decode, sibling("r1", 36, shared=20)) == WAITS
-    assert decode.half._flights._followers["r1"].leader == "short"
+    assert "request r1 waits for the remote prefill of short: it brings 20" in caplog.text
 
 
-async def test_an_engine_without_prefix_cache_lets_nobody_wait(decode: Decode):
-    decode.half._flights._size = None
-    await leads(decode, sibling("r1"))
-    assert asks(decode, sibling("r2")) == (39, True)
+async def test_an_engine_without_prefix_cache_lets_nobody_wait():
+    decode = Decode(Clock(), hash_block_size=None)
+    async with decode.queue:
+        await leads(decode, sibling("r1"))
+        assert asks(decode, sibling("r2")) == (39, True)
 
 
 # Leaders that fail, and requests that end
@@ -219,7 +225,8 @@ async def test_a_cancelled_leader_lets_a_follower_lead(decode: Decode):
     assert asks(decode, follower) == WAITS
     decode.finish("r1")
     assert decode.admit(follower) == 39
-    assert decode.half._flights._flights.keys() == {"r2"}
+    assert not decode.half.prefills.is_parked("r1") and decode.half.prefills.is_parked("r2")
+    assert asks(decode, sibling("r3")) == WAITS
 
 
 async def test_a_cancelled_follower_leaves_nothing(decode: Decode):
@@ -295,6 +302,6 @@ async def test_whatever_becomes_of_leaders_everybody_is_served(decode: Decode, s
     assert not (lives.coming or lives.waiting or lives.external)
     decode.half.build_step()
     await decode.network()
-    assert decode.half._flights.idle
+    assert not decode.half.prefills
     waits = [decode.counted(f"single_flight/{how}") for how in ("hit", "miss", "cancelled")]
     assert 0 < sum(waits) == len(decode.half.stats.data["single_flight_seconds"])

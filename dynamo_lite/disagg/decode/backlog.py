@@ -8,10 +8,10 @@ told each second, which makes good what was lost.
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.policy.backlog import BacklogTotals, DrainRate, wait_s
 from dynamo_lite.policy.disagg import QueueView
@@ -30,44 +30,8 @@ logger = logging.getLogger(__name__)
 _IDLE_PERIOD_S, _PERIOD_S = 1.0, 0.02
 
 
-class OwnBacklog:
-    """What the ledger holds in numbers. Any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queued: dict[str, tuple[Lane, int]] = {}
-        self._claimed: dict[str, int] = {}
-        self._done_tokens = 0
-
-    def asked(self, attempt: str, lane: Lane, tokens: int) -> None:
-        with self._lock:
-            self._queued[attempt] = lane, tokens
-
-    def claimed(self, attempt: str) -> None:
-        with self._lock:
-            if (queued := self._queued.pop(attempt, None)) is not None:
-                self._claimed[attempt] = queued[1]
-
-    def ended(self, attempt: str, *, brought: bool) -> None:
-        """brought: its KV is here."""
-        with self._lock:
-            self._queued.pop(attempt, None)
-            tokens = self._claimed.pop(attempt, 0)
-            self._done_tokens += tokens if brought else 0
-
-    def look(self) -> tuple[BacklogTotals, int]:
-        """What is wanted, and the tokens that have come so far."""
-        with self._lock:
-            tokens: dict[Lane, int] = {}
-            for lane, count in self._queued.values():
-                tokens[lane] = tokens.get(lane, 0) + count
-            claimed = self._claimed.values()
-            totals = BacklogTotals(len(self._queued), tokens, len(claimed), sum(claimed))
-            return totals, self._done_tokens
-
-
 class BacklogExchange:
-    """On the bridge's thread, but for what says that it is not.
+    """Methods run on the bridge's thread unless they say otherwise.
 
     workers: how many prefill workers respond. now: monotonic.
     """
@@ -75,14 +39,14 @@ class BacklogExchange:
     def __init__(
         self,
         link: EngineConfig,
+        prefills: RemotePrefills,
         workers: Callable[[], int],
         now: Callable[[], float],
         on_drop: OnDrop = uncounted,
     ):
         assert isinstance(link.role, DecodeEngineConfig)
         self._engine_id, self._queue = link.engine_id, link.role.queue
-        self._workers, self._now = workers, now
-        self._own = OwnBacklog()
+        self._prefills, self._workers, self._now = prefills, workers, now
         self._follower = BacklogFollower(
             link.namespace, now, own=link.engine_id, on_demand=self._heard, on_drop=on_drop
         )
@@ -92,30 +56,18 @@ class BacklogExchange:
         self._changed = asyncio.Event()
         self._hello = True
 
-    def lane_of(self, job: RemotePrefillRequest) -> Lane:
-        """Any thread, as the three that follow."""
-        return self._queue.lane_of(_tokens(job), job.priority)
-
-    def asked(self, job: RemotePrefillRequest) -> None:
-        """A prompt waits for its KV; it is about to be pushed."""
-        self._own.asked(job.attempt, self.lane_of(job), _tokens(job))
-
-    def ended(self, attempt: str, *, brought: bool) -> None:
-        """It waits no more. To be followed by `tell`."""
-        self._own.ended(attempt, brought=brought)
+    def lane_of(self, tokens: int, priority: int) -> Lane:
+        """Any thread."""
+        return self._queue.lane_of(tokens, priority)
 
     def view(self, seen: QueueView, tokens: int, priority: int) -> QueueView:
-        """What was seen of the queue, with what a prompt of so many tokens has to expect."""
+        """`seen`, with the wait that a prompt with this many tokens has to expect. Any thread."""
         totals, rate = self._totals(), self._drain.tokens_per_s(self._now())
         jobs = max(seen.jobs, totals.jobs)
         lane = self._queue.lane_of(tokens, priority)
         waits_s = wait_s(totals, lane, rate=rate, workers=seen.prefill_workers)
         takes_s = None if waits_s is None or rate is None else waits_s + tokens / rate
         return replace(seen, jobs=jobs, tokens=totals.tokens, wait_s=waits_s, takes_s=takes_s)
-
-    def claimed(self, attempt: str) -> None:
-        self._own.claimed(attempt)
-        self.stirred()
 
     async def tell(self) -> None:
         self.stirred()
@@ -133,14 +85,28 @@ class BacklogExchange:
 
     def stirred(self) -> None:
         """Something of this engine's own has changed."""
-        done_tokens = self._own.look()[1]
+        done_tokens = self._prefills.received_tokens
         self._moved(done_tokens - self._done_tokens)
         self._done_tokens = done_tokens
         self._changed.set()
 
     def _totals(self) -> BacklogTotals:
         """Of all engines: exactly of this one, of others as they said last."""
-        return self._own.look()[0] + self._others
+        return self._own()[0] + self._others
+
+    def _own(self) -> tuple[BacklogTotals, int]:
+        """The backlog of this engine, and the tokens that have come so far. Any thread."""
+        waiting, received_tokens = self._prefills.outstanding()
+        queued: dict[Lane, int] = {}
+        claimed_jobs = claimed_tokens = 0
+        for prefill in waiting:
+            if prefill.claimed_at is None:
+                queued[prefill.lane] = queued.get(prefill.lane, 0) + prefill.job_tokens
+            else:
+                claimed_jobs += 1
+                claimed_tokens += prefill.job_tokens
+        totals = BacklogTotals(len(waiting) - claimed_jobs, queued, claimed_jobs, claimed_tokens)
+        return totals, received_tokens
 
     def _moved(self, done_tokens: int) -> None:
         self._drain.moved(
@@ -172,7 +138,7 @@ class BacklogExchange:
             self._others = self._follower.totals()
 
     async def _say(self, messaging: Messaging, *, leaving: bool = False) -> None:
-        totals, done_tokens = self._own.look()
+        totals, done_tokens = self._own()
         self._number += 1
         hello, self._hello = self._hello, False
         demand = Backlog(
@@ -192,6 +158,6 @@ class BacklogExchange:
             logger.debug("demand not told: %s", exc)
 
 
-def _tokens(job: RemotePrefillRequest) -> int:
-    """That the decode engine has not."""
+def job_tokens(job: RemotePrefillRequest) -> int:
+    """Prompt tokens that the decode engine does not have."""
     return len(job.prompt_token_ids) - job.num_computed_tokens

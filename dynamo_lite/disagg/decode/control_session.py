@@ -10,11 +10,11 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from dynamo_lite.disagg.decode.backlog import BacklogExchange
+from dynamo_lite.disagg.decode.backlog import BacklogExchange, job_tokens
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.locked_ledger import LockedLedger
 from dynamo_lite.disagg.decode.poll_window import PollWindow
-from dynamo_lite.disagg.decode.stage_timer import StageTimer
+from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.writer_links import WriterLinks
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.server_clients import ServerClients
@@ -62,18 +62,17 @@ _MAX_DETAIL = 500
 class ControlSession:
     """Use `session()` as the bridge's context.
 
-    status, explain: make the answers to `describe` and `explain` (called on the bridge's
-    thread). tuning: follows what the store says of the engine's component. now: monotonic.
-    wall: seconds since the epoch.
+    status: makes the answer to `describe` (called on the bridge's thread). tuning: follows
+    the options that the store has for the engine's component. now: monotonic. wall: seconds
+    since the epoch.
     """
 
     def __init__(
         self,
         link: EngineConfig,
         book: LockedLedger,
-        clock: StageTimer,
+        prefills: RemotePrefills,
         status: Callable[[], EngineStatus | None],
-        explain: Callable[[bytes], bytes],
         tuning: LiveThresholds,
         *,
         outside: ServerClients,
@@ -83,9 +82,8 @@ class ControlSession:
     ):
         assert isinstance(link.role, DecodeEngineConfig)
         self._link, self._role, self._book, self._status = link, link.role, book, status
-        self._clock, self._outside, self._tuning = clock, outside, tuning
+        self._prefills, self._outside, self._tuning = prefills, outside, tuning
         self._now, self._wall = now, wall
-        self._explain = explain
         self._on_drop = on_drop
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
@@ -94,7 +92,7 @@ class ControlSession:
         self._links = WriterLinks(link.namespace, link.engine_id, on_drop)
         self._tasks: asyncio.TaskGroup | None = None
         self.view: QueueView | None = None
-        self.demand = BacklogExchange(link, lambda: self.usable_writers, now, on_drop)
+        self.demand = BacklogExchange(link, prefills, lambda: self.usable_writers, now, on_drop)
         self.leaving = False
         self.listening = PollWindow(now)
 
@@ -149,7 +147,7 @@ class ControlSession:
             await self._settle(lambda ledger: ledger.not_published(job.attempt))
             return
         try:
-            lane = self.demand.lane_of(job)
+            lane = self.demand.lane_of(job_tokens(job), job.priority)
             sequence = await self._queue.push(encode_sealed(job), message_id=job.attempt, lane=lane)
         except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
             logger.info("request %s: prefilled here, %s", job.request_id, exc)
@@ -158,7 +156,7 @@ class ControlSession:
             await self._settle(lambda ledger: ledger.not_published(job.attempt))
             raise
         else:
-            self._clock.published(job.attempt)
+            self._prefills.published(job.attempt)
             await self._settle(lambda ledger: ledger.published(job.attempt, sequence))
 
     async def carry_out(self, instructions: Sequence[Instruction]) -> None:
@@ -204,8 +202,8 @@ class ControlSession:
             if not refusal.elsewhere:
                 self._on_drop("claim")
             return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
-        self._clock.granted(claim.attempt, claim.held_s)
-        self.demand.claimed(claim.attempt)
+        self._prefills.claimed(claim.attempt, claim.held_s)
+        self.demand.stirred()
         return encode(Granted(granted_at=self._wall()))
 
     async def _on_done(self, payload: bytes) -> None:
@@ -218,7 +216,7 @@ class ControlSession:
             logger.info("request %s: attempt %s: its writer says: %s: %s", *about)
         writer = done.writer_lease_id
         self._check_writer(done.attempt, writer)
-        self._clock.done(done.attempt, done.took_s if written else None)
+        self._prefills.writer_done(done.attempt, done.took_s if written else None)
         if done.outcome == "died":
             now = self._now()
             await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))
@@ -247,7 +245,7 @@ class ControlSession:
         return None if status is None else encode(status)
 
     async def _on_explain(self, payload: bytes) -> bytes:
-        return self._explain(payload)
+        return self._prefills.decisions.answer(payload)
 
     async def _on_stays(self, payload: bytes) -> bytes:
         """Answers yes or no: a writer that is not heard, or told no, stops writing."""
@@ -325,6 +323,11 @@ class ControlSession:
         """As the queue was last seen; None when that was long ago."""
         view = fresh(self.view, self._tuning.now.options, self._now())
         return None if view is None else view.jobs
+
+    @property
+    def options_version(self) -> int:
+        """Of the live options that this engine follows."""
+        return self._tuning.now.version
 
     @property
     def _usable(self) -> Members:

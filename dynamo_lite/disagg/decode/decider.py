@@ -1,32 +1,19 @@
 """Local or remote, for each prompt: the policy on what this engine knows right now."""
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.deadline import time_left_s
-from dynamo_lite.disagg.decode.live_thresholds import EffectiveThresholds, LiveThresholds
-from dynamo_lite.disagg.decode.single_flight import SingleFlight
+from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
+from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
+from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.disagg.span_notes import note_child
-from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict, decide
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, decide
 from dynamo_lite.protocol.trace import TraceContext
-
-
-class Decided(NamedTuple):
-    """A verdict, and all that it was made from.
-
-    at: monotonic. queue: None when it was not known. tuned: the thresholds.
-    """
-
-    verdict: Verdict
-    at: float
-    cached_tokens: int
-    queue: QueueView | None
-    tuned: EffectiveThresholds
 
 
 class Decider:
@@ -36,18 +23,25 @@ class Decider:
         self,
         net: ControlSession,
         tuning: LiveThresholds,
-        flights: SingleFlight,
+        prefills: RemotePrefills,
+        rate: PrefillRate,
         now: Callable[[], float],
     ):
-        self._net, self._tuning, self._flights, self._now = net, tuning, flights, now
-        self._asked_at: deque[float] = deque()
+        self._net, self._tuning, self._prefills, self._rate = net, tuning, prefills, rate
+        self._now = now
 
     def decide(
-        self, request: Prompt, cached: int, transferable: bool, left_s: float | None = None
+        self, request: Prompt, cached: int, transferable: bool, known: RemotePrefill | None
     ) -> Decided:
-        """See `DecodeScheduler.num_new_matched_tokens`. left_s: for its remote
-        prefills, where that is not for its thresholds to say; its own time limits them too."""
+        """See `DecodeScheduler.num_new_matched_tokens`.
+
+        known: the prompt's record so far. Where it has asked for a remote prefill before, the
+        limit of that one holds. The request's own deadline holds in any case.
+        """
         at, tuned = self._now(), self._tuning.now
+        timeout_s = tuned.options.remote_prefill_timeout_s
+        if known is not None and known.until is not None:
+            timeout_s = known.until - at
         queue = self._queue_view(request.num_prompt_tokens - cached, request.priority)
         if not transferable or request.prompt_token_ids is None:
             verdict = Local(DecisionReason.NOT_TRANSFERABLE)
@@ -60,40 +54,34 @@ class Decider:
                 queue=queue,
                 thresholds=tuned.options,
                 now=at,
-                time_left_s=min(
-                    tuned.options.remote_prefill_timeout_s if left_s is None else left_s,
-                    time_left_s(request, at),
-                ),
+                time_left_s=min(timeout_s, time_left_s(request, at)),
             )
-        if verdict.reason is DecisionReason.CACHED and self._flights.served(request.request_id):
+        if verdict.reason is DecisionReason.CACHED and _was_served(known):
             verdict = Local(DecisionReason.SINGLE_FLIGHT)
-        return Decided(verdict, at, cached, queue, tuned)
-
-    def asked(self, now: float) -> None:
-        """This engine has asked for a remote prefill."""
-        self._asked_at.append(now)
+        return Decided(verdict, at, cached, queue, tuned, self._rate.rates)
 
     def _queue_view(self, tokens: int, priority: int) -> QueueView | None:
-        """The last reading, plus what this engine has asked for since; or what all have asked
-        for, where that is more."""
+        """The last reading, plus the jobs that this engine has asked for since; or the jobs of
+        all engines, where those are more."""
         view = self._net.view
         if view is None:
             return None
-        while self._asked_at and self._asked_at[0] <= view.read_at:
-            self._asked_at.popleft()
-        view = replace(view, jobs=view.jobs + len(self._asked_at))
+        view = replace(view, jobs=view.jobs + self._prefills.asked_since(view.read_at))
         return self._net.demand.view(view, tokens, priority)
 
 
-def note_decision(
-    stats: Counters, above: TraceContext, request: Prompt, decided: Decided, now: float
-) -> None:
-    """What was decided about a prompt, from what; it holds since `now`."""
-    verdict = decided.verdict
+def _was_served(known: RemotePrefill | None) -> bool:
+    """Whether the prompt's prefix is cached because it waited for another request's."""
+    return known is not None and known.wait is not None and known.wait.served
+
+
+def note_decision(stats: Counters, above: TraceContext, prefill: RemotePrefill, now: float) -> None:
+    """Notes the span of a decision, which holds since `now`."""
+    decided = prefill.decided
     attributes: dict[str, str | int] = {
-        "dynamo_lite.verdict": "remote" if isinstance(verdict, Remote) else "local",
-        "dynamo_lite.reason": verdict.reason.value,
-        "dynamo_lite.prompt_tokens": request.num_prompt_tokens,
+        "dynamo_lite.verdict": "remote" if prefill.is_remote else "local",
+        "dynamo_lite.reason": decided.verdict.reason.value,
+        "dynamo_lite.prompt_tokens": prefill.prompt_tokens,
         "dynamo_lite.cached_tokens": decided.cached_tokens,
     }
     if decided.queue is not None:

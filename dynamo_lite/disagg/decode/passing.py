@@ -32,6 +32,8 @@ class Passing:
     """Runs on the engine's thread. Costs nothing while every prompt finds its blocks."""
 
     def __init__(self) -> None:
+        #: Blocks that a new prompt must leave free. Set when the engine has its block pool.
+        self.kept_free = 0
         self._short: dict[str, _Short] = {}
         self._skipped: list[str] = []
         #: Who was told something, and has no blocks yet.
@@ -52,7 +54,7 @@ class Passing:
 
     def told(self, request_id: str, most: int) -> None:
         """The engine looks for its blocks now. most: as many as it can need."""
-        self._asked = request_id, most
+        self._asked = request_id, most + self.kept_free
 
     def allocated(self, request_id: str) -> None:
         """A new prompt has found its blocks."""

@@ -1,80 +1,64 @@
 """How fast prompts are prefilled, here and elsewhere, as a decode engine sees it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
+from dynamo_lite.disagg.decode.stages import stages_s
 from dynamo_lite.policy.cost import FadingMean, Rates
 
-#: Shorter ones measure the price of a step.
+#: Prompts with fewer tokens measure the price of a step, and are left out.
 _FEWEST_TOKENS = 32
-
-
-@dataclass
-class _Computing:
-    """steps: that must be scheduled until the one with its last token has ended."""
-
-    tokens: int
-    left: int
-    began: float
-    steps: int
 
 
 class PrefillRate:
     """Runs on the engine's thread; `now` is monotonic.
 
-    overlapping_steps: how many may be under way at a time. rates: replaced as a whole.
+    overlapping_steps: how many steps may be under way at a time, with the one that is
+    being scheduled.
     """
 
-    def __init__(self, overlapping_steps: int):
-        self._overlapping = overlapping_steps
-        self._computing: dict[str, _Computing] = {}
+    def __init__(self, prefills: RemotePrefills, overlapping_steps: int):
+        self._prefills, self._overlapping = prefills, overlapping_steps
         self._local, self._remote, self._fixed = FadingMean(), FadingMean(), FadingMean()
+        #: Replaced as a whole.
         self.rates = Rates()
 
-    @property
-    def idle(self) -> bool:
-        return not self._computing
-
-    def computes(self, request_id: str, tokens: int, now: float) -> None:
-        """The step that is being scheduled begins to compute so many tokens of a prompt."""
-        self._computing[request_id] = _Computing(tokens, tokens, now, self._overlapping)
-
-    def step(self, scheduled: Mapping[str, int], now: float) -> list[tuple[str, float]]:
-        """A step computes so many tokens of each request. Returns prompts that are done."""
-        done: list[tuple[str, float]] = []
-        for request_id, computing in list(self._computing.items()):
-            if computing.left > 0:
-                computing.left -= scheduled.get(request_id, 0)
-            elif computing.steps > 1:
-                computing.steps -= 1
+    def step(self, scheduled: Mapping[str, int], now: float) -> None:
+        """A step is scheduled. scheduled: how many tokens it computes, by request."""
+        for request_id, prefill in list(self._prefills.computing.items()):
+            if prefill.left_tokens > 0:
+                prefill.left_tokens -= scheduled.get(request_id, 0)
+            elif prefill.steps_since < self._overlapping - 1:
+                prefill.steps_since += 1
             else:
-                done.append((request_id, self._end(request_id, now)))
-        return done
+                self._learn_local(prefill, now)
 
-    def finished(self, request_id: str, now: float) -> float | None:
-        """The request is over. Returns how long its prompt took, if that was unknown yet."""
-        computing = self._computing.get(request_id)
-        if computing is None:
-            return None
-        if computing.left <= 0:
-            return self._end(request_id, now)
-        del self._computing[request_id]  # it was aborted
-        return None
+    def finished(self, prefill: RemotePrefill, now: float) -> None:
+        """The request is over. A prompt that was aborted measures nothing."""
+        if prefill.request_id in self._prefills.computing:
+            if prefill.left_tokens <= 0:
+                self._learn_local(prefill, now)
+            else:
+                self._prefills.computed(prefill, None)
 
-    def brought(self, tokens: int, fill_s: float, fixed_s: float) -> None:
-        """A remote prefill brought the KV of so many tokens; see `Rates`."""
+    def learn_remote(self, prefill: RemotePrefill) -> None:
+        """A remote prefill brought its KV, and its prompt was scheduled; see `Rates`."""
+        stages = stages_s(prefill)
+        fill_s = stages.get("fill", 0.0)
+        tokens = prefill.prompt_tokens - prefill.decided.cached_tokens
         if tokens >= _FEWEST_TOKENS and fill_s > 0:
             self._remote.add(tokens, fill_s)
-            self._fixed.add(fixed_s, 1.0)
-            self._show()
+            self._fixed.add(sum(stages.values()) - fill_s, 1.0)
+            self._update()
 
-    def _end(self, request_id: str, now: float) -> float:
-        computing = self._computing.pop(request_id)
-        took_s = now - computing.began
-        if computing.tokens >= _FEWEST_TOKENS and took_s > 0:
-            self._local.add(computing.tokens, took_s)
-            self._show()
-        return took_s
+    def _learn_local(self, prefill: RemotePrefill, now: float) -> None:
+        took_s = now - prefill.decided.at
+        self._prefills.computed(prefill, took_s)
+        tokens = prefill.prompt_tokens - prefill.decided.cached_tokens
+        if tokens >= _FEWEST_TOKENS and took_s > 0:
+            self._local.add(tokens, took_s)
+            self._update()
 
-    def _show(self) -> None:
+    def _update(self) -> None:
         self.rates = Rates(self._local.value, self._remote.value, self._fixed.value)

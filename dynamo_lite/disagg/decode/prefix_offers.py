@@ -28,16 +28,29 @@ def first_awaited(pool: BlockPool, block_ids: Sequence[int], computed: int) -> i
 
 
 class PrefixOffers:
-    """overlapping_steps: how many steps may be under way when one is scheduled, with it."""
+    """The jobs of the step that is being scheduled, and which prefixes they may offer.
+
+    overlapping_steps: how many steps may be under way when one is scheduled, with it.
+    """
 
     def __init__(self, overlapping_steps: int):
+        self._jobs: list[RemotePrefillRequest] = []
         self._filling: deque[frozenset[int]] = deque(maxlen=overlapping_steps)
 
     def step(self, filling: Iterable[int]) -> None:
         """The step that is being scheduled completes these blocks."""
         self._filling.append(frozenset(filling))
 
-    def vouched(self, pool: BlockPool, job: RemotePrefillRequest) -> RemotePrefillRequest:
+    def add(self, job: RemotePrefillRequest) -> None:
+        """The step that is being scheduled asks for this remote prefill."""
+        self._jobs.append(job)
+
+    def take(self, pool: BlockPool) -> list[RemotePrefillRequest]:
+        """The jobs of the step. Call `step` first: it tells what the step computes."""
+        jobs, self._jobs = self._jobs, []
+        return [self._vouched(pool, job) for job in jobs]
+
+    def _vouched(self, pool: BlockPool, job: RemotePrefillRequest) -> RemotePrefillRequest:
         """The job; without its prefix unless all of that holds its KV, and goes on doing so."""
         for block in job.prefix_block_ids:
             if pool.blocks[block].is_null or any(block in step for step in self._filling):

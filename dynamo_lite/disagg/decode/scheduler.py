@@ -14,28 +14,30 @@ from dynamo_lite.disagg.bridge import OpenBridge
 from dynamo_lite.disagg.counters import DECISION, REMOTE, Counters
 from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.deadline import time_left_s
-from dynamo_lite.disagg.decode.decider import Decided, Decider, note_decision
+from dynamo_lite.disagg.decode.decider import Decider, note_decision
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.held_blocks import HeldBlocks
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.locked_ledger import LockedLedger
 from dynamo_lite.disagg.decode.passing import Passing
+from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers, first_awaited
+from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
-from dynamo_lite.disagg.decode.stage_timer import StageTimer
-from dynamo_lite.disagg.engine_api import BlockPool, Prompt
+from dynamo_lite.disagg.engine_api import Block, BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.policy.disagg import Local, Remote
 from dynamo_lite.policy.instructions import (
     CancelWriter,
     DeleteJob,
     Ended,
     GiveUp,
+    Hold,
     Instruction,
     Outcome,
+    Release,
 )
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
@@ -64,48 +66,42 @@ class DecodeScheduler:
         overlapping_steps: int = 1,
     ):
         assert isinstance(link.role, DecodeEngineConfig)
-        self._link, self._block_size = link, block_size
-        self._tuning = tuning = LiveThresholds(link.role, block_size)
-        self._time, self._now, self._new_attempt = clock.wall, clock.monotonic, new_attempt
+        self._engine_id, self._block_size = link.engine_id, block_size
+        self._clock, self._new_attempt = clock, new_attempt
+        now = clock.monotonic
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=link.lease_ttl_s))
-        self.stats = Counters()
-        self._clock = StageTimer(self.stats, clock)
-        self._flights = SingleFlight(hash_block_size, self.stats, self._now)
-        self._log = DecisionLog(link, overlapping_steps, clock)
+        self.stats = stats = Counters()
+        self.prefills = prefills = RemotePrefills(stats, DecisionLog(link, now), now)
+        tuning = LiveThresholds(link.role, block_size)
         self._net = ControlSession(
             link,
             self._book,
-            self._clock,
+            prefills,
             self._status,
-            self._log.answer,
             tuning,
             outside=outside,
-            now=self._now,
-            wall=self._time,
-            on_drop=self.stats.drop,
+            now=now,
+            wall=clock.wall,
+            on_drop=stats.drop,
         )
-        self._decider = Decider(self._net, tuning, self._flights, self._now)
+        self._rate = PrefillRate(prefills, overlapping_steps)
+        self._decider = Decider(self._net, tuning, prefills, self._rate, now)
+        self._flights = SingleFlight(hash_block_size, prefills, stats, now)
+        self._resumes = Resumes(block_size, stats, lambda: self._net.usable_writers)
+        self._offers = PrefixOffers(overlapping_steps)
+        self._passing = Passing()
         self.bridge = open_bridge(self._net.session)
         self.metadata: EngineMetadata | None = None
         self._pool: BlockPool | None = None
-        self._cache: CacheBlocks | None = None
-        self._resumes = Resumes(block_size, self.stats, lambda: self._net.usable_writers)
-        self._held = HeldBlocks()
-        self._verdicts: dict[str, Decided] = {}
-        self._decided: set[str] = set()
-        self._unpushed: list[RemotePrefillRequest] = []
-        self._offers = PrefixOffers(overlapping_steps)
-        self._passing = Passing()
-        self._kept_free = 0
         self._step = DecodeStep()
-        self._stepped_at = self._now()
+        self._stepped_at = now()
 
     def bind_block_pool(
         self, pool: BlockPool, cache: CacheBlocks | None = None, kept_free: int = 0
     ) -> None:
         """cache: None where the engine caches no prefixes. kept_free: blocks that a new
         prompt must leave free."""
-        self._pool, self._cache, self._kept_free = pool, cache, kept_free
+        self._pool, self._resumes.cache, self._passing.kept_free = pool, cache, kept_free
 
     def num_new_matched_tokens(
         self, request: Prompt, cached: int, *, transferable: bool = True
@@ -117,7 +113,8 @@ class DecodeScheduler:
         free blocks.
         transferable: whether its KV is a function of its tokens and cache salt alone.
         """
-        if request.request_id in self._decided:
+        prefill = self.prefills.of(request.request_id)
+        if prefill is not None and prefill.allocated and not prefill.may_retry:
             return 0, False
         assert self._pool is not None
         # vLLM does not heed None for a request that must not read the prefix cache.
@@ -125,38 +122,34 @@ class DecodeScheduler:
             request.request_id, self._pool.get_num_free_blocks()
         ):
             return None, False
-        if self._flights.waits(request.request_id, cached):
+        if prefill is not None and self._flights.waits(prefill, cached):
             return None, False
-        left_s = self._resumes.left_s(request.request_id, self._now())
-        decided = self._decider.decide(request, cached, transferable, left_s)
-        if self._flights.joins(request, cached, decided.verdict, decided.tuned.single_flight):
+        decided = self._decider.decide(request, cached, transferable, prefill)
+        prefill = self.prefills.proposed(request, decided)
+        if self._flights.joins(request, prefill):
             return None, False
-        self._verdicts[request.request_id] = decided
         if transferable:
             blocks = -(-request.num_prompt_tokens // self._block_size)
-            self._passing.told(request.request_id, blocks + self._kept_free)
-        if isinstance(decided.verdict, Local):
+            self._passing.told(request.request_id, blocks)
+        if not prefill.is_remote:
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
 
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
         """The engine reserved the prompt's blocks: ask for the KV of `external` tokens."""
-        decided = self._verdicts.pop(request.request_id, None)
-        if decided is None:
-            if (resumed_s := self._clock.scheduled(request.request_id)) is not None:
-                self._log.resumed(request.request_id, resumed_s)
+        prefill = self.prefills.of(request.request_id)
+        if prefill is None or prefill.allocated:
+            if (resumed := self.prefills.scheduled(request.request_id)) is not None:
+                self._rate.learn_remote(resumed)
             return
-        verdict = decided.verdict
-        self._decided.add(request.request_id)
         self._passing.allocated(request.request_id)
-        self._flights.finished(request.request_id)
-        kind = "remote" if isinstance(verdict, Remote) else "local"
-        self.stats.add(f"{DECISION}/{kind}/{verdict.reason.value}")
-        self._log.decided(request, decided)
+        self.prefills.allocated(prefill)
+        kind = "remote" if prefill.is_remote else "local"
+        self.stats.add(f"{DECISION}/{kind}/{prefill.decided.verdict.reason.value}")
         if external:
-            self._ask(request, block_ids, external, decided)
+            self._ask(prefill, request, block_ids, external)
         if (above := traced(request.trace_headers)) is not None:
-            note_decision(self.stats, above, request, decided, self._now())
+            note_decision(self.stats, above, prefill, self._clock.monotonic())
 
     def build_step(
         self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
@@ -167,14 +160,15 @@ class DecodeScheduler:
         scheduled: how many tokens of each request it computes.
         """
         assert self._pool is not None
-        self._stepped_at = self._now()
+        self._stepped_at = now = self._clock.monotonic()
         self._passing.end_step(self._pool.get_num_free_blocks())
-        self._clock.stepped()
-        self._log.step(scheduled or {})
+        self.prefills.stepped()
+        self._rate.step(scheduled or {}, now)
         self._offers.step(filling)
-        self._push()
+        for job in self._offers.take(self._pool):
+            self.bridge.submit(self._net.push(job))
         with self._book.lock:
-            due = self._book.ledger.tick(self._now())
+            due = self._book.ledger.tick(now)
             left = self._book.take_for_engine()
             self._step.poll = self._book.awaits_writes or bool(self._net.listening)
         self._apply(left)
@@ -188,63 +182,68 @@ class DecodeScheduler:
         What was given up before is not the ledger's any more.
         """
         for request_id, blocks in report.landed.items() if report is not None else ():
-            self._resumes.landed(request_id, blocks)
+            self.prefills.landed(request_id, blocks)
         for request_id in sorted(results.received | results.lost):
-            self._flights.ended(request_id)
+            prefill = self.prefills.unparked(request_id)
             with self._book.lock:
                 instructions = self._book.ledger.received(
                     request_id, intact=request_id not in results.lost
                 )
             self._apply(instructions, fresh=True)
-            if request_id in results.received:
-                self._resumes.finished(request_id)
-            elif self._resumes.lost(request_id, self._cache, self._now()):
-                self._decided.discard(request_id)
+            if request_id in results.lost and prefill is not None:
+                self._resumes.lost(prefill, self._clock.monotonic())
 
     def request_finished(self, request_id: str) -> None:
-        self._verdicts.pop(request_id, None)
-        self._decided.discard(request_id)
-        self._clock.forget(request_id)
-        self._resumes.finished(request_id)
         self._passing.finished(request_id)
-        self._flights.finished(request_id)
-        self._flights.ended(request_id)
+        if (prefill := self.prefills.finished(request_id)) is not None:
+            self._flights.finished(prefill)
+            self._rate.finished(prefill, self._clock.monotonic())
         with self._book.lock:
             instructions = self._book.ledger.request_finished(request_id)
         self._apply(instructions, fresh=True)
-        self._log.finished(request_id)
 
     @property
     def busy(self) -> bool:
         waits = bool(self._step.give_up or self._net.listening)
-        return waits or self._book.busy or self._clock.busy
+        return waits or self._book.busy or self.prefills.busy
 
     def _ask(
-        self, request: Prompt, block_ids: Sequence[int], external: int, decided: Decided
+        self, prefill: RemotePrefill, request: Prompt, block_ids: Sequence[int], external: int
     ) -> None:
         assert self._pool is not None
         size, wanted = self._block_size, request.num_prompt_tokens - 1
         first = first_awaited(self._pool, block_ids, (wanted - external) // size)
         end = -(-wanted // size)
         targets = tuple(block_ids[first:end])
-        now = self._now()
-        options = decided.tuned.options
-        timeout_s = min(options.remote_prefill_timeout_s, time_left_s(request, now))
-        until = self._resumes.asked(request, first, now, timeout_s, options.max_remote_prefills)
+        now, options = self._clock.monotonic(), prefill.decided.tuned.options
+        job_tokens = wanted - first * size
         attempt = self._new_attempt()
-        trace = self._clock.asked(attempt, decided.at, traced(request.trace_headers))
+        until = self.prefills.asked(
+            prefill,
+            request,
+            attempt,
+            now,
+            timeout_s=min(options.remote_prefill_timeout_s, time_left_s(request, now)),
+            max_tries=options.max_remote_prefills,
+            first_block=first,
+            awaited_tokens=external,
+            job_tokens=job_tokens,
+            lane=self._net.demand.lane_of(job_tokens, request.priority),
+            hashes=self._flights.hashes(request),
+            above=traced(request.trace_headers),
+        )
         job = RemotePrefillRequest(
-            engine_id=self._link.engine_id,
+            engine_id=self._engine_id,
             request_id=request.request_id,
             attempt=attempt,
             prompt_token_ids=(request.prompt_token_ids or [])[:wanted],
             num_computed_tokens=first * size,
             block_ids=list(targets),
             prefix_block_ids=list(block_ids[:first]),
-            deadline=self._time() + until - now,
+            deadline=self._clock.wall() + until - now,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            trace_headers=None if trace is None else trace.headers(),
+            trace_headers=None if prefill.trace is None else prefill.trace.headers(),
         )
         # The prefix may be read as long as the rest may be written: it is kept as well.
         blocks = tuple(block_ids[:end])
@@ -252,25 +251,19 @@ class DecodeScheduler:
             self._book.ledger.allocated(request.request_id, attempt, blocks, until)
         self._step.expect[attempt] = request.request_id
         self._step.blocks[attempt] = targets
-        self._net.demand.asked(job)
-        self._log.asked(request.request_id, attempt)
-        self._decider.asked(now)
-        self._flights.began(request, external)
-        self._unpushed.append(job)
-
-    def _push(self) -> None:
-        """Queues the jobs of this step, now that it is known what it computes."""
-        assert self._pool is not None
-        jobs, self._unpushed = self._unpushed, []
-        for job in jobs:
-            self.bridge.submit(self._net.push(self._offers.vouched(self._pool, job)))
+        self._offers.add(job)
 
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
         """The engine's part of the instructions; fresh ones also go to the network."""
         assert self._pool is not None
-        self._held.carry_out(self._pool, instructions)
         for instruction in instructions:
-            if isinstance(instruction, GiveUp):
+            if isinstance(instruction, Hold):
+                blocks: list[Block] = [self._pool.blocks[i] for i in instruction.block_ids]
+                self._pool.touch(blocks)
+                self.prefills.hold(instruction.attempt, blocks)
+            elif isinstance(instruction, Release):
+                self._pool.free_blocks(reversed(self.prefills.release(instruction.attempt)))
+            elif isinstance(instruction, GiveUp):
                 self._step.give_up.append((instruction.attempt, instruction.request_id))
             elif isinstance(instruction, Ended):
                 self._ended(instruction)
@@ -281,16 +274,10 @@ class DecodeScheduler:
     def _ended(self, ended: Ended) -> None:
         request_id, attempt, outcome = ended.request_id, ended.attempt, ended.outcome
         self.stats.add(f"{REMOTE}/{outcome.value}")
-        self._resumes.ended(request_id, outcome)
-        committed = outcome is Outcome.COMMITTED
-        self._net.demand.ended(attempt, brought=committed)
+        self.prefills.ended(ended)
         self.bridge.submit(self._net.demand.tell())
-        if not committed:
+        if outcome is not Outcome.COMMITTED:
             logger.info("request %s: attempt %s ended: %s", request_id, attempt, outcome.value)
-        stages_s = self._clock.ended(
-            attempt, request_id, committed=committed, outcome=outcome.value
-        )
-        self._log.ended(request_id, attempt, outcome, stages_s, ended.detail)
 
     def _status(self) -> EngineStatus | None:
         """Runs on the bridge's thread; reads of single numbers only."""
@@ -304,8 +291,8 @@ class DecodeScheduler:
             waiting=ledger.waiting,
             quarantined=ledger.quarantined,
             queue_jobs=self._net.queue_jobs,
-            last_step_age_s=self._now() - self._stepped_at,
+            last_step_age_s=self._clock.monotonic() - self._stepped_at,
             unresponsive_writers=self._net.unresponsive_writers,
             unusable_writers=self._net.unusable_writers,
-            options_version=self._tuning.now.version,
+            options_version=self._net.options_version,
         )

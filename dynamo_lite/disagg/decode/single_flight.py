@@ -1,156 +1,110 @@
-"""Which prefixes are on their way to a decode engine, and which requests wait for them.
+"""Which requests wait for another request's remote prefill of the same prefix.
 
-A flight is a leader that is parked until its KV comes. It begins when its blocks
-are allocated and ends when the engine hears that the KV came or will not come, or
-when the leader ends: at the leader's deadline at the latest. A follower holds no
-blocks, and waits for one leader at a time. The engine looks at its prompt again in
-every step, as at everything that it cannot schedule; for a follower whose leader
-is still parked that costs a look-up here.
+A leader is a prompt that is parked until its KV comes. It leads from the allocation of
+its blocks until the engine hears that the KV came or will not come, or until the leader
+ends: at the leader's deadline at the latest. A follower holds no blocks and waits for one
+leader at a time. The engine looks at its prompt again in every step, as at every prompt
+that it cannot schedule; while the leader is parked that costs one look-up here.
 """
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 
 from dynamo_lite.disagg.counters import FLIGHT_WAIT, FLIGHT_WAIT_SECONDS, Counters
+from dynamo_lite.disagg.decode.remote_prefill import PrefixWait, RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
-from dynamo_lite.policy.disagg import Verdict
-from dynamo_lite.policy.single_flight import SingleFlightThresholds, Wait, follow
+from dynamo_lite.policy.single_flight import Wait, follow
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _PendingPrefix:
-    """tokens: whose KV is awaited; hashes: of the blocks that the engine will cache."""
-
-    tokens: int
-    hashes: list[Hashable]
-
-
-@dataclass
-class _Follower:
-    """prefix_tokens: the hit that it waits for. leader: None while it waits for nobody.
-
-    served: whether its last wait ended with that hit.
-    """
-
-    leader: str | None = None
-    prefix_tokens: int = 0
-    began: float = 0.0
-    waits: int = 0
-    served: bool = False
 
 
 class SingleFlight:
     """Runs on the engine's thread. now: monotonic.
 
-    hash_block_size: tokens per prefix hash (`Prompt.block_hashes`); None when the
-    engine caches no prefixes: then nobody waits.
+    hash_block_size: tokens per prefix hash (`Prompt.block_hashes`); None when the engine
+    caches no prefixes: then no request waits.
     """
 
-    def __init__(self, hash_block_size: int | None, stats: Counters, now: Callable[[], float]):
-        self._size, self._stats, self._now = hash_block_size, stats, now
-        self._flights: dict[str, _PendingPrefix] = {}
-        self._leaders: dict[Hashable, dict[str, None]] = {}
-        self._followers: dict[str, _Follower] = {}
+    def __init__(
+        self,
+        hash_block_size: int | None,
+        prefills: RemotePrefills,
+        stats: Counters,
+        now: Callable[[], float],
+    ):
+        self._size, self._prefills, self._stats, self._now = hash_block_size, prefills, stats, now
 
-    def began(self, leader: Prompt, external: int) -> None:
-        """The leader is parked until the KV of `external` tokens comes."""
-        if self._size is None:
-            return
-        hashes = list(leader.block_hashes[: self._cacheable(leader)])
-        flight = _PendingPrefix(external, hashes)
-        self._flights[leader.request_id] = flight
-        for key in flight.hashes:
-            self._leaders.setdefault(key, {})[leader.request_id] = None
+    def hashes(self, leader: Prompt) -> Sequence[Hashable]:
+        """Hashes of the blocks that the engine will cache once the leader's KV is here."""
+        return () if self._size is None else list(leader.block_hashes[: self._cacheable(leader)])
 
-    def ended(self, leader: str) -> None:
-        """The engine goes on with it, with its KV or without, or it is over."""
-        flight = self._flights.pop(leader, None)
-        if flight is None:
-            return
-        for key in flight.hashes:
-            leaders = self._leaders[key]
-            del leaders[leader]
-            if not leaders:
-                del self._leaders[key]
-
-    def waits(self, request_id: str, cached: int) -> bool:
+    def waits(self, prefill: RemotePrefill, cached: int) -> bool:
         """Whether the request's leader is still parked."""
-        follower = self._followers.get(request_id)
-        if follower is None or follower.leader is None:
+        wait = prefill.wait
+        if wait is None or wait.leader is None:
             return False
-        if follower.leader in self._flights:
+        if self._prefills.is_parked(wait.leader):
             return True
-        follower.served = cached >= follower.prefix_tokens
-        self._end_wait(follower, "hit" if follower.served else "miss")
+        wait.served = cached >= wait.prefix_tokens
+        self._end_wait(wait, "hit" if wait.served else "miss")
         return False
 
-    def served(self, request_id: str) -> bool:
-        """Whether what the request had waited for was there then."""
-        follower = self._followers.get(request_id)
-        return follower is not None and follower.served
-
-    def joins(
-        self, request: Prompt, cached: int, verdict: Verdict, thresholds: SingleFlightThresholds
-    ) -> bool:
+    def joins(self, request: Prompt, prefill: RemotePrefill) -> bool:
         """Whether the request waits from now on, rather than do what its verdict says."""
-        if not self._flights:
+        if not self._prefills.by_hash:
             return False
+        decided, cached = prefill.decided, prefill.decided.cached_tokens
         prefix, leader = self._longest(request)
-        follower = self._followers.get(request.request_id) or _Follower()
+        wait = prefill.wait or PrefixWait()
         decision = follow(
-            verdict,
+            decided.verdict,
             uncached_tokens=request.num_prompt_tokens - cached,
             shared_tokens=prefix - cached,
-            leader_tokens=self._flights[leader].tokens if leader else 0,
-            waits=follower.waits,
-            thresholds=thresholds,
+            leader_tokens=0 if leader is None else leader.awaited_tokens,
+            waits=wait.waits,
+            thresholds=decided.tuned.single_flight,
         )
-        if not isinstance(decision, Wait):
+        if leader is None or not isinstance(decision, Wait):
             return False
-        follower.leader, follower.prefix_tokens, follower.began = leader, prefix, self._now()
-        follower.waits += 1
-        follower.served = False
-        self._followers[request.request_id] = follower
+        wait.leader, wait.prefix_tokens, wait.began = leader.request_id, prefix, self._now()
+        wait.waits += 1
+        wait.served = False
+        prefill.wait = wait
         logger.info(
             "request %s waits for the remote prefill of %s: it brings %d of %d tokens",
             request.request_id,
-            leader,
+            leader.request_id,
             prefix - cached,
             request.num_prompt_tokens - cached,
         )
         return True
 
-    def finished(self, request_id: str) -> None:
-        """The request is over, or has been scheduled and will not be asked about again."""
-        follower = self._followers.pop(request_id, None)
-        if follower is not None and follower.leader is not None:
-            self._end_wait(follower, "cancelled")
+    def finished(self, prefill: RemotePrefill) -> None:
+        """The request is over."""
+        if prefill.wait is not None and prefill.wait.leader is not None:
+            self._end_wait(prefill.wait, "cancelled")
 
-    @property
-    def idle(self) -> bool:
-        return not (self._flights or self._leaders or self._followers)
-
-    def _longest(self, request: Prompt) -> tuple[int, str | None]:
-        """The longest prefix that is in flight, in tokens, and the shortest flight with it."""
+    def _longest(self, request: Prompt) -> tuple[int, RemotePrefill | None]:
+        """The longest prefix that a parked request awaits, in tokens, and the request with the
+        fewest awaited tokens among those that bring it."""
         assert self._size is not None
-        # A hash stands for all blocks up to its own, so those in flight come first.
+        known = self._prefills.by_hash
+        # A hash stands for all blocks up to its own, so the known ones come first.
         hashes, end = request.block_hashes, self._cacheable(request)
-        count = bisect_left(hashes, True, 0, end, key=lambda known: known not in self._leaders)
+        count = bisect_left(hashes, True, 0, end, key=lambda each: each not in known)
         if count == 0:
             return 0, None
-        leaders = self._leaders[hashes[count - 1]]
-        return count * self._size, min(leaders, key=lambda leader: self._flights[leader].tokens)
+        leaders = known[hashes[count - 1]].values()
+        return count * self._size, min(leaders, key=lambda leader: leader.awaited_tokens)
 
     def _cacheable(self, prompt: Prompt) -> int:
         """How many blocks can be hit: the last token is always computed."""
         assert self._size is not None
         return min(len(prompt.block_hashes), (prompt.num_prompt_tokens - 1) // self._size)
 
-    def _end_wait(self, follower: _Follower, outcome: str) -> None:
-        follower.leader = None
+    def _end_wait(self, wait: PrefixWait, outcome: str) -> None:
+        wait.leader = None
         self._stats.add(f"{FLIGHT_WAIT}/{outcome}")
-        self._stats.append(FLIGHT_WAIT_SECONDS, self._now() - follower.began)
+        self._stats.append(FLIGHT_WAIT_SECONDS, self._now() - wait.began)

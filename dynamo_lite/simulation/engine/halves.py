@@ -79,7 +79,7 @@ class DecodeHalves:
 
     def held(self, attempt: str) -> Sequence[Block]:
         """The blocks that are kept back because the attempt's writer may still write."""
-        return self.scheduler._held.get(attempt, ())
+        return self.scheduler.prefills.held().get(attempt, ())
 
     def waits_for(self, attempt: str, writer_lease_id: int) -> bool:
         """Whether the attempt is wanted, and nobody but this writer could have claimed it."""
@@ -109,8 +109,10 @@ class DecodeHalves:
 
     def unsettled(self) -> str | None:
         """What the halves still wait for, to read; None when nothing is left."""
-        if self.scheduler._held:
-            return f"attempts {', '.join(self.scheduler._held)} are in quarantine"
+        if held := self.scheduler.prefills.held():
+            return f"attempts {', '.join(held)} are in quarantine"
+        if self.scheduler.prefills:
+            return f"the scheduler half keeps {self.scheduler.prefills!r}"
         if self.scheduler.busy:
             return "the scheduler half is busy"
         return None

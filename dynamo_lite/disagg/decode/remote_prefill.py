@@ -1,0 +1,156 @@
+"""One prompt as a decode engine knows it: the decision about it, and its remote prefill."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dynamo_lite.disagg.decode.live_thresholds import EffectiveThresholds
+from dynamo_lite.disagg.engine_api import Block, Prompt
+from dynamo_lite.policy.cost import Rates
+from dynamo_lite.policy.disagg import QueueView, Remote, Verdict
+from dynamo_lite.policy.instructions import Outcome
+from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.trace import TraceContext
+
+
+class Decided(NamedTuple):
+    """A verdict, and everything that it was made from."""
+
+    verdict: Verdict
+    #: Monotonic seconds.
+    at: float
+    cached_tokens: int
+    #: None when the state of the queue was not known.
+    queue: QueueView | None
+    tuned: EffectiveThresholds
+    #: Prefill rates as they were measured by then.
+    rates: Rates
+
+
+@dataclass(slots=True, eq=False)
+class PrefixWait:
+    """A prompt's waits for the remote prefills of other requests with the same prefix."""
+
+    #: Request id of the leader; None while the prompt waits for no leader.
+    leader: str | None = None
+    #: Length of the prefix that the leader's KV brings, in tokens.
+    prefix_tokens: int = 0
+    #: When the last wait began, monotonic seconds.
+    began: float = 0.0
+    #: How many waits the prompt has begun.
+    waits: int = 0
+    #: Whether the prefix was in the cache when the last wait ended.
+    served: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RemotePrefill:
+    """One decision about a prompt, and the remote prefill that came of it.
+
+    A prompt that is computed here has a record as well, without an attempt. A prompt that
+    is decided again after a lost remote prefill gets a second record, which takes over the
+    limits of the first. The ledger owns the attempt's state (queued, claimed, quarantined).
+
+    `RemotePrefills` writes all fields on the engine's thread, except where a field says
+    otherwise. Times are monotonic seconds; None: not reached.
+    """
+
+    #: Written once. Read by all.
+    request_id: str
+    #: Written once. Read by `explain`, spans and rates.
+    prompt_tokens: int
+    #: The last verdict; final once `allocated`. Read by `explain`, spans and stages.
+    decided: Decided
+    #: Whether the engine has reserved the prompt's blocks, so that the decision holds.
+    allocated: bool = False
+    #: `SingleFlight` writes and reads it, until the prompt has its blocks.
+    wait: PrefixWait | None = None
+
+    #: Tokens that are still to be scheduled for a prompt that is computed here.
+    #: `PrefillRate` counts it down.
+    left_tokens: int = 0
+    #: Steps scheduled since the last prompt token was. Written and read by `PrefillRate`.
+    steps_since: int = 0
+    #: How long the prompt was computed here, in seconds. Read by `explain`, also on the
+    #: bridge's thread.
+    computed_s: float | None = None
+
+    #: How many remote prefills the prompt has asked for, with this one. `Resumes` takes one
+    #: back where the worker could not try at all.
+    tries: int = 0
+    #: The limit of `tries`. Set when the prompt asks first.
+    max_tries: int = 0
+    #: When the prompt asked first.
+    since: float = 0.0
+    #: When the prompt stops waiting, however often it asks. None until it has asked.
+    until: float | None = None
+
+    #: Id of the attempt; empty until the engine asks for a remote prefill.
+    attempt: str = ""
+    #: The engine's request; None once no rest of it can be asked for again. Read by `Resumes`.
+    prompt: Prompt | None = None
+    #: Number of the prompt's first block that is awaited. Read by `Resumes`.
+    first_block: int = 0
+    #: Tokens that the engine awaits. Read by `SingleFlight`.
+    awaited_tokens: int = 0
+    #: Tokens that a prefill worker has to compute. Read by the backlog on any thread.
+    job_tokens: int = 0
+    #: Lane of the job. Read by the backlog on any thread.
+    lane: Lane = Lane.LONG
+    #: Whether the engine still waits for the KV: until it hears that the KV came or will
+    #: not come. Read by `SingleFlight`.
+    parked: bool = False
+    #: Hashes of the awaited blocks that the engine will cache, while `parked`.
+    hashes: Sequence[Hashable] = ()
+    #: Span of the attempt, and of its request; None without a trace. Read by spans.
+    trace: TraceContext | None = None
+    above: TraceContext | None = None
+
+    #: When the job was handed to the bridge.
+    asked_at: float = 0.0
+    #: When the broker confirmed the push. Written on the bridge's thread.
+    published_at: float | None = None
+    #: When the claimant pulled the job. Written on the bridge's thread.
+    pulled_at: float | None = None
+    #: When the claim was granted. Written on the bridge's thread.
+    claimed_at: float | None = None
+    #: Whether its writer has reported that it is done. Written on the bridge's thread.
+    writer_done: bool = False
+    #: Seconds from the claim to the end of the last write, by the writer's clock. Written on
+    #: the bridge's thread; None where unknown.
+    writer_took_s: float | None = None
+    #: When the remote prefill ended for its request.
+    ended_at: float | None = None
+    #: How it ended; None until then. Read by `explain`, also on the bridge's thread.
+    outcome: Outcome | None = None
+    #: What its writer reported of a failure.
+    detail: str = ""
+    #: When its KV came.
+    received_at: float | None = None
+    #: When the engine scheduled the prompt's last token after its KV came.
+    scheduled_at: float | None = None
+
+    #: Blocks from `first_block` on whose KV is here on all ranks that have reported; None
+    #: without a report. Read by `Resumes`.
+    landed_blocks: int | None = None
+    #: Whether another remote prefill may be asked for after this one. Written by `Resumes`.
+    may_retry: bool = False
+    #: Blocks on which the engine holds references because the writer may still write.
+    held: Sequence[Block] = ()
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the verdict is remote."""
+        return isinstance(self.decided.verdict, Remote)
+
+    def next_try(self, decided: Decided) -> "RemotePrefill":
+        """The record of the same prompt's next decision, after this remote prefill was lost."""
+        return RemotePrefill(
+            self.request_id,
+            self.prompt_tokens,
+            decided,
+            tries=self.tries,
+            max_tries=self.max_tries,
+            since=self.since,
+            until=self.until,
+        )

@@ -1,0 +1,294 @@
+"""All prompts that a decode engine has decided about, one record for each.
+
+The scheduler half and the control session tell each event to `RemotePrefills` once.
+`explain`, spans, stage histograms, backlog and rates read the records.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from dynamo_lite.disagg.counters import Counters
+from dynamo_lite.disagg.decode.decision_log import DecisionLog
+from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
+from dynamo_lite.disagg.decode.stages import report_end, report_notice, report_resume
+from dynamo_lite.disagg.engine_api import Block, Prompt
+from dynamo_lite.policy.instructions import Ended, Outcome
+from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.trace import TraceContext
+
+#: Committed remote prefills that are kept until their writers report that they are done.
+_MAX_UNREPORTED = 1024
+#: How long an engine makes steps after a commit, for its writer's report to leave with one.
+_REPORT_WITHIN_S = 5.0
+
+
+class RemotePrefills:
+    """Methods run on the engine's thread unless they say otherwise.
+
+    stats: takes the stages of remote prefills that ended well, and spans. decisions: takes
+    each record whose decision holds. now: monotonic.
+    """
+
+    def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
+        self.decisions = decisions
+        self._stats, self._now = stats, now
+        #: The last record of each request, from its first verdict until it has finished.
+        self._by_request: dict[str, RemotePrefill] = {}
+        #: From the allocation until the end, and until no blocks are held. Under the lock.
+        self._by_attempt: dict[str, RemotePrefill] = {}
+        #: Records that are parked, by block hash and request.
+        self._by_hash: dict[Hashable, dict[str, RemotePrefill]] = {}
+        #: Prompts that are computed here, by request.
+        self._computing: dict[str, RemotePrefill] = {}
+        #: Committed, but not reported by their writers yet, oldest first. Under the lock.
+        self._unreported: OrderedDict[str, RemotePrefill] = OrderedDict()
+        #: When remote prefills were asked for, since the last reading of the queue.
+        self._asked_at: deque[float] = deque()
+        self._received_tokens = 0
+        self._report_to_carry = False
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        """Whether any prompt is left: waiting, computed here, or with blocks held back."""
+        kept = self._by_request or self._by_attempt or self._by_hash or self._computing
+        return bool(kept)
+
+    def __repr__(self) -> str:
+        return f"<RemotePrefills requests={[*self._by_request]} attempts={[*self._by_attempt]}>"
+
+    # Events of the engine
+
+    def proposed(self, request: Prompt, decided: Decided) -> RemotePrefill:
+        """The engine looks for the prompt's blocks. The verdict may be replaced until it has
+        found them."""
+        request_id = request.request_id
+        prefill = self._by_request.get(request_id)
+        if prefill is None:
+            prefill = RemotePrefill(request_id, request.num_prompt_tokens, decided)
+        elif prefill.may_retry:
+            prefill.prompt = None
+            prefill = prefill.next_try(decided)
+        else:
+            prefill.decided = decided
+            return prefill
+        self._by_request[request_id] = prefill
+        return prefill
+
+    def allocated(self, prefill: RemotePrefill) -> None:
+        """The engine has reserved the prompt's blocks: the decision holds."""
+        prefill.allocated, prefill.wait = True, None
+        if not prefill.is_remote:
+            prefill.left_tokens = prefill.prompt_tokens - prefill.decided.cached_tokens
+            self._computing[prefill.request_id] = prefill
+        self.decisions.append(prefill)
+
+    def asked(
+        self,
+        prefill: RemotePrefill,
+        prompt: Prompt,
+        attempt: str,
+        now: float,
+        *,
+        timeout_s: float,
+        max_tries: int,
+        first_block: int,
+        awaited_tokens: int,
+        job_tokens: int,
+        lane: Lane,
+        hashes: Sequence[Hashable],
+        above: TraceContext | None,
+    ) -> float:
+        """The engine asks for the prompt's KV; see `RemotePrefill`. Returns until when it waits.
+
+        timeout_s, max_tries: what the prompt's first remote prefill was given holds for all.
+        """
+        if prefill.until is None:
+            prefill.since, prefill.until, prefill.max_tries = now, now + timeout_s, max_tries
+        prefill.tries += 1
+        prefill.attempt, prefill.prompt, prefill.asked_at = attempt, prompt, now
+        prefill.first_block, prefill.landed_blocks = first_block, None
+        prefill.awaited_tokens, prefill.job_tokens, prefill.lane = awaited_tokens, job_tokens, lane
+        prefill.above = above
+        prefill.trace = None if above is None else above.child()
+        prefill.parked, prefill.hashes = True, hashes
+        for key in hashes:
+            self._by_hash.setdefault(key, {})[prefill.request_id] = prefill
+        self._asked_at.append(now)
+        with self._lock:
+            self._by_attempt[attempt] = prefill
+        return prefill.until
+
+    def landed(self, request_id: str, blocks: int) -> None:
+        """A rank has this many of the blocks; the prompt has what all ranks have."""
+        if (prefill := self._by_request.get(request_id)) is not None:
+            known = prefill.landed_blocks
+            prefill.landed_blocks = blocks if known is None else min(known, blocks)
+
+    def unparked(self, request_id: str) -> RemotePrefill | None:
+        """The engine has heard that the KV came, or will not come."""
+        prefill = self._by_request.get(request_id)
+        if prefill is not None:
+            self._unpark(prefill)
+        return prefill
+
+    def hold(self, attempt: str, blocks: Sequence[Block]) -> None:
+        """The attempt's blocks stay reserved after its end."""
+        self._by_attempt[attempt].held = blocks
+
+    def release(self, attempt: str) -> Sequence[Block]:
+        """Returns the blocks that are not held any more."""
+        prefill = self._by_attempt[attempt]
+        released, prefill.held = prefill.held, ()
+        self._drop_if_over(prefill)
+        return released
+
+    def ended(self, ended: Ended) -> None:
+        """The remote prefill is over for its request."""
+        with self._lock:
+            prefill = self._by_attempt.get(ended.attempt)
+            if prefill is None:
+                return
+            now = self._now()
+            prefill.ended_at, prefill.detail = now, ended.detail
+            if ended.outcome is Outcome.COMMITTED and prefill.claimed_at is not None:
+                prefill.received_at = now
+                self._received_tokens += prefill.job_tokens
+                if not prefill.writer_done:
+                    self._unreported[ended.attempt] = prefill
+                    if len(self._unreported) > _MAX_UNREPORTED:
+                        self._unreported.popitem(last=False)
+            prefill.outcome = ended.outcome
+        report_end(self._stats, prefill)
+        self._drop_if_over(prefill)
+
+    def scheduled(self, request_id: str) -> RemotePrefill | None:
+        """The engine computes the prompt's last token. Returns the record where its KV came
+        just before."""
+        prefill = self._by_request.get(request_id)
+        if prefill is None or prefill.received_at is None or prefill.scheduled_at is not None:
+            return None
+        prefill.scheduled_at = self._now()
+        report_resume(self._stats, prefill)
+        return prefill
+
+    def computed(self, prefill: RemotePrefill, took_s: float | None) -> None:
+        """The engine has computed the prompt in `took_s` seconds; None: it was aborted."""
+        prefill.computed_s = took_s
+        del self._computing[prefill.request_id]
+
+    def finished(self, request_id: str) -> RemotePrefill | None:
+        """The request is over. A writer may still hold its attempt."""
+        prefill = self._by_request.pop(request_id, None)
+        if prefill is not None:
+            self._unpark(prefill)
+            prefill.prompt = None
+        return prefill
+
+    def stepped(self) -> None:
+        """A step begins. It carries what was counted and noted so far."""
+        self._report_to_carry = False
+
+    # Events of the control session, on the bridge's thread
+
+    def published(self, attempt: str) -> None:
+        """The broker has confirmed the job."""
+        with self._lock:
+            if (prefill := self._waiting(attempt)) is not None:
+                prefill.published_at = self._now()
+
+    def claimed(self, attempt: str, held_s: float = 0.0) -> None:
+        """A writer was granted the attempt. held_s: how long it has had the job."""
+        with self._lock:
+            if (prefill := self._waiting(attempt)) is not None:
+                now = self._now()
+                prefill.pulled_at, prefill.claimed_at = max(prefill.asked_at, now - held_s), now
+
+    def writer_done(self, attempt: str, took_s: float | None) -> None:
+        """Its writer reports that it is done. took_s: seconds from the claim to the end of its
+        last write; None where that is unknown."""
+        with self._lock:
+            if (prefill := self._waiting(attempt)) is not None:
+                prefill.writer_done, prefill.writer_took_s = True, took_s
+                return
+            prefill = self._unreported.get(attempt)
+        if prefill is not None:
+            if took_s is not None:
+                report_notice(self._stats, prefill, took_s)
+            with self._lock:
+                self._unreported.pop(attempt, None)
+                self._report_to_carry = True
+
+    # Questions
+
+    def of(self, request_id: str) -> RemotePrefill | None:
+        """The last record of a request that has not finished."""
+        return self._by_request.get(request_id)
+
+    def is_parked(self, request_id: str) -> bool:
+        """Whether the request waits for the KV of a remote prefill."""
+        prefill = self._by_request.get(request_id)
+        return prefill is not None and prefill.parked
+
+    @property
+    def by_hash(self) -> Mapping[Hashable, Mapping[str, RemotePrefill]]:
+        """Parked records by each block hash that their KV brings."""
+        return self._by_hash
+
+    @property
+    def computing(self) -> Mapping[str, RemotePrefill]:
+        """Prompts that are computed here, by request."""
+        return self._computing
+
+    def asked_since(self, read_at: float) -> int:
+        """How many remote prefills were asked for after `read_at`, which never decreases."""
+        while self._asked_at and self._asked_at[0] <= read_at:
+            self._asked_at.popleft()
+        return len(self._asked_at)
+
+    def held(self) -> dict[str, Sequence[Block]]:
+        """Blocks that are held back, by attempt."""
+        return {name: each.held for name, each in self._by_attempt.items() if each.held}
+
+    def outstanding(self) -> tuple[list[RemotePrefill], int]:
+        """The attempts whose KV is waited for, and the tokens that have come so far. Any
+        thread."""
+        with self._lock:
+            waiting = [each for each in self._by_attempt.values() if each.outcome is None]
+            return waiting, self._received_tokens
+
+    @property
+    def received_tokens(self) -> int:
+        """Prompt tokens that remote prefills have brought so far. Any thread."""
+        return self._received_tokens
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must make steps: counts and notes leave it with a step only.
+
+        A writer's report may come when the request has ended already.
+        """
+        with self._lock:
+            if self._report_to_carry or not self._unreported:
+                return self._report_to_carry
+            received_at = next(reversed(self._unreported.values())).received_at
+        return received_at is not None and self._now() - received_at < _REPORT_WITHIN_S
+
+    def _waiting(self, attempt: str) -> RemotePrefill | None:
+        """Call with the lock held."""
+        prefill = self._by_attempt.get(attempt)
+        return None if prefill is None or prefill.outcome is not None else prefill
+
+    def _unpark(self, prefill: RemotePrefill) -> None:
+        prefill.parked = False
+        for key in prefill.hashes:
+            parked = self._by_hash[key]
+            del parked[prefill.request_id]
+            if not parked:
+                del self._by_hash[key]
+        prefill.hashes = ()
+
+    def _drop_if_over(self, prefill: RemotePrefill) -> None:
+        if prefill.outcome is not None and not prefill.held:
+            with self._lock:
+                self._by_attempt.pop(prefill.attempt, None)
