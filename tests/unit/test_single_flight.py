@@ -225,7 +225,8 @@ async def test_a_cancelled_leader_lets_a_follower_lead(decode: Decode):
     assert asks(decode, follower) == WAITS
     decode.finish("r1")
     assert decode.admit(follower) == 39
-    assert not decode.half.prefills.is_parked("r1") and decode.half.prefills.is_parked("r2")
+    assert "r1" not in decode.half.prefills.by_request
+    assert decode.half.prefills.by_request["r2"].parked
     assert asks(decode, sibling("r3")) == WAITS
 
 

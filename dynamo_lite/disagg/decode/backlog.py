@@ -92,21 +92,7 @@ class BacklogExchange:
 
     def _totals(self) -> BacklogTotals:
         """Of all engines: exactly of this one, of others as they said last."""
-        return self._own()[0] + self._others
-
-    def _own(self) -> tuple[BacklogTotals, int]:
-        """The backlog of this engine, and the tokens that have come so far. Any thread."""
-        waiting, received_tokens = self._prefills.outstanding()
-        queued: dict[Lane, int] = {}
-        claimed_jobs = claimed_tokens = 0
-        for prefill in waiting:
-            if prefill.claimed_at is None:
-                queued[prefill.lane] = queued.get(prefill.lane, 0) + prefill.job_tokens
-            else:
-                claimed_jobs += 1
-                claimed_tokens += prefill.job_tokens
-        totals = BacklogTotals(len(waiting) - claimed_jobs, queued, claimed_jobs, claimed_tokens)
-        return totals, received_tokens
+        return self._prefills.backlog()[0] + self._others
 
     def _moved(self, done_tokens: int) -> None:
         self._drain.moved(
@@ -138,7 +124,7 @@ class BacklogExchange:
             self._others = self._follower.totals()
 
     async def _say(self, messaging: Messaging, *, leaving: bool = False) -> None:
-        totals, done_tokens = self._own()
+        totals, done_tokens = self._prefills.backlog()
         self._number += 1
         hello, self._hello = self._hello, False
         demand = Backlog(

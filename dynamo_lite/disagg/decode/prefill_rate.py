@@ -26,7 +26,8 @@ class PrefillRate:
 
     def step(self, scheduled: Mapping[str, int], now: float) -> None:
         """A step is scheduled. scheduled: how many tokens it computes, by request."""
-        for request_id, prefill in list(self._prefills.computing.items()):
+        computing = self._prefills.computing
+        for request_id, prefill in list(computing.items()) if computing else ():
             if prefill.left_tokens > 0:
                 prefill.left_tokens -= scheduled.get(request_id, 0)
             elif prefill.steps_since < self._overlapping - 1:

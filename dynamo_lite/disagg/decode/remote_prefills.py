@@ -6,13 +6,14 @@ The scheduler half and the control session tell each event to `RemotePrefills` o
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.stages import report_end, report_notice, report_resume
 from dynamo_lite.disagg.engine_api import Block, Prompt
+from dynamo_lite.policy.backlog import BacklogTotals
 from dynamo_lite.policy.instructions import Ended, Outcome
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.trace import TraceContext
@@ -33,29 +34,32 @@ class RemotePrefills:
     def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
         self.decisions = decisions
         self._stats, self._now = stats, now
+        # These three are read by others, and written here only.
         #: The last record of each request, from its first verdict until it has finished.
-        self._by_request: dict[str, RemotePrefill] = {}
+        self.by_request: dict[str, RemotePrefill] = {}
+        #: Records that are parked, by block hash and request.
+        self.by_hash: dict[Hashable, dict[str, RemotePrefill]] = {}
+        #: Prompts that are computed here, by request.
+        self.computing: dict[str, RemotePrefill] = {}
         #: From the allocation until the end, and until no blocks are held. Under the lock.
         self._by_attempt: dict[str, RemotePrefill] = {}
-        #: Records that are parked, by block hash and request.
-        self._by_hash: dict[Hashable, dict[str, RemotePrefill]] = {}
-        #: Prompts that are computed here, by request.
-        self._computing: dict[str, RemotePrefill] = {}
         #: Committed, but not reported by their writers yet, oldest first. Under the lock.
         self._unreported: OrderedDict[str, RemotePrefill] = OrderedDict()
         #: When remote prefills were asked for, since the last reading of the queue.
         self._asked_at: deque[float] = deque()
+        #: Of the attempts whose KV is waited for. Under the lock, as the tokens that have come.
+        self._backlog = _Backlog()
         self._received_tokens = 0
         self._report_to_carry = False
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         """Whether any prompt is left: waiting, computed here, or with blocks held back."""
-        kept = self._by_request or self._by_attempt or self._by_hash or self._computing
+        kept = self.by_request or self._by_attempt or self.by_hash or self.computing
         return bool(kept)
 
     def __repr__(self) -> str:
-        return f"<RemotePrefills requests={[*self._by_request]} attempts={[*self._by_attempt]}>"
+        return f"<RemotePrefills requests={[*self.by_request]} attempts={[*self._by_attempt]}>"
 
     # Events of the engine
 
@@ -63,7 +67,7 @@ class RemotePrefills:
         """The engine looks for the prompt's blocks. The verdict may be replaced until it has
         found them."""
         request_id = request.request_id
-        prefill = self._by_request.get(request_id)
+        prefill = self.by_request.get(request_id)
         if prefill is None:
             prefill = RemotePrefill(request_id, request.num_prompt_tokens, decided)
         elif prefill.may_retry:
@@ -72,7 +76,7 @@ class RemotePrefills:
         else:
             prefill.decided = decided
             return prefill
-        self._by_request[request_id] = prefill
+        self.by_request[request_id] = prefill
         return prefill
 
     def allocated(self, prefill: RemotePrefill) -> None:
@@ -80,7 +84,7 @@ class RemotePrefills:
         prefill.allocated, prefill.wait = True, None
         if not prefill.is_remote:
             prefill.left_tokens = prefill.prompt_tokens - prefill.decided.cached_tokens
-            self._computing[prefill.request_id] = prefill
+            self.computing[prefill.request_id] = prefill
         self.decisions.append(prefill)
 
     def asked(
@@ -113,21 +117,22 @@ class RemotePrefills:
         prefill.trace = None if above is None else above.child()
         prefill.parked, prefill.hashes = True, hashes
         for key in hashes:
-            self._by_hash.setdefault(key, {})[prefill.request_id] = prefill
+            self.by_hash.setdefault(key, {})[prefill.request_id] = prefill
         self._asked_at.append(now)
         with self._lock:
             self._by_attempt[attempt] = prefill
+            self._backlog.add(prefill)
         return prefill.until
 
     def landed(self, request_id: str, blocks: int) -> None:
         """A rank has this many of the blocks; the prompt has what all ranks have."""
-        if (prefill := self._by_request.get(request_id)) is not None:
+        if (prefill := self.by_request.get(request_id)) is not None:
             known = prefill.landed_blocks
             prefill.landed_blocks = blocks if known is None else min(known, blocks)
 
     def unparked(self, request_id: str) -> RemotePrefill | None:
         """The engine has heard that the KV came, or will not come."""
-        prefill = self._by_request.get(request_id)
+        prefill = self.by_request.get(request_id)
         if prefill is not None:
             self._unpark(prefill)
         return prefill
@@ -149,6 +154,7 @@ class RemotePrefills:
             prefill = self._by_attempt.get(ended.attempt)
             if prefill is None:
                 return
+            self._backlog.remove(prefill)
             now = self._now()
             prefill.ended_at, prefill.detail = now, ended.detail
             if ended.outcome is Outcome.COMMITTED and prefill.claimed_at is not None:
@@ -165,7 +171,7 @@ class RemotePrefills:
     def scheduled(self, request_id: str) -> RemotePrefill | None:
         """The engine computes the prompt's last token. Returns the record where its KV came
         just before."""
-        prefill = self._by_request.get(request_id)
+        prefill = self.by_request.get(request_id)
         if prefill is None or prefill.received_at is None or prefill.scheduled_at is not None:
             return None
         prefill.scheduled_at = self._now()
@@ -175,11 +181,11 @@ class RemotePrefills:
     def computed(self, prefill: RemotePrefill, took_s: float | None) -> None:
         """The engine has computed the prompt in `took_s` seconds; None: it was aborted."""
         prefill.computed_s = took_s
-        del self._computing[prefill.request_id]
+        del self.computing[prefill.request_id]
 
     def finished(self, request_id: str) -> RemotePrefill | None:
         """The request is over. A writer may still hold its attempt."""
-        prefill = self._by_request.pop(request_id, None)
+        prefill = self.by_request.pop(request_id, None)
         if prefill is not None:
             self._unpark(prefill)
             prefill.prompt = None
@@ -201,8 +207,10 @@ class RemotePrefills:
         """A writer was granted the attempt. held_s: how long it has had the job."""
         with self._lock:
             if (prefill := self._waiting(attempt)) is not None:
+                self._backlog.remove(prefill)
                 now = self._now()
                 prefill.pulled_at, prefill.claimed_at = max(prefill.asked_at, now - held_s), now
+                self._backlog.add(prefill)
 
     def writer_done(self, attempt: str, took_s: float | None) -> None:
         """Its writer reports that it is done. took_s: seconds from the claim to the end of its
@@ -221,25 +229,6 @@ class RemotePrefills:
 
     # Questions
 
-    def of(self, request_id: str) -> RemotePrefill | None:
-        """The last record of a request that has not finished."""
-        return self._by_request.get(request_id)
-
-    def is_parked(self, request_id: str) -> bool:
-        """Whether the request waits for the KV of a remote prefill."""
-        prefill = self._by_request.get(request_id)
-        return prefill is not None and prefill.parked
-
-    @property
-    def by_hash(self) -> Mapping[Hashable, Mapping[str, RemotePrefill]]:
-        """Parked records by each block hash that their KV brings."""
-        return self._by_hash
-
-    @property
-    def computing(self) -> Mapping[str, RemotePrefill]:
-        """Prompts that are computed here, by request."""
-        return self._computing
-
     def asked_since(self, read_at: float) -> int:
         """How many remote prefills were asked for after `read_at`, which never decreases."""
         while self._asked_at and self._asked_at[0] <= read_at:
@@ -250,16 +239,15 @@ class RemotePrefills:
         """Blocks that are held back, by attempt."""
         return {name: each.held for name, each in self._by_attempt.items() if each.held}
 
-    def outstanding(self) -> tuple[list[RemotePrefill], int]:
-        """The attempts whose KV is waited for, and the tokens that have come so far. Any
+    def backlog(self) -> tuple[BacklogTotals, int]:
+        """The jobs whose KV is waited for, and the prompt tokens that have come so far. Any
         thread."""
         with self._lock:
-            waiting = [each for each in self._by_attempt.values() if each.outcome is None]
-            return waiting, self._received_tokens
+            return self._backlog.totals(), self._received_tokens
 
     @property
     def received_tokens(self) -> int:
-        """Prompt tokens that remote prefills have brought so far. Any thread."""
+        """Prompt tokens that have come so far. Any thread."""
         return self._received_tokens
 
     @property
@@ -282,13 +270,42 @@ class RemotePrefills:
     def _unpark(self, prefill: RemotePrefill) -> None:
         prefill.parked = False
         for key in prefill.hashes:
-            parked = self._by_hash[key]
+            parked = self.by_hash[key]
             del parked[prefill.request_id]
             if not parked:
-                del self._by_hash[key]
+                del self.by_hash[key]
         prefill.hashes = ()
 
     def _drop_if_over(self, prefill: RemotePrefill) -> None:
         if prefill.outcome is not None and not prefill.held:
             with self._lock:
                 self._by_attempt.pop(prefill.attempt, None)
+
+
+class _Backlog:
+    """Running totals: a sum over all records would make each decision slower, the more
+    prompts wait."""
+
+    def __init__(self) -> None:
+        self._queued_jobs, self._queued_tokens = dict.fromkeys(Lane, 0), dict.fromkeys(Lane, 0)
+        self._claimed_jobs = self._claimed_tokens = 0
+
+    def add(self, prefill: RemotePrefill) -> None:
+        self._count(prefill, 1)
+
+    def remove(self, prefill: RemotePrefill) -> None:
+        """Call before the record changes."""
+        self._count(prefill, -1)
+
+    def totals(self) -> BacklogTotals:
+        queued = {lane: self._queued_tokens[lane] for lane, n in self._queued_jobs.items() if n}
+        jobs = sum(self._queued_jobs.values())
+        return BacklogTotals(jobs, queued, self._claimed_jobs, self._claimed_tokens)
+
+    def _count(self, prefill: RemotePrefill, by: int) -> None:
+        if prefill.claimed_at is None:
+            self._queued_jobs[prefill.lane] += by
+            self._queued_tokens[prefill.lane] += by * prefill.job_tokens
+        else:
+            self._claimed_jobs += by
+            self._claimed_tokens += by * prefill.job_tokens

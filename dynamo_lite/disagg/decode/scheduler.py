@@ -113,7 +113,7 @@ class DecodeScheduler:
         free blocks.
         transferable: whether its KV is a function of its tokens and cache salt alone.
         """
-        prefill = self.prefills.of(request.request_id)
+        prefill = self.prefills.by_request.get(request.request_id)
         if prefill is not None and prefill.allocated and not prefill.may_retry:
             return 0, False
         assert self._pool is not None
@@ -137,7 +137,7 @@ class DecodeScheduler:
 
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
         """The engine reserved the prompt's blocks: ask for the KV of `external` tokens."""
-        prefill = self.prefills.of(request.request_id)
+        prefill = self.prefills.by_request.get(request.request_id)
         if prefill is None or prefill.allocated:
             if (resumed := self.prefills.scheduled(request.request_id)) is not None:
                 self._rate.learn_remote(resumed)

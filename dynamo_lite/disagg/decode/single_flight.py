@@ -43,9 +43,10 @@ class SingleFlight:
     def waits(self, prefill: RemotePrefill, cached: int) -> bool:
         """Whether the request's leader is still parked."""
         wait = prefill.wait
-        if wait is None or wait.leader is None:
+        if wait is None or (leader_id := wait.leader) is None:
             return False
-        if self._prefills.is_parked(wait.leader):
+        leader = self._prefills.by_request.get(leader_id)
+        if leader is not None and leader.parked:
             return True
         wait.served = cached >= wait.prefix_tokens
         self._end_wait(wait, "hit" if wait.served else "miss")
