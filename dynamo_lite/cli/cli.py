@@ -140,18 +140,18 @@ def ps(
     """
     import asyncio
 
-    from dynamo_lite.cli.links import as_link_table, link_rows
-    from dynamo_lite.cli.listing import as_rows, as_table, find_place, members, states
+    from dynamo_lite.cli import listing
 
-    async def look() -> list[dict[str, Any]]:
-        place = find_place(state_dir, etcd_url, namespace)
+    place = listing.find_place(state_dir, etcd_url, namespace)
+
+    async def read_rows() -> list[dict[str, Any]]:
         if links:
-            return await link_rows(place)
-        found = await members(place)
-        return as_rows(found, await states(found))
+            return await listing.link_rows(place)
+        members = await listing.members(place)
+        return listing.as_rows(members, await listing.states(members))
 
-    rows = asyncio.run(look())
-    show = as_link_table if links else as_table
+    rows = asyncio.run(read_rows())
+    show = listing.as_link_table if links else listing.as_table
     print(json.dumps(rows, indent=2) if as_json else show(rows))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.cli.decisions import Taken
+from dynamo_lite.cli.listing import table
 from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict
 from dynamo_lite.policy.replay import replay
 from dynamo_lite.protocol.decisions import Decision, QueueSeen
@@ -22,6 +23,8 @@ DECIDING = {
     for field in fields(DecisionThresholds)
     if (option := field.name.replace("_", "-")) != TIMEOUT
 }
+
+_COLUMNS = ("at", "request", "prompt", "to_compute", "queue", "verdict", "outcome", "took")
 
 _WORDS = {
     "long": "long enough for a prefill worker, and the queue has room",
@@ -69,26 +72,7 @@ def as_text(taken: Taken) -> str:
 
 
 def as_table(taken: Sequence[Taken]) -> str:
-    rows = [("AT", "REQUEST", "PROMPT", "TO COMPUTE", "QUEUE", "VERDICT", "OUTCOME", "TOOK")]
-    for t in taken:
-        d = t.decision
-        rows.append(
-            (
-                _clock(t.at),
-                d.request_id,
-                str(d.prompt_tokens),
-                str(d.prompt_tokens - d.cached_tokens),
-                "?" if d.queue is None else str(d.queue.jobs),
-                f"{d.verdict}/{d.reason}",
-                "" if d.asked is None else d.asked.outcome or "under way",
-                _took(d),
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return table(_COLUMNS, [_cells(t.at, t.decision) for t in taken])
 
 
 def dry_run(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
@@ -137,6 +121,19 @@ def verdict_with(decision: Decision, edit: Mapping[str, Any]) -> Verdict:
         now=0.0,
         time_left_s=edit.get(TIMEOUT, left_s),
     )
+
+
+def _cells(at: float, d: Decision) -> list[str]:
+    return [
+        _clock(at),
+        d.request_id,
+        str(d.prompt_tokens),
+        str(d.prompt_tokens - d.cached_tokens),
+        "?" if d.queue is None else str(d.queue.jobs),
+        f"{d.verdict}/{d.reason}",
+        "" if d.asked is None else d.asked.outcome or "under way",
+        _took(d),
+    ]
 
 
 def _moved(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:

@@ -1,27 +1,24 @@
-"""The live members of a namespace, as etcd knows them, and what they say of themselves."""
+"""`dynamo-lite ps`: reads the members and links of a namespace from etcd, and prints them."""
 
 import asyncio
-import http.client
-import json
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dynamo_lite.overview import state_of
+from dynamo_lite.overview import fetch_health, link_state, state_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
-from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRecord, decode_engine
 from dynamo_lite.serve.run_state import read_run
 
-_COLUMNS = ("component", "endpoint", "lease", "pid", "host", "status_url", "state", "age")
-#: For one member to say how it is; a stopped one does not.
-_ANSWER_S = 1.0
-_MAX_ANSWER_BYTES = 1 << 16
+_MEMBER_COLUMNS = ("component", "endpoint", "lease", "pid", "host", "status_url", "state", "age")
+_LINK_COLUMNS = ("prefill", "decode", "state", "lanes", "first_contact", "round_trip", "detail")
+_UNKNOWN = "-"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +30,10 @@ class Place:
 
 
 def find_place(state_dir: Path, etcd_url: str | None, namespace: str | None) -> Place:
-    """Flags first, then the running graph of `state_dir`. Raises StartupError."""
+    """Takes the flags, or else what the running graph of `state_dir` uses.
+
+    Raises StartupError when neither names an etcd server, ConfigError for an invalid namespace.
+    """
     running = read_run(state_dir)
     url = etcd_url or (running.etcd if running else None)
     if url is None:
@@ -46,60 +46,45 @@ def find_place(state_dir: Path, etcd_url: str | None, namespace: str | None) -> 
 
 
 async def members(place: Place) -> list[EndpointRecord]:
-    """Every endpoint of every live process, sorted by key; malformed ones left out.
+    """Every endpoint of every live process, sorted by key; malformed records are left out.
 
-    Raises StartupError or Unavailable when etcd does not answer.
+    Raises StartupError or Unavailable when etcd does not respond.
     """
     from dynamo_lite.runtime.etcd.store import EtcdStore
 
     async with EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store:
         entries = await store.get_prefix(names.components_prefix(place.namespace))
-    found: list[EndpointRecord] = []
-    for _, value in sorted(entries.items()):
-        try:
-            found.append(decode_json(value, EndpointRecord))
-        except ProtocolError:
-            continue
-    return found
+    return _decoded(entries, _endpoint)
 
 
-async def states(records: list[EndpointRecord]) -> dict[str, str]:
-    """Status URL to what its process says of itself: "ready"; "starting" or "draining";
-    "unwell" when it cannot work; "silent" when it does not answer."""
+async def states(records: Iterable[EndpointRecord]) -> dict[str, str]:
+    """Maps each status URL to the state that its process reports (see `state_of`)."""
     urls = sorted({record.status_url for record in records})
-    return dict(
-        zip(urls, await asyncio.gather(*(asyncio.to_thread(_ask, u) for u in urls)), strict=True)
+    reports = await asyncio.gather(*(fetch_health(url) for url in urls))
+    return {url: state_of(facts) for url, facts in zip(urls, reports, strict=True)}
+
+
+async def link_rows(place: Place) -> list[dict[str, Any]]:
+    """`as_link_rows` of every live prefill worker with every decode engine.
+
+    Raises StartupError or Unavailable when etcd does not respond.
+    """
+    from dynamo_lite.runtime.etcd.store import EtcdStore
+
+    async with EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store:
+        prefix = names.endpoint_prefix(place.namespace, "PrefillWorker", "prefill")
+        workers = await store.get_prefix(prefix)
+        engines = await store.get_prefix(names.nixl_metadata_prefix(place.namespace))
+        links = await store.get_prefix(names.links_prefix(place.namespace))
+    return as_link_rows(
+        [record.lease_id for record in _decoded(workers, _endpoint)],
+        sorted(_decoded(engines, decode_engine), key=lambda e: (e.lease_id, e.engine_id)),
+        _decoded(links, lambda value: decode_json(value, LinkRecord)),
     )
 
 
-def health(status_url: str) -> dict[str, Any]:
-    """What a process says at /health; empty when it does not answer."""
-    try:
-        facts = json.loads(_health(status_url))
-    except (OSError, ValueError, http.client.HTTPException):
-        return {}
-    return facts if isinstance(facts, dict) else {}
-
-
-def _ask(status_url: str) -> str:
-    return state_of(health(status_url))
-
-
-def _health(status_url: str) -> bytes:
-    """Raises OSError, ValueError or HTTPException when there is no answer; 503 is one."""
-    if not status_url.startswith("http://"):
-        raise ValueError("not a status server's address")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        answer = opener.open(f"{status_url}/health", timeout=_ANSWER_S)
-    except urllib.error.HTTPError as refusal:
-        answer = refusal
-    with answer:
-        return answer.read(_MAX_ANSWER_BYTES)
-
-
 def as_rows(records: list[EndpointRecord], states: dict[str, str]) -> list[dict[str, Any]]:
-    """Plain values for display; age in seconds."""
+    """One row of plain values per endpoint; `age` in seconds."""
     now = time.time()
     return [
         {
@@ -116,8 +101,37 @@ def as_rows(records: list[EndpointRecord], states: dict[str, str]) -> list[dict[
     ]
 
 
+def as_link_rows(
+    prefill_leases: Iterable[int], engines: Iterable[EngineMetadata], links: Iterable[LinkRecord]
+) -> list[dict[str, Any]]:
+    """One row of plain values per pair; times in seconds, None where nothing is known."""
+    known = {(link.prefill_lease_id, link.engine_id): link for link in links}
+    pairs = [(lease_id, engine) for lease_id in prefill_leases for engine in engines]
+    return [
+        _link_row(lease_id, engine, known.get((lease_id, engine.engine_id)))
+        for lease_id, engine in pairs
+    ]
+
+
 def as_table(rows: list[dict[str, Any]]) -> str:
-    return table(_COLUMNS, [[_cell(row, name) for name in _COLUMNS] for row in rows])
+    return table(
+        _MEMBER_COLUMNS,
+        [
+            [_age(row["age"]) if c == "age" else str(row[c]) for c in _MEMBER_COLUMNS]
+            for row in rows
+        ],
+    )
+
+
+def as_link_table(rows: list[dict[str, Any]]) -> str:
+    """The pairs, and for each decode engine how many prefill workers it can use."""
+    lines = [table(_LINK_COLUMNS, [_link_cells(row) for row in rows])]
+    engines = {row["engine"]: row["decode"] for row in rows}
+    for engine, decode in engines.items():
+        states = [row["state"] for row in rows if row["engine"] == engine]
+        usable = sum(state != "failed" for state in states)
+        lines.append(f"decode {decode}: {usable} of {len(states)} prefill workers usable")
+    return "\n".join(lines)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -130,10 +144,53 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _cell(row: dict[str, Any], name: str) -> str:
-    if name != "age":
-        return str(row[name])
-    seconds = int(row["age"])
+def _endpoint(value: bytes) -> EndpointRecord:
+    return decode_json(value, EndpointRecord)
+
+
+def _decoded(entries: Mapping[str, bytes], decode: Callable[[bytes], T]) -> list[T]:
+    """In the order of their keys; malformed ones are left out."""
+    found: list[T] = []
+    for _, value in sorted(entries.items()):
+        try:
+            found.append(decode(value))
+        except ProtocolError:
+            continue
+    return found
+
+
+def _link_row(lease_id: int, engine: EngineMetadata, link: LinkRecord | None) -> dict[str, Any]:
+    return {
+        "prefill": f"{lease_id:x}",
+        "decode": f"{engine.lease_id:x}",
+        "engine": engine.engine_id,
+        "state": link_state(link),
+        "lanes": link and (link.lanes or None),
+        "first_contact_s": link and (link.contact_s or None),
+        "round_trip_s": link and (link.round_trip_s or None),
+        "detail": link.detail if link else "",
+        "checked_at": link and link.checked_at,
+    }
+
+
+def _link_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["prefill"],
+        row["decode"],
+        row["state"],
+        _UNKNOWN if row["lanes"] is None else str(row["lanes"]),
+        _milliseconds(row["first_contact_s"]),
+        _milliseconds(row["round_trip_s"]),
+        row["detail"],
+    ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return _UNKNOWN if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def _age(age_s: float) -> str:
+    seconds = int(age_s)
     if seconds < 120:
         return f"{seconds}s"
     return f"{seconds // 60}m" if seconds < 7200 else f"{seconds // 3600}h"

@@ -6,17 +6,15 @@ from typing import Any
 
 from msgspec import UNSET, to_builtins
 
-from dynamo_lite.cli import listing
 from dynamo_lite.cli.live_options import Change, Record, accepted, differences, options_of
+from dynamo_lite.overview import fetch_health
 from dynamo_lite.protocol.records import EndpointRecord
 
 
 async def followers(records: list[EndpointRecord], component: str) -> list[dict[str, Any]]:
     """The live processes of a component, with what they say of their options."""
     leases: dict[int, EndpointRecord] = {r.lease_id: r for r in records if r.component == component}
-    said = await asyncio.gather(
-        *(asyncio.to_thread(listing.health, r.status_url) for r in leases.values())
-    )
+    said = await asyncio.gather(*(fetch_health(r.status_url) for r in leases.values()))
     return [
         {"lease": f"{lease_id:x}", "pid": leases[lease_id].pid, **_options(facts)}
         for lease_id, facts in zip(leases, said, strict=True)

@@ -1,5 +1,7 @@
 """What a running graph looks like from outside, for `dynamo-lite top` and the Frontend's page."""
 
+from dynamo_lite.overview.compose import link_state, state_of
+from dynamo_lite.overview.fetch import fetch_health
 from dynamo_lite.overview.model import (
     Decisions,
     Latency,
@@ -9,7 +11,7 @@ from dynamo_lite.overview.model import (
     Transfers,
     Worker,
 )
-from dynamo_lite.overview.observer import Observer, state_of
+from dynamo_lite.overview.observer import Observer
 
 __all__ = [
     "Decisions",
@@ -20,5 +22,7 @@ __all__ = [
     "Queue",
     "Transfers",
     "Worker",
+    "fetch_health",
+    "link_state",
     "state_of",
 ]

@@ -70,6 +70,11 @@ def state_of(facts: Mapping[str, Any]) -> str:
     return state if state in ("starting", "draining") else "silent"
 
 
+def link_state(link: LinkRecord | None) -> str:
+    """ok or failed, as the pair was last tested; untested without a record."""
+    return "untested" if link is None else "ok" if link.ok else "failed"
+
+
 def compose(seen: Seen, history: History) -> Overview:
     """history: has the samples of this look already, by `str(lease_id)`, and whatever else
     a process serves under a source of its own."""
@@ -205,7 +210,7 @@ def _links(seen: Seen) -> list[LinkStatus]:
         LinkStatus(
             prefill=f"{link.prefill_lease_id:x}",
             decode=f"{link.decode_lease_id:x}",
-            state="ok" if link.ok else "failed",
+            state=link_state(link),
             lanes=link.lanes,
             round_trip_s=link.round_trip_s or None,
             detail=link.detail,

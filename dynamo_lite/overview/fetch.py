@@ -1,44 +1,63 @@
-"""One small GET of a status server: bounded in time and size, never redirected."""
+"""GET requests to status servers: bounded in time and size; redirects are not followed."""
 
 import asyncio
+from typing import Any
 from urllib.parse import urlsplit
 
-#: vLLM's metrics are the largest answers, some 100 KiB.
+import msgspec
+
+#: Timeout of one request. A stopped process (SIGSTOP) accepts connections and never responds.
+TIMEOUT_S = 1.0
+#: vLLM's metrics are the largest responses, about 100 KiB.
 _MAX_BYTES = 8 << 20
 
 
-async def fetch(url: str, *, timeout_s: float) -> bytes | None:
-    """The body of a 200, or of a 503 (which a status server that is unwell gives); None when
-    there is no such answer."""
+async def fetch_health(status_url: str) -> dict[str, Any]:
+    """The facts that a process reports at /health.
+
+    Empty if it does not respond in time, or not with a JSON object.
+    """
+    body = await fetch(f"{status_url}/health")
     try:
-        async with asyncio.timeout(timeout_s):
+        return {} if body is None else msgspec.json.decode(body, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {}
+
+
+async def fetch(url: str) -> bytes | None:
+    """The body of a 200 or 503 response (a status server reports "not ok" with 503).
+
+    None if there is no such response, or `url` is not an http:// address.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
             return await _get(url)
-    except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+    except (OSError, ValueError, TimeoutError):
         return None
 
 
 async def _get(url: str) -> bytes | None:
-    """HTTP/1.0: the body ends with the connection. Raises OSError, ValueError."""
+    """Speaks HTTP/1.0: the body ends with the connection. Raises OSError, ValueError."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or not url.isascii() or not url.isprintable():
-        raise ValueError("not a status server's address")
+        raise ValueError(f"not an http:// address: {url!r}")
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
     try:
         request = f"GET {parts.path} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n"
         writer.write(request.encode("ascii"))
-        answer = await _read_all(reader)
+        response = await _read_all(reader)
     finally:
         writer.transport.abort()
-    head, _, body = answer.partition(b"\r\n\r\n")
+    head, _, body = response.partition(b"\r\n\r\n")
     status = head.split(b" ", 2)[1:2]
     return body if status in ([b"200"], [b"503"]) else None
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    """Raises ValueError when it is too much."""
-    answer = bytearray()
+    """Raises ValueError if the response is longer than `_MAX_BYTES`."""
+    response = bytearray()
     while chunk := await reader.read(1 << 16):
-        answer += chunk
-        if len(answer) > _MAX_BYTES:
-            raise ValueError("too much of an answer")
-    return bytes(answer)
+        response += chunk
+        if len(response) > _MAX_BYTES:
+            raise ValueError(f"response is longer than {_MAX_BYTES} bytes")
+    return bytes(response)

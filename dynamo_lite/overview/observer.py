@@ -12,12 +12,9 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Self
 
-import msgspec
-
 from dynamo_lite.kv_events.follower import LOAD_AGE_S
 from dynamo_lite.overview.compose import LATENCY_S, WANTED, Seen, compose, processes
-from dynamo_lite.overview.compose import state_of as state_of
-from dynamo_lite.overview.fetch import fetch
+from dynamo_lite.overview.fetch import fetch, fetch_health
 from dynamo_lite.overview.history import History
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.samples import Samples, parse
@@ -34,8 +31,6 @@ from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
-#: For one process to answer; a stopped one does not.
-_ANSWER_S = 1.0
 #: Questions at a time.
 _AT_ONCE = 32
 #: Who tells its load.
@@ -118,15 +113,11 @@ class Observer:
 
     async def _health(self, url: str) -> dict[str, Any]:
         async with self._asking:
-            body = await fetch(f"{url}/health", timeout_s=_ANSWER_S)
-        try:
-            return msgspec.json.decode(body, type=dict[str, Any]) if body is not None else {}
-        except msgspec.DecodeError:
-            return {}
+            return await fetch_health(url)
 
     async def _samples(self, url: str) -> Samples | None:
         async with self._asking:
-            body = await fetch(f"{url}/metrics", timeout_s=_ANSWER_S)
+            body = await fetch(f"{url}/metrics")
         try:
             return None if body is None else parse(body.decode(), WANTED)
         except ValueError:

@@ -1,7 +1,6 @@
 """What `ps --links` reads from a real etcd."""
 
-from dynamo_lite.cli.links import link_rows
-from dynamo_lite.cli.listing import Place
+from dynamo_lite.cli.listing import Place, link_rows
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.records import (

@@ -166,6 +166,8 @@ async def answering(answer: bytes | None) -> AsyncIterator[str]:
         None,
         b"HTTP/1.0 200 OK\r\n\r\n[1]",
         b"HTTP/1.0 200 OK\r\n\r\n\xff{",
+        b'HTTP/1.0 200 OK\r\n\r\n{"a": "\xff"}',
+        b'HTTP/1.0 200 OK\r\n\r\n{"a": ' + 100_000 * b"[",
         b"HTTP/1.0 500 No\r\n\r\n{}",
         b"HTTP/1.0 302 Elsewhere\r\nLocation: http://127.0.0.1:1/\r\n\r\n",
         b"nonsense",

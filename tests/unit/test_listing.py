@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.cli import listing
-from dynamo_lite.cli.links import as_link_rows, as_link_table
-from dynamo_lite.cli.listing import as_rows, as_table, states
+from dynamo_lite.cli.listing import as_link_rows, as_link_table, as_rows, as_table, states
+from dynamo_lite.overview import fetch
 from dynamo_lite.protocol.records import (
     EndpointRecord,
     EndpointTransport,
@@ -71,7 +70,7 @@ async def test_a_member_says_how_it_is(facts: dict, state: str):
 async def test_whoever_does_not_answer_is_silent(
     monkeypatch: pytest.MonkeyPatch, answer: bytes | None
 ):
-    monkeypatch.setattr(listing, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(fetch, "TIMEOUT_S", 0.2)
     async with raw(answer) as url:
         assert await states([record(url)]) == {url: "silent"}
 
