@@ -1,4 +1,1 @@
-"""Says on a machine with a GPU whether what only a GPU can show works there.
-
-`scripts/gpu_check` is its command.
-"""
+"""Checks on a machine with a GPU what can only be tested there; run by `scripts/gpu_check`."""

@@ -13,11 +13,11 @@ _EPILOG = """\
 parts:
 {parts}
 
-Each part runs in a process of its own and says ok, FAILED or skipped, with figures or the
-reason. --device cpu runs the same pieces in host memory: that tries this command, not a GPU.
+Each part runs in its own process. It prints ok, FAILED or skipped, with figures or the
+reason. --device cpu runs the same parts in host memory, which tests this command, not a GPU.
 
-exit codes: 0: what was tried is ok; 1: a part has failed; 2: no part that needs the device
-could be tried, or the command line is wrong.
+exit codes: 0: all parts that ran are ok; 1: a part has failed; 2: no part that needs the
+device could run, or the command line is wrong.
 """
 
 
@@ -25,11 +25,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check",
-        description="Says whether what only a GPU can show works on this machine.",
+        description="Checks on this machine what can only be tested on a GPU.",
         epilog=_EPILOG.format(parts="\n".join(f"  {p.name:<14} {p.about}" for p in PARTS)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="these parts")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="PART", help="run only these parts"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args(argv)

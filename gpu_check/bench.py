@@ -1,4 +1,4 @@
-"""The device that is checked."""
+"""The device under test."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,16 @@ from gpu_check.report import Skip
 
 @dataclass(frozen=True)
 class Bench:
-    """kind: "cuda" or "cpu". count: devices of that kind.
+    """The device under test.
 
-    The first device belongs to the process that writes; its peer has the second one, or
-    the same where there is one only.
+    The writing process uses the first device, its peer the second one, or the same if there
+    is only one.
     """
 
+    #: "cuda" or "cpu".
     kind: str
     name: str
+    #: Devices of this kind.
     count: int
 
     @property
@@ -27,7 +29,7 @@ class Bench:
 
     @property
     def memory(self) -> str:
-        """As NIXL calls it."""
+        """NIXL's name of the kind of memory."""
         return "DRAM" if self.kind == "cpu" else "VRAM"
 
     @property

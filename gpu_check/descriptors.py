@@ -1,7 +1,7 @@
-"""The part about descriptors: how many a job needs when the block pools are no longer fresh.
+"""Part `descriptors`: how many a job needs when the block pools have been in use.
 
-The pools are vLLM's own, with the queue of free blocks that engines get from us. They serve
-the mixed load of `benchmarks/used_pools.py` first.
+The pools are vLLM's, with dynamo-lite's queue of free blocks. First they serve the mixed
+load of `benchmarks/used_pools.py`.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from gpu_check.report import CheckFailed, Figures
 
 _LAYERS, _BLOCK_BYTES = 36, 128 << 10
 _JOBS, _PROBES = 300, 20
-#: Mean of used pools by that of fresh ones.
+#: Limit for the mean of used pools divided by that of fresh ones.
 _MOST = 2.0
 
 
@@ -39,14 +39,14 @@ def descriptors(_bench: Bench) -> Figures:
 
 
 def counts_per_job(jobs: Sequence[Job]) -> list[int]:
-    """Descriptors of each job, from its blocks here to its blocks there."""
+    """Number of descriptors of each job, from its local to its remote blocks."""
     pools = _regions(1 << 40), _regions(1 << 44)
     blocks = BlockMap(list(zip(*pools, strict=True)), (0, 0))
     return [len(blocks.descriptors(job.local_ids, job.remote_ids)[0]) for job in jobs]
 
 
 def _regions(base: int) -> list[KvRegion]:
-    """Dense layers, one behind the other."""
+    """Dense layers in sequence."""
     size = 1 << 34
     return [
         KvRegion(

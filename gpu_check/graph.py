@@ -1,6 +1,6 @@
-"""The part that runs a whole graph: its greedy tokens against those of plain vLLM.
+"""Part `graph`: compares a graph's greedy tokens with those of plain vLLM.
 
-Plain vLLM runs first and is stopped, so that one GPU is enough. On two GPUs each worker
+Plain vLLM runs first and is stopped, so that one GPU is enough. With two GPUs each worker
 has its own.
 """
 
@@ -40,7 +40,7 @@ def graph(bench: Bench) -> Figures:
     if importlib.util.find_spec("vllm") is None:
         raise Skip("vLLM is not installed")
     if bench.on_gpu and not _has_cuda_build():
-        raise Skip("the vLLM that is installed is not its CUDA build")
+        raise Skip("the installed vLLM is not a CUDA build")
     _make_model()
     prompts = [_prompt(length) for length in _PROMPTS]
     config = _CONFIGS[bench.kind]
@@ -53,12 +53,14 @@ def graph(bench: Bench) -> Figures:
     if wrong is not None:
         raise CheckFailed(wrong)
     if committed < _remote(prompts):
-        raise CheckFailed(f"{committed:g} of {_remote(prompts)} long prompts came from elsewhere")
+        raise CheckFailed(
+            f"only {committed:g} of {_remote(prompts)} long prompts were prefilled remotely"
+        )
     return {"prompts": len(prompts), "prefilled remotely": int(committed), "GPUs": bench.count}
 
 
 def first_difference(expected: Sequence[list[int]], found: Sequence[list[int]]) -> str | None:
-    """Where two servers' tokens differ first; None if nowhere."""
+    """Describes the first difference between two servers' tokens; None without one."""
     for number, (right, got) in enumerate(zip(expected, found, strict=True)):
         at = 0
         while right[at : at + 1] == got[at : at + 1] != []:
@@ -101,7 +103,7 @@ def _remote(prompts: Sequence[list[int]]) -> int:
 
 
 def _committed(running: RunningGraph, at_least: int) -> float:
-    """Remote prefills that came, once the worker has counted them."""
+    """Number of committed remote prefills; waits until the worker has counted `at_least`."""
     deadline = time.monotonic() + 10.0
     while True:
         count = running.metrics("VllmWorker").get(_COMMITTED, 0.0)
@@ -146,13 +148,13 @@ def _until_healthy(process: "subprocess.Popen[bytes]", url: str, log_path: Path)
                 return
         time.sleep(_POLL_S)
     tail = log_path.read_text(errors="replace").splitlines()[-15:]
-    raise CheckFailed("plain vLLM did not come up:\n" + "\n".join(tail))
+    raise CheckFailed(f"plain vLLM was not ready within {_READY_S:g} s:\n" + "\n".join(tail))
 
 
 def _placement(bench: Bench) -> list[str]:
     """Options for each worker's device."""
     if not bench.on_gpu:
-        # As on a GPU.
+        # A GPU worker uses the transfer thread by default.
         return [f"--{name}.transfer-thread=always" for name in ("VllmWorker", "PrefillWorker")]
     chosen = {"VllmWorker": 0, "PrefillWorker": min(1, bench.count - 1)}
     return [
@@ -162,7 +164,7 @@ def _placement(bench: Bench) -> list[str]:
 
 
 def _visible(index: int) -> str:
-    """As the driver calls the device, which this process may see under another number."""
+    """The driver's name of this process's device number `index`."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return seen.split(",")[index] if seen else str(index)
 

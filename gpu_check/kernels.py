@@ -1,4 +1,4 @@
-"""Parts about copies within one device: transposition, checksums."""
+"""Parts `transposition` and `checksums`: copies within one device."""
 
 import random
 import time
@@ -20,13 +20,13 @@ from gpu_check.report import CheckFailed, Figures
 
 _LAYERS, _HEADS, _VALUES = 3, 4, 128
 _SLOT_BYTES = 8 << 20
-#: Of a kernel that keeps the device busy, in clock cycles: some 0.4 s.
+#: Clock cycles of a kernel that keeps the device busy, about 0.4 s.
 _BUSY_CYCLES = 800_000_000
 
 
 @dataclass(frozen=True)
 class _Case:
-    """Tokens per block, and whether heads are outermost in a block, on either side."""
+    """Layouts of both sides: tokens per block, and whether heads are outermost in a block."""
 
     here: tuple[int, bool]
     there: tuple[int, bool]
@@ -43,7 +43,7 @@ _CASES = [
 
 
 def transposition(bench: Bench) -> Figures:
-    """Every implementation gives the bytes of a plain copy of the tokens on the host."""
+    """Every implementation must produce the bytes of a plain copy of the tokens on the host."""
     used: set[str] = set()
     seconds: list[float] = []
     for case in _CASES:
@@ -54,7 +54,7 @@ def transposition(bench: Bench) -> Figures:
                 raise CheckFailed(f"{name}, {case}: {wrong} of {len(expected)} bytes are wrong")
             seconds.append(took_s)
     if bench.on_gpu and "triton" not in used:
-        raise CheckFailed("the Triton kernel cannot be used here: see this part's warnings")
+        raise CheckFailed("the Triton kernel is not usable here: see this part's warnings")
     return {
         "cases": len(_CASES),
         "copied by": " and ".join(sorted(used)),
@@ -63,7 +63,7 @@ def transposition(bench: Bench) -> Figures:
 
 
 def _transposed(case: _Case, bench: Bench) -> Iterator[tuple[str, bytes, bytes, float]]:
-    """By implementation: its name, bytes, those that are right, and seconds."""
+    """For each implementation: name, resulting bytes, expected bytes, seconds."""
     device, rng = torch.device(bench.here), random.Random(repr(case))
     blocks = 24
     pool = [_layer(case.here, case.dtype, blocks, device) for _ in range(_LAYERS)]
@@ -71,9 +71,9 @@ def _transposed(case: _Case, bench: Bench) -> Iterator[tuple[str, bytes, bytes, 
     for tensor in pool:
         raw = torch.randint(0, 256, (tensor.untyped_storage().nbytes(),), dtype=torch.uint8)
         torch.empty(0, dtype=torch.uint8, device=device).set_(tensor.untyped_storage()).copy_(raw)
-    # Their addresses are never used: only how their blocks are laid out.
-    lanes = join("peer", [_rank(pool)], [_rank(target)])[0, 0]
-    layout = slot_layout(lanes, _SLOT_BYTES)
+    # Only the layout of the target's blocks is used, not their addresses.
+    mappings = join("peer", [_rank(pool)], [_rank(target)])[0, 0]
+    layout = slot_layout(mappings, _SLOT_BYTES)
     local_ids = rng.sample(range(blocks), 7)
     tokens, skip = len(local_ids) * case.here[0], 0
     count = -(-tokens // case.there[0])
@@ -101,7 +101,7 @@ def _transposed(case: _Case, bench: Bench) -> Iterator[tuple[str, bytes, bytes, 
 def _layer(
     order: tuple[int, bool], dtype: torch.dtype, blocks: int, device: torch.device
 ) -> torch.Tensor:
-    """[blocks, heads, tokens, values], whatever the order in memory."""
+    """Zeros with shape [blocks, heads, tokens, values], in the given order in memory."""
     tokens, heads_first = order
     inner = (_HEADS, tokens) if heads_first else (tokens, _HEADS)
     memory = torch.zeros((blocks, *inner, _VALUES), dtype=dtype, device=device)
@@ -124,7 +124,7 @@ def _rank(layers: Sequence[torch.Tensor]) -> RankMetadata:
 def _by_hand(
     tensor: torch.Tensor, local_ids: Sequence[int], there: tuple[int, bool], count: int
 ) -> bytes:
-    """The peer's blocks of these tokens, one after the other, with zeros behind the last one."""
+    """The peer's blocks of these tokens in sequence, padded with zeros."""
     size, heads_first = there
     by_token = tensor.cpu()[list(local_ids)].transpose(1, 2).reshape(-1, _HEADS, _VALUES)
     missing = by_token.new_zeros((count * size - len(by_token), _HEADS, _VALUES))
@@ -135,8 +135,10 @@ def _by_hand(
 
 
 def checksums(bench: Bench) -> Figures:
-    """The device's bytes give the checksum of their copy on the host, without a wait for
-    kernels under way."""
+    """A checksum on the device must equal that of a copy on the host.
+
+    It must not wait for running kernels.
+    """
     device = torch.device(bench.here)
     layers, blocks = 36, 64
     memory = torch.randint(
@@ -164,15 +166,15 @@ def checksums(bench: Bench) -> Figures:
     again = checksum(where, ids, read)
     seconds = time.perf_counter() - started
     if again != expected:
-        raise CheckFailed(f"{again:08x} beside a kernel, {expected:08x} before it")
+        raise CheckFailed(f"{again:08x} while a kernel runs, {expected:08x} before it")
     if busy is not None and busy.query():
-        raise CheckFailed("it has waited for the kernels of another stream")
+        raise CheckFailed("the checksum waited for kernels of another stream")
     size = len(ids) * layers * 16384
     return {"MiB": size / (1 << 20), "ms": seconds * 1e3, "CRC-32 alone ms": _crc_ms(size)}
 
 
 def _busy_event(device: torch.device) -> "torch.cuda.Event | None":
-    """Behind a kernel that takes a while, on the current stream."""
+    """An event after a long kernel on the current stream; None on the CPU."""
     if device.type == "cpu":
         return None
     torch.cuda._sleep(_BUSY_CYCLES)

@@ -1,4 +1,4 @@
-"""A rank's KV pool on the device, as vLLM would have one, with its NIXL agent."""
+"""A rank's KV pool on the device, laid out as vLLM's, with its NIXL agent."""
 
 import time
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from dynamo_lite.vllm.engine.scratch import make_scratch
 from gpu_check.report import CheckFailed
 
 LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 8, 256, 4, 16, 128
-#: Of all waits for a transfer, seconds.
+#: Timeout of a transfer.
 WAIT_S = 30.0
 
 
 class Pool:
-    """name: of its agent. thread: whether a thread moves its transfers on. Starts with zeros."""
+    """A pool of zeros. name: of its NIXL agent. thread: whether a thread polls its transfers."""
 
     def __init__(self, name: str, device: str, *, thread: bool = False):
         self.device = torch.device(device)
@@ -59,7 +59,7 @@ class Pool:
         return self.tensor.untyped_storage().nbytes()
 
     def random(self, seed: int) -> torch.Tensor:
-        """KV for the whole pool, on the device; the same for the same seed."""
+        """KV for the whole pool on the device, determined by the seed."""
         generator = torch.Generator().manual_seed(seed)
         shape = self.tensor.shape
         values = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
@@ -89,8 +89,12 @@ class Pool:
 
 
 def regions(layer: str, tensor: torch.Tensor, *, address: int | None = None) -> Sequence[KvRegion]:
-    """Of a layer's KV, [blocks, heads, tokens, values] in any order in memory. address: of the
-    first byte; the tensor's own if None."""
+    """The regions of a layer's KV.
+
+    Args:
+        tensor: [blocks, heads, tokens, values] in any order in memory.
+        address: of the first byte; None: the tensor's own.
+    """
     item = tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     array = plain_array(tensor.shape, strides, item)
@@ -109,11 +113,11 @@ def regions(layer: str, tensor: torch.Tensor, *, address: int | None = None) -> 
 
 
 def finish(transfer: Transfer) -> None:
-    """Polls it to its end. Raises TransferError, CheckFailed."""
+    """Polls the transfer until it is done. Raises TransferError, CheckFailed."""
     deadline = time.monotonic() + WAIT_S
     while not transfer.done():
         if time.monotonic() > deadline:
-            raise CheckFailed(f"a transfer is not over within {WAIT_S:g} s")
+            raise CheckFailed(f"a transfer is not done within {WAIT_S:g} s")
 
 
 def _mover(name: str, device: torch.device, *, thread: bool) -> Mover:

@@ -1,4 +1,5 @@
-"""The second process: a decode engine's memory that reads notices and says what it holds."""
+"""The second process: a decode engine's memory; it receives notifications and computes
+checksums."""
 
 import os
 import time
@@ -15,12 +16,12 @@ from dynamo_lite.protocol.records import RankMetadata
 from gpu_check.report import CheckFailed
 
 _START_S = 90.0
-_ANSWER_S = 60.0
+_RESPONSE_S = 60.0
 _PAUSE_S = 0.0002
 
 
 def serve(pipe: Connection, device: str) -> None:
-    """Answers what `Peer` asks until the pipe is closed."""
+    """Serves the requests of `Peer` until the pipe is closed."""
     from gpu_check.memory import Pool
 
     with Pool(f"gpu-check-peer-{os.getpid()}", device) as pool:
@@ -39,7 +40,7 @@ def serve(pipe: Connection, device: str) -> None:
 
 
 class Peer:
-    """rank: its memory."""
+    """Starts the second process. rank: its memory."""
 
     def __init__(self, device: str):
         context = get_context("spawn")
@@ -47,29 +48,29 @@ class Peer:
         self._process = context.Process(target=serve, args=(theirs, device), daemon=True)
         self._process.start()
         theirs.close()
-        said = self._answer(_START_S, "its first word")
-        self.rank = msgspec.msgpack.decode(said, type=RankMetadata)
+        metadata = self._response(_START_S, "its metadata")
+        self.rank = msgspec.msgpack.decode(metadata, type=RankMetadata)
 
     def notices(self) -> dict[bytes, float]:
-        """All that have come, and when, by this machine's monotonic clock."""
-        return self._ask("notices", None)
+        """All notifications received, with their times by this machine's monotonic clock."""
+        return self._request("notices", None)
 
     def checksum(self, blocks: Sequence[int]) -> int:
-        return self._ask("checksum", list(blocks))
+        return self._request("checksum", list(blocks))
 
     def await_notice(self, notice: bytes, timeout_s: float = 10.0) -> float:
-        """Returns when it came. Raises CheckFailed."""
+        """Returns the time of its arrival. Raises CheckFailed after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while (came := self.notices().get(notice)) is None:
             if time.monotonic() > deadline:
-                raise CheckFailed(f"notice {notice!r} did not come within {timeout_s:g} s")
+                raise CheckFailed(f"notification {notice!r} did not arrive within {timeout_s:g} s")
         return came
 
-    def _ask(self, what: str, argument: object) -> Any:
+    def _request(self, what: str, argument: object) -> Any:
         self._pipe.send((what, argument))
-        return self._answer(_ANSWER_S, what)
+        return self._response(_RESPONSE_S, what)
 
-    def _answer(self, timeout_s: float, what: str) -> Any:
+    def _response(self, timeout_s: float, what: str) -> Any:
         try:
             if self._pipe.poll(timeout_s):
                 return self._pipe.recv()
@@ -77,7 +78,7 @@ class Peer:
             self._process.join(5.0)
             code = self._process.exitcode
             raise CheckFailed(f"the second process has ended, exit code {code}") from None
-        raise CheckFailed(f"the second process gave no answer within {timeout_s:g} s: {what}")
+        raise CheckFailed(f"the second process did not respond within {timeout_s:g} s: {what}")
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""What the parts have found, as lines, as JSON and as an exit code."""
+"""Results of the parts as lines, as JSON and as an exit code."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,29 +12,30 @@ OK, FAILED, NOTHING_TRIED = 0, 1, 2
 
 
 class Skip(Exception):
-    """A part cannot be tried here. Its text says what is missing."""
+    """A part cannot run here. The text names what is missing."""
 
 
 class CheckFailed(Exception):
-    """A part was tried, and something is wrong. Its text says what."""
+    """A part found a defect, which the text describes."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """detail: the reason, unless the outcome is ok. on_device: whether the part needs the
-    device that is checked."""
+    """Result of one part."""
 
     part: str
     outcome: Outcome
+    #: The reason, unless the outcome is ok.
     detail: str = ""
     figures: Figures = field(default_factory=Figures)
     seconds: float = 0.0
+    #: Whether the part needs the device under test.
     on_device: bool = True
 
 
 def exit_code(results: Sequence[Result]) -> int:
-    """FAILED if any part has failed; NOTHING_TRIED if all parts that need the device were
-    skipped, and there were any."""
+    """FAILED if a part has failed; NOTHING_TRIED if there are parts that need the device and
+    all of them were skipped; else OK."""
     if any(result.outcome == "FAILED" for result in results):
         return FAILED
     on_device = [result for result in results if result.on_device]
@@ -44,11 +45,11 @@ def exit_code(results: Sequence[Result]) -> int:
 
 
 def line(result: Result) -> str:
-    """A part in one line; details of failures may have more."""
+    """One line per part; the details of a failure may add lines."""
     figures = ", ".join(f"{name} {_number(value)}" for name, value in result.figures.items())
-    said = "; ".join(text for text in (result.detail, figures) if text)
+    text = "; ".join(text for text in (result.detail, figures) if text)
     seconds = "" if result.outcome == "skipped" else f"{result.seconds:5.1f} s  "
-    return f"{result.part:<14} {result.outcome:<8} {seconds}{said}"
+    return f"{result.part:<14} {result.outcome:<8} {seconds}{text}"
 
 
 def summary(results: Sequence[Result]) -> str:

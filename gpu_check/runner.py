@@ -1,4 +1,4 @@
-"""Runs each part in a process of its own: a driver that crashes fails one part only."""
+"""Runs each part in its own process, so that a crash of the driver fails only that part."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def skipped(part: Part, reason: str) -> Result:
 
 
 def run_part(part: Part, bench: Bench) -> Result:
-    """In this process."""
+    """Runs the part in this process."""
     started = time.monotonic()
 
     def result(outcome, detail="", figures=None) -> Result:
@@ -42,7 +42,7 @@ def run_part(part: Part, bench: Bench) -> Result:
 
 
 def run_apart(part: Part, bench: Bench) -> Result:
-    """In a process of its own, which has `limit_s`."""
+    """Runs the part in its own process with the timeout `limit_s`."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "output.log"
@@ -61,7 +61,7 @@ def run_apart(part: Part, bench: Bench) -> Result:
             code = process.wait(part.limit_s)
             why = f"its process ended with {_ending(code)}"
         except subprocess.TimeoutExpired:
-            why = f"not over within {part.limit_s:g} s"
+            why = f"timeout after {part.limit_s:g} s"
         finally:
             _end_group(process)
         if result.exists():
@@ -80,7 +80,7 @@ def _ending(code: int) -> str:
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Also its peers, and whatever else it has left."""
+    """Kills the whole process group, peers included."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -92,7 +92,7 @@ def main() -> None:
     order, path = sys.argv[1:]
     part, bench = json.loads(order)
     result = run_part(Part(**part), Bench(**bench))
-    # Whole or not there: the parent reads it when this process has ended, in whatever way.
+    # Renamed when complete: the parent reads the file even if this process crashes.
     draft = Path(path).with_suffix(".draft")
     draft.write_text(json.dumps(asdict(result)))
     draft.rename(path)

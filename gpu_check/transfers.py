@@ -1,4 +1,4 @@
-"""Parts that move bytes between two processes: registration, write, events, polling."""
+"""Parts `registration`, `write`, `events`, `polling`: transfers between two processes."""
 
 import os
 import threading
@@ -23,19 +23,19 @@ from gpu_check.peer import Peer
 from gpu_check.report import CheckFailed, Figures
 
 _ROUNDS = 5
-#: How long a kernel keeps the device busy in `events`, and the engine's thread in `polling`.
+#: How long a kernel keeps the device busy (`events`) or the engine's thread (`polling`).
 _BUSY_S = 0.4
-#: Clock cycles of a GPU in that time, at least.
+#: At least the clock cycles of a GPU in that time.
 _BUSY_CYCLES = int(_BUSY_S * 2e9)
 
 
-class Lane:
-    """The way from one pool to the peer's."""
+class PoolLink:
+    """Transfers between a pool and the peer's."""
 
     def __init__(self, pool: Pool, peer: RankMetadata):
         self._pool, self._peer = pool, peer
-        lanes = join("peer", [pool.rank], [peer])[0, 0]
-        pairs = [(lane.local, lane.remote) for lane in lanes]
+        mappings = join("peer", [pool.rank], [peer])[0, 0]
+        pairs = [(mapping.local, mapping.remote) for mapping in mappings]
         self._map = BlockMap(pairs, (pool.rank.device, peer.device))
         pool.mover.add_peer("peer", peer.agent)
 
@@ -55,7 +55,7 @@ def registration(bench: Bench) -> Figures:
         expected = pattern("gpu-check", 512)
         pool.scratch.fill(3, expected)
         if pool.scratch.read(3, len(expected)) != expected:
-            raise CheckFailed("scratch memory does not hold what was put there")
+            raise CheckFailed("scratch memory does not contain the pattern that was written")
         return {
             "memory": pool.rank.memory,
             "MiB": pool.bytes / (1 << 20),
@@ -65,26 +65,26 @@ def registration(bench: Bench) -> Figures:
 
 
 def write(bench: Bench) -> Figures:
-    """Scattered blocks land in their places and nowhere else, and can be read back."""
+    """Scattered blocks must arrive in their places, change no others, and be readable."""
     with Peer(bench.there) as peer, Pool(_name(), bench.here) as pool:
         pool.fill(seed=1)
-        lane = Lane(pool, peer.rank)
+        link = PoolLink(pool, peer.rank)
         here, there, back = list(range(0, 40, 2)), list(range(60, 40, -1)), list(range(100, 120))
         others = [block for block in range(BLOCKS) if block not in there]
         zeros = peer.checksum(others)
         started = time.perf_counter()
-        finish(lane.write(here, there, b"scattered"))
+        finish(link.write(here, there, b"scattered"))
         first_s = time.perf_counter() - started
         peer.await_notice(b"scattered")
         if peer.checksum(there) != pool.checksum(here):
-            raise CheckFailed("the written blocks do not hold what was sent")
+            raise CheckFailed("the written blocks do not contain what was sent")
         if peer.checksum(others) != zeros:
-            raise CheckFailed("other blocks than those that were written have changed")
-        finish(lane.read(back, there))
+            raise CheckFailed("blocks that were not written have changed")
+        finish(link.read(back, there))
         pool.synchronize()
         if pool.checksum(back) != pool.checksum(here):
-            raise CheckFailed("what was read back is not what was written")
-        best_s = min(_timed(lane, number) for number in range(_ROUNDS))
+            raise CheckFailed("the blocks read back differ from those written")
+        best_s = min(_timed(link, number) for number in range(_ROUNDS))
         return {
             "GB/s": pool.bytes / best_s / 1e9,
             "first contact ms": first_s * 1e3,
@@ -93,34 +93,34 @@ def write(bench: Bench) -> Figures:
         }
 
 
-def _timed(lane: Lane, number: int) -> float:
-    """Seconds for the whole pool."""
+def _timed(link: PoolLink, number: int) -> float:
+    """Seconds to write the whole pool."""
     whole = range(BLOCKS)
     started = time.perf_counter()
-    finish(lane.write(whole, whole, b"whole %d" % number))
+    finish(link.write(whole, whole, b"whole %d" % number))
     return time.perf_counter() - started
 
 
 def events(bench: Bench) -> Figures:
-    """A prefill rank's write waits for the kernels that compute its blocks."""
+    """A prefill rank's write must wait for the kernels that compute its blocks."""
     with Peer(bench.there) as peer, Pool(_name(), bench.here) as pool:
         rank = PrefillRank(pool.mover, pool.rank, 0, _always, checksum_rate=1.0, read=pool.read)
         blocks = list(range(16))
         pool.fill(seed=1)
         old = pool.checksum(blocks)
-        _attempt(rank, peer.rank, "first", blocks, _always)  # the two meet
+        _attempt(rank, peer.rank, "first", blocks, _always)  # connects the two
         rank.stats.take()
         launched = time.perf_counter()
         ready = _computed_late(pool, seed=2)
         if ready():
-            raise CheckFailed("the event says that a kernel of 0.4 s is over at once")
+            raise CheckFailed("the event reports a kernel of 0.4 s as done at once")
         ended = _attempt(rank, peer.rank, "second", blocks, ready)
         waited_s = ended - launched
         pool.synchronize()
         if pool.checksum(blocks) == old:
-            raise CheckFailed("the blocks were not computed: this part proves nothing")
+            raise CheckFailed("the blocks were not computed, so this part is inconclusive")
         if peer.checksum(blocks) != pool.checksum(blocks):
-            raise CheckFailed("the write has brought what lay there before its kernel")
+            raise CheckFailed("the write sent the blocks' content from before the kernel")
         return {"kernel and write ms": waited_s * 1e3}
 
 
@@ -131,7 +131,7 @@ def _attempt(
     blocks: Sequence[int],
     ready: Callable[[], bool],
 ) -> float:
-    """One job of these blocks. Returns when it has ended. Raises CheckFailed."""
+    """Runs one job of these blocks. Returns the time of its end. Raises CheckFailed."""
     target = EngineMetadata(
         engine_id="peer",
         lease_id=1,
@@ -156,9 +156,9 @@ def _attempt(
     deadline = time.monotonic() + WAIT_S
     while attempt not in rank.results().sent:
         if BYTES in rank.stats.data and not ready():
-            raise CheckFailed("the write has started before its kernel was over")
+            raise CheckFailed("the write started before its kernel was done")
         if time.monotonic() > deadline:
-            raise CheckFailed(f"attempt {attempt} is not over within {WAIT_S:g} s")
+            raise CheckFailed(f"attempt {attempt} is not done within {WAIT_S:g} s")
     at = time.perf_counter()
     if (report := rank.report()) is not None and report.failures:
         raise CheckFailed(report.failures[attempt])
@@ -166,7 +166,7 @@ def _attempt(
 
 
 def _computed_late(pool: Pool, seed: int) -> Callable[[], bool]:
-    """Has the device compute the pool's blocks in a while. Returns what says when it has."""
+    """Starts a slow computation of the pool's blocks. Returns a check whether it is done."""
     new = pool.random(seed)
     if pool.device.type == "cuda":
         pool.synchronize()
@@ -185,16 +185,16 @@ def _computed_late(pool: Pool, seed: int) -> Callable[[], bool]:
 
 
 def polling(bench: Bench) -> Figures:
-    """With a thread a write goes on, and its notice comes, while the engine's thread is busy.
+    """With the transfer thread a write must complete while the engine's thread is busy.
 
-    It is the first one between the two, so that it also needs a connection.
+    It is the first write between the two, so it also needs a connection.
     """
     without_s, _ = _notice_while_busy(bench, thread=False)
     with_s, busy_s = _notice_while_busy(bench, thread=True)
     if with_s >= busy_s:
         raise CheckFailed(
-            f"the notice came after {with_s * 1e3:.0f} ms, when the engine's thread was free"
-            f" again (after {busy_s * 1e3:.0f} ms)"
+            f"the notification arrived after {with_s * 1e3:.0f} ms, when the engine's thread was"
+            f" no longer busy (after {busy_s * 1e3:.0f} ms)"
         )
     return {
         "busy ms": busy_s * 1e3,
@@ -204,12 +204,12 @@ def polling(bench: Bench) -> Figures:
 
 
 def _notice_while_busy(bench: Bench, *, thread: bool) -> tuple[float, float]:
-    """Seconds until the notice of a write came, and until the engine's thread was free."""
+    """Seconds until a write's notification arrived, and until the thread was free."""
     with Peer(bench.there) as peer, Pool(_name(), bench.here, thread=thread) as pool:
         pool.fill(seed=1)
-        lane = Lane(pool, peer.rank)
+        link = PoolLink(pool, peer.rank)
         started = time.monotonic()
-        transfer = lane.write(range(BLOCKS), range(BLOCKS), b"while busy")
+        transfer = link.write(range(BLOCKS), range(BLOCKS), b"while busy")
         _be_busy(pool)
         free = time.monotonic()
         finish(transfer)
@@ -217,7 +217,7 @@ def _notice_while_busy(bench: Bench, *, thread: bool) -> tuple[float, float]:
 
 
 def _be_busy(pool: Pool) -> None:
-    """As an engine's thread that waits for its kernels: it makes no call of NIXL."""
+    """Blocks as an engine's thread that waits for its kernels: it does not call NIXL."""
     if pool.device.type == "cuda":
         torch.cuda._sleep(_BUSY_CYCLES)
         pool.synchronize()

@@ -1,1 +1,1 @@
-"""Graphs that `dynamo-lite serve graphs.NAME:Frontend` starts."""
+"""Graphs for `dynamo-lite serve graphs.NAME:Frontend`."""

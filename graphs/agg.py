@@ -1,4 +1,4 @@
-"""Aggregated serving: every worker prefills and decodes, nothing is handed over."""
+"""Aggregated serving: every worker prefills and decodes."""
 
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, VLLM_WORKER
 

@@ -1,4 +1,4 @@
-"""Aggregated serving behind a KV-aware router of its own."""
+"""Aggregated serving with a KV-aware Router process."""
 
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, ROUTER, VLLM_WORKER
 

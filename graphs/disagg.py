@@ -1,4 +1,4 @@
-"""Conditional disaggregation: decode workers that may hand long prompts over."""
+"""Conditional disaggregation: prefill workers compute long prompts."""
 
 from dynamo_lite.services.services import FRONTEND, PREFILL_WORKER, PROCESSOR, VLLM_WORKER
 

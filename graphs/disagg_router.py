@@ -1,4 +1,4 @@
-"""Conditional disaggregation behind a KV-aware router of its own."""
+"""Conditional disaggregation with a KV-aware Router process."""
 
 from dynamo_lite.services.services import (
     FRONTEND,

@@ -1,12 +1,12 @@
-"""Asks processes to leave the graph by revoking their leases.
+"""Drains and removes processes of a graph by revoking their leases.
 
     .venv/bin/python scripts/revoke_lease.py                      list the live members
     .venv/bin/python scripts/revoke_lease.py 694d9a2f3c4e8a05     revoke that lease
     .venv/bin/python scripts/revoke_lease.py --component PrefillWorker [--wait]
 
-With --wait it returns when the processes are gone: their keys, and where they
-ran on this host the processes themselves. Exit codes: 0 done, 1 no such lease
-or no answer, 2 bad input.
+With --wait it returns when the processes' keys are gone and, for processes on this host,
+the processes have ended. Exit codes: 0 done, 1 no such lease or no response from etcd,
+2 bad input.
 """
 
 import argparse
@@ -29,10 +29,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("lease", nargs="?", help="lease id in hexadecimal, as `dynamo-lite ps`")
-    parser.add_argument("--component", help="revoke the leases of all processes of a component")
-    parser.add_argument("--wait", action="store_true", help="return when they are gone")
-    parser.add_argument("--timeout", type=float, default=60.0, help="longest --wait, seconds")
+    parser.add_argument(
+        "lease", nargs="?", help="lease id in hexadecimal, as shown by `dynamo-lite ps`"
+    )
+    parser.add_argument("--component", help="revoke the leases of all processes of this component")
+    parser.add_argument("--wait", action="store_true", help="wait until the processes are gone")
+    parser.add_argument("--timeout", type=float, default=60.0, help="timeout of --wait in seconds")
     parser.add_argument("--etcd-url")
     parser.add_argument("--namespace")
     parser.add_argument("--state-dir", type=Path, default=Path(".dynamo-lite"))
@@ -42,7 +44,7 @@ def _arguments() -> argparse.Namespace:
 async def revoke(args: argparse.Namespace) -> None:
     """Raises ConfigError, StartupError or Unavailable."""
     if args.lease and args.component:
-        raise ConfigError(["give a lease or --component, not both"])
+        raise ConfigError(["give either a lease or --component, not both"])
     wanted = _lease_id(args.lease) if args.lease else None
     place = find_place(args.state_dir, args.etcd_url, args.namespace)
     records = await members(place)
@@ -51,18 +53,18 @@ async def revoke(args: argparse.Namespace) -> None:
         return
     chosen = [r for r in records if r.lease_id == wanted or r.component == args.component]
     if not chosen:
-        raise StartupError(_nobody(args, records))
+        raise StartupError(_no_match(args, records))
     async with EtcdStore(place.etcd_url) as store:
         for lease_id in sorted({record.lease_id for record in chosen}):
             if await store.revoke(lease_id):
                 print(f"revoked {lease_id:x}")
             else:
-                print(f"lease {lease_id:x} was gone already")
+                print(f"lease {lease_id:x} had already expired or been revoked")
     if args.wait:
-        await _until_gone(place, chosen, args.timeout)
+        await _wait_until_gone(place, chosen, args.timeout)
 
 
-async def _until_gone(place: Place, chosen: list[EndpointRecord], timeout_s: float) -> None:
+async def _wait_until_gone(place: Place, chosen: list[EndpointRecord], timeout_s: float) -> None:
     leases = {record.lease_id for record in chosen}
     here = socket.gethostname()
     pids = {record.pid for record in chosen if record.host == here and record.pid}
@@ -75,7 +77,7 @@ async def _until_gone(place: Place, chosen: list[EndpointRecord], timeout_s: flo
             return
         if time.monotonic() > deadline:
             left = [*(f"lease {lease:x}" for lease in present), *(f"pid {p}" for p in running)]
-            raise StartupError(f"still there after {timeout_s:g} s: {', '.join(left)}")
+            raise StartupError(f"timeout: still there after {timeout_s:g} s: {', '.join(left)}")
         await asyncio.sleep(_POLL_S)
 
 
@@ -85,11 +87,13 @@ def _lease_id(text: str) -> int:
     except ValueError:
         value = 0
     if not 0 < value < 1 << 63:
-        raise ConfigError([f"{text}: not a lease id; they are hexadecimal, as `ps` shows them"])
+        raise ConfigError(
+            [f"{text}: not a lease id; lease ids are hexadecimal, see `dynamo-lite ps`"]
+        )
     return value
 
 
-def _nobody(args: argparse.Namespace, records: list[EndpointRecord]) -> str:
+def _no_match(args: argparse.Namespace, records: list[EndpointRecord]) -> str:
     if args.component:
         known = ", ".join(sorted({record.component for record in records})) or "none"
         return f"no live process of component {args.component}; live: {known}"

@@ -10,9 +10,9 @@ For tests there are also
     sliding      Mistral: a sliding window of 128 tokens in all layers
     hybrid       Jamba: one Mamba layer and one attention layer
 
-Same seed, same weights. Its text is noise; everything else about it is a real
-model: chat template, bfloat16 weights, grouped-query attention. Nothing is
-fetched. A directory that holds the model already is left alone.
+The same seed gives the same weights. The model's text is noise; otherwise it is a real
+model with chat template, bfloat16 weights and grouped-query attention. Nothing is
+downloaded. A directory that already has the model is not changed.
 """
 
 import json
@@ -31,9 +31,9 @@ RECIPE = {"recipe": 1, "seed": SEED, "vocabulary": VOCABULARY, "context": CONTEX
 #: The last two pieces of the vocabulary of `thinking`.
 THINKING_TOKENS = ["<think>", "</think>"]
 
-#: Arguments of the architecture's configuration (LlamaConfig unless ARCHITECTURES has
-#: another one). vLLM's CPU attention takes head sizes from 32 on, and for MLA only the
-#: sizes of a full DeepSeek.
+#: Arguments of the architecture's configuration class (LlamaConfig, or see ARCHITECTURES).
+#: vLLM's CPU attention needs head sizes of at least 32, and for MLA the sizes of a full
+#: DeepSeek.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 128,
@@ -137,7 +137,7 @@ def make(directory: Path, shape: str) -> None:
         model_max_length=CONTEXT_TOKENS,
         clean_up_tokenization_spaces=False,
     )
-    # As in real models: they are one token each, and not dropped from the text.
+    # As in real models each is one token and stays in the text.
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in thinking])
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(SEED)
@@ -150,8 +150,8 @@ def make(directory: Path, shape: str) -> None:
             eos_token_id=vocabulary["<|im_end|>"],
             pad_token_id=vocabulary["<pad>"],
             tie_word_embeddings=False,
-            # Wider than usual: the logits of random weights lie so close together that
-            # rounding would otherwise decide which token wins.
+            # Wider than usual: otherwise the logits of random weights are so close together
+            # that rounding decides which token wins.
             initializer_range=0.2,
         )
     ).bfloat16()
@@ -173,7 +173,7 @@ def _merges(vocabulary: dict[str, int], size: int) -> list[tuple[str, str]]:
 
 
 def recipe_of(shape: str) -> dict[str, Any]:
-    """What tells whether a directory holds this model already."""
+    """Content of recipe.json, which identifies the model in a directory."""
     if shape == "tiny":
         return RECIPE
     named = {"name": shape} if shape in (*ARCHITECTURES, "thinking") else {}
@@ -190,7 +190,7 @@ def main() -> None:
     if recipe.is_file() and json.loads(recipe.read_text()) == made_by:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Moved into place only when whole: an interrupted run leaves no half a model.
+    # Renamed when complete: an interrupted run leaves no incomplete model.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         draft = Path(scratch) / target.name
         draft.mkdir()

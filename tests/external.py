@@ -63,7 +63,7 @@ class TlsEtcd(EmbeddedEtcd):
             command += ["--client-cert-auth", "--trusted-ca-file", str(folder / "ca.pem")]
         return command
 
-    async def _answers(self) -> bool:
+    async def _is_ready(self) -> bool:
         try:
             await self.control("endpoint", "health")
         except subprocess.CalledProcessError as exc:

@@ -1,8 +1,8 @@
 """The command `dynamo-lite`.
 
-Exit codes: 0 done or drained, 1 could not start or operate, 2 bad input, 130
-forced by a second signal, or interrupted while nothing was running yet. Heavy
-modules are imported by the command that needs them: `--help` must be quick.
+Exit codes: 0 done or drained, 1 could not start or operate, 2 bad input, 130 killed by a
+second signal, or interrupted before anything was started. Each command imports its heavy
+modules itself, so that `--help` is quick.
 """
 
 import json
@@ -26,8 +26,10 @@ EXIT_INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
-    """Answers Ctrl-C, SIGTERM and SIGHUP wherever no graph runs; a running one has
-    signal handlers of its own."""
+    """Handles Ctrl-C, SIGTERM and SIGHUP while no graph runs.
+
+    A running graph has its own signal handlers.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         for kind in (signal.SIGTERM, signal.SIGHUP):
@@ -71,24 +73,31 @@ def _root(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    graph: Annotated[str, typer.Argument(help="MODULE:NAME, e.g. graphs.disagg:Frontend")],
-    file: Annotated[Path | None, typer.Option("-f", "--file", help="YAML configuration.")] = None,
-    service_name: Annotated[str | None, typer.Option(help="Start this service alone.")] = None,
+    graph: Annotated[str, typer.Argument(help="Graph as MODULE:NAME, e.g. graphs.disagg:Frontend")],
+    file: Annotated[
+        Path | None, typer.Option("-f", "--file", help="YAML configuration file.")
+    ] = None,
+    service_name: Annotated[str | None, typer.Option(help="Start only this service.")] = None,
     nats_url: NatsUrl = None,
     etcd_url: EtcdUrl = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
-    dry_run: Annotated[bool, typer.Option(help="Print the resolved graph; start nothing.")] = False,
-    verbose: Annotated[bool, typer.Option(help="Debug lines in the logs.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Print the resolved configuration; start nothing.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option(help="Log at level DEBUG.")] = False,
     log_format: Annotated[
-        LogFormat, typer.Option(help="Lines in the logs: text, or one JSON object each.")
+        LogFormat, typer.Option(help="Format of log lines: text, or one JSON object per line.")
     ] = "text",
 ) -> None:
-    """Start a graph of services, and keep it running until Ctrl-C.
+    """Start a graph of services and run it until Ctrl-C.
 
-    Single values of the file are overridden by --Service.key=value, for example
-    --Frontend.port=8080 or --VllmWorker.ServiceArgs.workers=2. Without URLs an
-    embedded nats-server and etcd are started.
+    --Service.key=value overrides one value of the file, for example --Frontend.port=8080 or
+    --VllmWorker.ServiceArgs.workers=2. Without --nats-url and --etcd-url an embedded
+    nats-server and etcd are started.
+
+    The first Ctrl-C (or SIGTERM) drains the graph: requests in flight finish, then the
+    processes exit. A second one kills all processes.
     """
     from dynamo_lite.serve.command import ServeRequest, run
     from dynamo_lite.serve.config import resolve
@@ -125,18 +134,23 @@ def ps(
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     links: Annotated[
-        bool, typer.Option("--links", help="List pairs of prefill and decode workers instead.")
+        bool,
+        typer.Option("--links", help="List the links between prefill and decode workers instead."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the live members of a graph, and how they are.
+    """List the live processes of a graph and their state.
 
-    With --links: each prefill worker with each decode engine, by their leases. Before the
-    first KV goes that way, a prefill worker writes a pattern into scratch memory there and
-    reads it back. STATE is ok, failed (the pair is not used, DETAIL says why; it is
-    tried again) or untested (yet). LANES are pairs of ranks, FIRST CONTACT is how long
-    it took to connect them, ROUND TRIP the same try once more. The last lines say how many
-    prefill workers each decode engine can use: those whose link has not failed.
+    STATE is ready, starting, draining, unwell (it cannot work; see its log) or silent (its
+    status server does not respond).
+
+    With --links: list each prefill worker with each decode engine, by their leases. Before a
+    prefill worker writes KV into a decode engine for the first time, it tests the link: it
+    writes a pattern into scratch memory there and reads it back. STATE is ok, failed (the link
+    is not used and is tested again later; DETAIL shows why) or untested. LANES is the number
+    of pairs of ranks, FIRST CONTACT the time to connect them, ROUND TRIP the time of a second
+    test. The last lines show how many prefill workers each decode engine can use: those whose
+    link has not failed.
     """
     import asyncio
 
@@ -157,28 +171,34 @@ def ps(
 
 @app.command()
 def sim(
-    seed: Annotated[int | None, typer.Option(min=0, help="Play this one seed.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Show all that happens in it.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Play so many seeds.")] = None,
-    first: Annotated[int | None, typer.Option(min=0, help="The first of them; else 0.")] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes; else as many as there are cores.")
+    seed: Annotated[int | None, typer.Option(min=0, help="Run this one seed.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Print every event of the seed.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds to run.")] = None,
+    first: Annotated[
+        int | None, typer.Option(min=0, help="First seed of --seeds; default 0.")
     ] = None,
-    stop: Annotated[bool, typer.Option("--stop", help="End at the first violated seed.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes; default: one per core.")
+    ] = None,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Stop at the first seed that violates an invariant.")
+    ] = False,
     mutant: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Take one safety away: is that found? For tests."),
+        typer.Option(
+            metavar="NAME", help="Remove one safety mechanism, to test that this is found."
+        ),
     ] = None,
 ) -> None:
-    """Play whole clusters in virtual time, with faults, and check that invariants hold.
+    """Simulate whole clusters with faults in virtual time, and check the invariants.
 
-    Each seed stands for one cluster, its requests, and what goes wrong in it. The
-    shipped control plane runs on simulated servers, network and engines; the same
-    seed does the same every time. Nothing is started, no port opened.
+    A seed determines a cluster, its requests and its faults. The shipped control plane runs
+    on simulated servers, network and engines. A seed always gives the same run. No process
+    is started and no port is opened.
 
-    A violated seed is printed with the command that plays it again. Exit code 0:
-    all invariants held; 1: not all did; 130: interrupted, what was found so far
-    is printed.
+    For a seed that violates an invariant the command that runs it again is printed. Exit
+    code 0: all invariants held; 1: an invariant was violated; 130: interrupted, after
+    printing the results so far.
 
     \b
     dynamo-lite sim --seeds 1000
@@ -208,7 +228,7 @@ def _as_yaml(graph: str, config: Any) -> str:
 
 
 def main() -> None:
-    """Entry point: turns every deliberate error into lines and an exit code."""
+    """Entry point: prints expected errors as lines and maps them to exit codes."""
     try:
         app(standalone_mode=True)
     except ConfigError as exc:

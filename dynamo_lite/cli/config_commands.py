@@ -166,7 +166,7 @@ def _try(edits: dict[str, dict[str, Any]], place: Any, nats_url: str) -> None:
 
     told = asyncio.run(ask_engines(place, nats_url, Explain(within_s=_DRY_RUN_S)))
     for engine in told.silent:
-        print(f"warning: decode engine {engine} does not answer", file=sys.stderr)
+        print(f"warning: decode engine {engine} does not respond", file=sys.stderr)
     print(f"dry run: nothing was changed; of the last {_DRY_RUN_S:g} s")
     for edit in edits.values():
         print("\n".join(dry_run(told.taken, edit)))

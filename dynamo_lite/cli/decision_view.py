@@ -1,4 +1,4 @@
-"""How decisions are shown: each by itself, many as a list, and what others would have been."""
+"""Prints decisions: one in full, many as a table, and what other options would have decided."""
 
 import time
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.cli.decisions import Taken
+from dynamo_lite.cli.decisions import PastDecision
 from dynamo_lite.cli.listing import table
 from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict
 from dynamo_lite.policy.replay import replay
@@ -29,25 +29,25 @@ _COLUMNS = ("at", "request", "prompt", "to_compute", "queue", "verdict", "outcom
 _WORDS = {
     "long": "long enough for a prefill worker, and the queue has room",
     "short": "the prompt is short",
-    "cached": "few tokens are left beside the prefix that is cached here",
+    "cached": "few tokens are uncached: the prefix is cached on this worker",
     "single_flight": "it waited for another request's remote prefill of the same prefix",
     "queue_full": "too many jobs in the queue",
     "queue_tokens": "too many outstanding tokens in the queue",
-    "too_late": "it would not have come back by its deadline",
-    "queue_unknown": "the queue was not seen lately",
+    "too_late": "a remote prefill would have missed its deadline",
+    "queue_unknown": "the last view of the queue was stale",
     "no_prefill_worker": "no prefill worker is available",
-    "leaving": "this worker is leaving",
-    "not_transferable": "its KV is no function of its tokens alone, or must not be cached",
+    "leaving": "this worker was draining",
+    "not_transferable": "its KV depends on more than its tokens, or must not be cached",
 }
 
 
-def as_json(taken: Sequence[Taken]) -> list[dict[str, Any]]:
+def as_json(taken: Sequence[PastDecision]) -> list[dict[str, Any]]:
     return [
         {"at": t.at, "worker": f"{t.lease_id:x}", **msgspec.to_builtins(t.decision)} for t in taken
     ]
 
 
-def as_text(taken: Taken) -> str:
+def as_text(taken: PastDecision) -> str:
     d = taken.decision
     uncached = d.prompt_tokens - d.cached_tokens
     followed = d.thresholds
@@ -56,9 +56,9 @@ def as_text(taken: Taken) -> str:
         f"  verdict     {d.verdict}, {d.reason}: {_WORDS.get(d.reason, d.reason)}",
         f"  prompt      {d.prompt_tokens} tokens: {d.cached_tokens} cached here,"
         f" {uncached} to compute",
-        f"  thresholds  local up to {followed.max_local_prefill_length} tokens to compute, or from"
-        f" {followed.max_prefill_queue_size} jobs{_or_tokens(d)} in the queue on (options version"
-        f" {followed.version})",
+        f"  thresholds  local up to {followed.max_local_prefill_length} uncached tokens, and with"
+        f" {followed.max_prefill_queue_size} jobs{_or_tokens(d)} or more in the queue (options"
+        f" version {followed.version})",
         f"  queue       {_queue(d)}",
         f"  here        {_here(d)}",
         f"  elsewhere   {_elsewhere(d)}",
@@ -71,19 +71,19 @@ def as_text(taken: Taken) -> str:
     return "\n".join(lines)
 
 
-def as_table(taken: Sequence[Taken]) -> str:
+def as_table(taken: Sequence[PastDecision]) -> str:
     return table(_COLUMNS, [_cells(t.at, t.decision) for t in taken])
 
 
-def dry_run(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
-    """What these options would have made of these decisions, in lines.
+def dry_run(taken: Sequence[PastDecision], edit: Mapping[str, Any]) -> list[str]:
+    """Lines that show what these options would have changed in past decisions.
 
-    edit: the values that would hold (kebab-case); options that it does not name stay.
+    edit: new values by option (kebab-case); other options stay as they were.
     """
     lines: list[str] = []
-    judged = TIMEOUT in edit and any(t.decision.queue and t.decision.queue.wait_s for t in taken)
-    if judged or any(option in DECIDING for option in edit):
-        lines += _moved(taken, edit)
+    timed = TIMEOUT in edit and any(t.decision.queue and t.decision.queue.wait_s for t in taken)
+    if timed or any(option in DECIDING for option in edit):
+        lines += _changed_verdicts(taken, edit)
     if TIMEOUT in edit:
         ended = [t for t in taken if t.decision.asked and t.decision.asked.outcome]
         waits = [sum(t.decision.asked.stages_s.values()) for t in ended if t.decision.asked]
@@ -97,10 +97,10 @@ def dry_run(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_with(decision: Decision, edit: Mapping[str, Any]) -> Verdict:
-    """What it would have been with these options."""
+    """The verdict with these options."""
     make = Remote if decision.verdict == "remote" else Local
     followed, queue = decision.thresholds, decision.queue
-    # Of a prompt that had asked before, less time was left than it says here.
+    # After an earlier attempt less time is left than the timeout; the record lacks how much.
     left_s = 0.0 if decision.reason == "too_late" else followed.remote_prefill_timeout_s
     return replay(
         make(DecisionReason(decision.reason)),
@@ -136,14 +136,14 @@ def _cells(at: float, d: Decision) -> list[str]:
     ]
 
 
-def _moved(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
+def _changed_verdicts(taken: Sequence[PastDecision], edit: Mapping[str, Any]) -> list[str]:
     moves: Counter[tuple[str, str]] = Counter()
     for t in taken:
         new = verdict_with(t.decision, edit)
         kind = "remote" if isinstance(new, Remote) else "local"
         moves[f"{t.decision.verdict}/{t.decision.reason}", f"{kind}/{new.reason.value}"] += 1
     changed = sum(n for (old, new), n in moves.items() if old.split("/")[0] != new.split("/")[0])
-    lines = [f"{changed} of {len(taken)} decisions would have been another:"]
+    lines = [f"{changed} of {len(taken)} verdicts would have changed:"]
     for (old, new), count in sorted(moves.items(), key=lambda move: -move[1]):
         lines.append(f"  {count:6}  {old}" + ("" if old == new else f" -> {new}"))
     return lines
@@ -151,11 +151,11 @@ def _moved(taken: Sequence[Taken], edit: Mapping[str, Any]) -> list[str]:
 
 def _queue(d: Decision) -> str:
     if d.queue is None:
-        return "not known"
+        return "unknown"
     jobs = _count(d.queue.jobs, "job")
     wait = "" if d.queue.wait_s is None else f", a wait of about {_seconds(d.queue.wait_s)}"
     ahead = f" with {_count(d.queue.tokens, 'token')} to compute{wait}"
-    return f"{jobs}{ahead}; {_workers(d.queue)}; seen {d.queue.age_s:.2f} s before"
+    return f"{jobs}{ahead}; {_workers(d.queue)}; seen {d.queue.age_s:.2f} s earlier"
 
 
 def _workers(queue: QueueSeen) -> str:
@@ -179,23 +179,23 @@ def _here(d: Decision) -> str:
     if d.computed_s is not None:
         return f"took {_seconds(d.computed_s)}"
     if d.local_s is None:
-        return "not known: no prompt was computed here yet"
-    about = "" if d.verdict == "local" else "would have taken "
-    return f"{about}about {_seconds(d.local_s)}, at {d.local_tokens_per_s:,.0f} tokens/s"
+        return "unknown: this worker has not computed a prompt yet"
+    verb = "" if d.verdict == "local" else "would have taken "
+    return f"{verb}about {_seconds(d.local_s)}, at {d.local_tokens_per_s:,.0f} tokens/s"
 
 
 def _elsewhere(d: Decision) -> str:
     if d.asked is not None and d.asked.outcome == "committed":
         return f"took {_seconds(sum(d.asked.stages_s.values()))}"
     if d.remote_s is None:
-        return "not known: no remote prefill has come back yet"
-    about = "" if d.verdict == "remote" else "would have taken "
-    return f"{about}about {_seconds(d.remote_s)}, at {d.remote_tokens_per_s:,.0f} tokens/s"
+        return "unknown: no remote prefill has completed yet"
+    verb = "" if d.verdict == "remote" else "would have taken "
+    return f"{verb}about {_seconds(d.remote_s)}, at {d.remote_tokens_per_s:,.0f} tokens/s"
 
 
 def _stages(stages_s: Mapping[str, float]) -> str:
-    told = ", ".join(f"{stage} {_seconds(seconds)}" for stage, seconds in stages_s.items())
-    return f" after {told}" if told else ""
+    stages = ", ".join(f"{stage} {_seconds(seconds)}" for stage, seconds in stages_s.items())
+    return f" after {stages}" if stages else ""
 
 
 def _took(d: Decision) -> str:

@@ -1,4 +1,4 @@
-"""What the decode engines of a namespace say that they have decided."""
+"""Requests recent decisions from the decode engines of a namespace."""
 
 import asyncio
 import time
@@ -20,30 +20,35 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.run_state import read_run
 
-#: For one engine to answer; a stopped one does not.
+#: Timeout for the reply of one engine.
 _ANSWER_S = 3.0
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A decision. at: seconds since the epoch, by this host's clock. lease_id: of its worker."""
+class PastDecision:
+    """A decision that an engine made."""
 
+    #: Seconds since the epoch by this host's clock.
     at: float
+    #: Of the decode worker.
     lease_id: int
     decision: Decision
 
 
 @dataclass(frozen=True)
-class Told:
-    """taken: oldest first. engines: how many have answered. silent: ids of those that did not."""
+class Answers:
+    """The replies of all decode engines."""
 
-    taken: list[Taken]
+    #: Oldest first.
+    taken: list[PastDecision]
+    #: Number of engines that replied.
     engines: int
+    #: Ids of the engines that did not reply.
     silent: list[str]
 
 
 def find_broker(state_dir: Path, nats_url: str | None) -> str:
-    """The flag first, then the running graph of `state_dir`. Raises StartupError."""
+    """Takes the flag, or else what the running graph of `state_dir` uses. Raises StartupError."""
     running = read_run(state_dir)
     url = nats_url or (running.nats if running else None)
     if url is None:
@@ -51,30 +56,30 @@ def find_broker(state_dir: Path, nats_url: str | None) -> str:
     return url
 
 
-async def ask_engines(place: Place, nats_url: str, wanted: Explain) -> Told:
-    """Asks all decode engines. Raises StartupError, Unavailable."""
+async def ask_engines(place: Place, nats_url: str, wanted: Explain) -> Answers:
+    """Sends `wanted` to all decode engines. Raises StartupError, Unavailable."""
     async with EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store:
         prefix = names.nixl_metadata_prefix(place.namespace)
         found = [key.removeprefix(prefix) for key in await store.get_prefix(prefix)]
     engines = sorted(engine for engine in found if names.is_engine_id(engine))
     async with NatsMessaging(nats_url) as messaging:
         answers = await asyncio.gather(
-            *(_ask(messaging, place.namespace, engine, wanted) for engine in engines)
+            *(_ask_engine(messaging, place.namespace, engine, wanted) for engine in engines)
         )
     taken = sorted((each for answer in answers for each in answer or ()), key=lambda t: t.at)
     silent = [engine for engine, answer in zip(engines, answers, strict=True) if answer is None]
-    return Told(taken, len(engines) - len(silent), silent)
+    return Answers(taken, len(engines) - len(silent), silent)
 
 
-async def _ask(
+async def _ask_engine(
     messaging: Messaging, namespace: str, engine: str, wanted: Explain
-) -> list[Taken] | None:
-    """None: it does not answer."""
+) -> list[PastDecision] | None:
+    """None if the engine does not reply."""
     subject = names.explain_subject(namespace, engine)
     try:
         reply = await messaging.request(subject, encode(wanted), timeout_s=_ANSWER_S)
-        told = decode_explained(reply)
+        explained = decode_explained(reply)
     except (NoResponders, DeadlineExceeded, ProtocolError):
         return None
     now = time.time()
-    return [Taken(now - d.age_s, told.lease_id, d) for d in told.decisions]
+    return [PastDecision(now - d.age_s, explained.lease_id, d) for d in explained.decisions]

@@ -1,4 +1,4 @@
-"""`dynamo-lite explain`: why prompts were prefilled where they were."""
+"""`dynamo-lite explain`: why prompts were prefilled locally or remotely."""
 
 import asyncio
 import json
@@ -15,10 +15,11 @@ _EXIT_UNKNOWN = 1
 
 def explain(
     request_id: Annotated[
-        str, typer.Argument(metavar="[REQUEST_ID]", help="As in the answer: chatcmpl-..., cmpl-...")
+        str,
+        typer.Argument(metavar="[REQUEST_ID]", help="Id of the response: chatcmpl-..., cmpl-..."),
     ] = "",
     last: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="List so many of the last decisions.")
+        int | None, typer.Option(min=1, max=4096, help="List the last N decisions.")
     ] = None,
     etcd_url: EtcdUrl = None,
     nats_url: NatsUrl = None,
@@ -26,12 +27,11 @@ def explain(
     namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say why a prompt was prefilled here or by a prefill worker, and what came of it.
+    """Explain why a prompt was prefilled locally or by a prefill worker, and the outcome.
 
-    REQUEST_ID is the `id` of the answer that the client got. Of a request with several
-    prompts or `n` > 1, and of one that moved to another worker, all decisions are shown.
-    Decode workers remember them for 15 minutes, 4096 each at most; exit code 1: nobody
-    remembers this one.
+    REQUEST_ID is the `id` of the response. For a request with several prompts or `n` > 1, and
+    for one that migrated to another worker, all its decisions are shown. Decode workers keep
+    decisions for 15 minutes, at most 4096 each. Exit code 1: no decode worker has this one.
 
     \b
     dynamo-lite explain chatcmpl-95c64d7edf3447eb
@@ -49,10 +49,10 @@ def explain(
         raise ConfigError(["REQUEST_ID: at most 256 characters"])
     place, broker = find_place(state_dir, etcd_url, namespace), find_broker(state_dir, nats_url)
     wanted = Explain(request_id=request_id, last=last or 4096)
-    told = asyncio.run(ask_engines(place, broker, wanted))
-    for engine in told.silent:
-        print(f"warning: decode engine {engine} does not answer", file=sys.stderr)
-    taken = told.taken[-(last or len(told.taken)) :]
+    answers = asyncio.run(ask_engines(place, broker, wanted))
+    for engine in answers.silent:
+        print(f"warning: decode engine {engine} does not respond", file=sys.stderr)
+    taken = answers.taken[-(last or len(answers.taken)) :]
     if as_json:
         print(json.dumps(decision_view.as_json(taken), indent=2))
     elif last is not None:
@@ -60,7 +60,9 @@ def explain(
     elif taken:
         print("\n\n".join(decision_view.as_text(each) for each in taken))
     if request_id and not taken:
-        said = f"error: {request_id}: none of {told.engines} decode engines remembers it"
-        kept = f"they do for {LONGEST_S / 60:g} minutes, and {MOST} decisions each"
-        print(f"{said}; {kept}", file=sys.stderr)
+        message = (
+            f"error: {request_id}: none of {answers.engines} decode engines has a decision of it"
+        )
+        kept = f"decisions are kept for {LONGEST_S / 60:g} minutes, at most {MOST} per engine"
+        print(f"{message}; {kept}", file=sys.stderr)
         raise typer.Exit(_EXIT_UNKNOWN)

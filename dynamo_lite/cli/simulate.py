@@ -1,4 +1,4 @@
-"""`dynamo-lite sim`: plays seeds of the simulation, and says what came of them."""
+"""`dynamo-lite sim`: runs seeds of the simulation and prints the results."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ from dynamo_lite.simulation.tally import Played, Tally
 EXIT_VIOLATED = 1
 EXIT_INTERRUPTED = 130
 
-#: Seconds between two lines of progress; on a terminal one line is written again and again.
+#: Seconds between two lines of progress, and between two updates of the line on a terminal.
 _LINE_S, _REWRITE_S = 10.0, 0.2
 
 
@@ -33,12 +33,12 @@ def check_options(
     """Raises ConfigError."""
     mistakes: list[str] = []
     if (seed is None) == (seeds is None):
-        mistakes.append("give either --seed N (play that one) or --seeds N (play so many)")
+        mistakes.append("give either --seed N (run seed N) or --seeds N (run N seeds)")
     for name, given in (("--first", first), ("--jobs", jobs), ("--stop", stop or None)):
         if given is not None and seeds is None:
-            mistakes.append(f"{name} goes with --seeds")
+            mistakes.append(f"{name} requires --seeds")
     if trace and seed is None:
-        mistakes.append("--trace goes with --seed")
+        mistakes.append("--trace requires --seed")
     if mutant is not None and mutant not in MUTANTS:
         mistakes.append(f"--mutant: {mutant!r} is unknown; accepted: {', '.join(MUTANTS)}")
     if mistakes:
@@ -66,7 +66,7 @@ def play_one(seed: int, *, mutant: str | None = None, show_trace: bool = False) 
 def play_range(
     seeds: range, *, jobs: int | None = None, mutant: str | None = None, stop: bool = False
 ) -> int:
-    """Returns the exit code. stop: at the first violated seed."""
+    """Returns the exit code. stop: end at the first violated seed."""
     tally, progress = Tally(), _Progress(len(seeds))
     outcomes = play_many(seeds, jobs=jobs, mutant=mutant)
     interrupted = False
@@ -95,7 +95,7 @@ def play_range(
 
 
 def _count(tally: Tally, outcome: Played | Lost) -> str | None:
-    """What is wrong with this seed; None when nothing is."""
+    """Adds an outcome to the tally. Returns its first violation or error; None without."""
     if isinstance(outcome, Lost):
         tally.lose(outcome.seed, outcome.why)
         return outcome.why
@@ -124,7 +124,7 @@ def _scenario_lines(scenario: Scenario) -> list[str]:
 
 @dataclass
 class _Progress:
-    """One line on standard error: how far it is, how fast it goes, how long it will take."""
+    """One line on standard error: seeds done, speed, remaining time."""
 
     wanted: int
     _began: float = field(default_factory=time.monotonic)
@@ -147,7 +147,7 @@ class _Progress:
             print(text, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Makes room for other lines."""
+        """Erases the line, so that other lines can be printed."""
         if self._width:
             print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
             self._width = 0

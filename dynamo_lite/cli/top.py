@@ -1,4 +1,4 @@
-"""Frames of a running graph: one, or one after the other until a signal."""
+"""Shows frames of a running graph: one, or a sequence until a signal."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from dynamo_lite.overview import Observer, Overview
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
-#: Of a plain frame: wider than any line but a long reason of a failed link.
+#: Width of a plain frame; only a failed link's long reason is wider.
 _PLAIN_WIDTH = 160
 
 Observing = AbstractAsyncContextManager[Observer]
@@ -25,7 +25,7 @@ Observing = AbstractAsyncContextManager[Observer]
 
 @contextlib.asynccontextmanager
 async def observing(place: Place, nats_url: str) -> AsyncIterator[Observer]:
-    """Raises StartupError or Unavailable when a server does not answer."""
+    """Raises StartupError or Unavailable when a server does not respond."""
     async with (
         EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store,
         NatsMessaging(nats_url) as messaging,
@@ -35,8 +35,10 @@ async def observing(place: Place, nats_url: str) -> AsyncIterator[Observer]:
 
 
 async def until_signal(shown: Coroutine[Any, Any, None]) -> None:
-    """A signal is how it ends, and no failure: connections are closed and the terminal is
-    put right first."""
+    """Runs `shown` until a signal, which is no failure.
+
+    Connections are closed and the terminal is restored first.
+    """
     task = asyncio.ensure_future(shown)
     loop = asyncio.get_running_loop()
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -46,8 +48,8 @@ async def until_signal(shown: Coroutine[Any, Any, None]) -> None:
 
 
 async def print_frame(observing: Observing, interval_s: float) -> None:
-    """Plain text; nothing is cut off, however narrow the terminal."""
-    seen = await _second_look(observing, interval_s)
+    """Prints plain text; lines are not cut to the terminal's width."""
+    seen = await _second_overview(observing, interval_s)
     console = Console(color_system=None, highlight=False, width=_PLAIN_WIDTH)
     with console.capture() as printed:
         console.print(as_frame(seen))
@@ -55,25 +57,25 @@ async def print_frame(observing: Observing, interval_s: float) -> None:
 
 
 async def print_json(observing: Observing, interval_s: float) -> None:
-    seen = await _second_look(observing, interval_s)
+    seen = await _second_overview(observing, interval_s)
     print(msgspec.json.format(msgspec.json.encode(seen), indent=2).decode())
 
 
 async def watch(observing: Observing, interval_s: float) -> None:
-    """On a terminal one frame replaces the other; elsewhere they follow each other."""
+    """On a terminal each frame replaces the last; elsewhere frames are printed in sequence."""
     console = Console(highlight=False)
     async with observing as observer:
         if not console.is_terminal:
-            async for seen in _looks(observer, interval_s):
+            async for seen in _overviews(observer, interval_s):
                 console.print(as_frame(seen), "")
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            async for seen in _looks(observer, interval_s):
+            async for seen in _overviews(observer, interval_s):
                 live.update(as_frame(seen), refresh=True)
 
 
-async def _looks(observer: Observer, interval_s: float) -> AsyncIterator[Overview]:
-    """At a fixed pace, unless looking takes longer."""
+async def _overviews(observer: Observer, interval_s: float) -> AsyncIterator[Overview]:
+    """One overview per `interval_s`, or fewer if one takes longer."""
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
@@ -82,8 +84,8 @@ async def _looks(observer: Observer, interval_s: float) -> AsyncIterator[Overvie
         await asyncio.sleep(due - loop.time())
 
 
-async def _second_look(observing: Observing, interval_s: float) -> Overview:
-    """The first one begins what rates are of."""
+async def _second_overview(observing: Observing, interval_s: float) -> Overview:
+    """The second of two overviews: rates need two."""
     async with observing as observer:
         await observer.look()
         await asyncio.sleep(interval_s)

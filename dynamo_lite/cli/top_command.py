@@ -1,4 +1,4 @@
-"""`dynamo-lite top`: a running graph, live."""
+"""`dynamo-lite top`: shows a running graph live."""
 
 import asyncio
 from typing import Annotated
@@ -9,7 +9,7 @@ from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, Nat
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one plain frame, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one plain frame and exit.")] = False,
     interval: Annotated[
         float, typer.Option(min=0.2, max=60, help="Seconds between two frames.")
     ] = 1.0,
@@ -21,10 +21,10 @@ def top(
 ) -> None:
     """Watch a running graph: workers, queue, decisions, latencies, transfers, links.
 
-    RUNNING and WAITING are requests, of a prefill worker its jobs. Rates are of the
-    last 10 seconds, latencies (as the Frontend measures them) of the last 60; with --once
-    and --json both are of one --interval. TOTAL is since the live workers began. Ctrl-C
-    ends it. The Frontend serves the same as a page at /dashboard.
+    RUNNING and WAITING count requests, for a prefill worker jobs. Rates cover the last 10
+    seconds and latencies, which the Frontend measures, the last 60; with --once and --json
+    both cover one --interval. TOTAL counts since the live workers started. Ctrl-C exits. The
+    Frontend serves the same view at /dashboard.
 
     \b
     dynamo-lite top

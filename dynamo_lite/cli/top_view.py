@@ -1,4 +1,4 @@
-"""An `Overview` as a frame on a terminal, readable from 80 columns on."""
+"""Renders an `Overview` as a terminal frame; readable with 80 columns or more."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ _WRONG = "bold red"
 
 
 def as_frame(seen: Overview) -> RenderableType:
-    """Sections from top to bottom, with an empty line between them."""
+    """All sections, separated by empty lines."""
     parts: list[RenderableType] = [_headline(seen)]
     parts += [Text(f"! {sentence}", style=_WRONG) for sentence in seen.trouble]
     for section in (_workers(seen), _flow(seen), _decisions(seen), _links(seen)):
@@ -30,7 +30,7 @@ def _headline(seen: Overview) -> Text:
 
 
 def _table(columns: Sequence[str], numbers: Iterable[str] = ()) -> Table:
-    """numbers: columns that are aligned at their right end."""
+    """numbers: columns that are right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     right = set(numbers)
     for name in columns:
@@ -62,7 +62,7 @@ def _name(worker: Worker) -> str:
 
 
 def _flow(seen: Overview) -> RenderableType:
-    """What is under way, and how long the first and the next tokens took."""
+    """Requests, queue, transfers and latencies."""
     table = Table.grid(padding=(0, 2))
     jobs = _count(seen.queue.jobs)
     tokens = "" if seen.queue.tokens is None else f", {seen.queue.tokens:,} tokens"
@@ -86,7 +86,7 @@ def _latency(latency: Latency) -> tuple[str, str]:
 
 def _decisions(seen: Overview) -> RenderableType:
     if not seen.decisions:
-        return Text("no prompt was decided yet", style="dim")
+        return Text("no decisions yet", style="dim")
     table = _table(("DECISIONS", "REASON", "PER S", "TOTAL"), ("PER S", "TOTAL"))
     for each in seen.decisions:
         style = "bold cyan" if each.verdict == "remote" and each.per_s else ""
@@ -120,7 +120,7 @@ def as_time(seconds: float) -> str:
 
 
 def as_bytes(amount: float) -> str:
-    """As the transfer benchmarks count: powers of 1000."""
+    """In powers of 1000, as the transfer benchmarks."""
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 1000:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What a running graph looks like from outside, for `dynamo-lite top` and the Frontend's page."""
+"""A running graph as an observer sees it, for `dynamo-lite top`, `ps` and `/dashboard`."""
 
 from dynamo_lite.overview.compose import link_state, state_of
 from dynamo_lite.overview.fetch import fetch_health

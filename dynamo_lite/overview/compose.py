@@ -1,4 +1,4 @@
-"""From what was scraped, heard and listed to an `Overview`. Pure."""
+"""Composes an `Overview` from scraped metrics, published loads and etcd records. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,33 +29,37 @@ IN_FLIGHT = "dynamo_lite_requests_in_flight"
 TTFT = "vllm:time_to_first_token_seconds"
 ITL = "vllm:inter_token_latency_seconds"
 
-#: Of all the metrics that a process has, those that are looked at.
+#: The metrics that an overview is made of; all others are skipped.
 WANTED = (DECISIONS, JOBS, BYTES, DEPTH, TOKENS, FREE, BLOCKS, IN_FLIGHT, TTFT, ITL)
 
+#: Windows of rates and of latencies.
 RATE_S = 10.0
 LATENCY_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """One look.
+    """The inputs of one overview."""
 
-    facts: lease id to what the process said at /health, empty when it said nothing.
-    loads: lease id to what it told routers, not too long ago.
-    """
-
+    #: Seconds since the epoch.
     at: float
     namespace: str
     members: Iterable[EndpointRecord]
+    #: Lease id to the process's facts at /health; empty if it did not respond.
     facts: Mapping[int, Mapping[str, Any]]
+    #: Lease id to the load that the process published for routers; stale ones are left out.
     loads: Mapping[int, Load] = field(default_factory=dict)
     links: Iterable[LinkRecord] = ()
+    #: Sentences about what cannot be seen now.
     trouble: list[str] = field(default_factory=list)
 
 
 def processes(members: Iterable[EndpointRecord]) -> dict[int, EndpointRecord]:
-    """Lease id to one record of each process: that of the component that it is, not of one
-    that runs inside, which says no model or comes later in the alphabet."""
+    """Maps each lease id to the process's main record.
+
+    A process may have records of components that run inside it; those name no model or come
+    later in the alphabet.
+    """
     found: dict[int, EndpointRecord] = {}
     for member in sorted(members, key=lambda m: (m.component, not m.model, m.endpoint)):
         found.setdefault(member.lease_id, member)
@@ -63,7 +67,10 @@ def processes(members: Iterable[EndpointRecord]) -> dict[int, EndpointRecord]:
 
 
 def state_of(facts: Mapping[str, Any]) -> str:
-    """What a process says of itself at /health, in one word; empty facts: it says nothing."""
+    """A process's state from its facts at /health.
+
+    ready, starting or draining; unwell: ready but it cannot work; silent: no facts.
+    """
     state = facts.get("state")
     if state == "ready":
         return "ready" if facts.get("ok") is True else "unwell"
@@ -76,8 +83,11 @@ def link_state(link: LinkRecord | None) -> str:
 
 
 def compose(seen: Seen, history: History) -> Overview:
-    """history: has the samples of this look already, by `str(lease_id)`, and whatever else
-    a process serves under a source of its own."""
+    """Composes the overview.
+
+    history: already has the samples of this moment, with `str(lease_id)` as the source;
+    other endpoints of a process have sources of their own.
+    """
     recent, lately = history.window(RATE_S), history.window(LATENCY_S)
     latest = list(history.latest.values())
     return Overview(
@@ -138,22 +148,21 @@ def _worker(
 
 
 def _kv_usage(facts: Mapping[str, Any], samples: Samples) -> float | None:
-    said = facts.get("kv_usage")
-    if isinstance(said, int | float):
-        return min(max(float(said), 0.0), 1.0)
+    reported = facts.get("kv_usage")
+    if isinstance(reported, int | float):
+        return min(max(float(reported), 0.0), 1.0)
     free, blocks = known(samples, FREE), known(samples, BLOCKS)
     return min(max(1 - free / blocks, 0.0), 1.0) if blocks and free is not None else None
 
 
 def _natural(facts: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these facts that is a count."""
+    """The first of these facts that is a non-negative integer; None if none is."""
     values = (facts.get(name) for name in names)
     return next((v for v in values if isinstance(v, int) and v >= 0), None)
 
 
 def _most(latest: list[Samples], name: str) -> int | None:
-    """Several processes look at one thing, and what they saw is some seconds old: who has
-    seen more is believed."""
+    """The largest value. Several processes report the same queue, each some seconds old."""
     values = _values(latest, name)
     return round(max(values)) if values else None
 
@@ -169,10 +178,10 @@ def _values(latest: list[Samples], name: str) -> list[float]:
 
 def _decisions(latest: list[Samples], recent: Window) -> list[Decisions]:
     taken = {
-        (said.get("verdict", ""), said.get("reason", ""))
+        (of.get("verdict", ""), of.get("reason", ""))
         for samples in (*latest, recent.grown)
         for name, labels in samples
-        if name == DECISIONS and (said := dict(labels))
+        if name == DECISIONS and (of := dict(labels))
     }
     return [
         Decisions(
@@ -203,8 +212,10 @@ def _transfers(latest: list[Samples], recent: Window) -> Transfers:
 
 
 def _links(seen: Seen) -> list[LinkStatus]:
-    """Of live pairs, as they were tried; a pair without a record is not listed: the decode
-    worker may have been told to ask for no help."""
+    """The tested pairs of live processes.
+
+    A pair without a record is not listed: the decode worker may do no remote prefills.
+    """
     live = {member.lease_id for member in seen.members}
     return [
         LinkStatus(

@@ -1,4 +1,4 @@
-"""What the counters of all processes did lately. Pure: the time is an argument."""
+"""Recent growth of the counters of all processes. Pure: the time is an argument."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -9,19 +9,22 @@ from dynamo_lite.overview.samples import Key, Samples, increases
 
 @dataclass(frozen=True)
 class _Step:
-    """What all counters together grew by from the last scrape until `at`, `seconds` later."""
+    """Growth of all counters between two scrapes, summed over processes."""
 
+    #: Time of the second scrape.
     at: float
+    #: Time between both.
     seconds: float
     grown: Mapping[Key, float]
 
 
 @dataclass(frozen=True)
 class Window:
-    """seconds: how long it really is, less than was asked for at the beginning; 0: nothing
-    can be said yet."""
+    """Growth over the last seconds."""
 
+    #: Actual length, which may differ from the requested one; 0: no growth is known yet.
     seconds: float
+    #: Growth of each counter.
     grown: Mapping[Key, float]
 
     def per_s(self, amount: float) -> float:
@@ -29,10 +32,10 @@ class Window:
 
 
 class History:
-    """length_s: how far back it goes.
+    """Growth over the last `length_s` seconds.
 
-    A process is known by its source. Its first samples are where its growth begins; one
-    that was away for a while grew by what it did meanwhile.
+    Processes are identified by their source. Growth counts from a process's first samples;
+    after missing scrapes it includes what happened meanwhile.
     """
 
     def __init__(self, length_s: float):
@@ -42,8 +45,11 @@ class History:
         self._last: float | None = None
 
     def add(self, now: float, scraped: Mapping[str, Samples | None]) -> None:
-        """scraped: source to its samples, None where it did not answer. Who is not in it is
-        gone; what it did stays in the window."""
+        """Adds one scrape.
+
+        scraped: source to its samples, None if it did not respond. A missing source has left;
+        its growth stays in the window.
+        """
         grown: dict[Key, float] = {}
         for source, samples in scraped.items():
             before = self._latest.get(source)
@@ -61,11 +67,11 @@ class History:
 
     @property
     def latest(self) -> Mapping[str, Samples]:
-        """Of each live process that has ever answered."""
+        """The last samples of each source that is still present."""
         return self._latest
 
     def window(self, seconds: float) -> Window:
-        """The growth of the newest steps, at least the last one, over about so long."""
+        """Growth over about `seconds`: the newest steps that fit, at least one."""
         grown: dict[Key, float] = {}
         covered = 0.0
         for step in reversed(self._steps):

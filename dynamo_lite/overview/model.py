@@ -1,51 +1,52 @@
-"""What is seen of a graph at one moment. The same for the terminal and the page.
+"""The state of a graph at one moment, as the terminal and the dashboard show it.
 
-Nothing here says where a process can be reached, nor anything of a prompt: whoever sees
-the page may know no more than this.
+Contains no addresses and nothing from prompts, because the dashboard needs no API key.
 """
 
 import msgspec
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """One live process. instance: None while it does not say. lease: hexadecimal. model:
-    its name without the path.
-
-    state: ready; starting or draining; unwell when it cannot work; silent when it does not
-    answer. running, waiting: requests, of a prefill worker its jobs; kv_usage: share of its
-    KV blocks, 0 to 1; None where it has none, or does not say.
-    """
+    """One live process. None: the process has no such value, or did not report it."""
 
     component: str
     instance: int | None
+    #: Hexadecimal.
     lease: str
+    #: See `compose.state_of`.
     state: str
+    #: Name without the path.
     model: str = ""
+    #: Requests; of a prefill worker jobs.
     running: int | None = None
     waiting: int | None = None
+    #: Share of the KV blocks in use, 0 to 1.
     kv_usage: float | None = None
     age_s: float = 0.0
 
 
 class Queue(msgspec.Struct, frozen=True, kw_only=True):
-    """The prefill queue: jobs waiting and in flight, and their uncached tokens. None:
-    nobody knows."""
+    """The prefill queue; None: unknown."""
 
+    #: Waiting and in flight.
     jobs: int | None = None
+    #: Their uncached tokens.
     tokens: int | None = None
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts with one verdict for one reason. total: since the live workers began."""
+    """Number of prompts with one verdict for one reason."""
 
+    #: remote or local.
     verdict: str
     reason: str
     per_s: float
+    #: Since the live workers started.
     total: int
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what ended lately. p50_s, p95_s: estimates from histogram buckets; None of nothing."""
+    """Recent latencies. Quantiles are estimates from histogram buckets; None without samples."""
 
     count: int = 0
     p50_s: float | None = None
@@ -53,7 +54,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfers(msgspec.Struct, frozen=True, kw_only=True):
-    """KV that prefill workers write. jobs: written in full; the totals as in `Decisions`."""
+    """KV written by prefill workers. Jobs: those written in full. Totals: see `Decisions`."""
 
     bytes_per_s: float = 0.0
     jobs_per_s: float = 0.0
@@ -62,10 +63,12 @@ class Transfers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill worker's way to a decode worker, both by lease. state: ok or failed."""
+    """Last test of the link from a prefill worker to a decode worker."""
 
+    #: Lease, hexadecimal.
     prefill: str
     decode: str
+    #: ok or failed.
     state: str
     lanes: int = 0
     round_trip_s: float | None = None
@@ -73,19 +76,22 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """at: seconds since the epoch. rate_s, latency_s: over how long rates and latencies are;
-    rate_s is 0 until there are any. trouble: sentences, what cannot be seen now."""
+    """The graph at one moment."""
 
+    #: Seconds since the epoch.
     at: float
     namespace: str
+    #: Length of the windows of rates and latencies; `rate_s` is 0 until there are rates.
     rate_s: float
     latency_s: float
     workers: list[Worker] = []
     queue: Queue = Queue()
+    #: Requests.
     in_flight: int | None = None
     decisions: list[Decisions] = []
     ttft: Latency = Latency()
     itl: Latency = Latency()
     transfers: Transfers = Transfers()
     links: list[LinkStatus] = []
+    #: Sentences about what cannot be seen now.
     trouble: list[str] = []

@@ -1,8 +1,7 @@
-"""Looks at a running graph: members and links as etcd tells them, loads as workers tell
-routers, health and counters asked of each process.
+"""Observes a running graph: members and links in etcd, loads that workers publish, and each
+process's health and metrics.
 
-Nothing is stored, nothing is sent but questions to status servers, and all of it ends
-with the context.
+It stores nothing and sends nothing but GET requests to status servers.
 """
 
 import asyncio
@@ -31,17 +30,17 @@ from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
-#: Questions at a time.
-_AT_ONCE = 32
-#: Who tells its load.
-_TELLS_LOAD = "VllmWorker"
+#: Most requests to status servers at a time.
+_MAX_REQUESTS = 32
+#: The component that publishes loads.
+_LOAD_PUBLISHER = "VllmWorker"
 
 
 class Observer:
-    """Async context manager; entering it waits for the first listing of members, and
-    raises StoreUnavailable without one.
+    """Async context manager; entering it waits for the first list of members.
 
-    Each `look` says what is there; rates and latencies are of the time between looks.
+    Raises StoreUnavailable without one. Rates and latencies cover the time between calls of
+    `look`.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Observer:
         self._links: dict[str, LinkRecord] = {}
         self._loads: dict[int, tuple[float, Load]] = {}
         self._history = History(LATENCY_S)
-        self._asking = asyncio.Semaphore(_AT_ONCE)
+        self._requests = asyncio.Semaphore(_MAX_REQUESTS)
         self._stack = contextlib.AsyncExitStack()
 
     def __repr__(self) -> str:
@@ -67,7 +66,7 @@ class Observer:
             )
             follower = running(self._follow_links(events), name="observer links")
             await stack.enter_async_context(follower)
-            subject = names.kv_subject(self._namespace, _TELLS_LOAD)
+            subject = names.kv_subject(self._namespace, _LOAD_PUBLISHER)
             handler = counted(self._on_notice, "kv_notice", self._on_drop)
             await stack.enter_async_context(self._messaging.serve(subject, handler))
             self._stack = stack.pop_all()
@@ -77,12 +76,12 @@ class Observer:
         await self._stack.aclose()
 
     async def look(self) -> Overview:
-        """Takes as long as the slowest process needs to answer, a second at most."""
+        """The graph now. Takes as long as the slowest process needs to respond, 1 s at most."""
         members = self._roster.members
         found = processes(members)
-        asked = [self._ask(record) for record in found.values()]
+        requests = [self._fetch_all(record) for record in found.values()]
         served = [self._samples(url) for url in _http_of(members).values()]
-        answers, others = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*served))
+        answers, others = await asyncio.gather(asyncio.gather(*requests), asyncio.gather(*served))
         scraped = {str(lease_id): a[1] for lease_id, a in zip(found, answers, strict=True)}
         scraped.update(zip(_http_of(members), others, strict=True))
         self._history.add(self._now(), scraped)
@@ -93,7 +92,7 @@ class Observer:
             facts={lease_id: a[0] for lease_id, a in zip(found, answers, strict=True)},
             loads=self._fresh_loads(),
             links=tuple(self._links.values()),
-            trouble=[] if self._messaging.connected else ["NATS is out of reach"],
+            trouble=[] if self._messaging.connected else ["NATS is disconnected"],
         )
         return compose(seen, self._history)
 
@@ -102,21 +101,21 @@ class Observer:
 
     def _fresh_loads(self) -> Mapping[int, Load]:
         oldest = self._now() - LOAD_AGE_S
-        self._loads = {i: told for i, told in self._loads.items() if told[0] > oldest}
+        self._loads = {i: entry for i, entry in self._loads.items() if entry[0] > oldest}
         return {lease_id: load for lease_id, (_, load) in self._loads.items()}
 
-    async def _ask(self, record: EndpointRecord) -> tuple[dict[str, Any], Samples | None]:
+    async def _fetch_all(self, record: EndpointRecord) -> tuple[dict[str, Any], Samples | None]:
         facts, samples = await asyncio.gather(
             self._health(record.status_url), self._samples(record.status_url)
         )
         return facts, samples
 
     async def _health(self, url: str) -> dict[str, Any]:
-        async with self._asking:
+        async with self._requests:
             return await fetch_health(url)
 
     async def _samples(self, url: str) -> Samples | None:
-        async with self._asking:
+        async with self._requests:
             body = await fetch(f"{url}/metrics")
         try:
             return None if body is None else parse(body.decode(), WANTED)
@@ -126,7 +125,7 @@ class Observer:
     async def _on_notice(self, payload: bytes) -> None:
         notice = decode_kv_notice(payload)
         if notice.wire_version != WIRE_VERSION:
-            raise ProtocolError(f"wire version {notice.wire_version} is not spoken")
+            raise ProtocolError(f"unsupported wire version {notice.wire_version}")
         if self._roster.get(notice.lease_id) is not None:
             self._loads[notice.lease_id] = self._now(), notice.load
 
@@ -136,23 +135,23 @@ class Observer:
                 case Snapshot(entries):
                     self._links.clear()
                     for key, value in entries.items():
-                        self._take_link(key, value)
+                        self._update_link(key, value)
                 case Put(key, value):
-                    self._take_link(key, value)
+                    self._update_link(key, value)
                 case Delete(key):
                     self._links.pop(key, None)
 
-    def _take_link(self, key: str, value: bytes) -> None:
+    def _update_link(self, key: str, value: bytes) -> None:
         try:
             self._links[key] = decode_json(value, LinkRecord)
         except ProtocolError as exc:
-            logger.warning("skipped the link at %s: %s", key, exc)
+            logger.warning("ignored a malformed link record at %s: %s", key, exc)
             self._on_drop("record")
             self._links.pop(key, None)
 
 
 def _http_of(members: tuple[EndpointRecord, ...]) -> dict[str, str]:
-    """Where Frontends serve vLLM's own metrics: source to URL."""
+    """Maps source to URL of the Frontends' HTTP ports, which serve vLLM's metrics."""
     return {
         f"{member.lease_id}/http": f"http://{member.transport.stream}"
         for member in members

@@ -1,4 +1,4 @@
-"""Samples of Prometheus metrics: read from text, subtracted, turned into quantiles. Pure."""
+"""Samples of Prometheus metrics: parsing, differences and quantiles. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,9 +13,9 @@ _GROWING = ("_total", "_bucket", "_count", "_sum")
 
 
 def parse(text: str, wanted: tuple[str, ...]) -> dict[Key, float]:
-    """The samples whose names begin with one of `wanted`. Raises ValueError.
+    """The samples whose names start with one of `wanted`. Raises ValueError.
 
-    Others are not even parsed: vLLM's app has a thousand of them.
+    Other lines are skipped before parsing: vLLM's app has a thousand of them.
     """
     lines = [line for line in text.splitlines() if line.startswith(wanted)]
     families = text_string_to_metric_families("\n".join((*lines, "")))
@@ -27,10 +27,10 @@ def parse(text: str, wanted: tuple[str, ...]) -> dict[Key, float]:
 
 
 def increases(before: Samples, after: Samples) -> dict[Key, float]:
-    """By how much each counter grew. Those that did not are left out; but a histogram's
-    buckets are all there, since each begins where another one ends.
+    """The growth of each counter.
 
-    A counter that is new began at 0, and so did one that is smaller than before.
+    Counters that did not grow are left out, except histogram buckets, which quantiles need
+    all. A new counter, and one that is smaller than before (a restart), started at 0.
     """
     grown: dict[Key, float] = {}
     for key, value in after.items():
@@ -44,7 +44,7 @@ def increases(before: Samples, after: Samples) -> dict[Key, float]:
 
 
 def total(samples: Samples, name: str, **labels: str) -> float:
-    """Sum over all samples of that name that have these labels."""
+    """Sum over all samples with this name and these labels."""
     return sum(value for key, value in samples.items() if _is(key, name, labels))
 
 
@@ -59,10 +59,10 @@ def count(samples: Samples, histogram: str) -> int:
 
 
 def quantile(samples: Samples, histogram: str, share: float) -> float | None:
-    """As Prometheus estimates it: linear within a bucket, which holds for what lies in none
-    of the finite ones as well: they are as much as the largest. None of nothing.
+    """The quantile `share` as Prometheus estimates it; None without samples.
 
-    Buckets of several series are added up.
+    Linear within a bucket; values above the largest finite bound count as that bound. Buckets
+    of several series are added.
     """
     buckets: dict[float, float] = {}
     for (name, labels), value in samples.items():
@@ -73,7 +73,7 @@ def quantile(samples: Samples, histogram: str, share: float) -> float | None:
 
 
 def _interpolated(buckets: Iterable[tuple[float, float]], share: float) -> float | None:
-    """buckets: upper bound and how many are at most that, sorted."""
+    """buckets: upper bounds and cumulated counts, sorted."""
     cumulated = list(buckets)
     if not cumulated or cumulated[-1][1] <= 0:
         return None

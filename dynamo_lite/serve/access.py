@@ -1,9 +1,8 @@
-"""Asks external servers whether they let this graph in: `python -m dynamo_lite.serve.access`.
+"""Connects to external servers to check their credentials: `python -m dynamo_lite.serve.access`.
 
-Reads `Servers` as JSON from standard input, since arguments are visible to every
-user of the machine, and writes a JSON list of what is wrong. It is a process of
-its own because etcd is spoken to over gRPC, whose threads do not belong into a
-supervisor that forks.
+Reads `Servers` as JSON from standard input, because arguments are visible to every user of
+the machine, and writes a JSON list of problems. It is a process of its own because the etcd
+client uses gRPC: a supervisor that forks must not have gRPC's threads.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class Servers(msgspec.Struct, frozen=True, kw_only=True):
-    """URLs; None where there is nothing to ask."""
+    """URLs of the servers to check; None: do not check this one."""
 
     nats: str | None = None
     etcd: str | None = None
@@ -25,11 +24,11 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
 
 async def problems(servers: Servers) -> list[str]:
     """One sentence for each server that cannot be used."""
-    answers = await asyncio.gather(_ask_nats(servers.nats), _ask_etcd(servers.etcd))
-    return [answer for answer in answers if answer]
+    found = await asyncio.gather(_check_nats(servers.nats), _check_etcd(servers.etcd))
+    return [problem for problem in found if problem]
 
 
-async def _ask_nats(url: str | None) -> str:
+async def _check_nats(url: str | None) -> str:
     from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
     if url is None:
@@ -41,7 +40,7 @@ async def _ask_nats(url: str | None) -> str:
         return str(exc)
 
 
-async def _ask_etcd(url: str | None) -> str:
+async def _check_etcd(url: str | None) -> str:
     from dynamo_lite.runtime.etcd.store import EtcdStore
 
     if url is None:
@@ -54,5 +53,5 @@ async def _ask_etcd(url: str | None) -> str:
 
 
 if __name__ == "__main__":
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Servers)
-    sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(problems(asked))))
+    servers = msgspec.json.decode(sys.stdin.buffer.read(), type=Servers)
+    sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(problems(servers))))

@@ -1,7 +1,7 @@
 """Entry point of every child process: `python -m dynamo_lite.serve.child`.
 
-Reads its plan from a file, sets up logging, imports one component and hands
-over to the process host. Reports go to the supervisor as JSON lines on a pipe.
+Reads its plan from a file, sets up logging, imports one component and runs it in the
+process host. Reports go to the supervisor as JSON lines on a pipe.
 """
 
 import argparse
@@ -25,10 +25,12 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """component: "module:Class". logging: see `runtime/process/logs.py`."""
+    """What one child process runs."""
 
+    #: "module:Class".
     component: str
     spec: ProcessSpec
+    #: For `logging.config.dictConfig`, see `runtime/process/logs.py`.
     logging: dict[str, Any]
 
 
@@ -48,8 +50,7 @@ def main() -> int:
         logging.getLogger(__name__).exception("cannot create %s", plan.component)
         report({"state": "failed", "error": f"{plan.component}: {exc}"})
         return 1
-    # Only the child itself needs the clients of NATS and etcd; the supervisor, which
-    # reads this module for ChildPlan, stays free of gRPC.
+    # Imported late: the supervisor imports this module for ChildPlan and must not load gRPC.
     from dynamo_lite.runtime.process.host import run_process
 
     return uvloop.run(run_process(plan.spec, component, report))
@@ -62,7 +63,7 @@ def _load(path: str) -> Any:
 
 def _reporter(descriptor: int) -> Report:
     def report(line: dict[str, Any]) -> None:
-        # A supervisor that is gone has sent its death signal; nobody needs the line.
+        # The supervisor has ended: this process gets its death signal, the line is not needed.
         with contextlib.suppress(BrokenPipeError):
             os.write(descriptor, msgspec.json.encode(line) + b"\n")
 
@@ -70,11 +71,10 @@ def _reporter(descriptor: int) -> Report:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process without taking the interpreter apart.
+    """Ends the process without finalizing the interpreter.
 
-    By now the loop is closed, and with it what `run_process` had opened: component,
-    lease, connections. What is left are exit handlers (logging, vLLM's last trace
-    spans) and buffers; threads are not waited for.
+    `run_process` has closed the component, the lease and the connections. Exit handlers
+    (logging, vLLM's last trace spans) run and buffers are flushed; threads are not joined.
     """
     # vLLM freezes the heap; freeing it object by object takes 2 to 10 s.
     try:

@@ -1,7 +1,7 @@
-"""One child process from spawn to the last member of its process group.
+"""One child process and its process group, from spawn to end.
 
-Leaving the context ends the child on every path: SIGTERM, a short wait, then
-SIGKILL to whatever its process group still holds.
+Leaving the context always ends the child: SIGTERM, a short wait, then SIGKILL to every
+process that is left in its process group.
 """
 
 import asyncio
@@ -30,15 +30,14 @@ _REPORT_LIMIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """All that is needed to start one instance of a service, any number of times.
-
-    plan_path: the file with its ChildPlan. env: its whole environment.
-    """
+    """What is needed to start one instance of a service, any number of times."""
 
     service: str
     instance: int
+    #: File with its ChildPlan.
     plan_path: Path
     log_path: Path
+    #: Its whole environment.
     env: Mapping[str, str]
 
     @property
@@ -76,7 +75,7 @@ class ChildProcess:
                     preexec_fn=death_signal_hook(),
                 )
         except OSError as exc:
-            raise StartupError(f"{self._launch.name} could not be started: {exc}") from exc
+            raise StartupError(f"{self._launch.name}: cannot start its process: {exc}") from exc
         finally:
             os.close(write_end)
         return self
@@ -90,20 +89,24 @@ class ChildProcess:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await process.wait()
         except TimeoutError:
-            logger.warning("%s did not end in %g s", self._launch.name, _END_TIMEOUT_S)
+            logger.warning(
+                "%s: no exit within %g s after SIGTERM; killing it",
+                self._launch.name,
+                _END_TIMEOUT_S,
+            )
         finally:
             await self._sweep(process)
 
     async def run(self, on_report: Callable[[dict[str, Any]], None]) -> int:
-        """Hands every report over until the process has ended. Returns its exit code."""
+        """Passes each report to `on_report` until the process has ended. Returns its exit code."""
         if self._process is None:
-            raise RuntimeError("not spawned")
+            raise RuntimeError("the process was not spawned; enter the context first")
         async with asyncio.TaskGroup() as tasks:
-            pump = tasks.create_task(self._pump(on_report))
+            reader = tasks.create_task(self._read_reports(on_report))
             code = await self._process.wait()
             # A grandchild may hold the pipe open: wait for the last lines, not for its end.
-            await asyncio.wait([pump], timeout=_LAST_REPORTS_S)
-            pump.cancel()
+            await asyncio.wait([reader], timeout=_LAST_REPORTS_S)
+            reader.cancel()
         return code
 
     def terminate(self) -> None:
@@ -117,30 +120,32 @@ class ChildProcess:
         if self._process is not None and self._process.returncode is None:
             signal_group(self._process.pid, signal.SIGKILL)
 
-    async def _pump(self, on_report: Callable[[dict[str, Any]], None]) -> None:
+    async def _read_reports(self, on_report: Callable[[dict[str, Any]], None]) -> None:
         if self._reports is None:
             return
         while True:
             try:
                 line = await self._reports.readline()
             except ValueError:
-                continue  # a line over the limit: dropped by the reader
+                continue  # the reader has dropped a line over the limit
             if not line:
                 return
             try:
                 report = msgspec.json.decode(line, type=dict[str, Any])
             except msgspec.DecodeError:
-                logger.warning("%s sent a malformed report: %r", self._launch.name, line[:200])
+                logger.warning(
+                    "%s: malformed report on its pipe: %r", self._launch.name, line[:200]
+                )
                 continue
             on_report(report)
 
     async def _sweep(self, process: asyncio.subprocess.Process) -> None:
-        """Kills what is left of the group and waits until it is empty."""
+        """Kills the rest of the process group and waits until it is empty."""
         left = signal_group(process.pid, signal.SIGKILL)
         await process.wait()
         deadline = asyncio.get_running_loop().time() + _SWEEP_TIMEOUT_S
         while left and asyncio.get_running_loop().time() < deadline:
-            # Nobody is told when a process group becomes empty: asking is the only way.
+            # Nothing reports when a process group becomes empty, so this polls.
             await asyncio.sleep(0.01)
             left = signal_group(process.pid, 0)
 

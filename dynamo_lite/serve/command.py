@@ -1,4 +1,4 @@
-"""`dynamo-lite serve` from a resolved configuration to an exit code."""
+"""`dynamo-lite serve`: runs a resolved configuration and returns an exit code."""
 
 import asyncio
 import logging.config
@@ -31,25 +31,25 @@ from dynamo_lite.vllm.args import engine_flags
 
 _MAX_LONE_SERVICES = 1000
 
-#: Lies in each folder whose contents are an embedded server's, and so may be removed.
-_OURS = ".dynamo-lite-embedded"
+#: Marker file of a folder that holds only an embedded server's data, so may be emptied.
+_MARKER = ".dynamo-lite-embedded"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
-    """only: the one service to start here, or None for the whole graph.
-
-    nats_url, etcd_url: None for embedded servers (or those of the running graph
-    when `only` is given). log_level: a name of the logging module.
-    """
+    """What one `dynamo-lite serve` was asked to run."""
 
     graph_name: str
     graph: Graph
     config: GraphConfig
     state_dir: Path
+    #: None: an embedded server, or with `only` that of the running graph.
     nats_url: str | None = None
+    #: As `nats_url`.
     etcd_url: str | None = None
+    #: The one service to start; None: the whole graph.
     only: str | None = None
+    #: A level name of the logging module.
     log_level: str = "INFO"
     log_format: LogFormat = "text"
 
@@ -57,8 +57,8 @@ class ServeRequest:
 async def serve(request: ServeRequest) -> int:
     """Runs until stopped.
 
-    Raises ConfigError, StartupError, and Interrupted when the stop comes before
-    any process of the graph was started; nothing is left running then.
+    Raises ConfigError, StartupError, and Interrupted when it is stopped before any process
+    of the graph was started. No process is left running then.
     """
     signals = StopSignals()
     progress = Progress()
@@ -102,7 +102,7 @@ async def serve(request: ServeRequest) -> int:
 
 
 def _services_here(request: ServeRequest) -> list[ServiceConfig]:
-    """The services with processes of their own that this command starts, in drain order."""
+    """The services that this command starts processes for, in drain order."""
     outer = [c for c in request.config.services if c.service.component]
     if request.only is None:
         return outer
@@ -110,7 +110,7 @@ def _services_here(request: ServeRequest) -> list[ServiceConfig]:
 
 
 def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
-    """Locks the state directory, or one of its own for a lone service."""
+    """Locks the state directory, or for a lone service a subdirectory of it."""
     if request.only is None:
         if stack.enter_context(lock(request.state_dir)):
             return request.state_dir
@@ -122,26 +122,27 @@ def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
         directory = request.state_dir / "lone" / f"{request.only}-{number}"
         if stack.enter_context(lock(directory)):
             return directory
-    raise StartupError(f"too many lone services in {request.state_dir}")
+    where = f"{request.state_dir}; use another --state-dir"
+    raise StartupError(f"more than {_MAX_LONE_SERVICES} lone services in {where}")
 
 
 async def _connect(
     request: ServeRequest, stack: AsyncExitStack, progress: Progress
 ) -> tuple[str, str, list[Server]]:
-    """URLs of NATS and etcd, and the servers that were started for them."""
+    """Returns the URLs of NATS and etcd, and the embedded servers that were started for them."""
     nats_url, etcd_url = request.nats_url, request.etcd_url
     if request.only is not None and (nats_url is None or etcd_url is None):
         running = read_run(request.state_dir)
         if running is None:
             message = "--service-name needs --nats-url and --etcd-url"
-            raise ConfigError([f"{message}: no graph runs on {request.state_dir}"])
+            raise ConfigError([f"{message}, because no graph runs on {request.state_dir}"])
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
     servers: list[Server] = []
     await startup_checks.check_servers(nats_url, etcd_url)
     data = request.state_dir / "embedded"
     for name, url in (("nats", nats_url), ("etcd", etcd_url)):
         if url is None:
-            _fresh(data / name)
+            _empty_folder(data / name)
     if nats_url is None:
         nats = await stack.enter_async_context(EmbeddedNats(data / "nats"))
         nats_url = nats.url
@@ -154,30 +155,29 @@ async def _connect(
     return nats_url, etcd_url, servers
 
 
-def _fresh(directory: Path) -> None:
-    """Makes an empty folder for an embedded server: what it stored belongs to a run that
-    is over.
+def _empty_folder(directory: Path) -> None:
+    """Makes an empty folder for an embedded server; data of an earlier run is removed.
 
-    Raises ConfigError, and removes nothing, where the folder may be somebody else's;
+    Raises ConfigError, and removes nothing, when the folder has files but no marker file;
     StartupError when it cannot be emptied.
     """
-    marker = directory / _OURS
+    marker = directory / _MARKER
     try:
         directory.mkdir(parents=True, exist_ok=True)
         content = [path for path in directory.iterdir() if path != marker]
         if content and not marker.is_file():
             raise ConfigError(
                 [
-                    f"--state-dir: {directory} is not empty and has no file {_OURS}, so it may not"
-                    " be ours: nothing was removed; choose another --state-dir"
+                    f"--state-dir: {directory} is not empty and has no marker file {_MARKER}, so it"
+                    " may hold foreign data; nothing was removed; choose another --state-dir"
                 ]
             )
-        # First, and never removed: a start that is killed leaves what the next one knows.
+        # Written first and never removed: the next start knows the folder of a killed one.
         marker.touch()
         for path in content:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     except OSError as exc:
-        raise StartupError(f"folder {directory} of an embedded server: {exc}") from exc
+        raise StartupError(f"cannot empty the embedded server's folder {directory}: {exc}") from exc
 
 
 def _launches(
@@ -233,7 +233,7 @@ def _launches(
 
 
 def run(request: ServeRequest) -> int:
-    """As `serve`, but raises KeyboardInterrupt where that raises Interrupted."""
+    """Runs `serve`. Raises KeyboardInterrupt in place of Interrupted."""
     logging.config.dictConfig(logging_config(request.log_format, "serve", 0, level="WARNING"))
     try:
         return asyncio.run(serve(request))

@@ -1,11 +1,11 @@
-"""From the user's document and a graph to the configuration of every process.
+"""Resolves the user's document and a graph into the configuration of every process.
 
-Every mistake is collected and reported at once, with its origin. This module is
-also the only reader of the process environment.
+All mistakes are collected and reported together, each with its origin. Only this module
+reads the process environment.
 
-A section holds a service's own options (its dataclass) and, for services that
-run vLLM, vLLM's own arguments. `common-configs: [key, ...]` takes keys from the
-section `Common`; a key of the service itself wins over a common one.
+A section holds a service's own options (its dataclass) and, for services that run vLLM,
+vLLM's arguments. `common-configs: [key, ...]` copies keys from the section `Common`; a key
+of the service itself overrides a common one.
 """
 
 import os
@@ -24,38 +24,38 @@ from dynamo_lite.services.services import Graph, Service
 _SHARED_SECTIONS = ("Graph", "Common")
 _SERVICE_KEYS = ("ServiceArgs", "common-configs")
 
-#: Own options or vLLM arguments that must be the same wherever they occur.
+#: Options or vLLM arguments that must have one value in all services that have them.
 _MUST_AGREE = ("queue", "model")
 
 #: Set for every child unless the user's environment or YAML says otherwise.
 _CHILD_DEFAULTS = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # Without a bound, the memory of UCX's registration cache grows under NIXL; as vLLM sets it.
+    # Without this bound UCX's registration cache grows without limit; the value is vLLM's.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """One service, resolved.
-
-    options: its own, snake_case, defaults filled in. flags: vLLM's, kebab-case.
-    env: one mapping per worker.
-    """
+    """One service, resolved."""
 
     service: Service
     workers: int
+    #: Environment variables, one mapping per worker.
     env: tuple[Mapping[str, str], ...]
+    #: The service's own options in snake_case, with defaults.
     options: dict[str, Any]
+    #: vLLM's arguments in kebab-case, only those given.
     flags: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """A graph, resolved: its shared options and its services in drain order."""
+    """A graph, resolved."""
 
     shared: GraphOptions
+    #: In drain order.
     services: tuple[ServiceConfig, ...]
 
     def get(self, name: str) -> ServiceConfig | None:
@@ -65,10 +65,13 @@ class GraphConfig:
 def resolve(
     graph: Graph, document: Document, *, namespace: str | None = None, only: str | None = None
 ) -> GraphConfig:
-    """What the document says about the graph. Every mistake goes to the document:
-    call its `raise_mistakes` before the result is used for more than further checks.
+    """Applies the document to the graph.
 
-    only: a service that shall be started alone; it must have a process of its own.
+    Mistakes are added to the document: call its `raise_mistakes` before starting anything.
+
+    Args:
+        namespace: overrides the document's.
+        only: the service to start alone; it must have a process of its own.
     """
     _check_sections(graph, document)
     startable = [service.name for service in graph.services if service.component]
@@ -81,13 +84,15 @@ def resolve(
     services = tuple(_resolve_service(s, document, common, used) for s in graph.services)
     for key in common:
         if key not in used:
-            document.complain(("Common", str(key)), "no service lists it in its common-configs")
+            document.complain(
+                ("Common", str(key)), "no service lists this key in its common-configs"
+            )
     _check_agreement(document, services)
     return GraphConfig(shared=shared, services=services)
 
 
 def describe(config: GraphConfig) -> dict[str, Any]:
-    """The resolved configuration as the YAML file would have it."""
+    """The resolved configuration in the form of the YAML file."""
     described: dict[str, Any] = {"Graph": _kebab_keys(asdict(config.shared))}
     for c in config.services:
         described[c.service.name] = {**_kebab_keys(c.options), **c.flags}
@@ -102,7 +107,7 @@ def describe(config: GraphConfig) -> dict[str, Any]:
 
 
 def accepted_keys(service: Service) -> list[str]:
-    """The keys of a service's section; vLLM's arguments come on top for one that runs vLLM."""
+    """The keys of a service's section, without vLLM's arguments."""
     return [*field_keys(service.config), *(() if service.inside else _SERVICE_KEYS)]
 
 
@@ -127,7 +132,7 @@ def _shared_options(document: Document, namespace: str | None) -> GraphOptions:
     filled = fill(document, ("Graph",), GraphOptions, given)
     options = GraphOptions(**filled)
     if not names.is_namespace(options.namespace):
-        message = "a namespace has lower-case letters, digits and dashes, at most 63"
+        message = "a namespace has at most 63 lower-case letters, digits and dashes"
         document.complain(("Graph", "namespace"), f"{message}; got {options.namespace!r}")
     endpoint = options.otlp_endpoint
     if endpoint is not None and (wrong := check_endpoint(endpoint)) is not None:
@@ -180,7 +185,7 @@ def _from_common(
 
 
 def _reject_foreign(service: Service, document: Document, options: dict[str, Any]) -> None:
-    """Complains about keys of a service that takes nothing but its own options."""
+    """Reports unknown keys of a service that does not run vLLM."""
     own = field_keys(service.config)
     for key in options:
         if key not in own:
@@ -189,8 +194,10 @@ def _reject_foreign(service: Service, document: Document, options: dict[str, Any
 
 
 def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[str, Any]:
-    """Checks vLLM's arguments as far as that is possible without vLLM. Returns the
-    ones that only vLLM can judge."""
+    """Checks what can be checked of vLLM's arguments without importing vLLM.
+
+    Returns those that only vLLM's parsers can check.
+    """
     flags: dict[str, Any] = {}
     for key, value in given.items():
         where = (service.name, str(key))
@@ -201,7 +208,7 @@ def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[
         else:
             flags[str(key)] = value
     if not isinstance(flags.get("model"), str):
-        document.complain((service.name, "model"), "expected a path or a name of a model")
+        document.complain((service.name, "model"), "expected the path or the name of a model")
     return flags
 
 
@@ -211,7 +218,9 @@ def _service_args(
     path = (service.name, "ServiceArgs")
     given = _mapping(document, ".".join(path), section.get("ServiceArgs"))
     if service.inside and given:
-        document.complain(path, f"{service.name} runs inside {service.inside}: set it there")
+        document.complain(
+            path, f"{service.name} runs inside {service.inside}: set ServiceArgs there"
+        )
     args = ServiceArgs(**fill(document, path, ServiceArgs, given))
     if service.max_workers is not None and args.workers > service.max_workers:
         message = f"at most {service.max_workers}, got {args.workers}"
@@ -236,8 +245,10 @@ def _check_agreement(document: Document, services: tuple[ServiceConfig, ...]) ->
             if key in c.flags or key in c.options
         }
         if len({repr(value) for value in values.values()}) > 1:
-            said = "; ".join(f"{name} has {value!r}" for name, value in values.items())
-            document.complain((next(iter(values)), key), f"must be the same everywhere: {said}")
+            found = "; ".join(f"{name} has {value!r}" for name, value in values.items())
+            document.complain(
+                (next(iter(values)), key), f"must have the same value in all services: {found}"
+            )
 
 
 def _kebab_keys(options: Any) -> Any:

@@ -1,7 +1,7 @@
 """The user's YAML and `--Service.key=value` overrides as one tree with origins.
 
-Owns where every value came from, so that a mistake can name its file and line
-or the flag that carried it. What the values mean is `config.py`'s business.
+Keeps the origin of every value, so that a mistake can name its file and line or its flag.
+`config.py` interprets the values.
 """
 
 from dataclasses import dataclass, field
@@ -17,23 +17,27 @@ KeyPath = tuple[str, ...]
 
 @dataclass(kw_only=True)
 class Document:
-    """tree: sections to their contents. origins: where each path was written."""
+    """What the user wrote, and the mistakes found in it so far."""
 
+    #: The file's path, for messages about keys that were not written.
     source: str
+    #: Section name to its content.
     tree: dict[str, Any] = field(default_factory=dict)
+    #: Key path to where it was written: "agg.yaml:12" or a flag.
     origins: dict[KeyPath, str] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
 
     def where(self, path: KeyPath) -> str:
-        """Origin of the nearest written ancestor of `path`, e.g. "agg.yaml:12"."""
+        """Origin of `path`, or else of its nearest ancestor that was written."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return self.source
 
     def complain(self, path: KeyPath, message: str) -> None:
+        """Adds a mistake with the origin and name of `path`."""
         where, name = self.where(path), ".".join(path)
-        # The flag of an override is the path already.
+        # The flag of an override already names the path.
         self.mistakes.append(
             f"{where}: {message}" if where == f"--{name}" else f"{where}: {name}: {message}"
         )
@@ -45,10 +49,10 @@ class Document:
 
 
 def read_document(file: Path | None, overrides: list[str]) -> Document:
-    """Reads `file` and lays `overrides` over it.
+    """Reads `file` and applies `overrides` to it.
 
-    Raises ConfigError when the file cannot be read or is not YAML at all; lesser
-    mistakes are collected in the document.
+    Raises ConfigError when the file cannot be read or is not YAML; other mistakes are
+    collected in the document.
     """
     document = Document(source=str(file) if file else "(no file)")
     if file is not None:
@@ -80,7 +84,7 @@ def _read_file(document: Document, file: Path) -> None:
 
 
 def _note_origins(document: Document, node: yaml.Node, path: KeyPath) -> None:
-    """Records the line of every key and complains about keys written twice."""
+    """Records the line of every key and reports duplicate keys."""
     if not isinstance(node, yaml.MappingNode):
         return
     seen: set[str] = set()
@@ -90,18 +94,20 @@ def _note_origins(document: Document, node: yaml.Node, path: KeyPath) -> None:
         if key in seen:
             line = key_node.start_mark.line + 1
             name = ".".join(here)
-            document.mistakes.append(f"{document.source}:{line}: {name}: written twice")
+            document.mistakes.append(f"{document.source}:{line}: {name}: duplicate key")
         seen.add(key)
         document.origins[here] = f"{document.source}:{key_node.start_mark.line + 1}"
         _note_origins(document, value_node, here)
 
 
 def _apply_override(document: Document, text: str) -> None:
-    """Lays one `--Service.key=value` over the tree; the value is read as YAML."""
+    """Applies one `--Service.key=value`; the value is parsed as YAML."""
     name, equals, value = text.removeprefix("--").partition("=")
     path = tuple(name.split("."))
     if not text.startswith("--") or not equals or len(path) < 2 or not all(path):
-        document.mistakes.append(f"{text}: not an option; overrides look like --Service.key=value")
+        document.mistakes.append(
+            f"{text}: unknown option; overrides have the form --Service.key=value"
+        )
         return
     try:
         parsed = yaml.load(value, Loader=yaml.CSafeLoader)

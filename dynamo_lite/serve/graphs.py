@@ -1,4 +1,4 @@
-"""Finds the graph that the user named as `package.module:Attribute`."""
+"""Loads the graph that the user names as `package.module:Attribute`."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ from dynamo_lite.services.services import Graph
 
 
 def load_graph(name: str) -> Graph:
-    """Imports a graph, from the working directory too. Raises ConfigError."""
+    """Imports a graph, also from the working directory. Raises ConfigError."""
     module_name, colon, attribute = name.partition(":")
     if not module_name or not colon or not attribute:
         raise ConfigError([f"graph {name}: expected MODULE:NAME, e.g. graphs.disagg:Frontend"])
@@ -21,7 +21,9 @@ def load_graph(name: str) -> Graph:
     except ModuleNotFoundError as exc:
         missing = exc.name or module_name
         if not f"{module_name}.".startswith(f"{missing}."):
-            raise ConfigError([f"graph {name}: its module needs {missing}"]) from exc
+            raise ConfigError(
+                [f"graph {name}: its module imports {missing}, which is not installed"]
+            ) from exc
         raise ConfigError([_no_module(name, module_name)]) from exc
     graph = getattr(module, attribute, None)
     if not isinstance(graph, Graph):
@@ -29,7 +31,7 @@ def load_graph(name: str) -> Graph:
         message = f"graph {name}: {module_name} has no graph {attribute}"
         raise ConfigError([f"{message}; graphs there: {', '.join(known) or 'none'}"])
     if missing := graph.missing():
-        raise ConfigError([f"graph {name}: not linked: {', '.join(missing)}"])
+        raise ConfigError([f"graph {name}: these services are not linked: {', '.join(missing)}"])
     return graph
 
 

@@ -1,4 +1,4 @@
-"""Keeps one instance of a service running: restarts what crashed, not what left."""
+"""Keeps one instance of a service running: restarts it after a crash, not after exit 0."""
 
 import asyncio
 import contextlib
@@ -17,24 +17,28 @@ _LOG_TAIL_LINES = 12
 
 
 class InstanceSupervisor:
-    """One instance: a loop of spawn, watch, and perhaps wait and spawn again.
+    """Spawns one instance, watches it, and spawns it again after a crash.
 
-    state: its line in run.json; `on_change` is called after each change.
-    ready: set at its first readiness. drained: set when nothing depends on it any more.
-    done: set when it will not run any more.
-    facts: what the component said when it became ready ({"url": ...}).
+    Args:
+        backoff: delay before each restart.
+        on_change: called after each change of `state`.
     """
 
     def __init__(
         self, launch: Launch, backoff: Backoff, progress: Progress, on_change: Callable[[], None]
     ):
         self.launch = launch
+        #: Its entry in run.json.
         self.state = ProcessState(
             service=launch.service, instance=launch.instance, log=str(launch.log_path)
         )
+        #: The component's last "ready" report, e.g. {"url": ...}.
         self.facts: dict[str, Any] = {}
+        #: Set when it is ready for the first time.
         self.ready = asyncio.Event()
+        #: Set during a stop, when no other process depends on it.
         self.drained = asyncio.Event()
+        #: Set when it has ended and will not be restarted.
         self.done = asyncio.Event()
         self._backoff = backoff
         self._progress = progress
@@ -45,12 +49,12 @@ class InstanceSupervisor:
         self._error = ""
 
     def __repr__(self) -> str:
-        return f"Keeper({self.launch.name}, {self.state.state}, pid={self.state.pid})"
+        return f"InstanceSupervisor({self.launch.name}, {self.state.state}, pid={self.state.pid})"
 
     async def keep(self) -> None:
-        """Runs until the instance left in order or `stop` was called.
+        """Runs until the instance exits with 0 or `stop` was called and it has ended.
 
-        Raises StartupError when it ends before it was ever ready.
+        Raises StartupError when it ends before it was ready for the first time.
         """
         failures = 0
         try:
@@ -74,7 +78,7 @@ class InstanceSupervisor:
             self.done.set()
 
     def stop(self) -> None:
-        """Asks it to drain and not to come back. Idempotent."""
+        """Drains it (SIGTERM) without a restart. Idempotent."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -82,7 +86,7 @@ class InstanceSupervisor:
             self._child.terminate()
 
     def kill(self) -> None:
-        """Ends it and its whole process group at once."""
+        """Sends SIGKILL to its process group; no restart."""
         self._forced = True
         self._stopping.set()
         if self._child is not None:
@@ -95,12 +99,12 @@ class InstanceSupervisor:
             self.state.pid = child.pid
             self._change("starting")
             try:
-                # A stop that came during the spawn had no child to turn to.
+                # `stop` or `kill` during the spawn had no child to signal.
                 if self._forced:
                     child.kill()
                 elif self._stopping.is_set():
                     child.terminate()
-                return await child.run(self._take)
+                return await child.run(self._on_report)
             finally:
                 self._child = None
 
@@ -110,13 +114,13 @@ class InstanceSupervisor:
         self._change("backoff")
         why = f": {self._error}" if self._error else ""
         self._progress.line(
-            self.launch.name, f"ended ({exit_text(code)}){why}; again in {delay_s:g} s"
+            self.launch.name, f"ended ({exit_text(code)}){why}; restarting in {delay_s:g} s"
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._stopping.wait()
 
-    def _take(self, report: dict[str, Any]) -> None:
+    def _on_report(self, report: dict[str, Any]) -> None:
         match report.get("state"):
             case "starting":
                 self._progress.line(self.launch.name, str(report.get("detail", "")))
@@ -141,8 +145,8 @@ class InstanceSupervisor:
             self._on_change()
 
     def _start_failure(self, code: int) -> str:
-        said = self._error or f"ended before it was ready ({exit_text(code)})"
-        return f"{self.launch.name}: {said}\n{self._log_tail()}"
+        why = self._error or f"ended before it was ready ({exit_text(code)})"
+        return f"{self.launch.name}: {why}\n{self._log_tail()}"
 
     def _log_tail(self) -> str:
         try:
@@ -150,4 +154,4 @@ class InstanceSupervisor:
                 lines = deque(log, maxlen=_LOG_TAIL_LINES)
         except OSError:
             lines = []
-        return f"{self.launch.log_path} ends:\n" + "".join(f"  {line}" for line in lines)
+        return f"last lines of {self.launch.log_path}:\n" + "".join(f"  {line}" for line in lines)

@@ -1,4 +1,4 @@
-"""Sections of the YAML file that are no service's own: `Graph` and `ServiceArgs`."""
+"""Options of a whole graph (`Graph`) and of a service's processes (`ServiceArgs`)."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -14,24 +14,23 @@ Scalar = str | int | float
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """Section `Graph`: what all processes of a graph share.
+    """Section `Graph`: options of all processes of a graph."""
 
-    namespace: prefix of every etcd key and NATS subject. bind_host: where status
-    servers and token streams listen; an address that other nodes can reach when
-    services run on several. lease_ttl_s: a dead process disappears from etcd
-    after this long, and outages of etcd of up to nine tenths of it cost no lease.
-    grace_s: longest drain of one process. restart_max_s: longest pause before a
-    process that crashed is started again. otlp_endpoint: where spans are sent to; None:
-    nothing is traced. trace_ratio: share of the requests that are, unless the client has
-    decided.
-    """
-
+    #: Prefix of every etcd key and NATS subject.
     namespace: str = "dynamo"
+    #: Address on which status servers and token streams listen. With services on several
+    #: nodes it must be reachable from the other nodes.
     bind_host: str = "127.0.0.1"
+    #: A dead process disappears from etcd after this time. Outages of etcd of up to nine
+    #: tenths of it cost no lease.
     lease_ttl_s: Annotated[float, at.Ge(2)] = 30.0
+    #: Longest drain of one process.
     grace_s: Positive = 30.0
+    #: Longest delay before a crashed process is restarted.
     restart_max_s: Positive = 30.0
+    #: URL to which spans are sent; None: no tracing.
     otlp_endpoint: str | None = None
+    #: Share of the requests that are traced, unless the client decides it.
     trace_ratio: Annotated[float, at.Ge(0), at.Le(1)] = 1.0
 
     @property
@@ -43,11 +42,10 @@ class GraphOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceArgs:
-    """Section `Service.ServiceArgs`: how its processes are started.
+    """Section `Service.ServiceArgs`: how a service's processes are started."""
 
-    workers: how many. env: environment variables; a list gives each worker its
-    own value, e.g. `CUDA_VISIBLE_DEVICES: [0, 1]` for two workers.
-    """
-
+    #: Number of processes.
     workers: Annotated[int, at.Ge(0)] = 1
+    #: Environment variables. A list gives each worker its own value, e.g.
+    #: `CUDA_VISIBLE_DEVICES: [0, 1]` for two workers.
     env: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Operating-system side of child processes: death signals, groups, free ports.
+"""Operating-system side of child processes: death signals, process groups, free ports.
 
-Owns the two promises made about every process that a graph starts: it ends
-when its parent ends, and nothing of its process group outlives it.
+Every process that a graph starts ends when its parent ends, and no member of its process
+group outlives it.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def die_with_parent(sig: int = signal.SIGTERM) -> None:
     """Asks the kernel to send `sig` to this process when its parent ends (Linux).
 
-    The parent may have ended already: call `orphaned` with its pid afterwards.
-    On systems without prctl nothing happens.
+    The parent may have ended before the call: compare `os.getppid()` afterwards. Does
+    nothing on systems without prctl.
     """
     prctl = getattr(_LIBC, "prctl", None)
     if prctl is not None:
@@ -30,9 +30,9 @@ def die_with_parent(sig: int = signal.SIGTERM) -> None:
 
 
 def death_signal_hook(sig: int = signal.SIGTERM) -> Callable[[], None]:
-    """A `preexec_fn` for programs that cannot ask for a death signal themselves.
+    """A `preexec_fn` that sets a death signal for any program.
 
-    It runs between fork and exec, so it does nothing but two system calls.
+    It runs between fork and exec, so it makes only two system calls.
     """
     parent = os.getpid()
 
@@ -45,7 +45,7 @@ def death_signal_hook(sig: int = signal.SIGTERM) -> Callable[[], None]:
 
 
 def signal_group(group: int, sig: int) -> bool:
-    """Signals a process group. Returns whether it still had a member."""
+    """Signals a process group. Returns whether the group had a member."""
     try:
         os.killpg(group, sig)
     except ProcessLookupError:
@@ -56,7 +56,7 @@ def signal_group(group: int, sig: int) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process with this id exists here and is not a zombie."""
+    """Whether a process with this id exists on this host and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
@@ -75,10 +75,10 @@ def is_alive(pid: int) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago; the user of it must be ready to retry.
+    """A TCP port that is free now. It may be taken before it is used: be ready to retry.
 
-    It is none that the system gives to outgoing connections: a server that is
-    started again must find its port free, whoever has tried to reach it meanwhile.
+    It is outside the range for outgoing connections. So a restarted server finds its port
+    free although clients tried to connect meanwhile.
     """
     end = _first_outgoing_port()
     for _ in range(_PORT_TRIES):
@@ -91,7 +91,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _first_outgoing_port() -> int:
-    """0 where it is not known."""
+    """Start of the port range for outgoing connections; 0 if unknown."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as limits:
             return int(limits.read().split()[0])
@@ -100,7 +100,7 @@ def _first_outgoing_port() -> int:
 
 
 def can_listen(host: str, port: int) -> bool:
-    """Whether a server could listen there now. Raises OSError for an unknown host."""
+    """Whether a server can listen on this address now. Raises OSError for an unknown host."""
     family, kind, proto, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

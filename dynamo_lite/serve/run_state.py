@@ -1,8 +1,8 @@
-"""`run.json`: what a running graph tells other commands about itself.
+"""`run.json`: a running graph's servers and processes, for other commands.
 
-Written whole and atomically, readable by its owner only (URLs may carry
-credentials), removed when the graph ends. A lock file beside it keeps two
-graphs from sharing one state directory.
+It is replaced atomically, readable only by its owner (URLs may contain credentials), and
+removed when the graph ends. A lock file beside it keeps two graphs from using one state
+directory.
 """
 
 import contextlib
@@ -18,10 +18,11 @@ from dynamo_lite.serve.processes import is_alive
 
 
 class ProcessState(msgspec.Struct, kw_only=True):
-    """One process. state: waiting, starting, ready, draining, backoff or stopped."""
+    """One process."""
 
     service: str
     instance: int
+    #: waiting, starting, ready, draining, backoff or stopped.
     state: str = "waiting"
     pid: int = 0
     lease: str = ""
@@ -31,30 +32,32 @@ class ProcessState(msgspec.Struct, kw_only=True):
 
 
 class ServerState(msgspec.Struct, kw_only=True):
-    """An embedded server. pid: 0 while it is being started again."""
+    """An embedded server."""
 
     name: str
+    #: 0 while it is being restarted.
     pid: int
     restarts: int = 0
 
 
 class RunState(msgspec.Struct, kw_only=True):
-    """state: starting, ready or draining. started_at: seconds since the epoch.
-
-    http is empty until the Frontend is ready, and where none runs. servers: those
-    that the graph brings along.
-    """
+    """Content of `run.json`."""
 
     version: int = 1
+    #: Of the supervisor.
     pid: int
+    #: Seconds since the epoch.
     started_at: float
     graph: str
     namespace: str
+    #: starting, ready or draining.
     state: str = "starting"
+    #: URL of the Frontend; empty until it is ready and where none runs.
     http: str = ""
     nats: str = ""
     etcd: str = ""
     processes: list[ProcessState] = []
+    #: The embedded servers.
     servers: list[ServerState] = []
 
 
@@ -74,7 +77,7 @@ class RunFile:
 
 
 def read_run(state_dir: Path) -> RunState | None:
-    """The graph that runs on this state directory; None when there is none (any more)."""
+    """The graph that runs on this state directory; None if none runs."""
     try:
         state = msgspec.json.decode((state_dir / "run.json").read_bytes(), type=RunState)
     except (OSError, msgspec.DecodeError):
@@ -83,7 +86,7 @@ def read_run(state_dir: Path) -> RunState | None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replaces `path` atomically with a file that only its owner can read."""
+    """Writes `path` atomically, readable only by its owner."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -93,15 +96,15 @@ def write_private(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[bool]:
-    """Holds `directory` for this process; yields False when another process does.
+    """Locks `directory`; yields False when another process has locked it.
 
-    Raises StartupError when the directory cannot be made or written.
+    Raises StartupError when the directory cannot be created or written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as exc:
-        raise StartupError(f"state directory {directory}: {exc.strerror}") from exc
+        raise StartupError(f"cannot write to state directory {directory}: {exc.strerror}") from exc
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         held = True

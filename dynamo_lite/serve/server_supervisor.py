@@ -1,4 +1,4 @@
-"""Keeps one embedded server running: whatever ended it, it is started again."""
+"""Keeps one embedded server running: restarts it after every end."""
 
 import asyncio
 import time
@@ -10,13 +10,13 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ServerState
 
-#: Starts that fail in a row, after which the graph is given up: nearly 8 s.
+#: Failed starts in a row after which the whole graph fails: nearly 8 s.
 _TRIES = 6
 _BACKOFF = Backoff(first_s=0.25, factor=2.0, longest_s=5.0, calm_s=30.0)
 
 
 class Server(Protocol):
-    """A server that the graph cannot do without for long."""
+    """A server that the graph depends on."""
 
     @property
     def name(self) -> str: ...
@@ -25,22 +25,21 @@ class Server(Protocol):
     def pid(self) -> int: ...
 
     async def exited(self) -> int:
-        """Returns the exit code when the server has ended."""
+        """Waits until the server has ended. Returns its exit code."""
         ...
 
     async def restart(self) -> None:
-        """Starts it as it was, after its end. Raises StartupError."""
+        """Starts it with the same port and data, after its end. Raises StartupError."""
         ...
 
 
 class ServerSupervisor:
-    """state: its line in run.json; `on_change` is called after each change.
-
-    graph_ends: set it when nobody needs to hear any more that the server stays away.
-    """
+    """Restarts one server. `on_change` is called after each change of `state`."""
 
     def __init__(self, server: Server, progress: Progress, on_change: Callable[[], None]):
+        #: Its entry in run.json.
         self.state = ServerState(name=server.name, pid=server.pid)
+        #: Set during a drain: failed restarts no longer raise.
         self.graph_ends = False
         self._server = server
         self._progress = progress
@@ -57,16 +56,16 @@ class ServerSupervisor:
             code = await self._server.exited()
             restart = _BACKOFF.after_exit(failures, time.monotonic() - began)
             failures = restart.failures
-            # Nobody works well without it: only what dies again and again must wait.
+            # Every process needs the server: only repeated failures are delayed.
             delay_s = 0.0 if failures == 1 else restart.delay_s
             self.state.pid = 0
             self._on_change()
-            self._say(f"ended ({exit_text(code)}); again {_when(delay_s)}")
+            self._print(f"ended ({exit_text(code)}); restarting {_when(delay_s)}")
             await self._start(delay_s)
             self.state.pid = self._server.pid
             self.state.restarts += 1
             self._on_change()
-            self._say("is back")
+            self._print("restarted")
 
     async def _start(self, delay_s: float) -> None:
         failures = 0
@@ -78,12 +77,12 @@ class ServerSupervisor:
                 restart = _BACKOFF.after_exit(failures, 0.0)
                 failures, delay_s = restart.failures, restart.delay_s
                 if failures >= _TRIES and not self.graph_ends:
-                    raise StartupError(f"{self.state.name} cannot be started again: {exc}") from exc
-                self._say(f"{exc}; again {_when(delay_s)}")
+                    raise StartupError(f"{self.state.name} cannot be restarted: {exc}") from exc
+                self._print(f"{exc}; next try {_when(delay_s)}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._progress.line(self.state.name, text)
 
 
 def _when(delay_s: float) -> str:
-    return f"in {delay_s:g} s" if delay_s else "at once"
+    return f"in {delay_s:g} s" if delay_s else "now"

@@ -1,6 +1,6 @@
-"""What can be checked before any process starts: ports, servers, models.
+"""Checks before any process starts: ports, servers, models, vLLM's arguments.
 
-Each failure is one clear StartupError; nothing has to be undone.
+Each failure is one StartupError; nothing has to be undone.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _VERDICTS_KEPT = 16
 
 
 def check_port(service: ServiceConfig) -> None:
-    """Raises StartupError when the service's HTTP port cannot be listened on."""
+    """Raises StartupError when the service cannot listen on its HTTP port."""
     host, port = service.options.get("host"), service.options.get("port")
     if not isinstance(host, str) or not isinstance(port, int) or service.workers == 0:
         return
@@ -53,27 +53,27 @@ def check_port(service: ServiceConfig) -> None:
         raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
     if not free:
         name = service.service.name
-        raise StartupError(f"port {port} on {host} is taken; choose another: --{name}.port=PORT")
+        raise StartupError(f"port {port} on {host} is in use; choose another: --{name}.port=PORT")
 
 
 def check_model(service: ServiceConfig) -> None:
-    """Raises StartupError when `model` is a path and no model lies there."""
+    """Raises StartupError when `model` is a path without a model."""
     model = service.flags.get("model", "")
     path = Path(model).expanduser()
     looks_like_path = model.startswith((".", "/", "~"))
     if looks_like_path and not (path / "config.json").is_file():
-        hint = "; `make setup` makes the tiny model" if path.name == "tiny" else ""
-        raise StartupError(f"{service.service.name}.model: no model at {path}{hint}")
+        hint = "; `make setup` creates the tiny model" if path.name == "tiny" else ""
+        raise StartupError(f"{service.service.name}.model: no model (config.json) at {path}{hint}")
 
 
 def check_tls(service: ServiceConfig) -> None:
-    """Raises StartupError when the certificate of the service's HTTP server cannot be used."""
+    """Raises StartupError when the HTTP server's certificate cannot be loaded."""
     if (tls := tls_options(service.flags)) is not None:
         tls.context()
 
 
 def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
-    """Raises ConfigError, also for files that the URLs name."""
+    """Raises ConfigError for malformed URLs and for certificate files that they name."""
     mistakes: list[str] = []
     for url, parse in ((nats_url, parse_nats_url), (etcd_url, parse_etcd_url)):
         if url is None:
@@ -87,7 +87,7 @@ def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
 
 
 async def check_servers(nats_url: str | None, etcd_url: str | None) -> None:
-    """Raises StartupError unless the servers are there and let this graph in."""
+    """Raises StartupError unless the servers are reachable and accept the credentials."""
     if nats_url is not None:
         await _check_reachable("NATS", nats_url, parse_nats_url(nats_url))
     if etcd_url is not None:
@@ -104,7 +104,7 @@ async def _check_reachable(what: str, url: str, address: ServerAddress) -> None:
             async with asyncio.timeout(_REACH_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(host, port)
         except TimeoutError:
-            problems.append(f"no answer within {_REACH_TIMEOUT_S:g} s")
+            problems.append(f"connect timeout after {_REACH_TIMEOUT_S:g} s")
         except OSError as exc:
             problems.append(exc.strerror or str(exc))
         else:
@@ -114,8 +114,8 @@ async def _check_reachable(what: str, url: str, address: ServerAddress) -> None:
 
 
 async def _check_access(servers: Servers) -> None:
-    """Raises StartupError when TLS, the credentials or the server say no."""
-    asking = await asyncio.create_subprocess_exec(
+    """Raises StartupError when TLS or the credentials fail, or a server refuses."""
+    process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "dynamo_lite.serve.access"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -127,26 +127,26 @@ async def _check_access(servers: Servers) -> None:
     errors = b""
     try:
         async with asyncio.timeout(_ACCESS_TIMEOUT_S):
-            answer, errors = await asking.communicate(msgspec.json.encode(servers))
+            answer, errors = await process.communicate(msgspec.json.encode(servers))
         problems = msgspec.json.decode(answer, type=list[str])
     except (TimeoutError, msgspec.DecodeError) as exc:
-        reason = "no answer in time"
-        if asking.returncode is not None:
+        reason = f"timeout after {_ACCESS_TIMEOUT_S:g} s"
+        if process.returncode is not None:
             reason = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-        raise StartupError(f"NATS and etcd could not be tried: {redact(reason)}") from exc
+        raise StartupError(f"the check of NATS and etcd failed: {redact(reason)}") from exc
     finally:
-        if asking.returncode is None:
-            signal_group(asking.pid, signal.SIGKILL)
-            await asking.wait()
+        if process.returncode is None:
+            signal_group(process.pid, signal.SIGKILL)
+            await process.wait()
     if problems:
         raise StartupError("; ".join(problems))
 
 
 def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -> None:
-    """Lets vLLM's own parsers judge all arguments that are theirs.
+    """Checks vLLM's arguments with vLLM's own parsers.
 
-    Importing them takes seconds, so verdicts are remembered in the file `cache`.
-    Mistakes go to the document. Raises StartupError without vLLM.
+    Importing them takes seconds, so results are kept in the file `cache`. Mistakes are added
+    to the document. Raises StartupError when vLLM is not installed or its parsers fail.
     """
     sections = {
         c.service.name: {"kind": c.service.flags, "args": c.flags}
@@ -173,7 +173,7 @@ def check_vllm_arguments(config: GraphConfig, document: Document, cache: Path) -
 
 
 def _verdict(service: Service, mistake: Mistake) -> str:
-    """vLLM knows its own keys alone: an unknown one may be a slip in one of ours."""
+    """The message for a mistake. An unknown key may be a misspelt key of the service's own."""
     if mistake["message"] != UNKNOWN_KEY:
         return mistake["message"]
     theirs = [key for key in mistake["nearest"] if key not in service.reserved]
@@ -194,12 +194,14 @@ def _ask_vllm(question: str) -> list[Mistake]:
         answer = _run_parsers(question)
         return msgspec.json.decode(answer, type=dict[str, list[Mistake]])["mistakes"]
     except (subprocess.TimeoutExpired, msgspec.DecodeError, KeyError) as exc:
-        raise StartupError(f"vLLM's argument parser gave no verdict: {exc}") from exc
+        raise StartupError(f"vLLM's argument parser returned no result: {exc}") from exc
 
 
 def _run_parsers(question: str) -> str:
-    """What vLLM's parsers say. Raises StartupError and TimeoutExpired; an interrupt
-    ends them, too."""
+    """Returns the output of vLLM's parsers. Raises StartupError and TimeoutExpired.
+
+    An interrupt ends the parsers, too.
+    """
     with subprocess.Popen(
         [sys.executable, "-m", "dynamo_lite.vllm.args"],
         stdin=subprocess.PIPE,
@@ -207,7 +209,7 @@ def _run_parsers(question: str) -> str:
         stderr=subprocess.PIPE,
         text=True,
         env=child_environment({}),
-        # Ctrl-C in a terminal is for this process, which then ends the parsers.
+        # Ctrl-C in a terminal must reach only this process, which then ends the parsers.
         start_new_session=True,
         preexec_fn=death_signal_hook(signal.SIGKILL),
     ) as parsers:

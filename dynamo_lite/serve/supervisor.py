@@ -1,4 +1,4 @@
-"""Starts all processes of a graph, keeps them running, drains them in order."""
+"""Starts all processes of a graph, restarts crashed ones, and drains them in order."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,15 @@ from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
 EXIT_DRAINED = 0
 EXIT_FORCED = 130
 
-_NEWS_INTERVAL_S = 5.0
-#: A process may take this long after its grace to cancel work, and then to free its engine.
+#: While the start makes no progress, the names of the missing processes are repeated.
+_REMINDER_S = 5.0
+#: After its grace a process may take this long to cancel requests, then to close its engine.
 _DRAIN_MARGIN_S = 10.0
 _CLOSE_MARGIN_S = 40.0
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP: the first asks for a drain, the second forces."""
+    """SIGINT, SIGTERM and SIGHUP: the first starts a drain, the second kills."""
 
     def __init__(self) -> None:
         self.stop = StopRequest()
@@ -50,10 +51,12 @@ class StopSignals:
 
 
 class Supervisor:
-    """Runs `tiers` of instances; a tier is drained only when the one before has been.
+    """Runs all instances of a graph, and its embedded servers.
 
-    grace_s: longest drain of one process, which the process keeps itself; a
-    process that takes notably longer is killed.
+    Args:
+        tiers: instances in drain order: a tier is drained after the one before it.
+        grace_s: longest drain of one process. Each process enforces it itself; one that
+            takes much longer is killed.
     """
 
     def __init__(
@@ -72,24 +75,27 @@ class Supervisor:
             [InstanceSupervisor(launch, policy, progress, self._on_change) for launch in tier]
             for tier in tiers
         ]
-        self._keepers = [keeper for tier in self._tiers for keeper in tier]
+        self._instances = [instance for tier in self._tiers for instance in tier]
         self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
         self._run = run
         self._signals = signals
         self._progress = progress
         self._grace_s = grace_s
-        run.state.processes = [keeper.state for keeper in self._keepers]
+        run.state.processes = [instance.state for instance in self._instances]
         run.state.servers = [server.state for server in self._servers]
 
     async def run(self) -> int:
-        """Returns the exit code. Raises StartupError when the start fails, or a server
-        that the graph needs ends for good; nothing is left running then."""
+        """Returns the exit code.
+
+        Raises StartupError when the start fails or an embedded server cannot be restarted;
+        no process is left running then.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = [tasks.create_task(server.keep()) for server in self._servers]
-                for keeper in self._keepers:
-                    tasks.create_task(keeper.keep(), name=keeper.launch.name)
-                forcing = tasks.create_task(self._force_when_asked())
+                for instance in self._instances:
+                    tasks.create_task(instance.keep(), name=instance.launch.name)
+                forcing = tasks.create_task(self._kill_when_forced())
                 if await self._until_ready():
                     self._announce()
                     await self._until_stop()
@@ -104,35 +110,37 @@ class Supervisor:
         return EXIT_FORCED if self._signals.force.is_set() else EXIT_DRAINED
 
     async def _until_ready(self) -> bool:
-        """Waits for every instance. False when a stop was asked for meanwhile."""
-        while waiting := [keeper for keeper in self._keepers if not keeper.ready.is_set()]:
+        """Waits until every instance is ready. Returns False when a stop signal came first."""
+        while waiting := [instance for instance in self._instances if not instance.ready.is_set()]:
             await _first_of(
-                waiting[0].ready.wait(), self._signals.stop.wait(), timeout_s=_NEWS_INTERVAL_S
+                waiting[0].ready.wait(), self._signals.stop.wait(), timeout_s=_REMINDER_S
             )
             if self._signals.stop.is_set:
                 return False
-            late = [k.launch.name for k in self._keepers if not k.ready.is_set()]
-            if late and late == [keeper.launch.name for keeper in waiting]:
+            late = [
+                instance.launch.name for instance in self._instances if not instance.ready.is_set()
+            ]
+            if late and late == [instance.launch.name for instance in waiting]:
                 self._progress.line("serve", f"waiting for {', '.join(late)}")
         return True
 
     def _announce(self) -> None:
         self._run.state.state = "ready"
         self._on_change()
-        for keeper in self._keepers:
-            url = keeper.facts.get("url")
+        for instance in self._instances:
+            url = instance.facts.get("url")
             if not url:
                 continue
-            model = keeper.facts.get("model", "MODEL")
+            model = instance.facts.get("model", "MODEL")
             print(f"ready {url}", flush=True)
-            print(_example(url, model, asks_key=bool(keeper.facts.get("asks_key"))), flush=True)
+            print(_example(url, model, needs_key=bool(instance.facts.get("asks_key"))), flush=True)
             return
-        print(f"ready {' '.join(keeper.launch.name for keeper in self._keepers)}", flush=True)
+        print(f"ready {' '.join(instance.launch.name for instance in self._instances)}", flush=True)
 
     async def _until_stop(self) -> None:
         async def all_done() -> None:
-            for keeper in self._keepers:
-                await keeper.done.wait()
+            for instance in self._instances:
+                await instance.done.wait()
 
         await _first_of(all_done(), self._signals.stop.wait())
 
@@ -142,26 +150,26 @@ class Supervisor:
         self._run.state.state = "draining"
         self._on_change()
         if self._signals.stop.is_set:
-            self._progress.line("serve", "stopping; once more forces")
+            self._progress.line("serve", "stopping; a second signal kills all processes")
         for tier in self._tiers:
-            for keeper in tier:
-                keeper.stop()
-            await _all_of([keeper.drained for keeper in tier], self._grace_s + _DRAIN_MARGIN_S)
-        # An engine takes seconds to be taken apart: all do so at the same time.
-        await _all_of([keeper.done for keeper in self._keepers], _CLOSE_MARGIN_S)
-        for keeper in self._keepers:
-            if not keeper.done.is_set():
-                keeper.kill()
-                await keeper.done.wait()
+            for instance in tier:
+                instance.stop()
+            await _all_of([instance.drained for instance in tier], self._grace_s + _DRAIN_MARGIN_S)
+        # Closing an engine takes seconds; all close at the same time.
+        await _all_of([instance.done for instance in self._instances], _CLOSE_MARGIN_S)
+        for instance in self._instances:
+            if not instance.done.is_set():
+                instance.kill()
+                await instance.done.wait()
 
-    async def _force_when_asked(self) -> None:
+    async def _kill_when_forced(self) -> None:
         await self._signals.force.wait()
-        self._progress.line("serve", "forced")
-        for keeper in self._keepers:
-            keeper.kill()
+        self._progress.line("serve", "forced: killing all processes")
+        for instance in self._instances:
+            instance.kill()
 
     def _on_change(self) -> None:
-        facts = [keeper.facts for keeper in self._keepers if keeper.state.state == "ready"]
+        facts = [instance.facts for instance in self._instances if instance.state.state == "ready"]
         urls = [str(fact["url"]) for fact in facts if fact.get("url")]
         if urls:
             self._run.state.http = urls[0]
@@ -175,19 +183,19 @@ _EXAMPLE = """
 """
 
 
-def _example(url: str, model: str, *, asks_key: bool) -> str:
-    """A command for the user's shell, who knows the key and the certificate."""
+def _example(url: str, model: str, *, needs_key: bool) -> str:
+    """A curl command; key and certificate are variables of the user's shell."""
     more: list[str] = []
     if url.startswith("https:"):
         more.append('--cacert "$CERTIFICATE"')
-    if asks_key:
+    if needs_key:
         more.append('-H "Authorization: Bearer $API_KEY"')
     lines = "".join(f"\n    {option} \\" for option in more)
     return _EXAMPLE.format(url=url, model=model, more=lines)
 
 
 async def _all_of(events: Sequence[asyncio.Event], timeout_s: float) -> None:
-    """Returns when all are set, or after the time."""
+    """Waits until all are set, `timeout_s` at most."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             for event in events:
@@ -195,7 +203,7 @@ async def _all_of(events: Sequence[asyncio.Event], timeout_s: float) -> None:
 
 
 async def _first_of(*waits: object, timeout_s: float | None = None) -> None:
-    """Returns when one of the coroutines has returned, or after the time; ends the others."""
+    """Waits until one coroutine has returned, `timeout_s` at most; cancels the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[arg-type]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

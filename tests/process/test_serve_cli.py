@@ -57,7 +57,7 @@ def test_a_taken_port(tmp_path: Path):
         result = run("serve", STUB, "--state-dir", str(tmp_path), f"--Front.port={port}")
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        f"error: port {port} on 127.0.0.1 is taken; choose another: --Front.port=PORT"
+        f"error: port {port} on 127.0.0.1 is in use; choose another: --Front.port=PORT"
     ]
 
 
@@ -80,7 +80,7 @@ def test_a_missing_model_is_found_before_anything_starts(tmp_path: Path):
     arguments = ("serve", MODELLED, "--state-dir", str(tmp_path), "-f", str(file))
     result = run(*arguments, timeout_s=220.0)
     assert result.returncode == 1
-    assert result.stderr.splitlines() == ["error: Vllm.model: no model at absent"]
+    assert result.stderr.splitlines() == ["error: Vllm.model: no model (config.json) at absent"]
 
 
 def test_dry_run_prints_and_starts_nothing(tmp_path: Path):

@@ -26,7 +26,7 @@ def restarted(graph: Serving, name: str, times: int) -> dict[str, Any]:
         entry = server(graph, name)
         return entry if entry["pid"] and entry["restarts"] == times else None
 
-    return eventually(look, f"{name} is back")
+    return eventually(look, f"{name} is restarted")
 
 
 def listing(state_dir: Path) -> dict[str, int]:
@@ -46,8 +46,8 @@ def test_a_server_that_dies_is_back_at_once(tmp_path: Path, name: str):
         for times in (1, 2):
             victim = server(graph, name)["pid"]
             os.kill(victim, signal.SIGKILL)
-            graph.wait_line(f"{name}{' ' * (16 - len(name))} ended (signal 9); again ")
-            graph.wait_line("is back")
+            graph.wait_line(f"{name}{' ' * (16 - len(name))} ended (signal 9); restarting ")
+            graph.wait_line("restarted")
             again = restarted(graph, name, times)
             assert again["pid"] != victim
             assert is_alive(again["pid"])
@@ -98,7 +98,7 @@ def break_etcd(graph: Serving, state_dir: Path) -> None:
     data.rename(data.with_name("moved"))
     data.touch()
     os.kill(server(graph, "etcd")["pid"], signal.SIGKILL)
-    graph.wait_line("etcd ended during its start; its log")
+    graph.wait_line("etcd ended while it started; its log")
 
 
 def test_a_server_that_cannot_be_started_again_ends_the_graph(tmp_path: Path):
@@ -109,8 +109,8 @@ def test_a_server_that_cannot_be_started_again_ends_the_graph(tmp_path: Path):
         assert server(graph, "etcd")["pid"] == 0
         assert graph.end() == 1
         text = "".join(graph.output)
-        assert "error: etcd cannot be started again: etcd ended during its start" in text
-        assert text.count("etcd ended during its start; its log") == 6
+        assert "error: etcd cannot be restarted: etcd ended while it started" in text
+        assert text.count("etcd ended while it started; its log") == 6
         assert not (tmp_path / "run.json").exists()
 
 
@@ -123,7 +123,7 @@ def test_an_interrupt_while_a_server_cannot_be_started(tmp_path: Path):
         break_etcd(graph, tmp_path / "state")
         graph.signal(signal.SIGINT)
         graph.wait_line("Front-0          draining")
-        graph.wait_line("again in 5 s")  # one more than would end a graph that is to live
+        graph.wait_line("next try in 5 s")  # one more than would end a graph that is to live
         release.touch()
         assert graph.end() == 0
 

@@ -52,8 +52,8 @@ def test_one_seed_without_a_trace():
     [
         ([], "either --seed N"),
         (["--seed", "1", "--seeds", "2"], "either --seed N"),
-        (["--seed", "1", "--jobs", "2"], "--jobs goes with --seeds"),
-        (["--seeds", "2", "--trace"], "--trace goes with --seed"),
+        (["--seed", "1", "--jobs", "2"], "--jobs requires --seeds"),
+        (["--seeds", "2", "--trace"], "--trace requires --seed"),
         (["--seeds", "0"], "greater than or equal to 1"),
         (["--seed", "x"], "--seed"),
         (["--seed", "1", "--mutant", "no-sense"], "accepted: ack-on-dequeue, no-claim"),

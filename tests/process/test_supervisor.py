@@ -59,7 +59,7 @@ def test_restarts_what_crashed_with_its_grandchildren_swept(tmp_path: Path):
         first = before["Back-0"]
         assert len(group_members(first["pid"])) >= 2
         os.kill(first["pid"], signal.SIGKILL)
-        graph.wait_line("ended (signal 9); again in 0.5 s")
+        graph.wait_line("ended (signal 9); restarting in 0.5 s")
         again = graph.when("Back-0", lambda p: p["state"] == "ready" and p["restarts"] == 1)
         assert again["pid"] != first["pid"]
         assert again["lease"] != first["lease"]

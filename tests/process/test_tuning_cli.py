@@ -200,7 +200,7 @@ async def test_a_decision_is_explained(engine: DecisionLog, place: tuple[str, ..
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("0_cmpl-a-0-0a1b2c3d#1 ")
     assert "verdict     local, short:" in result.stdout
-    assert "dead does not answer" in result.stderr
+    assert "dead does not respond" in result.stderr
     [told] = json.loads((await run_async("explain", "chatcmpl-b", "--json", *where)).stdout)
     assert (told["request_id"], told["verdict"]) == ("chatcmpl-b-0a1b2c3d#2", "local")
     listed = (await run_async("explain", "--last", "20", *where)).stdout.splitlines()
@@ -212,7 +212,7 @@ async def test_a_decision_is_explained(engine: DecisionLog, place: tuple[str, ..
     assert len((await run_async("explain", "--last", "1", *where)).stdout.splitlines()) == 2
     unknown = await run_async("explain", "cmpl-unknown", *where)
     assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert "cmpl-unknown: none of 1 decode engines remembers it" in unknown.stderr
+    assert "cmpl-unknown: none of 1 decode engines has a decision of it" in unknown.stderr
 
 
 async def test_a_dry_run_changes_nothing(
@@ -221,7 +221,7 @@ async def test_a_dry_run_changes_nothing(
     where = (*place, "--nats-url", nats_url)
     result = await run_async("config", "set", f"{LENGTH}=2", "--dry-run", *where)
     assert result.returncode == 0, result.stderr
-    assert "2 of 2 decisions would have been another:" in result.stdout
+    assert "2 of 2 verdicts would have changed:" in result.stdout
     assert "local/short -> remote/long" in result.stdout
     assert shown(place)["version"] == 0
 

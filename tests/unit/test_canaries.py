@@ -128,7 +128,7 @@ async def test_who_answers_users_is_not_tried() -> None:
     async with stand() as it:
         for _ in range(12):
             await asyncio.sleep(5)
-            it.canaries.heard(A, True)
+            it.canaries.on_tokens(A, True)
         assert it.transport.of(A) == [] and it.transport.of(B)
 
 
@@ -140,7 +140,7 @@ async def test_who_streams_is_not_blamed_for_a_canary_that_waits() -> None:
             await asyncio.sleep(0.1)
         for _ in range(10):
             await asyncio.sleep(0.5)
-            it.canaries.heard(A, False)
+            it.canaries.on_tokens(A, False)
         assert it.counts()["skipped"] == 1 and it.health.is_responsive(A)
 
 
@@ -150,7 +150,7 @@ async def test_tokens_of_old_requests_heal_nobody() -> None:
         it.transport.fates[A] = "error"
         while it.health.is_responsive(A):
             await asyncio.sleep(0.1)
-        it.canaries.heard(A, False)
+        it.canaries.on_tokens(A, False)
         assert not it.health.is_responsive(A)
 
 
@@ -171,7 +171,7 @@ async def test_a_canary_that_hangs_ends_at_its_deadline_and_its_worker_is_out() 
         [began] = it.transport.of(A)
         assert 4.0 <= now() - began < 4.2
         assert it.transport.aborted[-1].startswith("canary-")
-        assert it.health.trouble(A) == "a canary failed: no answer within 4 s"
+        assert it.health.trouble(A) == "a canary failed: timeout after 4 s"
         assert [m.lease_id for m in it.health.members_or_all] == [B]
         await asyncio.sleep(11)
         assert [lease for lease, _, _ in it.frontend.transport.dropped] == [A], "as after silence"
@@ -192,7 +192,7 @@ async def test_an_answer_to_a_user_heals_too() -> None:
             while it.health.is_responsive(A):
                 await asyncio.sleep(0.1)
             assert "a canary failed" in it.health.trouble(A)
-            it.canaries.heard(A, True)
+            it.canaries.on_tokens(A, True)
             assert it.health.is_responsive(A)
 
 

@@ -143,10 +143,10 @@ PrefillWorker:
 """
     found = load.mistakes(text, "--foo", "--Graph.namespace=Foo")
     expected = [
-        "FILE:15: VllmWorker.dtype: written twice",
-        "--foo: not an option",
+        "FILE:15: VllmWorker.dtype: duplicate key",
+        "--foo: unknown option",
         "FILE:2: Frontent: unknown section; did you mean Frontend? accepted: Graph, Common, ",
-        "--Graph.namespace: a namespace has lower-case letters",
+        "--Graph.namespace: a namespace has at most 63 lower-case letters",
         "FILE:4: Frontend.common-configs: modle: unknown key; did you mean model?",
         'FILE:5: Frontend.port: input should be a valid integer, got "8000"',
         "FILE:8: VllmWorker.max-local-prefill-length: input should be greater than or equal to 0",
@@ -155,8 +155,8 @@ PrefillWorker:
         "FILE:11: VllmWorker.ServiceArgs.workers: input should be a valid integer",
         "FILE:12: VllmWorker.kv-transfer-config: set by dynamo-lite itself",
         "FILE:13: VllmWorker.enable-lora: LoRA adapters are not served here",
-        "FILE:1: Common.spare: no service lists it",
-        "must be the same everywhere",
+        "FILE:1: Common.spare: no service lists this key",
+        "must have the same value in all services",
     ]
     for start in expected:
         assert any(start in mistake for mistake in found), (start, found)
@@ -171,12 +171,12 @@ PrefillWorker:
         ("--Processor.model=m", "accepted: request-timeout-s"),
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "one value per worker (1), got 2"),
         ("--VllmWorker.remote-prefill=1", "valid boolean"),
-        ("--VllmWorker.queue.max-jobs=8", "must be the same everywhere"),
+        ("--VllmWorker.queue.max-jobs=8", "must have the same value in all services"),
         ("--VllmWorker.queue.max-jobs=[", "not valid YAML"),
-        ("--Frontend=3", "not an option"),
+        ("--Frontend=3", "unknown option"),
         ("--Frontend.common-configs=model", "expected a list"),
         ("--Graph.lease-ttl-s=1", "greater than or equal to 2"),
-        ("--VllmWorker.model=null", "expected a path or a name"),
+        ("--VllmWorker.model=null", "expected the path or the name"),
     ],
 )
 def test_one_mistake(load: Loader, override: str, message: str):

@@ -76,7 +76,7 @@ async def serving(*, any_name: bool = False, stream_s: float = 60.0, **how: Any)
     sock = bind("127.0.0.1", 0)
     dashboard = Dashboard(vllm_app, viewers, any_name=any_name, stream_s=stream_s, send_s=0.3)
     server = HttpServer(dashboard, sock, HttpOptions(access_log=False))
-    dashboard.hang_up = server.hang_up
+    dashboard.disconnect = server.disconnect
     await server.start()
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
@@ -223,7 +223,7 @@ async def test_closing_ends_the_streams():
 
 
 async def test_a_store_that_is_away_is_tried_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dynamo_lite.services.frontend.dashboard.viewers._AGAIN_S", 0.01)
+    monkeypatch.setattr("dynamo_lite.services.frontend.dashboard.viewers._RETRY_S", 0.01)
     async with serving() as page, page.events() as lines:
         await looks_of(lines, 1)
         page.counting.broken = True

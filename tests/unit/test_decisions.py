@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from dynamo_lite.cli import decision_view
-from dynamo_lite.cli.decisions import Taken
+from dynamo_lite.cli.decisions import PastDecision
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode import decision_log
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
@@ -296,8 +296,8 @@ def test_a_question_that_is_none_is_refused():
             decode_explain(payload)
 
 
-def taken(decode: Decode) -> list[Taken]:
-    return [Taken(time.time() - d.age_s, 1, d) for d in told(decode)]
+def taken(decode: Decode) -> list[PastDecision]:
+    return [PastDecision(time.time() - d.age_s, 1, d) for d in told(decode)]
 
 
 async def test_decisions_are_readable(decode: Decode, clock: Clock):
@@ -307,7 +307,7 @@ async def test_decisions_are_readable(decode: Decode, clock: Clock):
     text = decision_view.as_text(remote)
     assert "remote, long:" in text and "10 tokens: 0 cached here, 10 to compute" in text
     assert "under way" in text and "1 prefill worker;" in text
-    assert "not known" in decision_view.as_text(local)
+    assert "unknown" in decision_view.as_text(local)
     lines = decision_view.as_table([remote, local]).splitlines()
     assert "remote/long" in lines[1] and "local/short" in lines[2]
     told_json = decision_view.as_json([remote])[0]
@@ -319,16 +319,16 @@ async def test_a_dry_run_takes_past_decisions_with_new_values(decode: Decode, cl
         clock.now += 0.1
         decode.admit(prompt(f"r{number}", tokens))
     assert decision_view.dry_run(taken(decode), {"max-local-prefill-length": 15}) == [
-        "1 of 3 decisions would have been another:",
+        "1 of 3 verdicts would have changed:",
         "       1  local/short",
         "       1  remote/long -> local/short",
         "       1  remote/long",
     ]
     assert decision_view.dry_run(taken(decode), {"max-prefill-queue-size": 1})[0] == (
-        "1 of 3 decisions would have been another:"
+        "1 of 3 verdicts would have changed:"
     )
     assert decision_view.dry_run([], {"max-local-prefill-length": 1}) == [
-        "0 of 0 decisions would have been another:"
+        "0 of 0 verdicts would have changed:"
     ]
     [line] = decision_view.dry_run(taken(decode), {"max-remote-prefills": 1})
     assert "cannot be computed" in line
@@ -361,14 +361,14 @@ def test_a_verdict_by_tokens_or_time_is_shown_and_judged_again():
         queue=queue,
         thresholds=limits,
     )
-    shown = decision_view.as_text(Taken(0.0, 1, late))
+    shown = decision_view.as_text(PastDecision(0.0, 1, late))
     assert "1 job with 900 tokens to compute, a wait of about 1.50 s; 1 prefill worker" in shown
-    assert "from 8 jobs or 1000 tokens in the queue on" in shown
+    assert "with 8 jobs or 1000 tokens or more in the queue" in shown
     assert decision_view.verdict_with(late, {}) == Local(DecisionReason.TOO_LATE)
     longer = {"remote-prefill-timeout-s": 2.1}
     assert decision_view.verdict_with(late, longer) == Remote(DecisionReason.LONG)
     fewer = {"max-prefill-queue-tokens": 900, "remote-prefill-timeout-s": 2.1}
     assert decision_view.verdict_with(late, fewer) == Local(DecisionReason.QUEUE_TOKENS)
-    assert decision_view.dry_run([Taken(0.0, 1, late)], {"remote-prefill-timeout-s": 2.1})[0] == (
-        "1 of 1 decisions would have been another:"
-    )
+    assert decision_view.dry_run([PastDecision(0.0, 1, late)], {"remote-prefill-timeout-s": 2.1})[
+        0
+    ] == ("1 of 1 verdicts would have changed:")

@@ -51,7 +51,7 @@ def test_pieces_about_copies_work_in_host_memory(name):
     assert getattr(kernels, name)(CPU)
 
 
-class CrookedLane(transfers.Lane):
+class CrookedLink(transfers.PoolLink):
     """Its second block lands one further."""
 
     def write(self, here: Sequence[int], there: Sequence[int], notice: bytes = b"") -> Transfer:
@@ -60,8 +60,8 @@ class CrookedLane(transfers.Lane):
 
 
 def test_a_block_in_the_wrong_place_is_seen(monkeypatch):
-    monkeypatch.setattr(transfers, "Lane", CrookedLane)
-    with pytest.raises(CheckFailed, match="do not hold what was sent"):
+    monkeypatch.setattr(transfers, "PoolLink", CrookedLink)
+    with pytest.raises(CheckFailed, match="do not contain what was sent"):
         transfers.write(CPU)
 
 
@@ -75,7 +75,7 @@ def test_an_event_that_comes_before_its_kernel_is_seen(monkeypatch):
         return lambda: next(said, True)
 
     monkeypatch.setattr(transfers, "_computed_late", computed_late)
-    with pytest.raises(CheckFailed, match=r"were not computed|what lay there before"):
+    with pytest.raises(CheckFailed, match=r"were not computed|content from before"):
         transfers.events(CPU)
 
 
@@ -186,7 +186,7 @@ def test_a_crash_fails_its_part_and_no_more():
 
 def test_a_part_that_hangs_is_ended():
     result = run_apart(part("hang", limit_s=1.0), CPU)
-    assert (result.outcome, result.detail.strip()) == ("FAILED", "not over within 1 s")
+    assert (result.outcome, result.detail.strip()) == ("FAILED", "timeout after 1 s")
     assert result.seconds < 30
 
 

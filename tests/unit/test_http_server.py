@@ -270,9 +270,9 @@ def test_a_socket_of_ipv6_has_brackets():
 
 
 def test_the_hint_knows_of_the_certificate_and_the_key():
-    plain = _example("http://h:1", "m", asks_key=False)
+    plain = _example("http://h:1", "m", needs_key=False)
     assert "--cacert" not in plain and "Authorization" not in plain and "\n\n" not in plain
-    both = _example("https://h:1", "m", asks_key=True)
+    both = _example("https://h:1", "m", needs_key=True)
     assert "curl https://h:1/v1/chat/completions" in both
     assert '--cacert "$CERTIFICATE"' in both and '"Authorization: Bearer $API_KEY"' in both
     # One shell command: every line but the last goes on.

@@ -164,7 +164,7 @@ def test_a_frontend_needs_one_worker_that_responds() -> None:
 
     assert "no decode worker is registered" in trouble()
     frontend._roster, frontend._workers = Members("ab"), Members("")  # type: ignore[assignment]
-    assert "none of 2 decode workers responds" in trouble()
+    assert "none of 2 decode workers is responsive" in trouble()
     frontend._workers = Members("b")  # type: ignore[assignment]
     assert trouble() == ""
     assert "not loaded yet" in frontend.health()["checks"]["model"]

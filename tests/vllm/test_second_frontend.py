@@ -103,7 +103,7 @@ async def test_a_canary_finds_an_idle_engine_that_stands_still(
         took_s = time.monotonic() - began
         assert took_s < INTERVAL_S + LOOK_S + 2 * TIMEOUT_S + SLACK_S
         assert tried("failed") > failed
-    said = f"worker {worker.lease} is unhealthy: a canary failed: no answer within {TIMEOUT_S:g} s"
+    said = f"worker {worker.lease} is unhealthy: a canary failed: timeout after {TIMEOUT_S:g} s"
     assert said in frontend.log_of("Frontend")
     good = tried("ok")
     await until(lambda: responsive(frontend) == 2, RETRY_S + 10, "the worker is back")

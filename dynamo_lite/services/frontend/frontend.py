@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Frontend:
-    """Component. config: the fields of `FrontendConfig`."""
+    """The component. config: the fields of `FrontendConfig`."""
 
     def __init__(self, config: Mapping[str, Any] | FrontendConfig, spec: ProcessSpec):
         self._config = msgspec.convert(config, FrontendConfig)
@@ -64,7 +64,10 @@ class Frontend:
         self._viewers: Viewers | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
-        """Serves at once; without a worker it answers 503 until one is live."""
+        """Serves HTTP without waiting for workers: 503 until one is live.
+
+        Returns the facts that the supervisor announces.
+        """
         sock = bind(self._config.host, self._config.port)
         self._stack.callback(sock.close)
         await self._watch_workers(host)
@@ -74,7 +77,7 @@ class Frontend:
         port = sock.getsockname()[1]
         await host.register("http", stream=advertised_address(self._config.host, port))
         await self._serve_processor(host, self._app)
-        # Last: a start that fails after this would break requests that were taken.
+        # Last: a failure after this would break accepted requests.
         url = await self._serve_http(host, self._app, sock)
         asks_key = self._app.api_key is not None
         return {"url": url, "model": self._app.served_model, "asks_key": asks_key}
@@ -96,8 +99,8 @@ class Frontend:
         )
 
     async def _open_app(self, host: Host) -> "OpenAiApp":
-        # vLLM takes seconds to import: a taken port or a dead store is reported
-        # before, and the lease must not starve meanwhile.
+        # Importing vLLM takes seconds: in a thread, so that the loop keeps running, and after
+        # the checks of the port and of etcd.
         await asyncio.to_thread(__import__, "dynamo_lite.vllm.frontend.openai_app")
         from dynamo_lite.vllm.frontend.openai_app import open_app
         from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
@@ -164,7 +167,7 @@ class Frontend:
         return failover
 
     def _start_canaries(self, host: Host) -> OnTokens:
-        """Returns the callback that takes which workers give tokens."""
+        """Returns the callback for workers that have sent tokens (`Canaries.on_tokens`)."""
         options = self._config.canary
         if not options.interval_s:
             return lambda lease_id, first: None
@@ -172,14 +175,14 @@ class Frontend:
 
         assert self._roster is not None and self._workers is not None
         make = partial(canary, max_tokens=options.max_tokens)
-        return start_canaries(host, options, self._roster, self._workers, make).heard
+        return start_canaries(host, options, self._roster, self._workers, make).on_tokens
 
     def _candidates(self) -> Sequence[EndpointRecord]:
-        """The workers that a request may be given to: those that respond; if none does, all."""
+        """Workers for a new request: the responsive ones, or all if none is responsive."""
         return self._workers.members_or_all if self._workers is not None else ()
 
     async def _open_picker(self, host: Host) -> Picker | WorkerSelector:
-        """Long before HTTP is served, so that it knows the workers by then."""
+        """Opened long before HTTP is served, so that it knows the workers by then."""
         assert self._roster is not None
         match self._config.router:
             case "random":
@@ -214,7 +217,7 @@ class Frontend:
         served = asgi if host.probes is None else Probed(asgi, host.probes)
         server = HttpServer(served, sock, app.http)
         if isinstance(asgi, Dashboard):
-            asgi.hang_up = server.hang_up
+            asgi.disconnect = server.disconnect
         app.state.server = server
         await server.start()
         self._server = server
@@ -222,7 +225,7 @@ class Frontend:
         return url_of(sock, tls=app.http.tls is not None)
 
     def _with_dashboard(self, host: Host, app: "ASGIApp") -> "ASGIApp":
-        """Unless it is turned off: by default that is wherever other machines could see it."""
+        """Adds the dashboard. By default only where HTTP listens on a loopback address."""
         private = is_loopback(self._config.host)
         if self._config.dashboard is False or (self._config.dashboard is None and not private):
             return app
@@ -246,8 +249,8 @@ class Frontend:
             await host.register(endpoint, component="Processor", model=app.served_model)
 
     async def drain(self, grace_s: float) -> None:
-        """No new connections; open responses may finish, then they are cancelled. Those of
-        the dashboard would never finish."""
+        """Accepts no new connections. Open responses may finish within `grace_s`, then they are
+        cancelled; the dashboard's streams never finish, so they are closed at once."""
         async with asyncio.TaskGroup() as closing:
             if self._viewers is not None:
                 closing.create_task(self._viewers.close())
@@ -264,9 +267,11 @@ class Frontend:
         responsive = len(self._workers.responsive) if self._workers is not None else 0
         return {
             "ok": client is not None and not broken,
-            "dead": "the task that hands out tokens has ended" if broken else "",
+            "dead": "the task that delivers tokens to requests has ended; see the log"
+            if broken
+            else "",
             "checks": {
-                "model": "" if client is not None else "its tokenizer is not loaded yet: wait",
+                "model": "" if client is not None else "the tokenizer is still loading",
                 "workers": _workers_trouble(workers, responsive),
             },
             "workers": workers,
@@ -277,9 +282,11 @@ class Frontend:
 
 
 def _workers_trouble(workers: int, responsive: int) -> str:
-    """What keeps requests from being answered; empty when nothing does."""
+    """Why no request can be answered; empty if a worker is responsive."""
     if responsive:
         return ""
     if workers:
-        return f"none of {workers} decode workers responds: see `dynamo-lite ps` and their logs"
+        return (
+            f"none of {workers} decode workers is responsive: see `dynamo-lite ps` and their logs"
+        )
     return "no decode worker is registered: start one, or wait until it has loaded its model"

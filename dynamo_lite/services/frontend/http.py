@@ -1,7 +1,8 @@
-"""The HTTP listener of the Frontend: uvicorn on a socket that is bound early, and probes.
+"""The Frontend's HTTP server: uvicorn on a socket that is bound early, and probes.
 
-Owns TLS and the limits on a request's head. Binding comes before the model is read, so that
-a taken port is found at once. Signals are the process host's, not uvicorn's.
+Applies TLS and the limits on a request's head. The socket is bound before the model is
+loaded, so that a port in use is reported at once. The process host handles signals, not
+uvicorn.
 """
 
 import asyncio
@@ -24,19 +25,19 @@ from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.vllm.http_options import HttpOptions, QuietPaths, TlsOptions
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 
-#: How often the files of a certificate are looked at.
+#: How often the certificate's files are checked for changes.
 _REFRESH_S = 5.0
 
-#: How long the app may take to notice that its clients are gone.
-_HANG_UP_S = 3.0
+#: How long the app may take to notice that its clients are disconnected.
+_DISCONNECT_S = 3.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Raises StartupError when the port is taken or the address is not ours."""
+    """Raises StartupError when the port is in use or the address is not of this host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -49,7 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket, *, tls: bool = False) -> str:
-    """Where a client on this machine reaches the listener."""
+    """The server's URL for a client on this host."""
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
@@ -57,9 +58,9 @@ def url_of(sock: socket.socket, *, tls: bool = False) -> str:
 
 
 class Probed:
-    """ASGI middleware: `/live` and `/ready` of the process, for whoever asks at this port.
+    """ASGI middleware: the process's `/live` and `/ready` on the HTTP port.
 
-    Outside of the app, so that they cost little and ask for no key.
+    They do not reach the app, so they are cheap and need no API key.
     """
 
     def __init__(self, app: ASGIApp, probes: Probes):
@@ -74,7 +75,7 @@ class Probed:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with limits on the head of a request: the parser keeps a head of any size."""
+    """uvicorn's protocol with limits on a request's head, whose size the parser does not limit."""
 
     max_head_bytes: int
     max_headers: int
@@ -93,7 +94,7 @@ class _Protocol(HttpToolsProtocol):
             self._refuse()
 
     def on_headers_complete(self) -> None:
-        # The head may have come at one go, with the body behind it.
+        # One read may have brought the whole head and a part of the body.
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self.max_head_bytes and not self._refused:
             self._refuse()
@@ -101,7 +102,6 @@ class _Protocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        # A body is no part of a head.
         self._head_bytes = 0
         if not self._refused:
             super().on_body(body)
@@ -122,7 +122,10 @@ def _protocol(options: HttpOptions) -> type[asyncio.Protocol]:
 
 
 class HttpServer(uvicorn.Server):
-    """`start` returns when connections are accepted; `stop` is idempotent."""
+    """`start` returns when connections are accepted; `stop` is idempotent.
+
+    refresh_s: how often the certificate's files are checked, if TLS is to refresh.
+    """
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class HttpServer(uvicorn.Server):
                 http=_protocol(self._options),
                 ws="none",
                 lifespan="on",
-                # The process has configured logging already.
+                # The process has already configured logging.
                 log_config=None,
                 log_level=self._options.log_level,
                 access_log=self._options.access_log,
@@ -152,7 +155,7 @@ class HttpServer(uvicorn.Server):
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Raises StartupError when the socket cannot listen, or TLS is not set up right."""
+        """Raises StartupError when the socket cannot listen or TLS cannot be set up."""
         self.config.load()
         if (tls := self._options.tls) is not None:
             self.config.ssl = tls.context()
@@ -162,30 +165,29 @@ class HttpServer(uvicorn.Server):
                 )
         if self._options.quiet_paths:
             quiet = QuietPaths(self._options.quiet_paths)
-            logger = logging.getLogger("uvicorn.access")
-            logger.addFilter(quiet)
-            self._stack.callback(logger.removeFilter, quiet)
+            access = logging.getLogger("uvicorn.access")
+            access.addFilter(quiet)
+            self._stack.callback(access.removeFilter, quiet)
         self.lifespan = self.config.lifespan_class(self.config)
         try:
             await self.startup(sockets=[self._sock])
         except OSError as exc:
             await self.lifespan.shutdown()
             await self._stack.aclose()
-            raise StartupError(f"cannot listen: {exc.strerror}") from exc
+            raise StartupError(f"cannot listen on {url_of(self._sock)}: {exc.strerror}") from exc
         self._ticks = asyncio.create_task(self.main_loop(), name="http-ticks")
 
-    def hang_up(self, scope: Scope) -> None:
-        """Closes the connection of a request whose client does not read what it is sent."""
+    def disconnect(self, scope: Scope) -> None:
+        """Aborts the connection of the request with this scope."""
         for connection in list(self.server_state.connections):
             cycle = getattr(connection, "cycle", None)
             if cycle is not None and cycle.scope is scope:
                 connection.transport.abort()
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no more, waits for open responses, then hangs up on the rest.
+        """Stops accepting, waits up to `grace_s` for open responses, then disconnects the rest.
 
-        Hanging up, not cancelling: a disconnect is what makes vLLM's app abort
-        a request at its worker.
+        A disconnect, not a cancellation, makes vLLM's app abort a request at its worker.
         """
         ticks, self._ticks = self._ticks, None
         if ticks is None:
@@ -198,8 +200,8 @@ class HttpServer(uvicorn.Server):
         finally:
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
-            await asyncio.wait({stopping}, timeout=_HANG_UP_S)
-            # Makes uvicorn's own waits end, whatever is left.
+            await asyncio.wait({stopping}, timeout=_DISCONNECT_S)
+            # Ends uvicorn's own waits.
             self.force_exit = True
             await stopping
             await ticks
@@ -209,7 +211,7 @@ class HttpServer(uvicorn.Server):
 async def _refreshed(
     context: ssl.SSLContext, tls: TlsOptions, every_s: float
 ) -> AsyncIterator[None]:
-    """New connections get the certificate that the files hold by then."""
+    """Reloads the certificate into `context` when its files change, for new connections."""
 
     async def follow() -> None:
         seen = _versions(tls)
@@ -224,7 +226,7 @@ async def _refreshed(
 
 
 def _versions(tls: TlsOptions) -> list[tuple[int, int] | None]:
-    """Of the files; they are looked up anew each time, so that links may be replaced."""
+    """Modification time and inode of each file; None: missing. Symbolic links are followed."""
     versions: list[tuple[int, int] | None] = []
     for path in tls.files:
         try:
@@ -238,10 +240,10 @@ def _versions(tls: TlsOptions) -> list[tuple[int, int] | None]:
 
 def _reload(context: ssl.SSLContext, tls: TlsOptions) -> None:
     try:
-        # Tried on another one: half of a new pair must not spoil the one in use.
+        # First into a new context: a half-replaced pair must not damage the context in use.
         tls.context()
         tls.load(context)
     except (StartupError, OSError, ValueError) as exc:
-        _log.warning("the certificate is not renewed: %s", exc)
+        logger.warning("cannot reload the TLS certificate, keeping the old one: %s", exc)
     else:
-        _log.info("the certificate was read again")
+        logger.info("reloaded the TLS certificate")

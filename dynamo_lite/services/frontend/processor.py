@@ -1,8 +1,7 @@
-"""The Processor's endpoints: OpenAI requests over NATS, answered by the same app.
+"""The Processor's endpoints: OpenAI requests over NATS, answered by the Frontend's app.
 
-Chat template, tokenisation and detokenisation run in the Frontend's process;
-these endpoints give the other members of a graph the whole of it as one
-request and one reply. Streams are HTTP's.
+One NATS request and one reply; no streaming. Chat template, tokenisation and
+detokenisation run in the Frontend's process.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ ENDPOINTS: Mapping[str, str] = {
 
 
 class Processor:
-    """app: the ASGI app. api_key: what the app asks for, if anything."""
+    """Passes NATS requests to the ASGI app. api_key: the app's key, if it requires one."""
 
     def __init__(
         self,
@@ -50,30 +49,32 @@ class Processor:
             self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
 
     async def answer(self, endpoint: str, payload: bytes) -> bytes:
-        """The JSON reply to a JSON request; errors in the form of the app's own bodies."""
+        """Returns the app's JSON response; errors have the form of the app's error bodies."""
         try:
             request = decode_json(payload, dict[str, Any])
         except ProtocolError as exc:
             self._on_drop(endpoint)
             return _error(400, f"The request is not a JSON object: {exc}")
         if request.get("stream"):
-            return _error(400, "This endpoint does not stream; ask over HTTP", param="stream")
+            return _error(
+                400, "This endpoint does not stream; use HTTP for streams", param="stream"
+            )
         call = _Call(self._app, ENDPOINTS[endpoint], self._headers, payload)
         timeout_s = self._config.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await call.body()
         except TimeoutError:
-            return _error(504, f"No answer within {timeout_s:g} s")
+            return _error(504, f"Timeout: no response within {timeout_s:g} s")
         finally:
-            await call.hang_up()
+            await call.disconnect()
 
 
 class _Call:
     """One POST to an ASGI app in this process.
 
-    `hang_up` is a client's disconnect: vLLM's app runs a request in a task of
-    its own, which only a disconnect ends; cancelling the caller does not.
+    vLLM's app runs a request in its own task, which ends on `disconnect`, but not when the
+    caller is cancelled.
     """
 
     def __init__(self, app: Any, path: str, headers: list[tuple[bytes, bytes]], body: bytes):
@@ -93,26 +94,26 @@ class _Call:
         }
         self._request: bytes | None = body
         self._reply: list[bytes] = []
-        self._left = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self._task = asyncio.create_task(app(scope, self._receive, self._send), name=f"call {path}")
 
     async def body(self) -> bytes:
-        """An app that raises has answered 500 before, as Starlette's do."""
+        """The response's body. An app that raises has sent a 500 response before (Starlette)."""
         await asyncio.wait({self._task})
         if not self._task.cancelled() and (exc := self._task.exception()) is not None:
-            logger.error("the app failed on a request", exc_info=exc)
+            logger.error("the app raised on a request of the Processor", exc_info=exc)
         return b"".join(self._reply) or _error(500, "Internal server error")
 
-    async def hang_up(self) -> None:
-        self._left.set()
-        await asyncio.wait({self._task}, timeout=_HANG_UP_S)
+    async def disconnect(self) -> None:
+        self._disconnected.set()
+        await asyncio.wait({self._task}, timeout=_DISCONNECT_S)
         await end_tasks(self._task)
 
     async def _receive(self) -> dict[str, Any]:
         if self._request is not None:
             body, self._request = self._request, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await self._left.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Mapping[str, Any]) -> None:
@@ -120,8 +121,8 @@ class _Call:
             self._reply.append(message.get("body", b""))
 
 
-#: How long the app may take to notice that the caller is gone.
-_HANG_UP_S = 5.0
+#: How long the app may take to notice that the caller is disconnected.
+_DISCONNECT_S = 5.0
 
 _ERROR_TYPES = {400: "BadRequestError", 500: "InternalServerError", 504: "GatewayTimeoutError"}
 

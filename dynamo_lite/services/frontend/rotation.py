@@ -1,9 +1,8 @@
-"""Decode workers out of rotation: how long their requests wait for them.
+"""Migrates requests away from decode workers that are unresponsive for too long.
 
-An unresponsive worker is given nothing new while another one responds
-(`HealthMonitor.members_or_all`). What runs there stays for a while, since moving
-costs the prompt's computation again; then it moves. Where nobody responds there
-is nowhere to go, and it stays.
+An unresponsive worker gets no new requests while another one is responsive
+(`HealthMonitor.members_or_all`). Its running requests wait for `MIGRATE_AFTER_S`, because
+a migration computes the prompt again. While no worker is responsive they stay.
 """
 
 import asyncio
@@ -14,16 +13,16 @@ from dynamo_lite.request_plane import GenerateClient
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 
-#: How long a worker may be unresponsive before its requests move.
-MOVE_AFTER_S = 10.0
-#: A rest so short may be lost in its sum with the time: a timer for it would ring again and again.
+#: How long a worker may be unresponsive before its requests migrate.
+MIGRATE_AFTER_S = 10.0
+#: Below this, `now + delay == now` in floating point and the timer would fire in a loop.
 _ROUNDING_S = 1e-6
 
 
 class Rotation:
-    """Context manager that tells the transport whom to keep and whom to drop.
+    """Context manager: updates the transport's workers from the roster and their health.
 
-    changed: called when somebody may be picked who could not be before, or reverse.
+    changed: called when the set of workers for new requests changes.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Rotation:
         self._open = True
         self._roster.on_change(self._on_roster)
         self._health.on_change(self._on_health)
-        self._look()
+        self._migrate_overdue()
 
     def __exit__(self, *_: object) -> None:
         self._open = False
@@ -52,33 +51,35 @@ class Rotation:
         if self._open:
             self._transport.retain(self._roster.members)
             self._changed()
-            self._look()
+            self._migrate_overdue()
 
     def _on_health(self, back: frozenset[int], lost: frozenset[int]) -> None:
         if self._open:
             self._changed()
-            self._look()
+            self._migrate_overdue()
 
-    def _look(self) -> None:
-        """Moves what has waited long enough; one timer for the next."""
+    def _migrate_overdue(self) -> None:
+        """Migrates requests of workers past the limit; sets one timer for the next worker."""
         self._disarm()
         responsive = {member.lease_id for member in self._health.responsive}
         if not responsive:
             return
-        waits = [self._move(m) for m in self._roster.members if m.lease_id not in responsive]
+        waits = [
+            self._migrate_if_due(m) for m in self._roster.members if m.lease_id not in responsive
+        ]
         if waits:
-            self._timer = asyncio.get_running_loop().call_later(min(waits), self._look)
+            self._timer = asyncio.get_running_loop().call_later(min(waits), self._migrate_overdue)
 
     def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _move(self, member: EndpointRecord) -> float:
-        """Returns in how many seconds to look at the member again."""
-        left_s = MOVE_AFTER_S - self._health.silent_for(member.lease_id)
+    def _migrate_if_due(self, member: EndpointRecord) -> float:
+        """Returns the seconds until the member must be checked again."""
+        left_s = MIGRATE_AFTER_S - self._health.silent_for(member.lease_id)
         if left_s > _ROUNDING_S:
             return left_s
         self._transport.drop(member, self._health.trouble(member.lease_id))
-        # It may get others, when nobody responds for a while.
-        return MOVE_AFTER_S
+        # It may get requests again while no worker is responsive.
+        return MIGRATE_AFTER_S

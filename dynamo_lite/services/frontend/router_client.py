@@ -1,4 +1,4 @@
-"""The Frontend's side of a router that runs in a process of its own."""
+"""The Frontend's client of the Router process."""
 
 import asyncio
 import logging
@@ -27,16 +27,21 @@ from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
-#: How long a router may take, and for how long it is not asked when it did not answer.
+#: Timeout of a pick request.
 ANSWER_S = 0.5
+#: After a failure a router gets no pick requests for this time.
 REST_S = 1.0
 
 
 class RemoteRouter(WorkerSelector):
-    """Asks the first router of a roster that answers. Async context manager, over an open roster.
+    """Sends pick requests to the first router of the roster that responds.
 
-    So all Frontends ask the same one, and it knows of all requests. fallback: chooses
-    while none answers.
+    All Frontends use the same order, so one router knows all requests. Async context manager;
+    the roster must be open.
+
+    Args:
+        lease_id: of this Frontend.
+        fallback: picks workers while no router responds.
     """
 
     def __init__(
@@ -55,19 +60,23 @@ class RemoteRouter(WorkerSelector):
         self._fallback, self._on_drop = fallback, on_drop
         self._fallbacks = Counter(
             "dynamo_lite_router_fallbacks",
-            "Requests that were placed by turns, since no router answered",
+            "Requests placed round-robin because no router responded",
             registry=registry or CollectorRegistry(),
         )
-        self._asked = 0
+        self._sent = 0
+        #: Request id to the router that placed it and the id used there.
         self._placed: dict[str, tuple[int, str]] = {}
-        self._fates: dict[int, tuple[list[str], list[str]]] = {}
-        self._told = asyncio.Event()
-        self._rests_until: dict[int, float] = {}
+        #: Router to the ids (answered, released) that were not published yet.
+        self._outcomes: dict[int, tuple[list[str], list[str]]] = {}
+        self._has_outcomes = asyncio.Event()
+        #: Router to the loop time until which it gets no requests.
+        self._paused_until: dict[int, float] = {}
+        #: Routers whose failure was logged.
         self._silent: set[int] = set()
         self._tasks = OwnedTasks()
 
     async def __aenter__(self) -> Self:
-        self._tasks.start(self._tell(), name="router-fates")
+        self._tasks.start(self._publish_outcomes(), name="router-outcomes")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -78,19 +87,20 @@ class RemoteRouter(WorkerSelector):
     ) -> Selection:
         if not members:
             raise NoWorkers("no live worker")
-        for router in self._awake():
+        for router in self._usable():
             try:
-                picked = await self._ask(router, members, request)
+                picked = await self._request_pick(router, members, request)
             except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
-                self._rests_until[router.lease_id] = _now() + REST_S
+                self._paused_until[router.lease_id] = _now() + REST_S
                 known = router.lease_id in self._silent
                 self._silent.add(router.lease_id)
                 logger.log(
                     logging.DEBUG if known else logging.WARNING,
-                    "request %s: router %x: %s; not asked for a while",
+                    "request %s: router %x failed: %s; it gets no requests for %g s",
                     request.request_id,
                     router.lease_id,
                     exc,
+                    REST_S,
                 )
             else:
                 self._silent.discard(router.lease_id)
@@ -98,36 +108,37 @@ class RemoteRouter(WorkerSelector):
         self._fallbacks.inc()
         return self._fallback.pick(members, request)
 
-    def _awake(self) -> list[EndpointRecord]:
-        """Those to be asked, first to last. One that was killed stays registered for the
-        rest of its lease, before the one that was started in its place."""
+    def _usable(self) -> list[EndpointRecord]:
+        """The routers to try, in order. A killed one stays registered until its lease
+        expires, before its replacement in the order."""
         routers, now = self._routers.members, _now()
         live = {router.lease_id for router in routers}
-        self._rests_until = {k: v for k, v in self._rests_until.items() if k in live and v > now}
+        self._paused_until = {k: v for k, v in self._paused_until.items() if k in live and v > now}
         self._silent &= live
-        return [router for router in routers if router.lease_id not in self._rests_until]
+        return [router for router in routers if router.lease_id not in self._paused_until]
 
     def answered(self, request_id: str) -> None:
         if (placed := self._placed.get(request_id)) is not None:
             router, own_id = placed
-            self._note(router)[0].append(own_id)
+            self._outcomes_for(router)[0].append(own_id)
         self._fallback.answered(request_id)
 
     def released(self, request_id: str) -> None:
         if (placed := self._placed.pop(request_id, None)) is not None:
             router, own_id = placed
-            self._note(router)[1].append(own_id)
+            self._outcomes_for(router)[1].append(own_id)
         self._fallback.released(request_id)
 
-    async def _ask(
+    async def _request_pick(
         self, router: EndpointRecord, members: Sequence[EndpointRecord], request: GenerateRequest
     ) -> Selection:
-        """What it has placed although we do not hear of it, it is told to forget.
+        """Raises Unavailable, DeadlineExceeded, ProtocolError.
 
-        Each question has an id of its own: what is said of one is about no other.
+        After a failure the request is released, in case the router has placed it. Each pick
+        request has its own id, so that outcomes of an earlier one cannot be mistaken for it.
         """
-        self._asked += 1
-        own_id = f"{request.request_id}~{self._asked}"
+        self._sent += 1
+        own_id = f"{request.request_id}~{self._sent}"
         message = PickRequest(
             client=self._lease_id,
             request_id=own_id,
@@ -142,7 +153,7 @@ class RemoteRouter(WorkerSelector):
             reply = await self._messaging.request(
                 router.transport.nats_tcp, encode(message), timeout_s=ANSWER_S
             )
-            return self._picked(reply, members)
+            return self._selection(reply, members)
         except ProtocolError:
             self._on_drop("pick_reply")
             self.released(request.request_id)
@@ -151,26 +162,26 @@ class RemoteRouter(WorkerSelector):
             self.released(request.request_id)
             raise
 
-    def _picked(self, reply: bytes, members: Sequence[EndpointRecord]) -> Selection:
+    def _selection(self, reply: bytes, members: Sequence[EndpointRecord]) -> Selection:
         chosen = decode_pick_reply(reply)
         if not isinstance(chosen, Chosen):
-            raise Unavailable("it knows none of the workers")
+            raise Unavailable("it knows none of the candidate workers")
         member = next((m for m in members if m.lease_id == chosen.lease_id), None)
         if member is None:
-            raise ProtocolError("it has chosen a worker that was not to be had")
+            raise ProtocolError(f"it chose worker {chosen.lease_id:x}, which is not a candidate")
         return Selection(member, chosen.reason)
 
-    def _note(self, router: int) -> tuple[list[str], list[str]]:
-        self._told.set()
-        return self._fates.setdefault(router, ([], []))
+    def _outcomes_for(self, router: int) -> tuple[list[str], list[str]]:
+        self._has_outcomes.set()
+        return self._outcomes.setdefault(router, ([], []))
 
-    async def _tell(self) -> None:
-        """Fates of one turn of the loop go together."""
+    async def _publish_outcomes(self) -> None:
+        """Outcomes of one iteration of the event loop are published together."""
         while True:
-            await self._told.wait()
-            self._told.clear()
-            fates, self._fates = self._fates, {}
-            for router, (answered, released) in fates.items():
+            await self._has_outcomes.wait()
+            self._has_outcomes.clear()
+            outcomes, self._outcomes = self._outcomes, {}
+            for router, (answered, released) in outcomes.items():
                 notice = RequestOutcomes(
                     client=self._lease_id, answered=answered, released=released
                 )
@@ -178,7 +189,7 @@ class RemoteRouter(WorkerSelector):
                 try:
                     await self._messaging.publish(subject, encode(notice))
                 except Unavailable as exc:
-                    logger.debug("router %x does not hear of requests: %s", router, exc)
+                    logger.debug("router %x: cannot publish request outcomes: %s", router, exc)
 
 
 def _now() -> float:

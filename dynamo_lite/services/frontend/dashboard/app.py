@@ -1,7 +1,7 @@
-"""What is answered under `/dashboard`, before vLLM's app sees the request.
+"""Serves `/dashboard`, in front of vLLM's app.
 
-Nothing there is for other origins: no CORS headers, a policy that allows the page its own
-script and style only, and no stream for a page of another site.
+Other origins get nothing: no CORS headers, a content policy that allows only the page's own
+script and style, and no event stream for pages of other sites.
 """
 
 import asyncio
@@ -39,26 +39,26 @@ _GUARDS = {
     "cache-control": "no-store",
 }
 
-#: A stream ends after this, and the browser opens the next one: whoever has gone without
-#: a word, or reads nothing, is not kept for longer.
+#: A stream ends after this time and the browser opens the next one, so that a client that
+#: vanished without a disconnect is not kept longer.
 _STREAM_S = 300.0
-#: For one event to be taken.
+#: Timeout for sending one event.
 _SEND_S = 10.0
 
-#: Takes the scope of a request whose connection shall be closed.
-HangUp = Callable[[Scope], None]
+#: Closes the connection of the request with this scope.
+Disconnect = Callable[[Scope], None]
 
 
 class Dashboard:
-    """ASGI; what is not under `/dashboard` goes to `app`.
+    """ASGI; requests for other paths go to `app`.
 
-    any_name: whether the page may be asked for under any host name. Otherwise it must be
-    an address or `localhost`: a name may have been pointed here by the owner of another
-    page, whose script would then be of the same origin (DNS rebinding).
-    hang_up: of who takes no events; must be set before the first request.
+    any_name: whether the page is served under any host name. Otherwise the Host header must
+    have an address or `localhost`, because an attacker could point a name of his page to this
+    server, and his script would have the same origin (DNS rebinding).
     """
 
-    hang_up: HangUp
+    #: Called for clients that read no events; must be set before the first request.
+    disconnect: Disconnect
 
     def __init__(
         self,
@@ -80,45 +80,47 @@ class Dashboard:
             key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
         }
         if not self._any_name and not _is_own_name(headers.get("host", "")):
-            return await _say(send, 421, "ask for the page by address, or as localhost")
+            return await _send_text(
+                send, 421, "use the server's IP address or localhost in the URL"
+            )
         if scope["method"] not in ("GET", "HEAD"):
-            return await _say(send, 405, "only GET", [("allow", "GET, HEAD")])
+            return await _send_text(send, 405, "only GET is allowed", [("allow", "GET, HEAD")])
         if path == EVENTS:
             return await self._answer_events(scope, headers, receive, send)
         if path in (f"{PATH}/", *_FILES):
             return await _send_file(path.rstrip("/"), send, body=scope["method"] == "GET")
-        await _say(send, 404, "there is no such page")
+        await _send_text(send, 404, "no such page")
 
     async def _answer_events(
         self, scope: Scope, headers: dict[str, str], receive: Receive, send: Send
     ) -> None:
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            return await _say(send, 403, "not for pages of other sites")
+            return await _send_text(send, 403, "pages of other sites may not read this")
         # Browsers leave out the former over plain HTTP.
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
-            return await _say(send, 403, "not for pages of other sites")
+            return await _send_text(send, 403, "pages of other sites may not read this")
         if scope["method"] != "GET":
-            return await _say(send, 405, "only GET", [("allow", "GET")])
+            return await _send_text(send, 405, "only GET is allowed", [("allow", "GET")])
         try:
             with self._viewers.joined():
                 await self._stream(scope, receive, send)
         except Overloaded:
-            await _say(send, 503, "too many viewers", [("retry-after", "10")])
+            await _send_text(send, 503, "too many viewers", [("retry-after", "10")])
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the client leaves or takes nothing, its time is up, or the viewers' end."""
+        """Sends events until the client disconnects or stops reading, for `_stream_s` at most."""
         head = {"content-type": "text/event-stream", "x-accel-buffering": "no", **_GUARDS}
         await send({"type": "http.response.start", "status": 200, "headers": _raw(head.items())})
-        pumping = asyncio.create_task(self._pump(send), name="dashboard events")
+        sending = asyncio.create_task(self._send_frames(send), name="dashboard events")
         gone = asyncio.create_task(_disconnected(receive), name="dashboard client")
         try:
             await asyncio.wait(
-                {pumping, gone}, timeout=self._stream_s, return_when=asyncio.FIRST_COMPLETED
+                {sending, gone}, timeout=self._stream_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            await end_tasks(pumping, gone)
-        stuck = not pumping.cancelled() and isinstance(pumping.exception(), TimeoutError)
+            await end_tasks(sending, gone)
+        stuck = not sending.cancelled() and isinstance(sending.exception(), TimeoutError)
         if not stuck:
             try:
                 async with asyncio.timeout(self._send_s):
@@ -126,13 +128,13 @@ class Dashboard:
             except TimeoutError:
                 stuck = True
         if stuck:
-            self.hang_up(scope)
+            self.disconnect(scope)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._send_s):
                     await _disconnected(receive)
 
-    async def _pump(self, send: Send) -> None:
-        """Raises TimeoutError when the client takes nothing."""
+    async def _send_frames(self, send: Send) -> None:
+        """Raises TimeoutError when the client does not read."""
         async for frame in self._viewers.frames():
             async with asyncio.timeout(self._send_s):
                 body = b"data: " + frame + b"\n\n"
@@ -140,7 +142,7 @@ class Dashboard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens there can be reached from its own machine only."""
+    """Whether a server on this address is reachable only from its own machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -148,7 +150,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_own_name(host: str) -> bool:
-    """host: of a Host header, with or without a port."""
+    """Whether a Host header (with or without a port) has an address or `localhost`."""
     name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(name)
@@ -175,7 +177,9 @@ async def _send_file(path: str, send: Send, *, body: bool) -> None:
     await send({"type": "http.response.body", "body": content if body else b""})
 
 
-async def _say(send: Send, status: int, text: str, more: Iterable[tuple[str, str]] = ()) -> None:
+async def _send_text(
+    send: Send, status: int, text: str, more: Iterable[tuple[str, str]] = ()
+) -> None:
     body = f"{text}\n".encode()
     head = {"content-type": "text/plain", "content-length": str(len(body)), **_GUARDS}
     headers = _raw((*head.items(), *more))

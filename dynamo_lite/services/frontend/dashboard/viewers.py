@@ -1,7 +1,7 @@
-"""Who looks at the page, and the one observer that looks for all of them.
+"""The dashboard's viewers and the one observer that they share.
 
-It is there only while somebody looks, and a little longer, so that a page that is loaded
-again has its rates at once.
+The observer runs while there are viewers and a little longer, so that a reloaded page has
+its rates at once.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _MOST = 16
 _PERIOD_S = 1.0
 _LINGER_S = 10.0
-_AGAIN_S = 2.0
+_RETRY_S = 2.0
 
 
 class Observing(Protocol):
@@ -30,7 +30,13 @@ class Observing(Protocol):
 
 
 class Viewers:
-    """`close` ends everybody's frames. most: viewers at a time. period_s: between two looks."""
+    """Runs the observer for all viewers; `close` ends their streams.
+
+    Args:
+        most: viewers at a time.
+        period_s: time between two frames.
+        linger_s: how long the observer runs on without viewers.
+    """
 
     def __init__(
         self,
@@ -45,7 +51,7 @@ class Viewers:
         self._count = 0
         self._left_at = 0.0
         self._frame: bytes | None = None
-        self._news = asyncio.Event()
+        self._new_frame = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -62,12 +68,12 @@ class Viewers:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """One viewer. Raises Overloaded when there are enough, or it ends."""
+        """Counts one viewer. Raises Overloaded at the limit or after `close`."""
         if self._closed or self._count >= self._most:
-            raise Overloaded("too many viewers")
+            raise Overloaded(f"the dashboard has {self._count} viewers or is closed")
         self._count += 1
         if not self.looking:
-            self._task = asyncio.create_task(self._look_on(), name="dashboard")
+            self._task = asyncio.create_task(self._observe(), name="dashboard")
         try:
             yield
         finally:
@@ -75,50 +81,52 @@ class Viewers:
             self._left_at = asyncio.get_running_loop().time()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Overviews as JSON: the newest one, then each new one. Whoever is slow misses some."""
+        """Overviews as JSON: the newest, then each new one. A slow reader misses some."""
         if self._frame is not None:
             yield self._frame
         while not self._closed:
-            await self._news.wait()
+            await self._new_frame.wait()
             if self._frame is not None and not self._closed:
                 yield self._frame
 
     async def close(self) -> None:
         """Idempotent."""
         self._closed = True
-        self._tell()
+        self._wake_readers()
         task, self._task = self._task, None
         if task is not None:
             await end_tasks(task)
 
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _wake_readers(self) -> None:
+        waited, self._new_frame = self._new_frame, asyncio.Event()
+        waited.set()
 
     def _wanted(self) -> bool:
         return self._count > 0 or (
             asyncio.get_running_loop().time() < self._left_at + self._linger_s
         )
 
-    async def _look_on(self) -> None:
-        """Until nobody looks any more; whatever goes wrong is tried again."""
+    async def _observe(self) -> None:
+        """Runs while there are viewers; retries after every error."""
         while self._wanted():
             try:
                 async with self._open_observer() as observer:
-                    await self._look_with(observer)
+                    await self._make_frames(observer)
             except DynamoLiteError as exc:
-                logger.warning("the dashboard sees nothing: %s", exc)
+                logger.warning(
+                    "the dashboard cannot observe the graph: %s; retry in %g s", exc, _RETRY_S
+                )
             except Exception:
-                logger.exception("the dashboard sees nothing")
+                logger.exception("the dashboard cannot observe the graph; retry in %g s", _RETRY_S)
             self._frame = None
             if self._wanted():
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
 
-    async def _look_with(self, observer: Observing) -> None:
+    async def _make_frames(self, observer: Observing) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while self._wanted():
             self._frame = msgspec.json.encode(await observer.look())
-            self._tell()
+            self._wake_readers()
             due = max(due + self._period_s, loop.time())
             await asyncio.sleep(due - loop.time())

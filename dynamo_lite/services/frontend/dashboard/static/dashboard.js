@@ -1,13 +1,13 @@
-// Shows each overview that the Frontend sends. Text goes into the page as text, never as HTML.
+// Shows each overview that the Frontend sends. Text is inserted as text, never as HTML.
 "use strict";
 
-const SHOWN = 120; // bars of the charts: one for each second
+const SHOWN = 120; // bars of a chart, one per second
 const STALE_MS = 5000;
-const AGAIN_MS = 5000;
+const RETRY_MS = 5000;
 
 const bars = []; // oldest first: {remote, local, moved}, per second
-let last = null; // the overview before
-let heardAt = 0;
+let last = null; // the previous overview
+let receivedAt = 0;
 
 const byId = (id) => document.getElementById(id);
 const known = (value, show = (v) => v.toLocaleString("en")) =>
@@ -82,7 +82,7 @@ function showTables(seen) {
   fill("decisions", seen.decisions.map((d) => row([
     cell(d.verdict), cell(d.reason), cell(d.per_s.toFixed(1), "number"),
     cell(d.total.toLocaleString("en"), "number"),
-  ], d.verdict === "remote" && d.per_s > 0 ? "busy" : "")), "no prompt was decided yet");
+  ], d.verdict === "remote" && d.per_s > 0 ? "busy" : "")), "no decisions yet");
   fill("links", seen.links.map((l) => {
     const state = cell(l.state, kindOf(l.state));
     state.title = l.detail;
@@ -116,7 +116,7 @@ function showTiles(seen) {
   showLatency("itl", seen.itl);
 }
 
-// The charts show each second by itself; what shrank belongs to a worker that has left.
+// Each bar is one interval; a total that shrank lost a worker that has left.
 function addBar(seen) {
   if (last !== null && seen.at > last.at) {
     const per = (now, before) => Math.max(0, now - before) / (seen.at - last.at);
@@ -170,11 +170,11 @@ function show(seen) {
   showTables(seen);
   byId("windows").textContent =
     `Rates over ${seen.rate_s} s, latencies over ${seen.latency_s} s, charts over two minutes; ` +
-    "totals since the live workers began.";
+    "totals since the live workers started.";
 }
 
-// Read aloud when it changes, so it is set only then.
-function say(state, text) {
+// Screen readers read it aloud on each assignment, so it is set only when it changes.
+function showConnection(state, text) {
   const shown = byId("connection");
   shown.dataset.state = state;
   if (shown.textContent !== text) shown.textContent = text;
@@ -183,20 +183,20 @@ function say(state, text) {
 function listen() {
   const events = new EventSource("/dashboard/events");
   events.onmessage = (event) => {
-    heardAt = Date.now();
-    say("live", "live");
+    receivedAt = Date.now();
+    showConnection("live", "live");
     show(JSON.parse(event.data));
   };
   events.onerror = () => {
-    // Otherwise the browser is trying again by itself.
+    // In other states the browser reconnects by itself.
     if (events.readyState === EventSource.CLOSED) {
-      say("lost", "refused: too many viewers? trying again");
-      setTimeout(listen, AGAIN_MS);
+      showConnection("lost", "refused (too many viewers?); retrying");
+      setTimeout(listen, RETRY_MS);
     }
   };
 }
 
 setInterval(() => {
-  if (heardAt && Date.now() - heardAt > STALE_MS) say("lost", "no news: these figures are old");
+  if (receivedAt && Date.now() - receivedAt > STALE_MS) showConnection("lost", "disconnected: these figures are stale");
 }, 1000);
 listen();
