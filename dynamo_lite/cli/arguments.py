@@ -14,7 +14,7 @@ Namespace = Annotated[
 EtcdUrl = Annotated[
     str | None,
     typer.Option(
-        help="etcd server: http[s]://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][?ca=&cert=&key=]"
+        help="etcd server: http(s)://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][?ca=&cert=&key=]"
     ),
 ]
 NatsUrl = Annotated[
