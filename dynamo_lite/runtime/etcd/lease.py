@@ -1,4 +1,4 @@
-"""One etcd lease: granted, kept alive, and noticed when it is gone.
+"""One etcd lease: its grant, its refreshes, and the detection of its loss.
 
 etcd says that a lease is gone by a time-to-live of 0, not by an error. Besides,
 a lease that could not be refreshed for its whole time-to-live counts as lost by
