@@ -74,7 +74,7 @@ class Puller:
             looked = len(chosen) > 1
             if looked and (job := await self._look(lanes)) is not None:
                 return job
-            return await self._wait_for_one(chosen, deadline, asked=looked)
+            return await self._wait_for_one(chosen, deadline, asked=looked or not chosen)
         finally:
             for asking in chosen:
                 asking.pulling -= 1

@@ -195,6 +195,14 @@ async def test_in_order_of_arrival_there_is_one_lane(open_queue: Opener):
     assert [(await pull(queue)).payload for _ in range(2)] == [b"a", b"b"]
 
 
+async def test_a_pull_from_no_lane_that_there_is_ends_at_its_deadline(open_queue: Opener):
+    queue = await open_queue(QueueConfig(order="fifo"))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    assert await queue.pull(timeout_s=0.05, lanes=(Lane.SHORT,)) is None
+    assert 0.04 < loop.time() - began < 0.2
+
+
 async def test_concurrent_pulls_share_the_jobs(open_queue: Opener):
     queues = [await open_queue(), await open_queue()]
     pulling = [asyncio.create_task(pull(queue)) for queue in queues for _ in range(4)]
