@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
@@ -57,8 +58,8 @@ class _Connection(NatsMessaging):
 class JetStreamQueue:
     """Implements PrefillQueue.
 
-    stream, subject: see `protocol.names`. The stream is kept in the broker's
-    memory; when the broker lost it, it is created anew, empty.
+    stream, subject: see `protocol.names`. wall: seconds since the epoch.
+    The stream is kept in the broker's memory; when the broker lost it, it is created anew, empty.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class JetStreamQueue:
         subject: str,
         config: QueueConfig | None = None,
         on_drop: OnDrop = uncounted,
+        wall: Callable[[], float] = time.time,
     ):
         self._on_drop = on_drop
         self._config = config or QueueConfig()
-        self._topology = Topology(stream, subject, self._config)
+        self._topology = Topology(stream, subject, self._config, wall)
         self._connection = _Connection(url, self._on_down, self._on_missing)
         self._incarnations = Incarnations()
         self._consumers: Mapping[Lane, Hashable] = {}

@@ -33,7 +33,7 @@ class Puller:
     ):
         self._config = topology.config
         self._on_missing = on_missing
-        self._held: set[JetStreamJob] = set()  # pulled, not answered
+        self._held: dict[JetStreamJob, None] = {}  # pulled, not answered, oldest first
         self._lanes = {
             lane: LanePull(
                 client,
@@ -41,7 +41,7 @@ class Puller:
                 lane,
                 on_change=self._notify,
                 on_missing=self._on_gone,
-                on_end=self._held.discard,
+                on_end=self._on_end,
                 on_drop=on_drop,
             )
             for lane in topology.config.lanes
@@ -140,6 +140,9 @@ class Puller:
         for asking in self._lanes.values():
             await asking.close()
 
+    def _on_end(self, job: JetStreamJob) -> None:
+        self._held.pop(job, None)
+
     def _on_gone(self) -> None:
         self.pause()
         self._on_missing()
@@ -151,7 +154,7 @@ class Puller:
                 job = asking.arrived.popleft()
                 if loop_time() - job.arrived_at >= self._config.ack_wait_s:
                     continue  # the broker has given it to somebody else
-                self._held.add(job)
+                self._held[job] = None
                 return job
         return None
 

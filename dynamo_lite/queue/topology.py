@@ -1,7 +1,7 @@
 """The stream of one queue and its consumers, one per lane: created when absent, else checked."""
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from nats.js import JetStreamContext
@@ -37,14 +37,22 @@ class Found:
 class Topology:
     """What must exist on the broker for one queue.
 
+    wall: seconds since the epoch.
     The stream's metadata holds the whole QueueConfig, so that whoever created it
     first decides, atomically, and everybody else can tell the difference.
     """
 
-    def __init__(self, stream: str, subject: str, config: QueueConfig):
+    def __init__(
+        self,
+        stream: str,
+        subject: str,
+        config: QueueConfig,
+        wall: Callable[[], float] = time.time,
+    ):
         self.stream = stream
         self.subject = subject
         self.config = config
+        self._wall = wall
 
     async def ensure(self, js: JetStreamContext) -> "Found":
         """Idempotent. Raises StartupError on a queue that is configured otherwise.
@@ -97,7 +105,7 @@ class Topology:
             duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
             # A broker that lost its memory would count from 1 again, and a late
             # ack or delete of a lost job would hit a new one.
-            first_seq=time.time_ns() // 1000,
+            first_seq=int(self._wall() * 1e6),
             metadata=shared_settings(config),
         )
 

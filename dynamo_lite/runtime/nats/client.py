@@ -12,7 +12,6 @@ it flushes: a task that asks in a loop would never end.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +29,10 @@ class PersistentClient(Client):
     """Use it with endless reconnects, and for one connection: it is not opened again."""
 
     _ended = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tried_at: dict[str, float] = {}  # server -> by the loop's clock
 
     async def _process_err(self, err_msg: str) -> None:
         if _PERMISSIONS in err_msg.lower():
@@ -72,13 +75,31 @@ class PersistentClient(Client):
         self._break_off()
         await super()._attempt_reconnect()
 
+    async def _select_next_server(self) -> None:
+        """As nats-py's, which looks at the machine's clock instead of the loop's."""
+        while True:
+            server = self._server_pool.pop(0)
+            self._server_pool.append(server)
+            pause_s = self.options["reconnect_time_wait"]
+            tried_at = self._tried_at.get(server.uri.netloc)
+            if tried_at is not None and asyncio.get_running_loop().time() < tried_at + pause_s:
+                await asyncio.sleep(pause_s)
+            try:
+                await self._connect_to_server(server)
+            except Exception as exc:
+                self._err = exc
+                await self._error_cb(exc)
+            else:
+                self._current_server = server
+                return
+
     async def _connect_to_server(self, s: Any) -> None:
         if self._ended:
             # `close` cancels this task, and nothing more: on Python 3.11 a cancel that
             # meets the refusal of a connection is lost, and the tries would go on.
             raise asyncio.CancelledError
         self._break_off()  # a server that has accepted, and then said nothing
-        s.last_attempt = time.monotonic()
+        self._tried_at[s.uri.netloc] = asyncio.get_running_loop().time()
         self._transport = transport = self._new_transport()
         timeout_s = self.options["connect_timeout"]
         await transport.connect(s.uri, buffer_size=DEFAULT_BUFFER_SIZE, connect_timeout=timeout_s)
