@@ -70,6 +70,14 @@ async def nats_server(tmp_path: Path) -> AsyncIterator[PrivateServer]:
 
 
 @pytest.fixture
+async def other_nats_server(tmp_path: Path) -> AsyncIterator[PrivateServer]:
+    server = PrivateServer(EmbeddedNats, tmp_path / "other_nats")
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
 async def etcd_server(tmp_path: Path) -> AsyncIterator[PrivateServer]:
     server = PrivateServer(EmbeddedEtcd, tmp_path / "etcd")
     await server.start()

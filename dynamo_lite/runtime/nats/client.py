@@ -109,7 +109,12 @@ class PersistentClient(Client):
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         self._ended = status == Client.CLOSED
+        handling = [subscription._wait_for_msgs_task for subscription in self._subs.values()]
         await super()._close(status, do_cbs)
+        # nats-py has cancelled them, and does not wait for their end.
+        own = asyncio.current_task()
+        if left := [task for task in handling if task and task is not own and not task.done()]:
+            await asyncio.wait(left)
 
     def _break_off(self) -> None:
         """Closes the connection without a word, if there is one."""
