@@ -14,8 +14,12 @@ from dynamo_lite.disagg.engine_config import (
 )
 from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.fence import Fence, MemoryFence
 from dynamo_lite.runtime.messaging import Handler, Messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.host import Host, ProcessEnvironment, ProcessSpec
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
@@ -27,8 +31,7 @@ from dynamo_lite.simulation.engine.mover import Fabric
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.messaging import SimMessaging
-from dynamo_lite.simulation.servers.queue import SimQueue
+from dynamo_lite.simulation.servers.nats_server import URL
 from dynamo_lite.simulation.servers.store import SimStore
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.supervisor import Slot
@@ -46,19 +49,21 @@ class Outside:
 
     network: Network
     namespace: str
+    clock: Clock
 
     def messaging(self) -> AbstractAsyncContextManager[Messaging]:
-        return SimMessaging(self.network)
+        return NatsMessaging(URL)
 
     def store(self) -> AbstractAsyncContextManager[Store]:
         return SimStore(self.network)
 
     def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]:
-        return SimQueue(
-            self.network,
+        return JetStreamQueue(
+            URL,
             stream=names.prefill_stream(self.namespace),
             subject=names.prefill_jobs_subject(self.namespace),
             config=config,
+            wall=self.clock.wall,
         )
 
 
@@ -123,7 +128,7 @@ class SimParts:
     def open_queue(
         self, host: Host, options: QueueOptions
     ) -> AbstractAsyncContextManager[PrefillQueue]:
-        opened = Outside(self.network, host.spec.namespace).queue(QueueConfig.of(options))
+        opened = self._outside(host.spec).queue(QueueConfig.of(options))
         return self.shipped.queue(Pulls(opened, self.judge, host.lease.id))
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
@@ -134,6 +139,9 @@ class SimParts:
     ) -> SimEngine:
         assert isinstance(fence, MemoryFence)
         return self._engine(host, prefill_role(config, fence_path=""), fence)
+
+    def _outside(self, spec: ProcessSpec) -> Outside:
+        return Outside(self.network, spec.namespace, self.process.clock)
 
     def _engine(
         self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, fence: MemoryFence | None
@@ -151,7 +159,7 @@ class SimParts:
         setup = EngineSetup(
             config=self.model,
             link=link,
-            outside=Outside(self.network, spec.namespace),
+            outside=self._outside(spec),
             fabric=self.fabric,
             address=self.slot.name,
             clock=self.process.clock,
@@ -167,12 +175,12 @@ class SimParts:
         )
 
 
-class _HeardMessaging(SimMessaging):
+class _HeardMessaging(NatsMessaging):
     """Messaging whose every arriving message somebody sees first, with its subject, and
     every published one when it has left."""
 
-    def __init__(self, network: Network, hear: Hear, said: Hear):
-        super().__init__(network)
+    def __init__(self, url: str, hear: Hear, said: Hear, on_drop: OnDrop):
+        super().__init__(url, on_drop=on_drop)
         self._hear, self._said = hear, said
 
     async def publish(self, subject: str, payload: bytes) -> None:
@@ -205,8 +213,10 @@ def surroundings(
     def open_store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:
         return SimStore(network)
 
-    def open_messaging(*_: Any) -> AbstractAsyncContextManager[Messaging]:
-        return _HeardMessaging(network, hear, said)
+    def open_messaging(
+        spec: ProcessSpec, on_drop: OnDrop
+    ) -> AbstractAsyncContextManager[Messaging]:
+        return _HeardMessaging(spec.nats_url, hear, said, on_drop)
 
     return ProcessEnvironment(
         open_store=open_store,

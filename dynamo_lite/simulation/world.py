@@ -25,7 +25,7 @@ from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.parts import SimParts, surroundings
 from dynamo_lite.simulation.scenario import Ask, Scenario
 from dynamo_lite.simulation.servers.etcd import EtcdData, EtcdServer
-from dynamo_lite.simulation.servers.nats import NatsServer
+from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.supervisor import Slot
 
@@ -50,17 +50,14 @@ class Nats:
 
     def attempts(self) -> set[str]:
         """Whose jobs are on the queue, waiting or pulled."""
-        payloads = self.server.streams.payloads(names.prefill_stream(NAMESPACE))
-        return {decode_job(payload).attempt for payload in payloads}
+        return {decode_job(payload).attempt for payload in self._payloads()}
 
     def jobs(self) -> int:
         """On the prefill queue, waiting or pulled."""
-        ask = self.server.streams.call
-        try:
-            depth = self.process.run(ask, "depth", (names.prefill_stream(NAMESPACE),))
-        except LookupError:
-            return 0
-        return depth.total
+        return len(self._payloads())
+
+    def _payloads(self) -> list[bytes]:
+        return self.server.jetstream.payloads(names.prefill_stream(NAMESPACE))
 
 
 class Etcd:
@@ -185,7 +182,7 @@ class World:
             namespace=NAMESPACE,
             component=component[kind],
             instance=int(index),
-            nats_url="",
+            nats_url=URL,
             etcd_url="",
             state_dir="",
             lease_ttl_s=self.scenario.lease_ttl_s,

@@ -8,7 +8,7 @@ import pytest
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.servers.etcd import EtcdServer
-from dynamo_lite.simulation.servers.nats import NatsServer
+from tests.sim.servers import SimNats
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], VirtualLoop]]:
@@ -26,8 +26,17 @@ async def loop() -> AsyncIterator[VirtualLoop]:
 
 @pytest.fixture
 async def network(loop: VirtualLoop) -> Network:
-    """With both servers, and no faults."""
+    """With etcd, and no faults; `nats_server` and `nats_url` add NATS."""
     network = Network(loop)
-    NatsServer(network, loop.add_process("nats"))
     EtcdServer(network, loop.add_process("etcd"))
     return network
+
+
+@pytest.fixture
+async def nats_server(network: Network) -> SimNats:
+    return SimNats(network)
+
+
+@pytest.fixture
+def nats_url(nats_server: SimNats) -> str:
+    return nats_server.url

@@ -5,8 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.messaging import SimMessaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from tests.contract import test_generate, test_generate_ends
 from tests.contract.generating import Setup, set_up
 from tests.sim import contract
@@ -18,9 +17,9 @@ globals().update(contract.tests_of(test_generate_ends, "opened"))
 
 
 @pytest.fixture
-async def opened(network: Network, namespace: str) -> AsyncIterator[test_generate_ends.Open]:
+async def opened(nats_url: str, namespace: str) -> AsyncIterator[test_generate_ends.Open]:
     async with AsyncExitStack() as stack:
-        messaging = await stack.enter_async_context(SimMessaging(network))
+        messaging = await stack.enter_async_context(NatsMessaging(nats_url))
         yield lambda **limits: set_up("sim", stack, messaging, namespace, **limits)
 
 

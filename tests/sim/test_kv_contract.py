@@ -1,13 +1,12 @@
-"""What workers hold is followed over the simulated process's messaging, too."""
+"""What workers hold is followed over the simulated NATS server, too."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.simulation.servers.memory import MemoryStore
-from dynamo_lite.simulation.servers.messaging import SimMessaging
 from tests.contract import test_kv
 from tests.sim import contract
 
@@ -17,8 +16,8 @@ globals().update(contract.tests_of(test_kv, "messaging"))
 
 
 @pytest.fixture
-async def messaging(network: Network) -> AsyncIterator[Messaging]:
-    async with SimMessaging(network) as messaging:
+async def messaging(nats_url: str) -> AsyncIterator[Messaging]:
+    async with NatsMessaging(nats_url) as messaging:
         yield messaging
 
 

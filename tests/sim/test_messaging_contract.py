@@ -1,21 +1,27 @@
-"""The simulated process's messaging does what every messaging must."""
+"""The shipped messaging on the simulated NATS server does what it does on the real one."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.messaging import SimMessaging
-from tests.contract import test_messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from tests.contract import test_fuzz_nats, test_messaging
 from tests.sim import contract
+from tests.sim.servers import SimNats
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-globals().update(contract.tests_of(test_messaging, "messaging"))
+globals().update(contract.tests_of(test_messaging, "messaging", "nats_server"))
+globals().update(contract.tests_of(test_fuzz_nats, "nats_url"))
 
 
 @pytest.fixture
-async def messaging(network: Network) -> AsyncIterator[Messaging]:
-    async with SimMessaging(network, max_handlers=2) as messaging:
+async def messaging(nats_url: str) -> AsyncIterator[Messaging]:
+    async with NatsMessaging(nats_url, max_handlers=2) as messaging:
         yield messaging
+
+
+@pytest.fixture
+def other_nats_server(nats_server: SimNats) -> SimNats:
+    return SimNats(nats_server.network, "other", 4223)

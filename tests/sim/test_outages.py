@@ -17,13 +17,13 @@ from dynamo_lite.protocol.errors import (
     StoreUnavailable,
 )
 from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.network.network import Network, Weather
 from dynamo_lite.simulation.servers.etcd import EtcdData, EtcdServer
-from dynamo_lite.simulation.servers.messaging import SILENCE_S, SimMessaging
-from dynamo_lite.simulation.servers.nats import NatsServer
-from dynamo_lite.simulation.servers.queue import SimQueue
+from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
 from dynamo_lite.simulation.servers.store import SimStore
 
 
@@ -51,8 +51,8 @@ async def cluster(loop: VirtualLoop) -> Cluster:
 
 
 @pytest.fixture
-async def messaging(cluster: Cluster) -> AsyncIterator[SimMessaging]:
-    async with SimMessaging(cluster.network) as messaging:
+async def messaging(cluster: Cluster) -> AsyncIterator[NatsMessaging]:
+    async with NatsMessaging(URL) as messaging:
         yield messaging
 
 
@@ -69,7 +69,7 @@ async def echo(payload: bytes) -> bytes:
 # NATS
 
 
-async def test_a_killed_nats_raises_until_it_is_back(cluster: Cluster, messaging: SimMessaging):
+async def test_a_killed_nats_raises_until_it_is_back(cluster: Cluster, messaging: NatsMessaging):
     states: list[bool] = []
     with messaging.watch_connection(states.append):
         async with messaging.serve("s", echo):
@@ -89,7 +89,7 @@ async def test_a_killed_nats_raises_until_it_is_back(cluster: Cluster, messaging
 
 @pytest.mark.parametrize("how", ["paused", "cut off"])
 async def test_a_silent_nats_is_given_up_after_its_pings(
-    cluster: Cluster, messaging: SimMessaging, how: str
+    cluster: Cluster, messaging: NatsMessaging, how: str
 ):
     async with messaging.serve("s", echo):
         if how == "paused":
@@ -97,8 +97,8 @@ async def test_a_silent_nats_is_given_up_after_its_pings(
         else:
             cluster.network.isolate("nats")
         with pytest.raises(DeadlineExceeded):
-            await messaging.request("s", b"", timeout_s=SILENCE_S[0] - 0.1)
-        await asyncio.sleep(SILENCE_S[1] - SILENCE_S[0] + 0.2)
+            await messaging.request("s", b"", timeout_s=1.9)
+        await asyncio.sleep(1.5)
         assert not messaging.connected
         await asyncio.sleep(20)
         assert not messaging.connected
@@ -109,7 +109,7 @@ async def test_a_silent_nats_is_given_up_after_its_pings(
         assert await messaging.request("s", b"x", timeout_s=1) == b"echo x"
 
 
-async def test_a_short_silence_of_nats_loses_nothing(cluster: Cluster, messaging: SimMessaging):
+async def test_a_short_silence_of_nats_loses_nothing(cluster: Cluster, messaging: NatsMessaging):
     async with messaging.serve("s", echo):
         asking = asyncio.create_task(messaging.request("s", b"x", timeout_s=5))
         cluster.network.isolate("nats")
@@ -119,10 +119,10 @@ async def test_a_short_silence_of_nats_loses_nothing(cluster: Cluster, messaging
 
 
 async def test_nats_tells_who_has_no_responders_when_a_server_has_died(
-    cluster: Cluster, messaging: SimMessaging, loop: VirtualLoop
+    cluster: Cluster, messaging: NatsMessaging, loop: VirtualLoop
 ):
     async def serve() -> None:
-        async with SimMessaging(cluster.network) as own, own.serve("s", echo):
+        async with NatsMessaging(URL) as own, own.serve("s", echo):
             await asyncio.Event().wait()
 
     worker = loop.add_process("worker")
@@ -139,7 +139,7 @@ async def test_nats_tells_who_has_no_responders_when_a_server_has_died(
 
 
 async def test_answers_and_notices_get_lost_in_bad_weather(
-    cluster: Cluster, messaging: SimMessaging
+    cluster: Cluster, messaging: NatsMessaging
 ):
     got: list[bytes] = []
 
@@ -166,9 +166,9 @@ async def test_a_missing_server_ends_the_start(cluster: Cluster):
     cluster.etcd.pause()
     began = cluster.loop.time()
     clients: list[Any] = [
-        SimMessaging(cluster.network, connect_timeout_s=3),
+        NatsMessaging(URL, connect_timeout_s=3),
         SimStore(cluster.network, connect_timeout_s=3),
-        SimQueue(cluster.network, stream="q", subject="q.jobs"),
+        JetStreamQueue(URL, stream="q", subject="q.jobs"),
     ]
     for client in clients:
         with pytest.raises(StartupError):
@@ -181,19 +181,17 @@ async def test_a_missing_server_ends_the_start(cluster: Cluster):
 
 
 @pytest.fixture
-async def queues(cluster: Cluster) -> AsyncIterator[tuple[SimQueue, SimQueue]]:
+async def queues(cluster: Cluster) -> AsyncIterator[tuple[JetStreamQueue, JetStreamQueue]]:
     config = QueueConfig(ack_wait_s=5.0)
     async with AsyncExitStack() as stack:
-        pair = [
-            SimQueue(cluster.network, stream="q", subject="q.jobs", config=config) for _ in range(2)
-        ]
+        pair = [JetStreamQueue(URL, stream="q", subject="q.jobs", config=config) for _ in range(2)]
         for queue in pair:
             await stack.enter_async_context(queue)
         yield pair[0], pair[1]
 
 
 async def test_a_killed_broker_loses_the_queue_and_takes_jobs_again(
-    cluster: Cluster, queues: tuple[SimQueue, SimQueue]
+    cluster: Cluster, queues: tuple[JetStreamQueue, JetStreamQueue]
 ):
     decode, prefill = queues
     first = await decode.push(b"a", message_id="a")
@@ -212,14 +210,13 @@ async def test_a_killed_broker_loses_the_queue_and_takes_jobs_again(
     assert (await decode.depth()).total == 0
     second = await decode.push(b"b", message_id="b")
     assert second > first + 1
-    with pytest.raises(BrokerUnavailable):
-        await held.ack()
+    await held.ack()  # answered as on the real server, and about nothing that is there
     job = await pulling
     assert job is not None and (job.payload, job.sequence) == (b"b", second)
 
 
 async def test_a_push_without_an_answer_is_ambiguous(
-    cluster: Cluster, queues: tuple[SimQueue, SimQueue]
+    cluster: Cluster, queues: tuple[JetStreamQueue, JetStreamQueue]
 ):
     decode, prefill = queues
     cluster.network.isolate("nats")
@@ -233,13 +230,13 @@ async def test_a_push_without_an_answer_is_ambiguous(
 
 
 async def test_a_job_of_a_holder_that_died_is_delivered_again(
-    cluster: Cluster, queues: tuple[SimQueue, SimQueue], loop: VirtualLoop
+    cluster: Cluster, queues: tuple[JetStreamQueue, JetStreamQueue], loop: VirtualLoop
 ):
     decode, prefill = queues
 
     async def hold() -> None:
         config = QueueConfig(ack_wait_s=5.0)
-        queue = SimQueue(cluster.network, stream="q", subject="q.jobs", config=config)
+        queue = JetStreamQueue(URL, stream="q", subject="q.jobs", config=config)
         async with queue:
             await queue.pull(timeout_s=60)
             await asyncio.Event().wait()
@@ -257,9 +254,9 @@ async def test_a_job_of_a_holder_that_died_is_delivered_again(
 
 
 async def test_another_configuration_is_refused(
-    cluster: Cluster, queues: tuple[SimQueue, SimQueue]
+    cluster: Cluster, queues: tuple[JetStreamQueue, JetStreamQueue]
 ):
-    other = SimQueue(cluster.network, stream="q", subject="q.jobs", config=QueueConfig(max_jobs=1))
+    other = JetStreamQueue(URL, stream="q", subject="q.jobs", config=QueueConfig(max_jobs=1))
     with pytest.raises(StartupError, match="another configuration"):
         await other.__aenter__()
 

@@ -1,4 +1,4 @@
-"""The simulated process's queue does what every queue must."""
+"""The shipped queue on the simulated NATS server does what it does on the real one."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -7,23 +7,28 @@ import pytest
 
 from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.queue import SimQueue
+from dynamo_lite.queue.jetstream import JetStreamQueue
 from tests.contract import test_queue
 from tests.sim import contract
+from tests.sim.servers import SimNats
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-globals().update(contract.tests_of(test_queue, "open_queue"))
+globals().update(contract.tests_of(test_queue, "open_queue", "rig", "nats_server"))
 
 
 @pytest.fixture
-async def open_queue(network: Network, namespace: str) -> AsyncIterator[test_queue.Opener]:
+async def open_queue(nats_url: str, namespace: str) -> AsyncIterator[test_queue.Opener]:
     stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
     async with AsyncExitStack() as stack:
 
         async def open_one(config: QueueConfig = test_queue.DEFAULT) -> PrefillQueue:
-            queue = SimQueue(network, stream=stream, subject=subject, config=config)
+            queue = JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
             return await stack.enter_async_context(queue)
 
         yield open_one
+
+
+@pytest.fixture
+def rig(nats_server: SimNats) -> test_queue.NatsRig:
+    return test_queue.NatsRig(nats_server)

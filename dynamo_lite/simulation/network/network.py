@@ -20,6 +20,8 @@ from dynamo_lite.simulation.network.stream import StreamServer, StreamTransport
 T = TypeVar("T")
 
 _FIRST_PORT = 20_000
+#: Most that a message may be late which others overtake.
+_REORDER_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Weather:
 
     delay_s: shortest one-way delay. spread_s: most that is added to it; long delays
     are rare. loss, duplicate, reorder: probabilities, for messages that are sent one
-    by one and without a promise (`End.send_loosely`); streams keep theirs.
+    by one and without a promise (`as_the_weather_is`); streams keep theirs.
     """
 
     delay_s: float = 0.0002
@@ -101,6 +103,22 @@ class Network:
         self._reconsider()
 
     # Single messages
+
+    def as_the_weather_is(self, take: Callable[..., None], *args: Any) -> None:
+        """Calls `take` for a message that has come: now, too late, twice or never."""
+        weather = self.weather
+        if weather.loss and self.random() < weather.loss:
+            self.loop.trace.add("network: a message was lost")
+            return
+        if weather.reorder and self.random() < weather.reorder:
+            self._call_late(take, *args)
+        else:
+            take(*args)
+        if weather.duplicate and self.random() < weather.duplicate:
+            self._call_late(take, *args)
+
+    def _call_late(self, take: Callable[..., None], *args: Any) -> None:
+        self.loop.call_later(self.delay_s() + _REORDER_S * self.random(), take, *args)
 
     def deliver(
         self,

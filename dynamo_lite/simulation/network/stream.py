@@ -47,7 +47,8 @@ class StreamTransport(asyncio.Transport):
         self._protocol = protocol
 
     def is_closing(self) -> bool:
-        return self._closing
+        # A StreamWriter that a dead process has left asks when it is collected.
+        return self._closing or self._loop.is_closed()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._closing or not data:

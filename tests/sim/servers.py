@@ -1,0 +1,30 @@
+"""Simulated servers that a test may kill, freeze and start again, as the real ones."""
+
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.nats_server import NatsServer
+
+
+class SimNats:
+    """As much of `tests.servers.PrivateServer` as the contract suites use."""
+
+    def __init__(self, network: Network, name: str = "nats", port: int = 4222):
+        self.network, self._name, self._port = network, name, port
+        self.url = f"nats://{name}:{port}"
+        self._start()
+
+    def _start(self) -> None:
+        self.process = self.network.loop.add_process(self._name)
+        self.server = NatsServer(self.network, self.process, self._port)
+
+    async def kill(self) -> None:
+        self.process.kill()
+
+    async def restart(self) -> None:
+        self.process.kill()
+        self._start()
+
+    def freeze(self) -> None:
+        self.process.pause()
+
+    def thaw(self) -> None:
+        self.process.resume()
