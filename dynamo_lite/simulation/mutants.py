@@ -19,9 +19,12 @@ from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger, Refusal
+from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion
 from dynamo_lite.queue.base import Job, PrefillQueue
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.runtime.process.host import Host, ProcessSpec
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.backend import WorkerBackend
@@ -214,6 +217,26 @@ class WallClockDeadline(Shipped):
             yield queue
 
 
+class _RedeliveryLost(JetStreamQueue):
+    _reconnected = False
+
+    def _on_missing(self) -> None:
+        super()._on_missing()
+        self._reconnected = True
+
+    async def pull(
+        self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
+    ) -> JetStreamJob | None:
+        job = await super().pull(timeout_s=timeout_s, lanes=lanes)
+        return None if job is not None and self._reconnected and job.deliveries > 1 else job
+
+
+class RedeliveryLost(Shipped):
+    """After a reconnect the client of a worker's queue drops what is delivered again."""
+
+    queue_client = _RedeliveryLost
+
+
 #: By the name that the command line takes.
 MUTANTS: dict[str, type[Shipped]] = {
     "ack-on-dequeue": AckOnDequeue,
@@ -226,4 +249,5 @@ MUTANTS: dict[str, type[Shipped]] = {
     "no-deadline": NoDeadline,
     "silently-used-up": SilentlyUsedUp,
     "wall-clock-deadline": WallClockDeadline,
+    "redelivery-lost": RedeliveryLost,
 }

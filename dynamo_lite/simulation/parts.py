@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo_lite.disagg.engine_config import (
@@ -50,6 +50,7 @@ class Outside:
     network: Network
     namespace: str
     clock: Clock
+    queue_client: type[JetStreamQueue] = JetStreamQueue
 
     def messaging(self) -> AbstractAsyncContextManager[Messaging]:
         return NatsMessaging(URL)
@@ -58,7 +59,7 @@ class Outside:
         return SimStore(self.network)
 
     def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]:
-        return JetStreamQueue(
+        return self.queue_client(
             URL,
             stream=names.prefill_stream(self.namespace),
             subject=names.prefill_jobs_subject(self.namespace),
@@ -128,7 +129,8 @@ class SimParts:
     def open_queue(
         self, host: Host, options: QueueOptions
     ) -> AbstractAsyncContextManager[PrefillQueue]:
-        opened = self._outside(host.spec).queue(QueueConfig.of(options))
+        outside = replace(self._outside(host.spec), queue_client=self.shipped.queue_client)
+        opened = outside.queue(QueueConfig.of(options))
         return self.shipped.queue(Pulls(opened, self.judge, host.lease.id))
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:

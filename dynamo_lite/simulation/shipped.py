@@ -4,6 +4,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from dynamo_lite.queue.base import PrefillQueue
+from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.process.host import ProcessSpec
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.prefill_worker import PrefillWorker
@@ -12,7 +13,12 @@ from dynamo_lite.simulation.scenario import Ask
 
 
 class Shipped(Assembly):
-    """Engines, components and queue as they are shipped."""
+    """Engines, components and queue as they are shipped.
+
+    queue_client: what a prefill worker opens its queue with.
+    """
+
+    queue_client: type[JetStreamQueue] = JetStreamQueue
 
     def prefill_worker(
         self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
