@@ -5,8 +5,20 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Protocol
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+
+
+class Server(Protocol):
+    """A server that a test may kill and start again, a real or a simulated one."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def kill(self) -> None: ...
+
+    async def restart(self) -> None: ...
 
 
 class PrivateServer:

@@ -26,7 +26,7 @@ from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.serve.embedded import EmbeddedNats
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
-from tests.servers import PrivateServer
+from tests.servers import PrivateServer, Server
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -448,7 +448,7 @@ class MemoryRig:
 
 
 class NatsRig:
-    def __init__(self, server: PrivateServer):
+    def __init__(self, server: Server):
         self._server = server
 
     def queue(self, namespace: str) -> JetStreamQueue:
@@ -535,7 +535,7 @@ async def test_timers_of_the_twin_do_not_run_in_the_context_of_a_user(namespace:
 # JetStream only: the broker dies
 
 
-def jetstream(server: PrivateServer, namespace: str) -> JetStreamQueue:
+def jetstream(server: Server, namespace: str) -> JetStreamQueue:
     return JetStreamQueue(
         server.url,
         stream=names.prefill_stream(namespace),

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 #: A connection whose peer is out of reach breaks after a time in this range.
 CUT_BREAKS_S = (6.0, 15.0)
 _MOST_RETRANSMIT_S = 0.4
-_REORDER_S = 0.05
 
 
 class _Fin:
@@ -67,20 +66,6 @@ class End:
         if not self.is_open or self.process.dead:
             return
         self._send(item)
-
-    def send_loosely(self, item: Any) -> None:
-        """As `send`, but may be lost, arrive twice, or late, as the weather is."""
-        weather = self.network.weather
-        random = self.network.random
-        if weather.loss and random() < weather.loss:
-            self.network.loop.trace.add(f"network: lost on the way to {self.peer.process}")
-            return
-        if weather.reorder and random() < weather.reorder:
-            self._send_late(item)
-        else:
-            self.send(item)
-        if weather.duplicate and random() < weather.duplicate:
-            self._send_late(item)
 
     def close(self) -> None:
         """After what was sent, the peer is told."""
@@ -135,13 +120,6 @@ class End:
         else:
             self._last_arrival = arrival
         network.loop.call_at(arrival, peer._arrive, item, context=peer.context)
-
-    def _send_late(self, item: Any) -> None:
-        """Out of order; lost when cut off."""
-        network, peer = self.network, self.peer
-        if self.is_open and not network.is_cut(self.process.host, peer.process.host):
-            delay_s = network.delay_s() + _REORDER_S * network.random()
-            network.loop.call_later(delay_s, peer._arrive, item, context=peer.context)
 
     def _flush(self) -> None:
         held, self._held = self._held, deque()

@@ -5,12 +5,12 @@ messages, de-duplication by message id, durable consumers with explicit acks, pu
 requests for one message. `jetstream_api.py` reads the requests.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dynamo_lite.simulation.loop.handles import SimHandle
 from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.servers.nats_protocol import status
 
@@ -135,7 +135,7 @@ class _Delivery:
     """A message that somebody has. timer: gives it to somebody else; None: it waits for that."""
 
     count: int = 0
-    timer: asyncio.TimerHandle | None = None
+    timer: SimHandle | None = None
 
     def stop(self) -> None:
         if self.timer is not None:
@@ -148,7 +148,7 @@ class _Request:
     """A pull request for one message. timer: its expiry."""
 
     inbox: str
-    timer: asyncio.TimerHandle
+    timer: SimHandle
 
 
 class Consumer:

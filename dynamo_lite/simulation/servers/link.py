@@ -50,7 +50,7 @@ class ServerLink:
         self._timer: SimHandle | None = None
         self._closed = False
         self._calls = 0
-        self._waiting: dict[int, tuple[asyncio.Future[Any], bool]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._up: asyncio.Future[None] = self._loop.create_future()
 
     def __repr__(self) -> str:
@@ -75,33 +75,22 @@ class ServerLink:
             end.close()
             self._fail_calls()
 
-    def send(self, item: Any, *, loosely: bool = False) -> None:
+    def send(self, item: Any) -> None:
         """Raises LinkDown; when it does not, the item may be lost all the same."""
         if self._end is None:
             raise LinkDown
-        if loosely:
-            self._end.send_loosely(item)
-        else:
-            self._end.send(item)
+        self._end.send(item)
 
-    async def call(
-        self,
-        operation: str,
-        *arguments: Any,
-        timeout_s: float,
-        loosely: bool = False,
-        outlives_link: bool = False,
-    ) -> Any:
+    async def call(self, operation: str, *arguments: Any, timeout_s: float) -> Any:
         """The server's answer, or the error that it raised.
 
-        Raises LinkDown, when `outlives_link` only if it is down at the start; and
-        TimeoutError. After both the server may have done it or not.
+        Raises LinkDown and TimeoutError. After both the server may have done it or not.
         """
         self._calls += 1
         number = self._calls
-        self.send(("call", number, operation, arguments), loosely=loosely)
+        self.send(("call", number, operation, arguments))
         answer: asyncio.Future[Any] = self._loop.create_future()
-        self._waiting[number] = (answer, outlives_link)
+        self._waiting[number] = answer
         timer = self._loop.call_later(timeout_s, _set_timeout, answer)
         try:
             return await answer
@@ -154,20 +143,20 @@ class ServerLink:
         self._on_state(False)
 
     def _fail_calls(self) -> None:
-        for answer, outlives_link in self._waiting.values():
-            if not outlives_link and not answer.done():
+        for answer in self._waiting.values():
+            if not answer.done():
                 answer.set_exception(LinkDown())
 
     def _take(self, item: Any) -> None:
         match item:
             case ("answer", number, result, error):
                 waiting = self._waiting.get(number)
-                if waiting is None or waiting[0].done():
+                if waiting is None or waiting.done():
                     return
                 if error is not None:
-                    waiting[0].set_exception(error)
+                    waiting.set_exception(error)
                 else:
-                    waiting[0].set_result(result)
+                    waiting.set_result(result)
             case _:
                 self._on_push(item)
 

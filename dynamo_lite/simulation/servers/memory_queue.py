@@ -72,7 +72,6 @@ class MemoryJob:
         self.sequence = entry.sequence
         self.deliveries = entry.deliveries
         self.deliveries_left = stream.config.max_deliver - entry.deliveries
-        self.lane = entry.lane
         self.ended = self.answered = False
 
     async def ack(self) -> None:
@@ -187,25 +186,15 @@ class MemoryQueue:
         waiting = sum(entry.waiting for entry in self._stream.entries.values())
         return QueueDepth(waiting=waiting, in_flight=len(self._stream.entries) - waiting)
 
-    def payloads(self) -> list[bytes]:
-        """Of all jobs that the broker holds, waiting or pulled; for whoever checks it."""
-        return [entry.payload for entry in self._stream.entries.values()]
-
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
     ) -> MemoryJob | None:
         order = self._turns.order(lanes)
-        job = await self.pull_in_order(order, timeout_s)
-        if job is not None:
-            self._turns.took(job.lane, order)
-        return job
-
-    async def pull_in_order(self, lanes: Sequence[Lane], timeout_s: float) -> MemoryJob | None:
-        """As `pull`, for whoever knows whose turn it is."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._stopped:
-                    if self._broker.connected and (entry := self._stream.take(lanes)) is not None:
+                    if self._broker.connected and (entry := self._stream.take(order)) is not None:
+                        self._turns.took(entry.lane, order)
                         return self._hold(entry)
                     self._stream.changed.clear()
                     await self._stream.changed.wait()

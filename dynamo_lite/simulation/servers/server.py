@@ -1,6 +1,5 @@
 """What the simulated servers have in common: connections, calls, answers."""
 
-from collections.abc import Coroutine
 from typing import Any
 
 from dynamo_lite.protocol.errors import DynamoLiteError
@@ -28,17 +27,13 @@ class Connection:
         self._end.send("hello")
         self._end.start(self._take, lambda _: self._server.left(self))
 
-    def send(self, item: Any, *, loosely: bool = False) -> None:
-        if loosely:
-            self._end.send_loosely(item)
-        else:
-            self._end.send(item)
+    def send(self, item: Any) -> None:
+        self._end.send(item)
 
     def _take(self, item: Any) -> None:
         match item:
             case ("call", number, operation, arguments):
-                loosely = operation in self._server.loose_answers
-                self.send(("answer", number, *self._answer(operation, arguments)), loosely=loosely)
+                self.send(("answer", number, *self._answer(operation, arguments)))
             case _:
                 self._server.take(self, item)
 
@@ -50,12 +45,7 @@ class Connection:
 
 
 class Server:
-    """A server that runs as `process` on `port`, until that process dies.
-
-    loose_answers: calls whose answer may get lost as the weather is.
-    """
-
-    loose_answers: frozenset[str] = frozenset()
+    """A server that runs as `process` on `port`, until that process dies."""
 
     def __init__(self, network: Network, process: SimProcess, port: int):
         self.network = network
@@ -81,13 +71,3 @@ class Server:
         connection = Connection(self, end)
         self.connections[connection] = None
         connection.start()
-
-
-def at_once(coro: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        coro.send(None)
-    except StopIteration as done:
-        return done.value
-    coro.close()
-    raise RuntimeError(f"{coro!r} waits")
