@@ -1,9 +1,8 @@
-"""The engine process's own connection to the outside.
+"""The event loop beside an engine, for its connections to NATS, etcd and the queue.
 
-The scheduler half runs in a thread that belongs to the engine; everything that
-waits (NATS, etcd, the queue) runs on an event loop in a thread of ours. The two
-meet in `submit` (engine to loop, never blocks) and in whatever locked state the
-caller shares.
+The scheduler half runs in a thread of the engine and must not block. Everything that
+waits runs on an event loop in a thread of its own. The two share `submit` (engine to loop,
+never blocks) and the locked state of the caller.
 """
 
 import asyncio
@@ -20,8 +19,7 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
 
-
-#: Opens what the scheduler half needs of the outside.
+#: Opens the connections of a scheduler half.
 Session = Callable[[], AbstractAsyncContextManager[Any]]
 
 
@@ -29,22 +27,22 @@ class Bridge(Protocol):
     """Runs a session as a context, from `start` until `close`."""
 
     def start(self, timeout_s: float) -> None:
-        """Returns when the session is entered. Raises StartupError."""
+        """Returns when the session has been entered. Raises StartupError."""
         ...
 
     def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs it beside the session, owned by the bridge. Never blocks."""
+        """Runs the coroutine as a task of the bridge. Never blocks."""
         ...
 
     def close(self) -> None: ...
 
 
-#: Makes the bridge of a session.
+#: Returns the bridge of a session.
 OpenBridge = Callable[[Session], Bridge]
 
 
 class ThreadBridge:
-    """Runs the session in a thread's event loop."""
+    """Runs the session in an event loop of its own thread."""
 
     def __init__(self, session: Session):
         self._session = session
@@ -56,18 +54,20 @@ class ThreadBridge:
         self._thread = threading.Thread(target=self._run, name="dynamo-lite-bridge", daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        """Returns when the session is entered. Raises StartupError."""
+        """See `Bridge`."""
         self._thread.start()
         if not self._ready.wait(timeout_s):
-            raise StartupError(f"the engine's bridge was not connected within {timeout_s:g} s")
+            raise StartupError(
+                f"timeout: the engine's bridge did not connect within {timeout_s:g} s"
+            )
         if self._failure is not None:
             raise StartupError(f"the engine's bridge failed: {self._failure}") from self._failure
 
     def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs it on the loop, owned by the bridge; failures are logged."""
+        """See `Bridge`. Failures are logged."""
         try:
             self._loop.call_soon_threadsafe(self._own, coroutine)
-        except RuntimeError:  # the loop is closed: the process is on its way out
+        except RuntimeError:  # the loop is closed: the process shuts down
             coroutine.close()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class ThreadBridge:
             self._loop.run_until_complete(self._main())
         except BaseException as exc:
             self._failure = exc
-            logger.error("the engine's bridge ended: %s", exc)
+            logger.error("the engine's bridge failed: %s", exc)
         finally:
             self._ready.set()
             self._loop.close()

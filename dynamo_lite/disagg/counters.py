@@ -1,7 +1,7 @@
-"""What a half has counted since it was last asked.
+"""Counters of a scheduler or worker half, collected for the next step.
 
-A half adds to a small dictionary, which the engine carries to its component
-with the statistics of the same step, in order and without loss.
+A half adds to a small dictionary. The engine carries it to its component with the
+statistics of the same step, in order and without loss.
 """
 
 import threading
@@ -22,7 +22,7 @@ FLIGHT_WAIT_SECONDS = "single_flight_seconds"  # a list of durations
 PREFIX_READ = "prefix_read"  # + "/outcome": read, failed
 PREFIX_BYTES = "prefix_bytes"
 COMPUTED = "computed_tokens"  # by a prefill engine, of its jobs
-RESUME = "resume"  # + "/reason": of the verdict when a writer was lost
+RESUME = "resume"  # + "/reason" of the verdict when a writer was lost
 PREFLIGHT = "preflight"  # a list of [order, failure, lanes, contact_s, round_trip_s]
 SPAN = "span"  # a list of spans: see `span_notes.py`
 WRITTEN = "written"  # a list of [attempt, when its last write ended, monotonic]
@@ -30,9 +30,10 @@ ENDED = "ended"  # a list of [attempt, outcome, detail]: see `AttemptOutcome`
 
 
 class Counters:
-    """data: name -> number, or list of numbers. Any thread may add to it."""
+    """Any thread may add to it."""
 
     def __init__(self) -> None:
+        #: By name: a number, or a list of values.
         self.data: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -45,14 +46,14 @@ class Counters:
             self.data.setdefault(name, []).append(value)
 
     def drop(self, where: str) -> None:
-        """An OnDrop."""
+        """Counts a dropped message; an `OnDrop`."""
         self.add(f"{DROPPED}/{where}")
 
     def add_stage(self, stage: str, seconds: float) -> None:
         self.append(f"{STAGE}/{stage}", seconds)
 
     def take(self) -> dict[str, Any]:
-        """What was collected since the last call."""
+        """Returns what was collected since the last call."""
         with self._lock:
             taken, self.data = self.data, {}
         return taken

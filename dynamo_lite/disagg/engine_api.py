@@ -1,6 +1,6 @@
-"""What the scheduler halves see of the engine that they run in.
+"""The parts of an engine that the scheduler halves use.
 
-vLLM's own classes have these shapes; so has the simulated engine.
+vLLM's own classes have these shapes, and the simulated engine's too.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -8,43 +8,39 @@ from typing import Any, Protocol
 
 
 class Block(Protocol):
-    """One block of the pool; who holds a reference keeps it from being reused."""
+    """One block of the pool. It is not reused while anything holds a reference."""
 
     @property
     def block_id(self) -> int: ...
 
     @property
     def is_null(self) -> bool:
-        """Whether it stands for one that is not needed any more, and holds nothing."""
+        """Whether it is a placeholder for a block that is not needed any more."""
         ...
 
 
 class BlockPool(Protocol):
-    """num_gpu_blocks: all of them, on whatever device."""
+    """The engine's KV blocks."""
 
+    #: Number of all blocks, whatever the device.
     num_gpu_blocks: int
 
     @property
     def blocks(self) -> Sequence[Any]: ...
 
     def touch(self, blocks: Sequence[Any]) -> Any:
-        """Takes one more reference to each."""
+        """Takes one more reference to each block."""
         ...
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> Any:
-        """Gives one reference to each back."""
+        """Gives back one reference to each block."""
         ...
 
     def get_num_free_blocks(self) -> int: ...
 
 
 class Prompt(Protocol):
-    """A request as the engine's scheduler holds it.
-
-    block_hashes: one per full block, of all tokens up to its end and of all else that
-    their KV depends on. kv_transfer_params: packed structs of `transfer_params.py`, or None.
-    trace_headers: None where it is not traced.
-    """
+    """A request as the engine's scheduler holds it."""
 
     @property
     def request_id(self) -> str: ...
@@ -59,7 +55,10 @@ class Prompt(Protocol):
     def num_computed_tokens(self) -> int: ...
 
     @property
-    def block_hashes(self) -> Sequence[Hashable]: ...
+    def block_hashes(self) -> Sequence[Hashable]:
+        """One per full block: of all tokens up to its end, and of everything else that their
+        KV depends on."""
+        ...
 
     @property
     def priority(self) -> int: ...
@@ -68,7 +67,12 @@ class Prompt(Protocol):
     def cache_salt(self) -> str | None: ...
 
     @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """Of a prefill engine's job: see `PrefillScheduler`; of a decode engine's request: see
+        `time_limit`."""
+        ...
 
     @property
-    def trace_headers(self) -> Mapping[str, str] | None: ...
+    def trace_headers(self) -> Mapping[str, str] | None:
+        """None if the request is not traced."""
+        ...

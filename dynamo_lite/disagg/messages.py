@@ -1,6 +1,6 @@
-"""What the scheduler half tells the worker halves each step, and what they answer.
+"""The messages between a scheduler half and its worker halves, in each step.
 
-The engine carries these between its own processes.
+The engine carries them between its own processes.
 """
 
 from dataclasses import dataclass, field
@@ -10,16 +10,15 @@ from dynamo_lite.protocol.trace import TraceContext
 
 @dataclass
 class DecodeStep:
-    """expect: attempt -> request id, of attempts allocated since the last step.
+    """To the ranks of a decode engine."""
 
-    blocks: attempt -> the blocks that are expected to be written, in order.
-    give_up: (attempt, request id) whose KV nobody waits for any more.
-    poll: whether any remote write may be under way.
-    """
-
+    #: Request id by attempt, of the attempts that were allocated since the last step.
     expect: dict[str, str] = field(default_factory=dict)
+    #: The blocks that will be written, in order, by attempt.
     blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    #: Attempt and request id of the remote prefills that were given up.
     give_up: list[tuple[str, str]] = field(default_factory=list)
+    #: Whether any remote write may be in flight.
     poll: bool = False
 
 
@@ -27,12 +26,9 @@ class DecodeStep:
 class BlockWrite:
     """Blocks of one attempt that are complete after this step.
 
-    local_ids[i] goes to remote_ids[i] of the target engine, if both engines' blocks
-    have the same size. Else the tokens of local_ids, without the first `skip_tokens`, fill
-    remote_ids one after the other. remote_ids[0] is the attempt's block number `first`.
-    last: nothing follows; the write carries the commit. num_blocks: of the whole attempt.
-    scheduled, began: when the attempt's first step was, and this one, on this host's
-    monotonic clock. trace: of the job, if that is traced.
+    If both engines' blocks have the same size, local_ids[i] is written to remote_ids[i] of
+    the target engine. Otherwise the tokens of local_ids, without the first `skip_tokens`,
+    fill remote_ids in order.
     """
 
     attempt: str
@@ -40,12 +36,18 @@ class BlockWrite:
     target_engine: str
     local_ids: list[int]
     remote_ids: list[int]
+    #: Whether this is the attempt's last write, which carries the commit.
     last: bool
+    #: Number of blocks of the whole attempt.
     num_blocks: int
+    #: When the attempt's first step was scheduled, on this host's monotonic clock.
     scheduled: float
+    #: Number of remote_ids[0] within the attempt.
     first: int = 0
     skip_tokens: int = 0
+    #: When this step began, on this host's monotonic clock.
     began: float = 0.0
+    #: Span of the job; None without a trace.
     trace: TraceContext | None = None
 
 
@@ -62,7 +64,7 @@ class PrefixRead:
 
 @dataclass
 class LinkTestOrder:
-    """Try the way to an engine; see `Preflight`."""
+    """Test the link to an engine; see `LinkTest`."""
 
     order: str
     target_engine: str
@@ -70,72 +72,67 @@ class LinkTestOrder:
 
 @dataclass
 class PrefillStep:
-    """targets: engine id -> its metadata (msgpack), in the first step that needs it, and
-    with preflights. The ranks keep it until they are told to forget the engine.
-
-    own: this engine's metadata (msgpack), with every target; empty where the engine
-    has one rank, which knows its own.
-    forget: engines that have left.
-    ended: (attempt, request id, complete) of requests that finished; complete is
-    False when the request was stopped early. preempted: attempts whose blocks
-    are about to be reused.
-    """
+    """To the ranks of a prefill engine."""
 
     writes: list[BlockWrite] = field(default_factory=list)
     reads: list[PrefixRead] = field(default_factory=list)
+    #: Metadata (msgpack) by engine id, in the first step that needs it, and with link tests.
+    #: The ranks keep it until `forget` names the engine.
     targets: dict[str, bytes] = field(default_factory=dict)
+    #: This engine's metadata (msgpack), with every target. Empty if the engine has one rank,
+    #: which knows its own.
     own: bytes = b""
+    #: Engines that have left.
     forget: list[str] = field(default_factory=list)
+    #: Attempt, request id and completeness of requests that finished. A request that was
+    #: stopped early is not complete.
     ended: list[tuple[str, str, bool]] = field(default_factory=list)
+    #: Attempts whose blocks are about to be reused.
     preempted: list[str] = field(default_factory=list)
     preflights: list[LinkTestOrder] = field(default_factory=list)
 
 
 @dataclass
 class RankResults:
-    """Request ids that were settled since the last step.
+    """Requests whose transfer ended since the last step."""
 
-    sent: no write reads from their blocks any more. received: their KV is here.
-    lost: it will not come, or is not what was sent: the engine must compute it.
-    """
-
+    #: No write reads from their blocks any more.
     sent: set[str] = field(default_factory=set)
+    #: Their KV has arrived.
     received: set[str] = field(default_factory=set)
+    #: Their KV will not arrive, or is not what was sent: the engine must compute it.
     lost: set[str] = field(default_factory=set)
 
 
 @dataclass
 class RankLink:
-    """What one rank has found of its way to an engine.
+    """One rank's result of a link test."""
 
-    failure: why it cannot be used. lanes: ranks that this one gives KV to. contact_s,
-    round_trip_s: of the slowest, see `LinkRecord`.
-    """
-
+    #: Why the link cannot be used; None if it works.
     failure: str | None
+    #: Number of ranks that this rank writes KV to.
     lanes: int = 0
+    #: Of the slowest of them, in seconds; see `LinkRecord`.
     contact_s: float = 0.0
+    #: Of the slowest of them, in seconds; see `LinkRecord`.
     round_trip_s: float = 0.0
 
 
 @dataclass
 class WorkerReport:
-    """failures: attempt -> what went wrong in writing it. unknown: engines whose metadata
-    a rank should have and has not.
+    """From the ranks to the scheduler half."""
 
-    landed: lost request -> blocks of its attempt that are here all the same, from the
-    first one on.
-
-    links: order -> rank -> what that has found.
-    """
-
+    #: Why writing failed, by attempt.
     failures: dict[str, str] = field(default_factory=dict)
+    #: Blocks that have arrived of a lost request's attempt, from the first one on, by request.
     landed: dict[str, int] = field(default_factory=dict)
+    #: Results of link tests, by order and rank.
     links: dict[str, dict[int, RankLink]] = field(default_factory=dict)
+    #: Engines whose metadata a rank should have but does not.
     unknown: set[str] = field(default_factory=set)
 
     def joined(self, other: "WorkerReport") -> "WorkerReport":
-        """Of two ranks: here is what both have."""
+        """Combines the reports of two ranks. Of `landed` blocks, those count that both have."""
         landed = {**self.landed, **other.landed}
         for request_id in self.landed.keys() & other.landed.keys():
             landed[request_id] = min(self.landed[request_id], other.landed[request_id])

@@ -1,4 +1,4 @@
-"""The counts of both halves as Prometheus metrics of the component that runs them."""
+"""The counters of both halves as Prometheus metrics of the component that runs them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,9 +28,9 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 
 class RemotePrefillMetrics:
-    """Takes counts as they come; each registry can have one of these.
+    """At most one per registry.
 
-    on_drop: told of the messages that the engine's processes have dropped.
+    on_drop: called for each message that the engine's processes have dropped.
     """
 
     def __init__(self, registry: CollectorRegistry, on_drop: OnDrop = uncounted):
@@ -72,7 +72,7 @@ class RemotePrefillMetrics:
         )
         self._late = Counter(
             "dynamo_lite_late_notices",
-            "Commit notices for attempts that nobody waited for",
+            "Commit notifications that came after their attempts had been given up",
             registry=registry,
         )
         self._fenced = Counter(
@@ -82,7 +82,7 @@ class RemotePrefillMetrics:
         )
         self._mismatches = Counter(
             "dynamo_lite_commit_mismatches",
-            "Commits whose blocks were not what their writer had sent: computed here instead",
+            "Commits whose blocks did not hold what their writer sent; they are computed locally",
             registry=registry,
         )
         self._flight_waits = Counter(
@@ -101,25 +101,25 @@ class RemotePrefillMetrics:
         self._resumes = Counter(
             "dynamo_lite_remote_prefill_resumes",
             "Remote prefills that failed or were given up, by whether another prefill worker"
-            " may be asked for the rest: writer_lost (yes), or why not",
+            " may compute the rest: writer_lost (yes), or the reason why not",
             ["reason"],
             registry=registry,
         )
         self._computed = Counter(
             "dynamo_lite_prefill_computed_tokens",
-            "Prompt tokens that were computed for decode workers, neither cached here nor read",
+            "Prompt tokens that were computed for decode workers, neither cached nor read",
             registry=registry,
         )
         self._prefix_reads = Counter(
             "dynamo_lite_prefix_reads",
             "Prefixes read from decode workers instead of computed, by outcome: read, failed"
-            " (computed after all)",
+            " (and then computed)",
             ["outcome"],
             registry=registry,
         )
         self._prefix_bytes = Counter(
             "dynamo_lite_prefix_read_bytes",
-            "KV bytes asked for in reads of prefixes",
+            "KV bytes requested in reads of prefixes",
             registry=registry,
         )
 
@@ -143,14 +143,14 @@ class RemotePrefillMetrics:
         }
 
     def apply(self, data: Mapping[str, Any]) -> None:
-        """Unknown names are ignored."""
+        """Adds the counters of one step. Unknown names are ignored."""
         for name, value in data.items():
             kind, _, labels = name.partition("/")
             if (take := self._takers.get(kind)) is not None:
                 take(labels, value)
 
     def first_token(self, counts: PrefillCounts) -> None:
-        """A prompt has its first token."""
+        """Counts the time to a prompt's first token if its KV came from a prefill worker."""
         if counts.external_cached_tokens:
             self._stages.labels("first_token").observe(counts.prefill_s)
 

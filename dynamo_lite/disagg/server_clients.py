@@ -1,4 +1,4 @@
-"""The servers that a scheduler half talks to, as it opens them."""
+"""The clients of NATS, etcd and the queue that a scheduler half opens."""
 
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -14,6 +14,8 @@ from dynamo_lite.runtime.store import Store
 
 
 class ServerClients(Protocol):
+    """Each call opens a client of its own, as a context."""
+
     def messaging(self) -> AbstractAsyncContextManager[Messaging]: ...
 
     def store(self) -> AbstractAsyncContextManager[Store]: ...
@@ -22,7 +24,7 @@ class ServerClients(Protocol):
 
 
 class Servers:
-    """Implements Outside: NATS and etcd at the link's URLs."""
+    """Implements `ServerClients` with NATS and etcd at the URLs of the engine's config."""
 
     def __init__(self, link: EngineConfig):
         self._link = link

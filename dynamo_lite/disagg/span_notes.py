@@ -1,6 +1,6 @@
-"""Spans of traced requests, as an engine's process notes them for its component.
+"""Notes of spans, which an engine's process sends to its component.
 
-The engine's processes have no tracing library; a note is a short list among the counts.
+The engine's processes have no tracing library. A note is a short list among the counters.
 """
 
 from dynamo_lite.disagg.counters import SPAN, Counters

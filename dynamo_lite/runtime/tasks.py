@@ -1,11 +1,10 @@
 """Ownership of asyncio tasks: who starts a task ends it, and a failure is never silent."""
 
 import asyncio
-import contextlib
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, Self, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +111,21 @@ class OwnedTasks:
             self._on_failure(task, exc)
 
 
-@contextlib.asynccontextmanager
-async def running(
-    coro: Coroutine[Any, Any, T], *, name: str, on_failure: OnFailure = log_failure
-) -> AsyncIterator[asyncio.Task[T]]:
-    """Runs `coro` as a task while the context lasts; its failure does not end the context."""
-    async with OwnedTasks(on_failure) as tasks:
-        yield tasks.start(coro, name=name)
+class running(Generic[T]):  # noqa: N801
+    """Runs `coro` as a task while the context lasts; its failure does not end the context.
+
+    A class and not a generator: the event loop closes forgotten async generators, and this one
+    would then wait for tasks of an owner that was killed in a simulation.
+    """
+
+    def __init__(
+        self, coro: Coroutine[Any, Any, T], *, name: str, on_failure: OnFailure = log_failure
+    ):
+        self._coro, self._name = coro, name
+        self._tasks = OwnedTasks(on_failure)
+
+    async def __aenter__(self) -> asyncio.Task[T]:
+        return self._tasks.start(self._coro, name=self._name)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._tasks.end()

@@ -300,7 +300,7 @@ def test_hostile_messages_cost_no_block_and_no_token(rng: Random):
         assert judge.violations == []
         # Nor does anybody believe for long what engines want that there are none of.
         halves: Any = pair.engines["decode"].halves
-        await pair.until(lambda: halves.scheduler._net.demand._totals().jobs == 0)
+        await pair.until(lambda: halves.scheduler._net.backlog._totals().jobs == 0)
         await pair.submit("after", tokens(99, 50), GREEDY)
         await pair.until(lambda: "after" in pair.ended)
         assert first_wrong(tokens(99, 50), GREEDY, pair.got["after"]) is None

@@ -237,7 +237,7 @@ def test_short_and_aborted_prompts_measure_nothing():
     here.finish(short, 2.0)
     here.finish(aborted, 2.0)
     assert aborted.computed_s is None
-    here.rate.learn_remote(brought(5, 1.0, 1.0))
+    here.rate.add_remote(brought(5, 1.0, 1.0))
     assert here.rate.rates == Rates() and not here.prefills
 
 
@@ -252,7 +252,7 @@ def brought(tokens: int, fill_s: float, fixed_s: float) -> RemotePrefill:
 def test_rates_follow_what_changes():
     pace = PrefillRate(Computing(1).prefills, 1)
     for seconds in (1.0,) * 50 + (4.0,) * 50:
-        pace.learn_remote(brought(100, seconds, 0.5))
+        pace.add_remote(brought(100, seconds, 0.5))
     assert pace.rates.remote_tokens_per_s == pytest.approx(25, rel=0.05)
     assert pace.rates.remote_fixed_s == pytest.approx(0.5)
 

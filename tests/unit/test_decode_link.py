@@ -812,7 +812,7 @@ async def test_a_claim_of_a_writer_that_nobody_knows_is_refused(decode: Decode):
 
 async def test_the_word_of_another_writer_is_dropped(decode: Decode):
     attempt = await decode.ask("r1", claimed=True)
-    with pytest.raises(ProtocolError, match="is not bad's"):
+    with pytest.raises(ProtocolError, match="is held by another writer than bad"):
         await decode.done(attempt, "abandoned", writer=0xBAD)
     assert await decode.stays(attempt, 0xBAD) == StayRefused(reason="claimed by a")
     assert decode.counted("dropped/writer_stays") == 1

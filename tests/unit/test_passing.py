@@ -141,7 +141,7 @@ def engine(
 def test_one_that_is_admitted_although_it_was_skipped_harms_nobody():
     """vLLM goes on with a prompt that must not read the prefix cache, whatever it is told."""
     passing = Passing()
-    passing.told("a", 5)
+    passing.answered("a", 5)
     passing.end_step(0)
     assert passing.skips("a", 1)
     passing.allocated("a")
@@ -199,7 +199,7 @@ def test_only_so_many_are_skipped_in_a_step():
     passing = Passing()
     names = [f"r{i}" for i in range(MAX_SKIPPED + 2)]
     for name in names:
-        passing.told(name, 10)
+        passing.answered(name, 10)
         passing.end_step(free=5)
     assert [passing.skips(name, 5) for name in names] == [True] * MAX_SKIPPED + [False] * 2
 
@@ -207,7 +207,7 @@ def test_only_so_many_are_skipped_in_a_step():
 def test_the_first_one_is_tried_again_now_and_then_and_who_fits_at_once():
     passing = Passing()
     for name in ("a", "b"):
-        passing.told(name, 10)
+        passing.answered(name, 10)
         passing.end_step(free=5)
     tried: list[int] = []
     for step in range(2 * RETRY_STEPS):
@@ -215,7 +215,7 @@ def test_the_first_one_is_tried_again_now_and_then_and_who_fits_at_once():
             assert passing.skips("b", 5)
         else:
             tried.append(step)
-            passing.told("a", 10)
+            passing.answered("a", 10)
         passing.end_step(free=5)
     assert len(tried) == 2 and tried[1] - tried[0] == RETRY_STEPS
     assert not passing.skips("a", 10) and not passing.skips("b", 10)
@@ -223,13 +223,13 @@ def test_the_first_one_is_tried_again_now_and_then_and_who_fits_at_once():
 
 def test_nothing_is_left_of_prompts_that_are_over():
     passing = Passing()
-    passing.told("a", 10)
+    passing.answered("a", 10)
     passing.end_step(free=5)
     assert passing.skips("a", 5)
     passing.finished("a")
     passing.allocated("b")
     assert not passing.skips("a", 5)
-    passing.told("c", 10)
+    passing.answered("c", 10)
     passing.finished("c")
     passing.end_step(free=5)
     assert not passing.skips("c", 5)

@@ -61,7 +61,7 @@ async def test_each_check_fails_by_itself_and_says_what_to_do() -> None:
         }
         for check, process in said.items():
             assert list(process.failing()) == [check]
-        assert "send requests elsewhere" in said["process"].failing()["process"]
+        assert "send new ones elsewhere" in said["process"].failing()["process"]
         assert "not answered for about 10 s" in said["store"].failing()["store"]
         assert "starting" in Process(state="starting", messaging=messaging).failing()["process"]
         messaging.set_connected(False)
@@ -167,7 +167,7 @@ def test_a_frontend_needs_one_worker_that_responds() -> None:
     assert "none of 2 decode workers is responsive" in trouble()
     frontend._workers = Members("b")  # type: ignore[assignment]
     assert trouble() == ""
-    assert "not loaded yet" in frontend.health()["checks"]["model"]
+    assert "still loading" in frontend.health()["checks"]["model"]
 
 
 class Members:

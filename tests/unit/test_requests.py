@@ -155,7 +155,7 @@ def test_what_was_asked_about_the_prompt_is_not_asked_again():
 @pytest.mark.parametrize(
     ("output", "max_tokens", "words"),
     [
-        ([4, 5], 2, "all 2 tokens are there"),
+        ([4, 5], 2, "no tokens left: 2 of 2 were generated"),
         ([4] * (MAX_MODEL_LEN - 3), 100, "this model takes"),
         ([100], 10, "vocabulary"),
     ],

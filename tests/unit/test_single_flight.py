@@ -136,7 +136,10 @@ async def test_only_blocks_that_will_be_cached_are_waited_for(decode: Decode, ca
     await leads(decode, sibling("r1", 40))
     follower = sibling("r2", 41)
     assert asks(decode, follower) == WAITS
-    assert "r2 waits for the remote prefill of r1: it brings 36 of 41 tokens" in caplog.text
+    assert (
+        "request r2: waits for the remote prefill of r1, which brings 36 of 41 tokens"
+        in caplog.text
+    )
 
 
 async def test_a_cached_prefix_is_not_waited_for(decode: Decode):
@@ -167,7 +170,10 @@ async def test_of_leaders_with_the_same_prefix_the_shortest_is_followed(
     await leads(decode, sibling("long", 100, shared=20))
     await leads(decode, sibling("short", 40, shared=20))
     assert asks(decode, sibling("r1", 36, shared=20)) == WAITS
-    assert "request r1 waits for the remote prefill of short: it brings 20" in caplog.text
+    assert (
+        "request r1: waits for the remote prefill of short, which brings 20 of 36 tokens"
+        in caplog.text
+    )
 
 
 async def test_an_engine_without_prefix_cache_lets_nobody_wait():

@@ -1,8 +1,8 @@
-"""What this decode engine wants of prefill workers, told to the others; what they want.
+"""The backlog of this decode engine, published to the other engines, and theirs.
 
-An entry lives from the job's allocation to the end of its remote prefill, however that
-ends. Changes are told at once, several that come together as one; and everything is
-told each second, which makes good what was lost.
+A job counts from its allocation to the end of its remote prefill, however that ends.
+Changes are published at once; changes within a short time are published together. The
+whole backlog is also published every second, which repairs lost messages.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
-#: Everything is told so often at least, and at most.
+#: The longest and the shortest time between two messages, in seconds.
 _IDLE_PERIOD_S, _PERIOD_S = 1.0, 0.02
 
 
@@ -48,7 +48,7 @@ class BacklogExchange:
         self._engine_id, self._queue = link.engine_id, link.role.queue
         self._prefills, self._workers, self._now = prefills, workers, now
         self._follower = BacklogFollower(
-            link.namespace, now, own=link.engine_id, on_demand=self._heard, on_drop=on_drop
+            link.namespace, now, own=link.engine_id, on_demand=self._on_backlog, on_drop=on_drop
         )
         self._others = BacklogTotals()
         self._drain = DrainRate()
@@ -69,8 +69,9 @@ class BacklogExchange:
         takes_s = None if waits_s is None or rate is None else waits_s + tokens / rate
         return replace(seen, jobs=jobs, tokens=totals.tokens, wait_s=waits_s, takes_s=takes_s)
 
-    async def tell(self) -> None:
-        self.stirred()
+    async def publish_soon(self) -> None:
+        """`changed`, as a coroutine for the bridge."""
+        self.changed()
 
     @contextlib.asynccontextmanager
     async def running(self, messaging: Messaging) -> AsyncIterator[None]:
@@ -78,23 +79,24 @@ class BacklogExchange:
             await stack.enter_async_context(self._follower.follow(messaging))
             stack.enter_context(messaging.watch_connection(self._on_connection))
             try:
-                async with running(self._tell(messaging), name="prefill-demand"):
+                async with running(self._publish_changes(messaging), name="prefill-demand"):
                     yield
             finally:
-                await self._say(messaging, leaving=True)
+                await self._publish(messaging, leaving=True)
 
-    def stirred(self) -> None:
-        """Something of this engine's own has changed."""
+
+    def changed(self) -> None:
+        """The backlog of this engine has changed."""
         done_tokens = self._prefills.received_tokens
-        self._moved(done_tokens - self._done_tokens)
+        self._measure_drain(done_tokens - self._done_tokens)
         self._done_tokens = done_tokens
         self._changed.set()
 
     def _totals(self) -> BacklogTotals:
-        """Of all engines: exactly of this one, of others as they said last."""
+        """Of all engines: the exact backlog of this one, the last messages of the others."""
         return self._prefills.backlog()[0] + self._others
 
-    def _moved(self, done_tokens: int) -> None:
+    def _measure_drain(self, done_tokens: int) -> None:
         self._drain.moved(
             self._now(),
             done_tokens=done_tokens,
@@ -102,10 +104,10 @@ class BacklogExchange:
             workers=self._workers(),
         )
 
-    def _heard(self, demand: Backlog, done_tokens: int) -> None:
+    def _on_backlog(self, backlog: Backlog, done_tokens: int) -> None:
         self._others = self._follower.totals()
-        self._moved(done_tokens)
-        if demand.hello:
+        self._measure_drain(done_tokens)
+        if backlog.hello:
             self._changed.set()
 
     def _on_connection(self, up: bool) -> None:
@@ -113,21 +115,21 @@ class BacklogExchange:
             self._hello = True
             self._changed.set()
 
-    async def _tell(self, messaging: Messaging) -> None:
+    async def _publish_changes(self, messaging: Messaging) -> None:
         while True:
             self._changed.clear()
-            await self._say(messaging)
+            await self._publish(messaging)
             await asyncio.sleep(_PERIOD_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_IDLE_PERIOD_S):
                     await self._changed.wait()
             self._others = self._follower.totals()
 
-    async def _say(self, messaging: Messaging, *, leaving: bool = False) -> None:
+    async def _publish(self, messaging: Messaging, *, leaving: bool = False) -> None:
         totals, done_tokens = self._prefills.backlog()
         self._number += 1
         hello, self._hello = self._hello, False
-        demand = Backlog(
+        backlog = Backlog(
             engine_id=self._engine_id,
             number=self._number,
             queued_jobs=totals.queued_jobs,
@@ -139,9 +141,9 @@ class BacklogExchange:
             leaving=leaving,
         )
         try:
-            await messaging.publish(self._follower.subject, encode(demand))
+            await messaging.publish(self._follower.subject, encode(backlog))
         except DynamoLiteError as exc:
-            logger.debug("demand not told: %s", exc)
+            logger.debug("publishing the backlog failed: %s", exc)
 
 
 def job_tokens(job: RemotePrefillRequest) -> int:

@@ -1,7 +1,8 @@
 """The decode engine's network side: pushes jobs, answers claims, watches writers.
 
-It runs on the bridge's event loop. The ledger is shared with the scheduler half under one lock;
-instructions about the engine's blocks are left for its next step, others carried out here.
+It runs on the bridge's event loop and shares the ledger with the scheduler half under one
+lock. The engine's next step carries out the instructions about its blocks; this session
+carries out all others.
 """
 
 import asyncio
@@ -55,16 +56,15 @@ logger = logging.getLogger(__name__)
 
 #: How often the queue's depth is read; the broker itself holds the hard cap.
 _VIEW_PERIOD_S = 0.25
-#: Characters of what a writer says that are kept for `explain`.
+#: How many characters of a writer's failure message are kept for `explain`.
 _MAX_DETAIL = 500
 
 
 class ControlSession:
     """Use `session()` as the bridge's context.
 
-    status: makes the answer to `describe` (called on the bridge's thread). tuning: follows
-    the options that the store has for the engine's component. now: monotonic. wall: seconds
-    since the epoch.
+    status: returns the reply to `describe`; called on the bridge's thread. tuning: follows the
+    live options of the engine's component. now: monotonic. wall: seconds since the epoch.
     """
 
     def __init__(
@@ -91,8 +91,10 @@ class ControlSession:
         self._health: HealthMonitor | None = None
         self._links = WriterLinks(link.namespace, link.engine_id, on_drop)
         self._tasks: asyncio.TaskGroup | None = None
+        #: The last reading of the queue. Replaced as a whole on the bridge's thread.
         self.view: QueueView | None = None
-        self.demand = BacklogExchange(link, prefills, lambda: self.usable_writers, now, on_drop)
+        self.backlog = BacklogExchange(link, prefills, lambda: self.usable_writers, now, on_drop)
+        #: Whether the component has announced that it shuts down.
         self.leaving = False
         self.listening = PollWindow(now)
 
@@ -129,7 +131,7 @@ class ControlSession:
             ):
                 handler = counted(handler, where, self._on_drop)
                 await enter(messaging.serve(name(*subject), handler))
-            await enter(self.demand.running(messaging))
+            await enter(self.backlog.running(messaging))
             async with asyncio.TaskGroup() as self._tasks:
                 watcher = self._tasks.create_task(self._watch_queue(), name="queue-view")
                 writers.on_change(self._on_writers)
@@ -140,27 +142,30 @@ class ControlSession:
                 self._tasks = None
 
     async def push(self, job: RemotePrefillRequest) -> None:
-        """Queues the job; anything but a clear yes makes the prompt local."""
+        """Queues the job. If the broker does not confirm it, the prompt is computed locally."""
         assert self._queue is not None
-        self.demand.stirred()
+        self.backlog.changed()
         if not self._usable:
-            await self._settle(lambda ledger: ledger.not_published(job.attempt))
+            await self._apply_event(lambda ledger: ledger.not_published(job.attempt))
             return
         try:
-            lane = self.demand.lane_of(job_tokens(job), job.priority)
+            lane = self.backlog.lane_of(job_tokens(job), job.priority)
             sequence = await self._queue.push(encode_sealed(job), message_id=job.attempt, lane=lane)
         except (QueueFull, BrokerUnavailable, PushAmbiguous) as exc:
-            logger.info("request %s: prefilled here, %s", job.request_id, exc)
-            await self._settle(lambda ledger: ledger.not_published(job.attempt))
+            logger.info(
+                "request %s: computed locally, the job was not queued: %s", job.request_id, exc
+            )
+            await self._apply_event(lambda ledger: ledger.not_published(job.attempt))
         except Exception:
-            await self._settle(lambda ledger: ledger.not_published(job.attempt))
+            await self._apply_event(lambda ledger: ledger.not_published(job.attempt))
             raise
         else:
             self._prefills.published(job.attempt)
-            await self._settle(lambda ledger: ledger.published(job.attempt, sequence))
+            await self._apply_event(lambda ledger: ledger.published(job.attempt, sequence))
 
     async def carry_out(self, instructions: Sequence[Instruction]) -> None:
-        """The instructions that need the network; best effort, the claim is the guard."""
+        """Carries out the instructions that need the network, once each. A lost message is
+        safe, because no writer gets a claim for a withdrawn attempt."""
         for instruction in instructions:
             try:
                 if isinstance(instruction, DeleteJob) and self._queue is not None:
@@ -175,9 +180,9 @@ class ControlSession:
                         ),
                     )
             except DynamoLiteError as exc:
-                logger.warning("%s not carried out: %s", instruction, exc)
+                logger.warning("instruction %s failed: %s", instruction, exc)
 
-    async def _settle(self, event: Callable[[Ledger], list[Instruction]]) -> None:
+    async def _apply_event(self, event: Callable[[Ledger], list[Instruction]]) -> None:
         with self._book.lock:
             instructions = event(self._book.ledger)
             self._book.leave_for_engine(instructions)
@@ -187,10 +192,10 @@ class ControlSession:
         assert self._health is not None and self._writers is not None
         claim = decode_claim(payload)
         if self._writers.get(claim.writer_lease_id) is None:
-            # Nobody would ever tell that it is gone. Its record may only be late.
+            # Nothing would report when it is gone. Its record may only be late.
             self._on_drop("claim")
             return encode(ClaimRefused(reason="no such prefill worker", elsewhere=True))
-        # One that beats, but says that it cannot work, would only hold the job.
+        # A worker with a heartbeat that reports an unhealthy engine would only hold the job.
         self._health.shows_life(claim.writer_lease_id)
         if trouble := self._health.trouble(claim.writer_lease_id):
             return encode(ClaimRefused(reason=f"not able to work: {trouble}", elsewhere=True))
@@ -203,7 +208,7 @@ class ControlSession:
                 self._on_drop("claim")
             return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
         self._prefills.claimed(claim.attempt, claim.held_s)
-        self.demand.stirred()
+        self.backlog.changed()
         return encode(Granted(granted_at=self._wall()))
 
     async def _on_done(self, payload: bytes) -> None:
@@ -213,16 +218,16 @@ class ControlSession:
             with self._book.lock:
                 request_id = self._book.ledger.request(done.attempt)
             about = request_id, done.attempt, done.outcome, done.detail
-            logger.info("request %s: attempt %s: its writer says: %s: %s", *about)
+            logger.info("request %s: attempt %s: its writer reports %s: %s", *about)
         writer = done.writer_lease_id
         self._check_writer(done.attempt, writer)
         self._prefills.writer_done(done.attempt, done.took_s if written else None)
         if done.outcome == "died":
             now = self._now()
-            await self._settle(lambda ledger: ledger.writer_died(done.attempt, writer, now))
+            await self._apply_event(lambda ledger: ledger.writer_died(done.attempt, writer, now))
         else:
             outcome = self._outcome_of(done)
-            await self._settle(
+            await self._apply_event(
                 lambda ledger: ledger.writer_done(
                     done.attempt,
                     writer,
@@ -234,8 +239,8 @@ class ControlSession:
             )
 
     def _outcome_of(self, done: WriterDone) -> Outcome:
-        """Of a remote prefill that its writer did not write."""
-        # Who has a failed link is not among those that may be asked for the rest.
+        """The outcome of a remote prefill that its writer did not write."""
+        # A worker with a failed link does not count among those that may compute the rest.
         if self._links.trouble(done.writer_lease_id):
             return Outcome.WRITER_UNUSABLE
         return Outcome.WRITER_ABANDONED if done.outcome == "abandoned" else Outcome.WRITER_FAILED
@@ -248,7 +253,7 @@ class ControlSession:
         return self._prefills.decisions.answer(payload)
 
     async def _on_stays(self, payload: bytes) -> bytes:
-        """Answers yes or no: a writer that is not heard, or told no, stops writing."""
+        """A writer that gets a refusal, or no answer, stops writing."""
         stays = decode_writer_stays(payload)
         writer = stays.writer_lease_id
         with self._book.lock:
@@ -262,27 +267,29 @@ class ControlSession:
         if holder not in (None, writer):
             self._on_drop("writer_stays")
         what = request_id, stays.attempt, writer, refusal.reason
-        logger.info("request %s: attempt %s: %x is told to stop writing: %s", *what)
+        logger.info("request %s: attempt %s: writer %x must stop writing: %s", *what)
         return encode(StayRefused(reason=refusal.reason))
 
     async def _on_leave(self, payload: bytes) -> bytes:
-        """The component says so itself: its keys may vanish for other reasons."""
+        """The component announces its shutdown: its keys may vanish for other reasons."""
         if decode_leave(payload).lease_id != self._link.lease_id:
-            raise ProtocolError("somebody else's leave")
+            raise ProtocolError("leave message with the lease id of another worker")
         self.leaving = True
-        await self._settle(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
+        await self._apply_event(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
         return b""
 
     async def _on_poll(self, payload: bytes) -> bytes:
-        self.listening.hear(decode_listen(payload))
+        self.listening.extend(decode_listen(payload))
         return b""
 
     def _check_writer(self, attempt: str, writer_lease_id: int) -> None:
-        """Raises ProtocolError when the attempt is somebody else's."""
+        """Raises ProtocolError if another writer holds the attempt."""
         with self._book.lock:
             holder = self._book.ledger.writer(attempt)
         if holder not in (None, writer_lease_id):
-            raise ProtocolError(f"attempt {attempt} is not {writer_lease_id:x}'s")
+            raise ProtocolError(
+                f"attempt {attempt} is held by another writer than {writer_lease_id:x}"
+            )
 
     def _on_writers(self, joined: frozenset[int], left: frozenset[int]) -> None:
         with self._book.lock:
@@ -295,15 +302,15 @@ class ControlSession:
 
     def _on_health(self, back: frozenset[int], lost: frozenset[int]) -> None:
         for lease_id in lost:
-            self._settle_soon(lambda ledger, writer=lease_id: ledger.writer_silent(writer))
+            self._apply_event_soon(lambda ledger, writer=lease_id: ledger.writer_silent(writer))
         self._on_usable_change()
 
     def _on_queue_lost(self) -> None:
-        """What was queued is gone; nobody will claim it before its deadline."""
-        self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST))
+        """The queued jobs are lost: no writer would claim them before their deadlines."""
+        self._apply_event_soon(lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST))
 
     def _on_usable_change(self) -> None:
-        """Decisions see the new counts of prefill workers at once, not with the next view."""
+        """Updates the counts of prefill workers in `view`, so that decisions see them at once."""
         assert self._health is not None
         alive, usable = self._health.responsive, self._usable
         if self.view is not None:
@@ -312,15 +319,15 @@ class ControlSession:
             )
         self._links.warn_if_none_usable(alive)
         if not usable:
-            self._settle_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
+            self._apply_event_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
 
-    def _settle_soon(self, event: Callable[[Ledger], list[Instruction]]) -> None:
+    def _apply_event_soon(self, event: Callable[[Ledger], list[Instruction]]) -> None:
         if self._tasks is not None:  # else the session is being closed
-            self._tasks.create_task(self._settle(event))
+            self._tasks.create_task(self._apply_event(event))
 
     @property
     def queue_jobs(self) -> int | None:
-        """As the queue was last seen; None when that was long ago."""
+        """From the last reading of the queue; None if that is too old."""
         view = fresh(self.view, self._tuning.now.options, self._now())
         return None if view is None else view.jobs
 
@@ -331,7 +338,7 @@ class ControlSession:
 
     @property
     def _usable(self) -> Members:
-        """Prefill workers that respond, and whose link to this engine is not known to be bad."""
+        """Prefill workers that respond and have no failed link to this engine."""
         return () if self._health is None else self._links.usable(self._health.responsive)
 
     @property
@@ -340,7 +347,7 @@ class ControlSession:
 
     @property
     def unusable_writers(self) -> int:
-        """Prefill workers that respond, but whose link to this engine has failed."""
+        """How many prefill workers respond, but have a failed link to this engine."""
         return 0 if self._health is None else len(self._health.responsive) - len(self._usable)
 
     @property
@@ -352,15 +359,15 @@ class ControlSession:
     async def _watch_queue(self) -> None:
         assert self._queue is not None and self._health is not None
         while True:
-            asked_at = self._now()
+            read_at = self._now()
             try:
                 depth = await self._queue.depth()
                 self.view = QueueView(
                     depth.total,
                     self.usable_writers,
-                    asked_at,
+                    read_at,
                     prefill_workers_alive=len(self._health.responsive),
                 )
             except DynamoLiteError as exc:
-                logger.debug("queue depth not read: %s", exc)
+                logger.debug("reading the queue depth failed: %s", exc)
             await asyncio.sleep(_VIEW_PERIOD_S)

@@ -1,6 +1,6 @@
-"""A request's own time limit, on its way to the scheduler half of a decode engine.
+"""Passes a request's own deadline to the scheduler half of a decode engine.
 
-Times are monotonic: the engine's process and the one in front of it are on one machine.
+Times are monotonic: the engine's process and its component are on one machine.
 """
 
 import math
@@ -11,7 +11,7 @@ from dynamo_lite.disagg.transfer_params import DecodeRequestParams, pack, unpack
 
 
 def time_limit(timeout_s: float | None, now: float) -> dict[str, Any] | None:
-    """The `kv_transfer_params` of a request that has so much time left; None: any."""
+    """The `kv_transfer_params` of a request with `timeout_s` left; None: without a limit."""
     return None if timeout_s is None else pack(DecodeRequestParams(deadline=now + timeout_s))
 
 

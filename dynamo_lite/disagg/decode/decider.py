@@ -1,4 +1,4 @@
-"""Local or remote, for each prompt: the policy on what this engine knows right now."""
+"""Decides local or remote for each prompt, from the present state of queue and workers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,8 +35,8 @@ class Decider:
     ) -> Decided:
         """See `DecodeScheduler.num_new_matched_tokens`.
 
-        known: the prompt's record so far. Where it has asked for a remote prefill before, the
-        limit of that one holds. The request's own deadline holds in any case.
+        known: the prompt's record so far. If the prompt has had a remote prefill before, the
+        time limit of that one applies. The request's own deadline always applies.
         """
         at, tuned = self._now(), self._tuning.now
         timeout_s = tuned.options.remote_prefill_timeout_s
@@ -61,13 +61,13 @@ class Decider:
         return Decided(verdict, at, cached, queue, tuned, self._rate.rates)
 
     def _queue_view(self, tokens: int, priority: int) -> QueueView | None:
-        """The last reading, plus the jobs that this engine has asked for since; or the jobs of
-        all engines, where those are more."""
+        """The last reading plus the jobs that this engine has added since, or the jobs of all
+        engines if those are more."""
         view = self._net.view
         if view is None:
             return None
         view = replace(view, jobs=view.jobs + self._prefills.asked_since(view.read_at))
-        return self._net.demand.view(view, tokens, priority)
+        return self._net.backlog.view(view, tokens, priority)
 
 
 def _was_served(known: RemotePrefill | None) -> bool:

@@ -1,4 +1,4 @@
-"""The thresholds of a decode engine: those of its configuration, and the live options on them."""
+"""The thresholds of a decode engine: its config file, overridden by live options."""
 
 from dataclasses import dataclass
 
@@ -13,23 +13,24 @@ from dynamo_lite.runtime.store import Store
 
 @dataclass(frozen=True)
 class EffectiveThresholds:
-    """What is in effect at one moment."""
+    """The thresholds at one moment."""
 
-    #: Of the live options that are in it; 0: none are.
+    #: Version of the live options; 0 if only the config file applies.
     version: int
     options: DisaggOptions
     single_flight: SingleFlightThresholds
 
 
 class LiveThresholds:
-    """`now` is replaced as a whole by the bridge's thread. A decision reads it once."""
+    """block_size: in tokens."""
 
     def __init__(self, role: DecodeEngineConfig, block_size: int):
         self._role, self._block_size = role, block_size
+        #: Replaced as a whole by the bridge's thread. A decision reads it once.
         self.now = self._effective(VllmWorkerLiveOptions(), 0)
 
     def follow(self, store: Store, namespace: str, on_drop: OnDrop) -> LiveOptions[LiveValues]:
-        """A context: while it lasts, `now` follows the live options in the store."""
+        """A context. While it lasts, `now` follows the live options in the store."""
         return LiveOptions(
             store,
             namespace,
@@ -45,6 +46,6 @@ class LiveThresholds:
     def _effective(self, values: LiveValues, version: int) -> EffectiveThresholds:
         options = values.applied_to(self._role.options)
         shared = options.single_flight_min_length
-        if shared is None:  # what is worth a remote prefill is worth a wait for one
+        if shared is None:  # a prefix worth a remote prefill is also worth waiting for one
             shared = options.max_local_prefill_length // self._block_size * self._block_size
         return EffectiveThresholds(version, options, SingleFlightThresholds(shared))

@@ -16,7 +16,7 @@ class LockedLedger:
         self._for_engine: list[Instruction] = []
 
     def leave_for_engine(self, instructions: Iterable[Instruction]) -> None:
-        """Takes those that its next step carries out. Call with the lock held."""
+        """Keeps those that the engine's next step carries out. Call with the lock held."""
         self._for_engine += [i for i in instructions if isinstance(i, FOR_ENGINE)]
 
     def take_for_engine(self) -> list[Instruction]:
@@ -26,11 +26,11 @@ class LockedLedger:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must keep stepping for the ledger's sake."""
-        with self.lock:  # both at once: an entry turns into an instruction
+        """Whether the engine must keep stepping because of the ledger."""
+        with self.lock:  # both under one lock, because an entry turns into an instruction
             return bool(self._for_engine) or self.ledger.quarantined > 0
 
     @property
     def awaits_writes(self) -> bool:
-        """Whether any remote write may be under way. Call with the lock held."""
+        """Whether any remote write may be in flight. Call with the lock held."""
         return bool(self.ledger.waiting or self.ledger.quarantined)

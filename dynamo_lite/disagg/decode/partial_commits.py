@@ -1,8 +1,8 @@
-"""What has landed of an attempt whose writers are lost.
+"""Which blocks of an attempt have arrived although its writers are lost.
 
-Every write but the last says which blocks it has brought; its notice comes with the
-data. No order holds between writes, so what counts are the blocks from the first on
-without a gap, from all writers. Contents are looked at only when it comes to that.
+Every write but the last has a notification that names its blocks and arrives with the
+data. Writes may arrive in any order. So the blocks that count are those from the first one
+up to the first gap, over all writers. Contents are checked only if a writer is lost.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,11 @@ from dynamo_lite.transfer.digest import ReadMemory, checksum
 
 @dataclass
 class PartialCommits:
-    """By writing rank: a doubled notice counts once. landed: also by first block."""
+    """The notifications of one attempt. A duplicate counts once."""
 
+    #: By writing rank.
     commits: dict[int, Committed] = field(default_factory=dict)
+    #: By writing rank and first block.
     landed: dict[int, dict[int, Landed]] = field(default_factory=dict)
 
     def add(self, notice: Committed | Landed) -> None:
@@ -30,26 +32,26 @@ class PartialCommits:
 
     @property
     def complete(self) -> bool:
-        """Whether all writers have committed: nobody writes any more."""
+        """Whether all writers have committed, so that no write is in flight any more."""
         return len(self.commits) >= max((c.writers for c in self.commits.values()), default=1)
 
 
 def whole_blocks(
     notices: PartialCommits, blocks: Sequence[int], regions: Sequence[KvRegion], read: ReadMemory
 ) -> int:
-    """How many of the attempt's blocks, from the first on, hold their KV for certain."""
-    said: list[Committed | Landed] = [*notices.commits.values()]
-    said += [
+    """How many of the attempt's blocks, from the first one on, are known to hold their KV."""
+    writers: list[Committed | Landed] = [*notices.commits.values()]
+    writers += [
         next(iter(landed.values()))
         for rank, landed in notices.landed.items()
         if rank not in notices.commits
     ]
-    if not said or len(said) < max(notice.writers for notice in said):
+    if not writers or len(writers) < max(notice.writers for notice in writers):
         return 0
     try:
-        if hole(regions, [part for notice in said for part in _checked(regions, notice)]):
+        if hole(regions, [part for notice in writers for part in _checked(regions, notice)]):
             return 0
-        return min(_run(notices, notice.rank, blocks, regions, read) for notice in said)
+        return min(_run(notices, notice.rank, blocks, regions, read) for notice in writers)
     except ProtocolError:
         return 0
 
@@ -60,7 +62,8 @@ def share_error(
     regions: Sequence[KvRegion],
     read: ReadMemory,
 ) -> str | None:
-    """What of one writer's word on contents does not hold. Raises ProtocolError."""
+    """How the contents differ from one writer's notification; None if they do not. Raises
+    ProtocolError."""
     if any(position >= len(blocks) for position in notice.sampled):
         return f"sampled blocks {notice.sampled} of {len(blocks)}"
     brought = regions_of_parts(regions, notice.parts)
@@ -83,7 +86,7 @@ def _run(
     regions: Sequence[KvRegion],
     read: ReadMemory,
 ) -> int:
-    """The blocks that one writer has brought, from the first on, without a gap."""
+    """How many blocks one writer has brought, from the first one up to the first gap."""
     commit = notices.commits.get(rank)
     if commit is not None:
         holds = commit.num_blocks == len(blocks)

@@ -1,7 +1,8 @@
-"""Until when a decode engine polls for transfers although nobody waits for any.
+"""Until when a decode engine polls for transfers although no request waits for one.
 
-An idle engine makes no steps, and without steps no first contact ends. `hear` is called
-by the bridge's thread, all else by the engine's.
+An idle engine makes no steps, and a NIXL connection is established only during steps. So a
+prefill worker that connects or tests its link first sends a `Listen`. The bridge's thread
+calls `extend`, the engine's thread everything else.
 """
 
 from collections.abc import Callable
@@ -14,10 +15,11 @@ class PollWindow:
 
     def __init__(self, now: Callable[[], float]):
         self._now = now
-        self._until: dict[int, float] = {}  # by writer; never changed, only replaced
+        #: By the writer's lease id, monotonic seconds. Never changed, only replaced.
+        self._until: dict[int, float] = {}
 
-    def hear(self, listen: Listen) -> None:
-        """Each writer's last word counts."""
+    def extend(self, listen: Listen) -> None:
+        """The last message of each writer counts."""
         now = self._now()
         until = {**self._until, listen.writer_lease_id: now + listen.for_s}
         self._until = {writer: end for writer, end in until.items() if end > now}

@@ -1,4 +1,4 @@
-"""How fast prompts are prefilled, here and elsewhere, as a decode engine sees it."""
+"""How fast prompts are prefilled, locally and remotely, as a decode engine measures it."""
 
 from collections.abc import Mapping
 
@@ -7,15 +7,14 @@ from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.stages import stages_s
 from dynamo_lite.policy.cost import FadingMean, Rates
 
-#: Prompts with fewer tokens measure the price of a step, and are left out.
+#: Prompts with fewer tokens are left out: their time is mostly the fixed cost of a step.
 _FEWEST_TOKENS = 32
 
 
 class PrefillRate:
     """Runs on the engine's thread; `now` is monotonic.
 
-    overlapping_steps: how many steps may be under way at a time, with the one that is
-    being scheduled.
+    overlapping_steps: how many steps may be in flight, including the one being scheduled.
     """
 
     def __init__(self, prefills: RemotePrefills, overlapping_steps: int):
@@ -33,18 +32,18 @@ class PrefillRate:
             elif prefill.steps_since < self._overlapping - 1:
                 prefill.steps_since += 1
             else:
-                self._learn_local(prefill, now)
+                self._add_local(prefill, now)
 
     def finished(self, prefill: RemotePrefill, now: float) -> None:
-        """The request is over. A prompt that was aborted measures nothing."""
+        """The request has ended. An aborted prompt is not measured."""
         if prefill.request_id in self._prefills.computing:
             if prefill.left_tokens <= 0:
-                self._learn_local(prefill, now)
+                self._add_local(prefill, now)
             else:
                 self._prefills.computed(prefill, None)
 
-    def learn_remote(self, prefill: RemotePrefill) -> None:
-        """A remote prefill brought its KV, and its prompt was scheduled; see `Rates`."""
+    def add_remote(self, prefill: RemotePrefill) -> None:
+        """A remote prefill has delivered its KV, and its prompt was scheduled; see `Rates`."""
         stages = stages_s(prefill)
         fill_s = stages.get("fill", 0.0)
         tokens = prefill.prompt_tokens - prefill.decided.cached_tokens
@@ -53,7 +52,7 @@ class PrefillRate:
             self._fixed.add(sum(stages.values()) - fill_s, 1.0)
             self._update()
 
-    def _learn_local(self, prefill: RemotePrefill, now: float) -> None:
+    def _add_local(self, prefill: RemotePrefill, now: float) -> None:
         took_s = now - prefill.decided.at
         self._prefills.computed(prefill, took_s)
         tokens = prefill.prompt_tokens - prefill.decided.cached_tokens

@@ -1,12 +1,12 @@
 """Which blocks of a prompt a decode engine awaits, and which it offers to be read.
 
-Where all layers look back no farther than a window, the engine keeps no blocks for
-what lies before: a null block stands for each. Nothing is written there.
+If all layers attend to a sliding window only, the engine keeps no blocks for the tokens
+before the window: null blocks stand for them. Nothing is written there.
 
-An engine's prefix cache knows blocks from the moment when their computation is
-scheduled, and a prompt may hit them in that very step. Whoever computes beside it
-may rely on them; a reader from outside may come before the step has ended. So only
-blocks that no step under way fills are offered.
+An engine's prefix cache contains blocks from the moment when their computation is
+scheduled, and a prompt may hit them in the same step. The engine itself may rely on them.
+A prefill worker may read them before the step has ended. So only blocks that no step in
+flight fills are offered.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from dynamo_lite.protocol.prefill import RemotePrefillRequest
 
 
 def first_awaited(pool: BlockPool, block_ids: Sequence[int], computed: int) -> int:
-    """The number of the first block that must be written, where `computed` are there."""
+    """The number of the first block that must be written, after `computed` cached ones."""
     return next(
         number
         for number in range(computed, len(block_ids))
@@ -30,7 +30,7 @@ def first_awaited(pool: BlockPool, block_ids: Sequence[int], computed: int) -> i
 class PrefixOffers:
     """The jobs of the step that is being scheduled, and which prefixes they may offer.
 
-    overlapping_steps: how many steps may be under way when one is scheduled, with it.
+    overlapping_steps: how many steps may be in flight, including the one being scheduled.
     """
 
     def __init__(self, overlapping_steps: int):
@@ -42,16 +42,16 @@ class PrefixOffers:
         self._filling.append(frozenset(filling))
 
     def add(self, job: RemotePrefillRequest) -> None:
-        """The step that is being scheduled asks for this remote prefill."""
+        """Adds a job to the step that is being scheduled."""
         self._jobs.append(job)
 
     def take(self, pool: BlockPool) -> list[RemotePrefillRequest]:
-        """The jobs of the step. Call `step` first: it tells what the step computes."""
+        """Returns the jobs of the step, and forgets them. Call `step` before."""
         jobs, self._jobs = self._jobs, []
         return [self._vouched(pool, job) for job in jobs]
 
     def _vouched(self, pool: BlockPool, job: RemotePrefillRequest) -> RemotePrefillRequest:
-        """The job; without its prefix unless all of that holds its KV, and goes on doing so."""
+        """Removes the prefix from the job unless every prefix block is complete and stays so."""
         for block in job.prefix_block_ids:
             if pool.blocks[block].is_null or any(block in step for step in self._filling):
                 return structs.replace(job, prefix_block_ids=[])

@@ -1,9 +1,9 @@
 """The worker half of a decode engine: one rank's memory, open to writers.
 
-It registers the KV pool and turns commit notices into finished receives. It is
-the only judge of whether an attempt's data arrived or was given up: exactly one
-of the two is reported for each. Several prefill ranks may write into it, each its
-own heads and layers: the data is there when all of them have committed.
+It registers the KV pool and turns commit notifications into finished receives. It alone
+decides whether an attempt's data arrived or was given up, and reports exactly one of the
+two for each attempt. Several prefill ranks may write into it, each one its own heads and
+layers: the data is complete when all of them have committed.
 """
 
 import logging
@@ -23,26 +23,27 @@ from dynamo_lite.transfer.digest import ReadMemory, read_dram
 
 logger = logging.getLogger(__name__)
 
-#: Attempts whose notices are kept although this rank has not been told of them yet.
+#: Unknown attempts whose notifications are kept: the step that names them may still come.
 _MAX_EARLY = 1024
-#: Attempts remembered as given up, so that their late notices are counted as such.
+#: Attempts remembered as given up, so that their late notifications are counted.
 _MAX_GIVEN_UP = 1024
 
 
 @dataclass
 class _Awaited:
-    """An attempt that this engine waits for. blocks: to be written, in order."""
+    """An attempt that this engine waits for."""
 
     request_id: str
+    #: To be written, in order.
     blocks: tuple[int, ...]
     notices: PartialCommits
 
 
 class DecodeRank:
-    """own: this rank's memory; read: reads from it.
+    """own: this rank's memory. read: reads from it.
 
-    Commits whose blocks are not what their writers have sent, or that leave a part of
-    the blocks out, count as lost.
+    A commit counts as lost if the blocks do not hold what its writer sent, or if a part of
+    the blocks is missing.
     """
 
     def __init__(self, mover: Mover, own: RankMetadata | None = None, read: ReadMemory = read_dram):
@@ -57,31 +58,32 @@ class DecodeRank:
         self._landed: dict[str, int] = {}
 
     def step(self, step: DecodeStep) -> None:
-        """Takes the scheduler half's word, and the notices that have come."""
+        """Applies the message of the scheduler half, and the notifications that have come."""
         for attempt, request_id in step.expect.items():
             early = self._early.pop(attempt, None) or PartialCommits()
             self._awaited[attempt] = _Awaited(request_id, step.blocks.get(attempt, ()), early)
         if step.poll or self._awaited:
             for notice in self._mover.notices():
-                self._note(notice)
+                self._add_notice(notice)
         for attempt in [a for a, w in self._awaited.items() if w.notices.complete]:
-            self._settle(attempt, self._awaited.pop(attempt))
+            self._finish(attempt, self._awaited.pop(attempt))
         for attempt, request_id in step.give_up:
             if (awaited := self._awaited.pop(attempt, None)) is not None:
                 self._failed.add(request_id)
-                self._landed[request_id] = self._whole(awaited)
+                self._landed[request_id] = self._complete_blocks(awaited)
                 self._given_up[attempt] = None
         while len(self._given_up) > _MAX_GIVEN_UP:
             self._given_up.popitem(last=False)
 
     def results(self) -> RankResults:
-        """What was settled since the last call; each request once."""
+        """The requests whose KV was received or lost since the last call, each one once."""
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()
         return RankResults(received=received, lost=failed)
 
     def report(self) -> WorkerReport | None:
-        """What is here of that which `results` has just called lost; 0 for each mismatch."""
+        """How many blocks have arrived of each request that the last `results` called lost; 0
+        after a mismatch."""
         if not self._landed:
             return None
         landed, self._landed = self._landed, {}
@@ -90,57 +92,57 @@ class DecodeRank:
     def close(self) -> None:
         self._mover.close()
 
-    def _note(self, notice: bytes) -> None:
+    def _add_notice(self, payload: bytes) -> None:
         try:
-            said = decode_notice(notice)
+            notice = decode_notice(payload)
         except ProtocolError as exc:
             self.stats.drop("notice")
             if self._log_limit.allow() is not None:
-                logger.warning("foreign NIXL notice dropped: %s", exc)
+                logger.warning("dropped an invalid NIXL notification: %s", exc)
             return
-        if (awaited := self._awaited.get(said.attempt)) is not None:
-            awaited.notices.add(said)
-        elif said.attempt in self._given_up:
+        if (awaited := self._awaited.get(notice.attempt)) is not None:
+            awaited.notices.add(notice)
+        elif notice.attempt in self._given_up:
             self.stats.add(LATE)
         else:
-            self._early.setdefault(said.attempt, PartialCommits()).add(said)
+            self._early.setdefault(notice.attempt, PartialCommits()).add(notice)
             if len(self._early) > _MAX_EARLY:
                 self._early.popitem(last=False)
                 self.stats.add(LATE)
 
-    def _settle(self, attempt: str, awaited: _Awaited) -> None:
-        """The writers have finished; whether well is looked at before anybody uses the KV."""
-        wrong = None if self._own is None else self._wrong(self._own.regions, awaited)
-        if wrong is None:
+    def _finish(self, attempt: str, awaited: _Awaited) -> None:
+        """All writers have committed. Checks the KV before it is used."""
+        mismatch = None if self._own is None else self._mismatch(self._own.regions, awaited)
+        if mismatch is None:
             self._received.add(awaited.request_id)
             return
         self.stats.add(MISMATCH)
         logger.error(
-            "request %s: its KV is computed here, the commit of attempt %s does not hold: %s",
+            "request %s: attempt %s: KV does not match its commit, it is computed locally: %s",
             awaited.request_id,
             attempt,
-            wrong,
+            mismatch,
         )
         self._failed.add(awaited.request_id)
         # Other ranks may report blocks of this attempt as landed. A block enters the prefix
         # cache for all ranks, so this rank must say that it has none.
         self._landed[awaited.request_id] = 0
 
-    def _wrong(self, regions: tuple[KvRegion, ...], awaited: _Awaited) -> str | None:
-        """What does not agree with the commits; None when all does."""
+    def _mismatch(self, regions: tuple[KvRegion, ...], awaited: _Awaited) -> str | None:
+        """What does not agree with the commits; None if everything does."""
         commits = list(awaited.notices.commits.values())
         for commit in commits:
             try:
                 if commit.num_blocks != len(awaited.blocks):
                     return f"{commit.num_blocks} blocks, not {len(awaited.blocks)}"
-                wrong = share_error(commit, awaited.blocks, regions, self._read)
+                error = share_error(commit, awaited.blocks, regions, self._read)
             except ProtocolError as exc:
-                wrong = str(exc)
-            if wrong is not None:
-                return f"rank {commit.rank}: {wrong}"
+                error = str(exc)
+            if error is not None:
+                return f"rank {commit.rank}: {error}"
         return hole(regions, [part for commit in commits for part in commit.parts])
 
-    def _whole(self, awaited: _Awaited) -> int:
+    def _complete_blocks(self, awaited: _Awaited) -> int:
         if self._own is None:
             return 0
         return whole_blocks(awaited.notices, awaited.blocks, self._own.regions, self._read)

@@ -50,11 +50,13 @@ class Resumes:
         if blocks and self.cache is not None:
             self.cache(prompt, (prefill.first_block + blocks) * self._size)
         logger.info(
-            "request %s: %d blocks of its lost remote prefill (%s) are here; the rest: %s",
+            "request %s: attempt %s: remote prefill lost (%s), %d blocks are kept; retry: %s (%s)",
             prefill.request_id,
-            blocks,
+            prefill.attempt,
             prefill.outcome.value,
-            verdict,
+            blocks,
+            "yes" if isinstance(verdict, AskAgain) else "no",
+            verdict.reason.value,
         )
         self._stats.add(f"{RESUME}/{verdict.reason.value}")
         prefill.may_retry = isinstance(verdict, AskAgain)

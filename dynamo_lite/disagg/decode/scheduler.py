@@ -1,9 +1,9 @@
 """The scheduler half of a decode engine.
 
-The engine asks it about every new prompt, with the exact prefix-cache hit; it decides
-local or remote, turns the allocated blocks into a job, and lets the engine go
-on when the KV has come or when nobody should wait for it any longer. All
-methods run on the engine's thread and never wait.
+The engine calls it for every new prompt, with the exact prefix-cache hit. It decides
+local or remote, turns the allocated blocks into a job, and lets the engine continue when
+the KV has arrived or has been given up. All methods run on the engine's thread and never
+block.
 """
 
 import logging
@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeScheduler:
-    """block_size: in tokens. new_attempt: makes fresh attempt ids. hash_block_size: see
-    `SingleFlight`. overlapping_steps: how many steps may be under way at a time."""
+    """block_size: in tokens. new_attempt: returns a new attempt id. hash_block_size: see
+    `SingleFlight`. overlapping_steps: how many steps the engine may have in flight."""
 
     def __init__(
         self,
@@ -99,25 +99,26 @@ class DecodeScheduler:
     def bind_block_pool(
         self, pool: BlockPool, cache: CacheBlocks | None = None, kept_free: int = 0
     ) -> None:
-        """cache: None where the engine caches no prefixes. kept_free: blocks that a new
-        prompt must leave free."""
+        """cache: None if the engine caches no prefixes. kept_free: blocks that a new prompt
+        must leave free."""
         self._pool, self._resumes.cache, self._passing.kept_free = pool, cache, kept_free
 
     def num_new_matched_tokens(
         self, request: Prompt, cached: int, *, transferable: bool = True
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond `cached` will come from a prefill worker.
+        """How many tokens beyond `cached` a prefill worker will compute, and whether the
+        request waits for them.
 
-        All but the last one: that one the engine computes, and samples from. None:
-        ask again, the request waits for another one's KV, or lets others pass that find
-        free blocks.
-        transferable: whether its KV is a function of its tokens and cache salt alone.
+        Never the last prompt token: the engine computes it in order to sample. None: the
+        engine must call again, because the request waits for the KV of another request, or
+        lets requests pass that find enough free blocks.
+        transferable: whether the prompt's KV depends on its tokens and cache salt only.
         """
         prefill = self.prefills.by_request.get(request.request_id)
         if prefill is not None and prefill.allocated and not prefill.may_retry:
             return 0, False
         assert self._pool is not None
-        # vLLM does not heed None for a request that must not read the prefix cache.
+        # vLLM ignores None for a request that must not read the prefix cache.
         if transferable and self._passing.skips(
             request.request_id, self._pool.get_num_free_blocks()
         ):
@@ -130,17 +131,17 @@ class DecodeScheduler:
             return None, False
         if transferable:
             blocks = -(-request.num_prompt_tokens // self._block_size)
-            self._passing.told(request.request_id, blocks)
+            self._passing.answered(request.request_id, blocks)
         if not prefill.is_remote:
             return 0, False
         return request.num_prompt_tokens - 1 - cached, True
 
     def state_after_alloc(self, request: Prompt, block_ids: Sequence[int], external: int) -> None:
-        """The engine reserved the prompt's blocks: ask for the KV of `external` tokens."""
+        """The engine has reserved the prompt's blocks. Requests the KV of `external` tokens."""
         prefill = self.prefills.by_request.get(request.request_id)
         if prefill is None or prefill.allocated:
             if (resumed := self.prefills.scheduled(request.request_id)) is not None:
-                self._rate.learn_remote(resumed)
+                self._rate.add_remote(resumed)
             return
         self._passing.allocated(request.request_id)
         self.prefills.allocated(prefill)
@@ -154,10 +155,10 @@ class DecodeScheduler:
     def build_step(
         self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
     ) -> DecodeStep:
-        """Runs every step, and so does the ledger's housekeeping.
+        """Called in every step. Also applies the ledger's deadlines.
 
-        filling: blocks that this step completes, and the prefix cache knows already.
-        scheduled: how many tokens of each request it computes.
+        filling: blocks that this step completes; the prefix cache has them already.
+        scheduled: how many tokens the step computes, by request.
         """
         assert self._pool is not None
         self._stepped_at = now = self._clock.monotonic()
@@ -177,10 +178,7 @@ class DecodeScheduler:
         return step
 
     def worker_output(self, results: RankResults, report: WorkerReport | None = None) -> None:
-        """What the worker halves have received, well or not.
-
-        What was given up before is not the ledger's any more.
-        """
+        """The worker halves report which requests have received their KV or lost it."""
         for request_id, blocks in report.landed.items() if report is not None else ():
             self.prefills.landed(request_id, blocks)
         for request_id in sorted(results.received | results.lost):
@@ -194,6 +192,7 @@ class DecodeScheduler:
                 self._resumes.lost(prefill, self._clock.monotonic())
 
     def request_finished(self, request_id: str) -> None:
+        """The request has ended, with its KV or without."""
         self._passing.finished(request_id)
         if (prefill := self.prefills.finished(request_id)) is not None:
             self._flights.finished(prefill)
@@ -204,6 +203,7 @@ class DecodeScheduler:
 
     @property
     def busy(self) -> bool:
+        """Whether the engine must make steps even without requests."""
         waits = bool(self._step.give_up or self._net.listening)
         return waits or self._book.busy or self.prefills.busy
 
@@ -228,7 +228,7 @@ class DecodeScheduler:
             first_block=first,
             awaited_tokens=external,
             job_tokens=job_tokens,
-            lane=self._net.demand.lane_of(job_tokens, request.priority),
+            lane=self._net.backlog.lane_of(job_tokens, request.priority),
             hashes=self._flights.hashes(request),
             above=traced(request.trace_headers),
         )
@@ -245,7 +245,7 @@ class DecodeScheduler:
             cache_salt=request.cache_salt,
             trace_headers=None if prefill.trace is None else prefill.trace.headers(),
         )
-        # The prefix may be read as long as the rest may be written: it is kept as well.
+        # The writer may read the prefix while it writes the rest, so both are held.
         blocks = tuple(block_ids[:end])
         with self._book.lock:
             self._book.ledger.allocated(request.request_id, attempt, blocks, until)
@@ -254,7 +254,8 @@ class DecodeScheduler:
         self._offers.add(job)
 
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
-        """The engine's part of the instructions; fresh ones also go to the network."""
+        """Carries out instructions about blocks and requests. fresh: the instructions for the
+        network have not been carried out yet."""
         assert self._pool is not None
         for instruction in instructions:
             if isinstance(instruction, Hold):
@@ -275,12 +276,12 @@ class DecodeScheduler:
         request_id, attempt, outcome = ended.request_id, ended.attempt, ended.outcome
         self.stats.add(f"{REMOTE}/{outcome.value}")
         self.prefills.ended(ended)
-        self.bridge.submit(self._net.demand.tell())
+        self.bridge.submit(self._net.backlog.publish_soon())
         if outcome is not Outcome.COMMITTED:
             logger.info("request %s: attempt %s ended: %s", request_id, attempt, outcome.value)
 
     def _status(self) -> EngineStatus | None:
-        """Runs on the bridge's thread; reads of single numbers only."""
+        """Runs on the bridge's thread; reads single numbers only."""
         if self.metadata is None or self._pool is None:
             return None
         ledger = self._book.ledger

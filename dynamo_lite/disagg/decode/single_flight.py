@@ -74,7 +74,7 @@ class SingleFlight:
         wait.served = False
         prefill.wait = wait
         logger.info(
-            "request %s waits for the remote prefill of %s: it brings %d of %d tokens",
+            "request %s: waits for the remote prefill of %s, which brings %d of %d tokens",
             request.request_id,
             leader.request_id,
             prefix - cached,

@@ -1,8 +1,8 @@
-"""Which prefill workers cannot write into this decode engine, as they found themselves.
+"""Which prefill workers cannot write into this decode engine, by their own link tests.
 
-Owns the failed links to one engine. A prefill worker keeps a `LinkRecord` of each link that it
-has tested in the store, under its lease (`disagg/prefill/peer_links.py`). A worker without
-a record has not tested its link yet, and counts as usable.
+Owns the failed links to one engine. A prefill worker stores a `LinkRecord` of each link that
+it has tested, under its lease (`disagg/prefill/peer_links.py`). A worker without a record has
+not tested its link yet, and counts as usable.
 """
 
 import asyncio
@@ -27,14 +27,15 @@ _LOG_EVERY_S = 60.0
 
 
 class WriterLinks:
-    """Use `follow()` as a context; without it no link is known to be bad.
+    """Use `follow()` as a context. Without it no failed links are known.
 
-    Changed on the bridge's thread, read on any.
+    Changed on the bridge's thread, read on any thread.
     """
 
     def __init__(self, namespace: str, engine_id: str, on_drop: OnDrop = uncounted):
         self._namespace, self._engine_id, self._on_drop = namespace, engine_id, on_drop
-        self._failed: dict[int, str] = {}  # prefill lease id -> why
+        #: Why a link failed, by the prefill worker's lease id.
+        self._failed: dict[int, str] = {}
         self._warned = False
         self._limit = LogLimit(_LOG_EVERY_S)
 
@@ -42,11 +43,11 @@ class WriterLinks:
         return f"WriterLinks({self._engine_id!r}, failed={sorted(self._failed)})"
 
     def trouble(self, lease_id: int) -> str:
-        """Why this prefill worker cannot write here; empty where that is not known."""
+        """Why this prefill worker cannot write here; empty if its link has not failed."""
         return self._failed.get(lease_id, "")
 
     def usable(self, members: Members) -> Members:
-        """Those whose link is not known to be bad."""
+        """The members without a failed link."""
         return tuple(member for member in members if not self.trouble(member.lease_id))
 
     def forget(self, lease_ids: frozenset[int]) -> None:
@@ -63,8 +64,9 @@ class WriterLinks:
         if none and self._limit.allow() is not None:
             self._warned = True
             logger.warning(
-                "long prompts are prefilled here: the links of all %d live prefill workers to this"
-                " engine have failed, that of %x because: %s (`dynamo-lite ps --links` lists all)",
+                "long prompts are computed locally: the links of all %d live prefill workers to"
+                " this engine have failed; link of worker %x: %s (`dynamo-lite ps --links` lists"
+                " all links)",
                 len(members),
                 members[0].lease_id,
                 self.trouble(members[0].lease_id),
@@ -76,14 +78,16 @@ class WriterLinks:
     @contextlib.asynccontextmanager
     async def follow(self, store: Store, on_change: Callable[[], None]) -> AsyncIterator[None]:
         """Waits for the first listing. on_change: called from the event loop when a link has
-        failed, or is not known to be bad any more. Raises StoreUnavailable."""
+        failed or has recovered. Raises StoreUnavailable."""
         prefix = names.links_prefix(self._namespace)
         async with store.watch(prefix) as events:
             try:
                 async with asyncio.timeout(_FIRST_LISTING_S):
                     self._apply(await anext(events))
             except TimeoutError as exc:
-                raise StoreUnavailable(f"no listing of {prefix}") from exc
+                raise StoreUnavailable(
+                    f"timeout: no listing of {prefix} within {_FIRST_LISTING_S:g} s"
+                ) from exc
             async with running(self._follow(events, on_change), name="writer-links"):
                 yield
 
@@ -99,32 +103,32 @@ class WriterLinks:
     def _apply(self, event: WatchEvent) -> None:
         match event:
             case Snapshot(entries, lost_data):
-                if not lost_data:  # else the records come back, or their workers leave
+                if not lost_data:  # otherwise the records return, or their workers leave
                     self._failed.clear()
                 for key, value in entries.items():
-                    self._learn(key, value)
+                    self._apply_record(key, value)
             case Put(key, value):
-                self._learn(key, value)
+                self._apply_record(key, value)
             case Delete(key):
                 if (lease_id := self._writer(key)) is not None:
                     self._failed.pop(lease_id, None)
 
-    def _learn(self, key: str, value: bytes) -> None:
+    def _apply_record(self, key: str, value: bytes) -> None:
         if (lease_id := self._writer(key)) is None:
             return
         try:
             record = decode_json(value, LinkRecord)
             if key != names.link_key(self._namespace, record.prefill_lease_id, record.engine_id):
-                raise ProtocolError("it belongs to another key")
+                raise ProtocolError("the record names another key")
         except ProtocolError as exc:
-            logger.warning("skipped the record at %s: %s", key, exc)
+            logger.warning("ignored an invalid link record at %s: %s", key, exc)
             self._on_drop("record")
             self._failed.pop(lease_id, None)
             return
         if record.ok:
             self._failed.pop(lease_id, None)
         else:
-            self._failed[lease_id] = record.detail or "it has failed"
+            self._failed[lease_id] = record.detail or "link test failed"
 
     def _writer(self, key: str) -> int | None:
         """The prefill worker's lease id; None for a link to another engine."""
