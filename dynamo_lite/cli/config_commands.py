@@ -23,9 +23,9 @@ app = typer.Typer(
     dynamo-lite config set VllmWorker.max-local-prefill-length=256
     dynamo-lite config unset VllmWorker.max-local-prefill-length
 
-    Keys are those of the configuration file; its values hold where nothing was set.
-    What is set lies in etcd, for all processes of the component, until it is unset:
-    also after they were started again. All of them follow within a second.
+    Keys are those of the configuration file; its values are used where nothing is set.
+    Values that are set are stored in etcd, for all processes of the component, until they
+    are unset, also across restarts. All processes follow within a second.
     """,
 )
 
@@ -43,10 +43,10 @@ def get(
     namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the live options: what was set, what the file says, who follows.
+    """Show the live options, the values of the file, and which processes follow.
 
-    LIVE: what was set; `-`: nothing, so what the file says holds. FILE: as the live
-    processes have read it; `?`: there are none.
+    LIVE: the value that was set; `-`: none, so the value of the file is used. FILE: as the
+    live processes have read it; `?`: there are none.
     """
     from dynamo_lite.cli import listing, live_options, live_options_view
 
@@ -75,20 +75,20 @@ def set_(
     ],
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Only say what it would have done in the last minute."),
+        typer.Option("--dry-run", help="Only show its effect on the last minute's decisions."),
     ] = False,
     etcd_url: EtcdUrl = None,
     nats_url: NatsUrl = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
-    """Set live options. Several of one component change in one moment.
+    """Set live options. Several options of one component change at once.
 
     A bad key or value is refused (exit code 2), and then nothing changes.
 
-    --dry-run changes nothing: it takes the decisions of the last minute with the new
+    --dry-run changes nothing: it repeats the decisions of the last minute with the new
     values. The queue counts as it was seen then; that other decisions would have
-    changed it is left out. (--nats-url is needed for this alone.)
+    changed it is ignored. (--nats-url is only needed for this.)
 
     \b
     dynamo-lite config set VllmWorker.max-local-prefill-length=256
@@ -112,10 +112,10 @@ def unset(
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
-    """Let what the configuration file says hold again.
+    """Use the values of the configuration file again.
 
     A component alone (`VllmWorker`) stands for all of its options; that also replaces
-    a record in etcd that somebody has written by hand, and nobody can read.
+    an invalid record in etcd, such as one that was written by hand.
     """
     from dynamo_lite.cli.live_options import parse_unsets
 
@@ -192,4 +192,4 @@ def _on_store(
         return asyncio.run(run())
     except ProtocolError as exc:
         repair = "`dynamo-lite config unset COMPONENT` replaces it"
-        raise StartupError(f"what lies in etcd cannot be read: {exc}; {repair}") from exc
+        raise StartupError(f"the record in etcd is invalid: {exc}; {repair}") from exc

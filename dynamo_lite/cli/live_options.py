@@ -1,4 +1,4 @@
-"""What `config get|set|unset|watch` do: live options by their keys, and the records in etcd.
+"""Live options by their keys, and their records in etcd: what `config get|set|unset|watch` do.
 
 A key is `Component.option`, as in a section of the configuration file.
 """
@@ -27,7 +27,7 @@ from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store
 from dynamo_lite.serve.fields import unknown_key
 
 Record = LiveOptionsRecord[Any]
-#: Option (kebab-case) to its value; UNSET: as in the file again.
+#: Option (kebab-case) to its value; UNSET: back to the file.
 Edit = Mapping[str, Any]
 
 _TRIES = 20
@@ -52,7 +52,7 @@ def keys() -> list[str]:
 
 
 def accepted(component: str, option: str) -> str:
-    """What an option may be, in words."""
+    """The values that an option accepts, in words."""
     info = inspect.type_info(TUNABLE[component])
     assert isinstance(info, inspect.StructType)
     field = next(f for f in info.fields if f.encode_name == option)
@@ -92,7 +92,7 @@ def parse_edits(words: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def parse_unsets(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Keys, or components for all of theirs. Raises ConfigError."""
+    """Keys, or components for all of their keys. Raises ConfigError."""
     edits: dict[str, dict[str, Any]] = {}
     for word in words:
         component, option = (word, "") if word in TUNABLE else split_key(word)
@@ -102,7 +102,7 @@ def parse_unsets(words: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Raises ConfigError when it names no live option."""
+    """Raises ConfigError when the key names no live option."""
     component, _, option = key.partition(".")
     if component not in TUNABLE or option not in options_of(component):
         raise ConfigError([f"{key}: {unknown_key(key, keys())}"])
@@ -128,7 +128,7 @@ def _parsed(key: str, text: str) -> Any:
 
 
 async def read(store: Store, namespace: str, component: str) -> Record | None:
-    """None when nothing was changed. Raises ProtocolError for what is no record."""
+    """None when nothing was changed. Raises ProtocolError for an invalid record."""
     key = names.tuning_key(namespace, component)
     return _decoded(key, component, await store.get(key))
 
@@ -141,10 +141,10 @@ def _decoded(key: str, component: str, data: bytes | None) -> Record | None:
 
 
 async def write(store: Store, namespace: str, component: str, edit: Edit) -> Change:
-    """Changes these options and no others, whoever else writes meanwhile.
+    """Changes these options and no others, even with concurrent writers.
 
-    A record that nobody can read is replaced only by an edit that unsets all of it.
-    Raises ProtocolError for one, Unavailable.
+    An invalid record is only replaced by an edit that unsets all options. Raises ProtocolError for
+    such a record, and Unavailable.
     """
     key, fields = names.tuning_key(namespace, component), options_of(component)
     for _ in range(_TRIES):
@@ -164,11 +164,11 @@ async def write(store: Store, namespace: str, component: str, edit: Edit) -> Cha
         )
         if await store.swap(key, data, encode_tuning(new)):
             return Change(component, old, new)
-    raise Unavailable(f"{key}: not changed: others changed it {_TRIES} times meanwhile")
+    raise Unavailable(f"{key}: not changed: {_TRIES} conflicts with concurrent writers; try again")
 
 
 async def changes(store: Store, namespace: str) -> AsyncIterator[Change | str]:
-    """What happens to the records from now on; a text for what is none."""
+    """The changes of the records from now on; a text for an invalid record."""
     prefix = names.tuning_key(namespace, "")
     known: dict[str, Record | None] = {}
     async with store.watch(prefix) as events:
@@ -189,7 +189,7 @@ async def changes(store: Store, namespace: str) -> AsyncIterator[Change | str]:
                 try:
                     new = _decoded(f"{prefix}{component}", component, data)
                 except ProtocolError as exc:
-                    yield f"refused by everybody: {exc}"
+                    yield f"invalid record, refused by all processes: {exc}"
                     continue
                 old, known[component] = known.get(component), new
                 if not first and new != old:
@@ -198,7 +198,7 @@ async def changes(store: Store, namespace: str) -> AsyncIterator[Change | str]:
 
 
 def differences(change: Change) -> list[tuple[str, Any, Any]]:
-    """(key, value before, value after) of what differs; UNSET: as in the file."""
+    """(key, value before, value after) of each difference; UNSET: as in the file."""
     rows: list[tuple[str, Any, Any]] = []
     for option, field in options_of(change.component).items():
         before, after = (
@@ -211,7 +211,7 @@ def differences(change: Change) -> list[tuple[str, Any, Any]]:
 
 
 def _whoami() -> str:
-    """By the process's own user id: the environment may say anything."""
+    """By the process's own user id, since the environment is not reliable."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

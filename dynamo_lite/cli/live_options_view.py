@@ -1,4 +1,4 @@
-"""How `config get` and its siblings show live options, and who follows them."""
+"""How `config get` and its siblings show live options, and which processes use them."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 
 
 async def followers(records: list[EndpointRecord], component: str) -> list[dict[str, Any]]:
-    """The live processes of a component, with what they say of their options."""
+    """The live processes of a component, with the options that they report."""
     leases: dict[int, EndpointRecord] = {r.lease_id: r for r in records if r.component == component}
     said = await asyncio.gather(*(fetch_health(r.status_url) for r in leases.values()))
     return [
@@ -29,7 +29,7 @@ def _options(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def follows(process: dict[str, Any], version: int) -> bool:
-    """Whether all of its processes have this version."""
+    """Whether all parts of the process use this version."""
     return process["version"] == version and process.get("engine_version") in (None, version)
 
 
@@ -51,7 +51,7 @@ def as_json(
 def as_text(
     component: str, record: Record | None, processes: list[dict[str, Any]], only: str = ""
 ) -> str:
-    """only: this option; else all of them, and who follows."""
+    """only: this option; else all of them, and the processes that follow."""
     rows = [("KEY", "LIVE", "FILE", "ACCEPTED")]
     for option, field in options_of(component).items():
         if only in ("", option):
@@ -86,9 +86,9 @@ def change_lines(change: Change) -> list[str]:
 
 def _origin(record: Record | None) -> str:
     if record is None:
-        return "version 0: nothing was changed, all is as in the configuration file"
+        return "version 0: no changes, all values are those of the configuration file"
     age_s = max(0, round(time.time() - record.at))
-    return f"version {record.version} by {record.by or 'somebody'}, {age_s} s ago"
+    return f"version {record.version} by {record.by or 'unknown'}, {age_s} s ago"
 
 
 def _laggard(process: dict[str, Any]) -> str:
@@ -99,7 +99,9 @@ def _laggard(process: dict[str, Any]) -> str:
     if process.get("engine_version") not in (None, process["version"]):
         said += f", its engine {process['engine_version']}"
     return (
-        f"{said}; refuses what is in etcd: {process['refused']}" if process.get("refused") else said
+        f"{said}; refuses the record in etcd: {process['refused']}"
+        if process.get("refused")
+        else said
     )
 
 

@@ -68,8 +68,7 @@ class Prompt(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """Of a prefill engine's job: see `PrefillScheduler`; of a decode engine's request: see
-        `time_limit`."""
+        """Packed structs of `transfer_params.py`, or None."""
         ...
 
     @property

@@ -1,6 +1,6 @@
-"""What a worker is made of: engine, queue and fence.
+"""What a worker runs on: engine, queue and fence.
 
-The real parts are opened here; a simulation passes its own to the components.
+`VllmBackend` opens the real ones; a simulation passes its own to the components.
 """
 
 from contextlib import AbstractAsyncContextManager
@@ -15,7 +15,7 @@ from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 
 class WorkerBackend(Protocol):
     async def prepare(self) -> None:
-        """Whatever takes long and needs nothing from outside."""
+        """Everything that takes long and needs no other process."""
         ...
 
     def open_fence(self, host: Host) -> Fence: ...

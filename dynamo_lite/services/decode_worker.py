@@ -1,4 +1,4 @@
-"""The decode worker: gets each request first, and keeps it."""
+"""The decode worker: takes requests, and keeps each until its end."""
 
 import logging
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from dynamo_lite.services.config import VllmWorkerConfig
 from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
 from dynamo_lite.services.generation_trace import TracedGeneration
 from dynamo_lite.services.live_options import ComponentOptions, limits
-from dynamo_lite.services.queue_tokens import show_queue_tokens
+from dynamo_lite.services.metrics import show_queue_tokens
 from dynamo_lite.services.vllm_backend import VllmBackend
 
 logger = logging.getLogger(__name__)
@@ -54,10 +54,10 @@ class VllmWorker:
         self._server: GenerateServer | None = None
         self._host: Host | None = None
         self._probe: EngineProbe | None = None
-        self._beat: HeartbeatPublisher | None = None
+        self._heartbeat: HeartbeatPublisher | None = None
         self._options: ComponentOptions | None = None
         self._publisher: KvPublisher | None = None
-        self._demand: BacklogFollower | None = None
+        self._backlog: BacklogFollower | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
@@ -86,24 +86,29 @@ class VllmWorker:
         await self._stack.enter_async_context(options.following)
         host.spawn(self._deliver(engine, server, traced), "engine-steps")
         if self._config.remote_prefill:
-            await self._follow_demand(host)
+            await self._follow_backlog(host)
         if self._config.kv_events:
-            await self._tell_routers(host, engine, server)
+            await self._publish_to_routers(host, engine, server)
         await self._register(host, engine, server)
         self._watch(host, engine, server, options)
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
-        """Finishes what it has; prompts that wait for help unclaimed become local."""
-        if self._beat is not None:
-            self._beat.stop()
+        """Finishes its requests. Prompts that wait for an unclaimed remote prefill are prefilled
+        locally."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         if self._server is not None:
             self._server.refuse_new("this worker is draining")
-            logger.info("%d requests are finished before the end", self._server.in_flight)
+            logger.info("draining: %d requests in flight are finished", self._server.in_flight)
         if self._host is not None and self._engine is not None:
-            await self._tell_engine_to_leave(self._host, self._engine)
+            await self._stop_remote_prefills(self._host, self._engine)
         if self._server is not None and not await self._server.wait_idle(grace_s):
-            logger.warning("%d requests outlived the grace", self._server.in_flight)
+            logger.warning(
+                "drain timeout after %g s: %d requests are still in flight",
+                grace_s,
+                self._server.in_flight,
+            )
 
     async def close(self) -> None:
         if self._probe is not None:
@@ -146,7 +151,7 @@ class VllmWorker:
             step_timeout_s=self._config.step_timeout_s,
             on_status=on_status,
         )
-        self._beat = beat = HeartbeatPublisher(
+        self._heartbeat = heartbeat = HeartbeatPublisher(
             host.messaging,
             namespace=self._spec.namespace,
             component=self._spec.component,
@@ -154,20 +159,22 @@ class VllmWorker:
             verdict=probe.verdict,
         )
         host.spawn(self._probe_engine(probe, server), "engine-probe")
-        host.spawn(beat.run(), "health-beat")
+        host.spawn(heartbeat.run(), "health-beat")
 
-    async def _follow_demand(self, host: Host) -> None:
-        self._demand = BacklogFollower(
+    async def _follow_backlog(self, host: Host) -> None:
+        self._backlog = BacklogFollower(
             self._spec.namespace,
             host.clock.monotonic,
             on_demand=lambda *_: self._publisher and self._publisher.load_changed(),
             on_drop=host.drops,
         )
-        show_queue_tokens(host, self._demand)
-        await self._stack.enter_async_context(self._demand.follow(host.messaging))
+        show_queue_tokens(host, self._backlog)
+        await self._stack.enter_async_context(self._backlog.follow(host.messaging))
 
-    async def _tell_routers(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
-        """Before the worker is registered: who sees it may ask at once."""
+    async def _publish_to_routers(
+        self, host: Host, engine: DecodeEngine, server: GenerateServer
+    ) -> None:
+        """Runs before the worker is registered, since routers may ask as soon as they see it."""
         self._publisher = publisher = KvPublisher(
             host.messaging,
             namespace=self._spec.namespace,
@@ -180,11 +187,11 @@ class VllmWorker:
         await self._stack.enter_async_context(publisher.serve())
         host.spawn(publisher.run(), "kv-notices")
         if engine.kv_events is not None:
-            host.spawn(_pass_on(engine.kv_events, publisher), "kv-events")
+            host.spawn(_publish_changes(engine.kv_events, publisher), "kv-events")
 
-    async def _tell_engine_to_leave(self, host: Host, engine: DecodeEngine) -> None:
-        """So that it asks for no help any more. It cannot tell by the keys: the store may
-        have lost them."""
+    async def _stop_remote_prefills(self, host: Host, engine: DecodeEngine) -> None:
+        """So that the engine asks for no more remote prefills. It cannot derive that from the keys:
+        the store may have lost them."""
         if engine.metadata is None:
             return
         subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
@@ -194,10 +201,13 @@ class VllmWorker:
                 await host.messaging.request(subject, leave, timeout_s=1.0)
                 return
             except (DeadlineExceeded, Unavailable) as exc:
-                logger.warning("the engine was not told that it leaves: %s", exc)
+                logger.warning(
+                    "the engine did not take the order to ask for no more remote prefills: %s", exc
+                )
 
     async def _register(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
-        """Metadata first: whoever sees the worker may write into its blocks."""
+        """Metadata first: other processes may write into the worker's blocks as soon as they see
+        it."""
         namespace, lease = self._spec.namespace, host.lease
         if engine.metadata is not None:
             engine_id = engine.metadata.engine_id
@@ -216,7 +226,7 @@ class VllmWorker:
         await host.register("generate", stream=server.stream_address, model=model)
 
     async def _on_listen(self, payload: bytes) -> bytes:
-        """No answer where the engine was not reached: its process logs why."""
+        """There is no answer if the engine could not be reached; its process logs why."""
         assert self._engine is not None
         await self._engine.listen(decode_listen(payload))
         return b""
@@ -229,15 +239,15 @@ class VllmWorker:
         )
 
     def _load(self, engine: DecodeEngine, server: GenerateServer) -> Load:
-        said = engine.load
-        wanted = BacklogTotals() if self._demand is None else self._demand.totals()
+        load = engine.load
+        backlog = BacklogTotals() if self._backlog is None else self._backlog.totals()
         return Load(
-            running=said.running,
-            waiting=said.waiting,
-            kv_usage=min(max(said.kv_usage, 0.0), 1.0),
+            running=load.running,
+            waiting=load.waiting,
+            kv_usage=min(max(load.kv_usage, 0.0), 1.0),
             prefill_tokens=server.waiting_tokens,
-            queue_jobs=wanted.jobs,
-            queue_tokens=wanted.tokens,
+            queue_jobs=backlog.jobs,
+            queue_tokens=backlog.tokens,
         )
 
     async def _probe_engine(self, probe: EngineProbe, server: GenerateServer) -> None:
@@ -262,13 +272,13 @@ class VllmWorker:
             raise
 
 
-async def _pass_on(events: KvEvents, publisher: KvPublisher) -> None:
+async def _publish_changes(events: KvEvents, publisher: KvPublisher) -> None:
     async for changes in events.changes():
         publisher.changed(changes)
 
 
 class PoolGauges:
-    """How an engine's blocks stand, as it said last."""
+    """The state of an engine's blocks, as it reported last."""
 
     def __init__(self, registry: CollectorRegistry):
         def gauge(name: str, text: str) -> Gauge:
@@ -285,7 +295,7 @@ class PoolGauges:
         )
         self._unresponsive = gauge(
             "prefill_workers_unresponsive",
-            "Prefill workers that are registered, but silent or unable to work",
+            "Prefill workers that are registered, but unresponsive or unhealthy",
         )
         self._unusable = gauge(
             "prefill_workers_unusable",

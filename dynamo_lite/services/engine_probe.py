@@ -1,8 +1,9 @@
-"""Whether a worker's engine works: asked once a second, told in the worker's beats.
+"""Whether a worker's engine works: it is asked once a second, and the worker's heartbeats report
+the result.
 
-An engine that does not answer may be stopped, stuck, or only late; it is out of
-rotation meanwhile, and back with its first answer. One that is silent or without
-a step for long is given up: the worker ends, and is started anew.
+An engine that does not answer may be stopped, stuck, or only late. Its worker is unhealthy until
+the first answer. An engine without an answer or a step for long has failed: the worker ends, and is
+restarted.
 """
 
 import asyncio
@@ -22,30 +23,30 @@ from dynamo_lite.runtime.messaging import Messaging
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
-#: One question; the next is asked right after it.
+#: Timeout of one question; the next one follows at once.
 _ANSWER_S = 2.0
 _RETRY_S = 0.2
-#: A round of `run` that takes longer shows that this process was held up itself.
+#: A longer round of `run` shows that this process itself was held up.
 _ROUND_S = _ANSWER_S + _PERIOD_S + 0.5
-#: Unanswered for so long, the engine is out of rotation; for so long, given up.
+#: After this time without an answer the engine is unhealthy, and after this time it has failed.
 _SILENT_S, _DEAD_S = 2.5, 30.0
-#: With work, but without a step for so long, it is out of rotation as well.
+#: With work, and this time without a step, it is unhealthy, too.
 _STALLED_S = 30.0
-#: Until the engine has given a token, a step may compile kernels: it is given this long.
+#: Step timeout until the engine has produced a token: a step may compile kernels.
 _FIRST_TOKEN_S = 900.0
 
-#: What a worker says of its health before its engine is there.
+#: A worker's health before its engine is loaded.
 NOT_LOADED: Mapping[str, Any] = MappingProxyType(
     {"ok": False, "checks": {"model": "not loaded yet: wait"}}
 )
 
 
 class Described(Protocol):
-    """The part of an engine that is looked at."""
+    """The part of an engine that is observed."""
 
     @property
     def load(self) -> EngineLoad:
-        """A new object after each step that the component heard of."""
+        """A new object after each step that the component has received."""
         ...
 
     @property
@@ -55,10 +56,10 @@ class Described(Protocol):
 
 
 class EngineProbe:
-    """busy: whether the engine has work of ours. step_timeout_s: without a step for so long,
-    though it has work, it is given up. on_status: takes what it says of itself.
+    """busy: whether the engine has requests of this worker. step_timeout_s: an engine that has work
+    has failed after this time without a step. on_status: called with each `EngineStatus`.
 
-    `run` is to be owned by the process; it raises EngineDied.
+    The process must own `run`, which raises EngineDied.
     """
 
     def __init__(
@@ -84,14 +85,14 @@ class EngineProbe:
         with self._messaging.watch_connection(self._on_connection):
             while not self.closing:
                 began = self._now()
-                answered = self._engine.metadata is None or await self._ask()
+                answered = self._engine.metadata is None or await self._ask_status()
                 await asyncio.sleep(_PERIOD_S if answered else _RETRY_S)
-                self._forgive(self._now() - began - _ROUND_S)
+                self._discount(self._now() - began - _ROUND_S)
                 if not self.closing and (trouble := self.dead()):
                     raise EngineDied(trouble)
 
     def verdict(self) -> Verdict:
-        """For the beats, about once a second: it also notes when there is nothing to do."""
+        """For the heartbeats, about once a second: it also notes when there is nothing to do."""
         self._note_steps()
         silent, stalled = self._silent_s(), self._stalled_s()
         if silent > _SILENT_S:
@@ -101,7 +102,7 @@ class EngineProbe:
         return True, ""
 
     def dead(self) -> str:
-        """Why the engine is given up; empty while it may come back."""
+        """Why the engine has failed; empty while it may recover."""
         self._note_steps()
         if self._silent_s() > _DEAD_S:
             return f"the engine's process has not answered for {_DEAD_S:g} s"
@@ -112,7 +113,7 @@ class EngineProbe:
     def facts(self) -> dict[str, Any]:
         """For /health, /live and /ready."""
         works, trouble = self.verdict()
-        todo = f"{trouble}; it gets no work until it does" if trouble else ""
+        todo = f"{trouble}; unhealthy until it does" if trouble else ""
         return {
             "ok": works,
             "trouble": trouble,
@@ -120,7 +121,7 @@ class EngineProbe:
             "checks": {"model": "", "engine": todo},
         }
 
-    async def _ask(self) -> bool:
+    async def _ask_status(self) -> bool:
         asked = self._now()
         if self._unanswered_since is None:
             self._unanswered_since = asked
@@ -129,7 +130,7 @@ class EngineProbe:
                 status = await self._engine.describe()
         except (DynamoLiteError, TimeoutError) as exc:
             if not self.closing:
-                logger.warning("the engine did not describe itself: %s", exc or "no answer")
+                logger.warning("no status from the engine: %s", exc or "no answer")
             return False
         self._unanswered_since = None
         if status.last_step_age_s is not None:
@@ -137,14 +138,14 @@ class EngineProbe:
         self._on_status(status)
         return True
 
-    def _forgive(self, held_up_s: float) -> None:
+    def _discount(self, held_up_s: float) -> None:
         if held_up_s > 0:
             self._stepped_at += held_up_s
             if self._unanswered_since is not None:
                 self._unanswered_since += held_up_s
 
     def _on_connection(self, connected: bool) -> None:
-        """Nobody hears an answer while we are disconnected."""
+        """While we are disconnected no answer can arrive."""
         if self._unanswered_since is not None:
             self._unanswered_since = self._now()
 

@@ -1,4 +1,4 @@
-"""What a decode worker does with each traced request, as spans."""
+"""Spans of a decode worker for each traced request."""
 
 import time
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class _Open:
 class TracedGeneration:
     """Implements GenerateHandler around an engine: from a request's arrival to its end.
 
-    `delivered` must be told of all deltas.
+    `delivered` must be called with all deltas.
     """
 
     def __init__(self, engine: GenerateHandler, tracer: Tracer):
@@ -34,7 +34,7 @@ class TracedGeneration:
     async def submit(self, request: GenerateRequest) -> None:
         parent = traced(request.trace_headers)
         if parent is None:
-            # Nothing that was not understood goes on to the engine.
+            # Invalid headers are not passed on to the engine.
             plain = msgspec.structs.replace(request, trace_headers=None)
             await self._engine.submit(plain if request.trace_headers else request)
             return

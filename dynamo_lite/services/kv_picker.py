@@ -1,4 +1,4 @@
-"""The KV-aware picker with all that it needs to know: in a Frontend, or in a router."""
+"""The KV-aware picker with its inputs, for a Frontend or a router."""
 
 import random
 from contextlib import AsyncExitStack

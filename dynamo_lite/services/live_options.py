@@ -1,7 +1,7 @@
-"""A component's options as they are changed while it runs (`protocol/live_options.py`).
+"""A component's options as they change while it runs (`protocol/live_options.py`).
 
-A decode engine's process follows the store by itself: what it decides by is its own;
-here is only told which version holds there.
+A decode engine's process follows the store by itself, for its decisions. It reports here which
+version it uses.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,10 @@ from dynamo_lite.services.config import FrontendConfig, RouterConfig, VllmWorker
 
 
 class ComponentOptions:
-    """`following` is the context in which the options of this process are followed.
+    """`following` is the context in which this process follows its live options.
 
-    config: what the file says. nothing: the component's options, all unset. apply: takes
-    the values whenever they have changed. engine_version: as the engine said last;
-    None where none decides anything.
+    config: of the configuration file. nothing: the component's options, all unset. apply: called
+    with the values on every change.
     """
 
     def __init__(
@@ -37,9 +36,10 @@ class ComponentOptions:
         self._fields = msgspec.structs.fields(nothing)
         self._gauge = Gauge(
             "dynamo_lite_options_version",
-            "Version of the live options that hold in this process; 0: those of its file",
+            "Version of the live options that this process uses; 0: the configuration file alone",
             registry=host.registry,
         )
+        #: The engine's last report; None for components without an engine's decisions.
         self.engine_version: int | None = None
         self.following = LiveOptions(
             host.store,
@@ -51,8 +51,11 @@ class ComponentOptions:
         )
 
     def facts(self) -> dict[str, Any]:
-        """version: held here; engine_version: by the engine. file: what the configuration
-        file says, by its keys. refused: what is wrong with the record in the store."""
+        """For /health.
+
+        version: used by this process. engine_version: used by the engine. file: the values of the
+        configuration file, by their keys. refused: what is wrong with the record in the store.
+        """
         return {
             "version": self.following.version,
             "engine_version": self.engine_version,
@@ -61,7 +64,7 @@ class ComponentOptions:
         }
 
     def _in_file(self, option: str, field: str) -> Any:
-        """option: as in the file, with the section that it is in."""
+        """option: as in the file, with its section."""
         section, dot, _ = option.rpartition(".")
         holder = getattr(self._config, section.replace("-", "_")) if dot else self._config
         return getattr(holder, field)

@@ -1,4 +1,4 @@
-"""The prefill worker: pulls jobs, computes them, writes the KV where it is wanted."""
+"""The prefill worker: pulls jobs, computes them, and writes the KV into decode engines' blocks."""
 
 import asyncio
 import logging
@@ -27,17 +27,17 @@ from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import PrefillWorkerConfig
 from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
-from dynamo_lite.services.queue_tokens import show_queue_tokens
+from dynamo_lite.services.metrics import show_queue_tokens
 from dynamo_lite.services.vllm_backend import VllmBackend
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
 
 _DEPTH_PERIOD_S = 2.0
-#: How long the start waits for decode engines that are there to be tried. A try ends within
-#: 30 s by itself, also of an engine that hangs.
-_FIRST_TRIES_S = 30.0
-#: Whose blocks are written.
+#: How long the start waits for the link tests of present decode engines. A test ends within 30 s
+#: by itself, also with an engine that hangs.
+_FIRST_TESTS_S = 30.0
+#: The component whose blocks are written.
 _DECODE_COMPONENT = "VllmWorker"
 
 
@@ -58,14 +58,14 @@ class PrefillWorker:
         self._links: PeerLinks | None = None
         self._fence: FenceUpdater | None = None
         self._probe: EngineProbe | None = None
-        self._beat: HeartbeatPublisher | None = None
+        self._heartbeat: HeartbeatPublisher | None = None
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
         fence = self._parts.open_fence(host)
         self._stack.callback(fence.close)
-        self._fence = keeper = FenceUpdater(host, fence)
-        host.spawn(keeper.keep(), "lease-fence")
+        self._fence = updater = FenceUpdater(host, fence)
+        host.spawn(updater.keep(), "lease-fence")
         host.progress("loading the model")
         enter = self._stack.enter_async_context
         engine = await enter(self._parts.open_prefill_engine(host, self._config, fence))
@@ -74,14 +74,14 @@ class PrefillWorker:
             engine,
             host.messaging,
             host.clock,
-            busy=lambda: bool(keeper.jobs and keeper.jobs.working),
+            busy=lambda: bool(updater.jobs and updater.jobs.working),
             step_timeout_s=self._config.step_timeout_s,
             on_status=_pool_gauges(host),
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
         directory = await self._open_directory(host, engine)
         self._links = links = PeerLinks(host, engine, directory)
-        self._jobs = keeper.jobs = jobs = PrefillJobs(
+        self._jobs = updater.jobs = jobs = PrefillJobs(
             namespace=self._spec.namespace,
             lease_id=host.lease.id,
             ack_wait_s=self._config.queue.ack_wait_s,
@@ -99,9 +99,9 @@ class PrefillWorker:
         cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
         on_cancel = counted(jobs.on_cancel, "cancel", host.drops)
         await enter(host.messaging.serve(cancel, on_cancel))
-        await self._try_links(host, links)
+        await self._test_links(host, links)
         await host.register("prefill", model=engine.model)
-        self._beat = HeartbeatPublisher(
+        self._heartbeat = HeartbeatPublisher(
             host.messaging,
             namespace=self._spec.namespace,
             component=self._spec.component,
@@ -109,27 +109,27 @@ class PrefillWorker:
             verdict=probe.verdict,
         )
         host.spawn(probe.run(), "engine-probe")
-        host.spawn(self._beat.run(), "health-beat")
+        host.spawn(self._heartbeat.run(), "health-beat")
         for index in range(self._config.concurrency):
             host.spawn(jobs.run(), f"prefill-jobs-{index}")
         if self._config.queue.order == "short-first":
             for index in range(self._config.short_slots):
                 host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
         host.spawn(_watch_depth(host, queue), "queue-depth")
-        demand = BacklogFollower(self._spec.namespace, host.clock.monotonic, on_drop=host.drops)
-        show_queue_tokens(host, demand)
-        await enter(demand.follow(host.messaging))
+        backlog = BacklogFollower(self._spec.namespace, host.clock.monotonic, on_drop=host.drops)
+        show_queue_tokens(host, backlog)
+        await enter(backlog.follow(host.messaging))
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
-        """Stops pulling; what was pulled is finished, its writes too."""
+        """Stops pulling, and finishes the pulled jobs with their writes."""
         if self._fence is None or self._jobs is None:
             return
-        if self._beat is not None:
-            self._beat.stop()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         self._fence.leaving.set()
         await self._jobs.stop()
-        # Behind a closed fence no write starts or moves on: no job can end well.
+        # Behind a closed fence no write starts or continues, so no job can succeed any more.
         await _either(self._jobs.idle, self._fence.closed, timeout_s=grace_s)
 
     async def close(self) -> None:
@@ -142,15 +142,14 @@ class PrefillWorker:
             return NOT_LOADED
         return {**self._probe.facts(), "jobs": len(self._jobs.working)}
 
-    async def _try_links(self, host: Host, links: PeerLinks) -> None:
-        """So that decode engines which this worker cannot write into know it from the start."""
+    async def _test_links(self, host: Host, links: PeerLinks) -> None:
+        """So that decode engines with a failed link know it from the start."""
         host.spawn(links.run(), "links")
-        host.progress("trying the links to decode engines")
-        if late := await links.first_tries(_FIRST_TRIES_S):
+        host.progress("testing the links to decode engines")
+        if late := await links.first_tries(_FIRST_TESTS_S):
             logger.warning(
-                "the links to these decode engines were not tried within %g s, and are tried"
-                " further: %s",
-                _FIRST_TRIES_S,
+                "the links to these decode engines were not tested within %g s; retrying: %s",
+                _FIRST_TESTS_S,
                 ", ".join(late),
             )
 
@@ -170,7 +169,7 @@ class PrefillWorker:
 
 
 async def _either(*events: asyncio.Event, timeout_s: float) -> None:
-    """Waits until one of them is set, or the time is over."""
+    """Waits until one of the events is set, or until the timeout."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +178,7 @@ async def _either(*events: asyncio.Event, timeout_s: float) -> None:
 
 
 def _pool_gauges(host: Host) -> Callable[[EngineStatus], None]:
-    """Shows how the engine's blocks stand, as it said last."""
+    """Shows the state of the engine's blocks, as it reported last."""
     free = Gauge(
         "dynamo_lite_kv_blocks_free",
         "KV blocks that a new request may take",

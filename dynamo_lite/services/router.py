@@ -29,7 +29,7 @@ from dynamo_lite.services.config import RouterConfig
 from dynamo_lite.services.kv_picker import open_kv_picker
 from dynamo_lite.services.live_options import ComponentOptions
 
-#: Requests that were released before they were asked about.
+#: Most requests that are remembered because they were released before their `PickRequest` came.
 _MAX_EARLY = 1024
 
 
@@ -47,7 +47,7 @@ class Router:
         self._early: OrderedDict[str, None] = OrderedDict()
 
     async def start(self, host: Host) -> dict[str, Any]:
-        """Registered last: who sees it may ask."""
+        """Registered last: Frontends may ask as soon as they see it."""
         namespace, enter = self._spec.namespace, self._stack.enter_async_context
         prefix = names.endpoint_prefix(namespace, self._spec.watch_component, "generate")
         self._workers = await enter(Roster(host.store, prefix, host.drops))
@@ -73,7 +73,7 @@ class Router:
         return {}
 
     async def drain(self, grace_s: float) -> None:
-        """Nothing waits here."""
+        """No request waits here."""
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -130,13 +130,13 @@ class Router:
             self._placed.pop(fates.client, None)
 
     def _release_early(self, own_id: str) -> None:
-        """The question may still be on its way: nobody waits for its answer."""
+        """The request's own `PickRequest` may still be in flight. Its client is gone by then."""
         self._early[own_id] = None
         if len(self._early) > _MAX_EARLY:
             self._early.popitem(last=False)
 
     def _on_frontends(self, joined: frozenset[int], left: frozenset[int]) -> None:
-        """Nobody tells any more what becomes of a gone Frontend's requests."""
+        """A Frontend that is gone reports no outcomes any more."""
         assert self._picker is not None
         for client in left:
             for request_id in self._placed.pop(client, ()):
@@ -145,7 +145,7 @@ class Router:
 
 def _check_version(message: PickRequest | RequestOutcomes) -> None:
     if message.wire_version != WIRE_VERSION:
-        raise ProtocolError(f"wire version {message.wire_version} is not spoken")
+        raise ProtocolError(f"unsupported wire version {message.wire_version}")
 
 
 def _own_id(client: int, request_id: str) -> str:

@@ -1,9 +1,9 @@
 """Services and graphs as values.
 
-A service says what a process of its kind runs and what it may be told; a graph
-is a tuple of services. Both are frozen: importing two graphs in one process
-cannot make one change the other. Nothing heavy is imported here: a component's
-class is named by its dotted path and imported by the child process alone.
+A service says what a process of its kind runs and which options it has. A graph is a tuple of
+services. Both are frozen: importing two graphs in one process cannot make one change the other.
+Nothing heavy is imported here: a component's class is named by its dotted path and imported by the
+child process alone.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from dynamo_lite.services.config import (
     VllmWorkerConfig,
 )
 
-#: Whose flags the keys of a section may be besides our own options: nobody's,
-#: the engine's (AsyncEngineArgs) or those of vLLM's whole OpenAI server.
+#: The flags that a section accepts besides our own options: none, the engine's (AsyncEngineArgs)
+#: or those of vLLM's whole OpenAI server.
 FlagKind = Literal["none", "engine", "frontend"]
 
 
@@ -39,28 +39,28 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """One kind of process, or a part that runs inside another service's process.
-
-    config: the dataclass of its own options. component: "module:Class" with the
-    constructor (config, spec); empty when `inside` names the service whose
-    process it shares. flags: see FlagKind. reserved: flags that are refused, and
-    why. calls: the service whose `generate` endpoint it uses.
-    defaults: options (snake_case) that differ from the dataclass's defaults.
-    max_workers: most processes of it that one configuration may ask for.
-    """
+    """One kind of process, or a part that runs inside another service's process."""
 
     name: str
+    #: The dataclass of its own options.
     config: type
+    #: "module:Class" with the constructor (config, spec); empty when `inside` is set.
     component: str = ""
+    #: The service in whose process it runs.
     inside: str = ""
+    #: See FlagKind.
     flags: FlagKind = "none"
+    #: Flags that are refused, and why.
     reserved: Mapping[str, str] = field(default_factory=_nothing)
+    #: The service whose `generate` endpoint it uses.
     calls: str = ""
+    #: Options (snake_case) that differ from the dataclass's defaults.
     defaults: Mapping[str, Any] = field(default_factory=_nothing)
+    #: Most processes of it that one configuration may ask for.
     max_workers: int | None = None
 
     def with_defaults(self, **options: Any) -> "Service":
-        """The same service with other defaults; the user's YAML still wins."""
+        """The same service with other defaults. The user's YAML overrides them."""
         return replace(self, defaults=MappingProxyType({**self.defaults, **options}))
 
     def link(self, other: "Service") -> "Graph":

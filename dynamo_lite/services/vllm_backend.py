@@ -22,7 +22,7 @@ from dynamo_lite.services.config import PrefillWorkerConfig, TransferThread, Vll
 if TYPE_CHECKING:
     from dynamo_lite.vllm.engine.core import VllmEngine
 
-#: Whose members write KV for decode workers.
+#: The component whose members write KV for decode workers.
 PREFILL_COMPONENT = "PrefillWorker"
 
 
@@ -52,7 +52,7 @@ class VllmBackend:
         if not config.remote_prefill:
             return self._engine(host, None, tells_kv=config.kv_events)
         role = decode_role(config, self._spec.component)
-        link = self._link(host, role, config.transfer_thread)
+        link = self._engine_config(host, role, config.transfer_thread)
         return self._engine(host, link, tells_kv=config.kv_events)
 
     def open_prefill_engine(
@@ -60,12 +60,12 @@ class VllmBackend:
     ) -> "VllmEngine":
         assert isinstance(fence, FenceHolder)
         role = prefill_role(config, fence_path=str(fence.path))
-        return self._engine(host, self._link(host, role, config.transfer_thread))
+        return self._engine(host, self._engine_config(host, role, config.transfer_thread))
 
-    def _link(
+    def _engine_config(
         self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, thread: TransferThread
     ) -> EngineConfig:
-        """The configuration of a new engine incarnation: its id is fresh."""
+        """The configuration of a new engine incarnation, with a fresh id."""
         return EngineConfig(
             namespace=self._spec.namespace,
             engine_id=str(uuid.uuid4()),

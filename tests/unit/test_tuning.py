@@ -182,7 +182,7 @@ def test_who_follows_is_shown_and_who_does_not():
     assert "version 2 by me@here" in shown and "followed by 2 of 5" in shown
     assert [line.split(": ", 1)[1] for line in lines[-3:]] == [
         "version 2, its engine 1",
-        "version 1; refuses what is in etcd: bad",
+        "version 1; refuses the record in etcd: bad",
         "does not answer",
     ]
     one = live_options_view.as_text(WORKER, None, [], "max-remote-prefills").splitlines()

@@ -72,7 +72,7 @@ async def test_a_revoked_decode_worker_finishes_what_it_has(pair: Graph, referen
         await _until(lambda: _health(leaving)["in_flight"] >= 2)
         await revoke(pair, leaving.lease)
     assert re.search(
-        r": [1-9]\d* requests are finished before the end", pair.log_of("VllmWorker", 1)
+        r"draining: [1-9]\d* requests in flight are finished", pair.log_of("VllmWorker", 1)
     )
     assert eventually(
         lambda: left_in_order(pair, "VllmWorker", 1), timeout_s=10, what="exit 0, no restart"
