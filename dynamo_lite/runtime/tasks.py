@@ -111,7 +111,7 @@ class OwnedTasks:
             self._on_failure(task, exc)
 
 
-class running(Generic[T]):  # noqa: N801
+class running(Generic[T]):
     """Runs `coro` as a task while the context lasts; its failure does not end the context.
 
     A class and not a generator: the event loop closes forgotten async generators, and this one

@@ -176,5 +176,7 @@ def test_the_blocks_of_a_kernel_are_grouped_into_those_of_the_manager(
 
 def test_kernel_blocks_that_do_not_add_up_are_refused(registered):
     tensor = filled((BLOCKS * 2, HEADS, TOKENS, VALUES), torch.bfloat16)
-    with pytest.raises(ValueError, match="2 kernel blocks of 32 tokens are not a block of 32 tokens"):
+    with pytest.raises(
+        ValueError, match="2 kernel blocks of 32 tokens are not a block of 32 tokens"
+    ):
         registered({"layer": tensor}, HEADS)

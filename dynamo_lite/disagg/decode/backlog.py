@@ -84,7 +84,6 @@ class BacklogExchange:
             finally:
                 await self._publish(messaging, leaving=True)
 
-
     def changed(self) -> None:
         """The backlog of this engine has changed."""
         done_tokens = self._prefills.received_tokens
