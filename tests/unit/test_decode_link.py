@@ -18,6 +18,7 @@ from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults
 from dynamo_lite.policy.disagg import QueueView
+from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
@@ -591,6 +592,28 @@ async def test_an_abort_after_the_claim_keeps_the_blocks(decode: Decode):
     await decode.done(attempt)
     decode.half.build_step()
     decode.assert_clean()
+
+
+async def test_a_record_is_kept_until_its_request_has_ended_and_no_blocks_are_held(decode: Decode):
+    prefills = decode.half.prefills
+    assert not prefills
+    decode.admit(prompt("local", 3))
+    assert prefills.by_request["local"].attempt == ""
+    decode.finish("local")
+    assert not prefills
+    attempt = await decode.ask("r1", claimed=True)
+    record = prefills.by_request["r1"]
+    assert record.attempt == attempt and record.parked and record.outcome is None
+    decode.finish("r1")
+    assert not prefills.by_request and prefills.held() == {attempt: record.held}
+    assert prefills and record.outcome is Outcome.CANCELLED
+    claimed_at = record.claimed_at
+    decode.clock.now += 1
+    prefills.claimed(attempt)
+    assert record.claimed_at == claimed_at, "a late event changed an ended record"
+    await decode.done(attempt, "abandoned")
+    decode.half.build_step()
+    assert not prefills
 
 
 async def test_a_finished_write_holds_nothing_back(decode: Decode):

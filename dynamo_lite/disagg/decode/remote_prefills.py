@@ -27,29 +27,32 @@ _REPORT_WITHIN_S = 5.0
 class RemotePrefills:
     """Methods run on the engine's thread unless they say otherwise.
 
-    stats: takes the stages of remote prefills that ended well, and spans. decisions: takes
-    each record whose decision holds. now: monotonic.
+    stats: receives spans, and the stages of remote prefills whose KV came. decisions: keeps
+    the records for `explain`. now: monotonic.
     """
 
     def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
         self.decisions = decisions
         self._stats, self._now = stats, now
-        # These three are read by others, and written here only.
+        # Others read the next three; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
         self.by_request: dict[str, RemotePrefill] = {}
         #: Records that are parked, by block hash and request.
         self.by_hash: dict[Hashable, dict[str, RemotePrefill]] = {}
         #: Prompts that are computed here, by request.
         self.computing: dict[str, RemotePrefill] = {}
-        #: From the allocation until the end, and until no blocks are held. Under the lock.
+        #: From the request for a remote prefill until it has ended and no blocks are held.
+        #: Written under the lock.
         self._by_attempt: dict[str, RemotePrefill] = {}
-        #: Committed, but not reported by their writers yet, oldest first. Under the lock.
+        #: Committed, but not yet reported by their writers, oldest first. Under the lock.
         self._unreported: OrderedDict[str, RemotePrefill] = OrderedDict()
         #: When remote prefills were asked for, since the last reading of the queue.
         self._asked_at: deque[float] = deque()
-        #: Of the attempts whose KV is waited for. Under the lock, as the tokens that have come.
+        #: Of the attempts that have not ended. Under the lock.
         self._backlog = _Backlog()
+        #: Prompt tokens whose KV has come so far. Written under the lock.
         self._received_tokens = 0
+        #: Whether counts of a writer's report wait for a step to carry them.
         self._report_to_carry = False
         self._lock = threading.Lock()
 
@@ -64,8 +67,8 @@ class RemotePrefills:
     # Events of the engine
 
     def proposed(self, request: Prompt, decided: Decided) -> RemotePrefill:
-        """The engine looks for the prompt's blocks. The verdict may be replaced until it has
-        found them."""
+        """The engine allocates the prompt's blocks next. The verdict may be replaced until it
+        has them."""
         request_id = request.request_id
         prefill = self.by_request.get(request_id)
         if prefill is None:
@@ -103,9 +106,10 @@ class RemotePrefills:
         hashes: Sequence[Hashable],
         above: TraceContext | None,
     ) -> float:
-        """The engine asks for the prompt's KV; see `RemotePrefill`. Returns until when it waits.
+        """A remote prefill of the prompt is requested. Returns until when the engine waits.
 
-        timeout_s, max_tries: what the prompt's first remote prefill was given holds for all.
+        The other arguments are fields of `RemotePrefill`. The `timeout_s` and `max_tries` of
+        the prompt's first remote prefill apply to the later ones too.
         """
         if prefill.until is None:
             prefill.since, prefill.until, prefill.max_tries = now, now + timeout_s, max_tries
@@ -130,11 +134,13 @@ class RemotePrefills:
             known = prefill.landed_blocks
             prefill.landed_blocks = blocks if known is None else min(known, blocks)
 
-    def unparked(self, request_id: str) -> RemotePrefill | None:
-        """The engine has heard that the KV came, or will not come."""
+    def unparked(self, request_id: str, *, received: bool) -> RemotePrefill | None:
+        """The engine learns that the KV came, or that it will not come."""
         prefill = self.by_request.get(request_id)
         if prefill is not None:
             self._unpark(prefill)
+            if received:
+                prefill.prompt = None
         return prefill
 
     def hold(self, attempt: str, blocks: Sequence[Block]) -> None:
@@ -169,8 +175,8 @@ class RemotePrefills:
         self._drop_if_over(prefill)
 
     def scheduled(self, request_id: str) -> RemotePrefill | None:
-        """The engine computes the prompt's last token. Returns the record where its KV came
-        just before."""
+        """The engine computes the prompt's last token. Returns the record if its KV came from
+        a remote prefill, and this is the first time."""
         prefill = self.by_request.get(request_id)
         if prefill is None or prefill.received_at is None or prefill.scheduled_at is not None:
             return None
@@ -240,14 +246,14 @@ class RemotePrefills:
         return {name: each.held for name, each in self._by_attempt.items() if each.held}
 
     def backlog(self) -> tuple[BacklogTotals, int]:
-        """The jobs whose KV is waited for, and the prompt tokens that have come so far. Any
-        thread."""
+        """The attempts that have not ended, and the prompt tokens whose KV has come so far.
+        Any thread."""
         with self._lock:
             return self._backlog.totals(), self._received_tokens
 
     @property
     def received_tokens(self) -> int:
-        """Prompt tokens that have come so far. Any thread."""
+        """Prompt tokens whose KV has come so far. Any thread."""
         return self._received_tokens
 
     @property
@@ -283,7 +289,7 @@ class RemotePrefills:
 
 
 class _Backlog:
-    """Running totals: a sum over all records would make each decision slower, the more
+    """Running totals: with a sum over all records, a decision would take longer the more
     prompts wait."""
 
     def __init__(self) -> None:

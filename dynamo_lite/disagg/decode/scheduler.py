@@ -182,13 +182,14 @@ class DecodeScheduler:
         for request_id, blocks in report.landed.items() if report is not None else ():
             self.prefills.landed(request_id, blocks)
         for request_id in sorted(results.received | results.lost):
-            prefill = self.prefills.unparked(request_id)
+            received = request_id in results.received
+            prefill = self.prefills.unparked(request_id, received=received)
             with self._book.lock:
                 instructions = self._book.ledger.received(
                     request_id, intact=request_id not in results.lost
                 )
             self._apply(instructions, fresh=True)
-            if request_id in results.lost and prefill is not None:
+            if prefill is not None and not received:
                 self._resumes.lost(prefill, self._clock.monotonic())
 
     def request_finished(self, request_id: str) -> None:
