@@ -39,7 +39,7 @@ def let_short_pass(config: VllmConfig, link: EngineConfig | None) -> None:
         scheduler.scheduler_cls = f"{__name__}.{made.__name__}"
 
 
-class _ShortFirst(Scheduler):
+class _ShortFirstMixin(Scheduler):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         transfer = self.vllm_config.kv_transfer_config
@@ -98,9 +98,9 @@ class _ShortFirst(Scheduler):
         return lane_of(tokens, request.priority, self._short_length) in BEFORE_LONG
 
 
-class ShortFirst(_ShortFirst, Scheduler):
+class ShortFirst(_ShortFirstMixin, Scheduler):
     """For engines whose steps do not overlap."""
 
 
-class AsyncShortFirst(_ShortFirst, AsyncScheduler):
+class AsyncShortFirst(_ShortFirstMixin, AsyncScheduler):
     """For engines that schedule the next step while one runs."""
