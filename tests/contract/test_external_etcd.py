@@ -49,7 +49,7 @@ async def test_etcd_over_tls(tmp_path: Path, certificates: Certificates) -> None
             "its certificate is not trusted; name its authority: ?ca=FILE"
         )
         plain = await refusal(EtcdStore(f"http://127.0.0.1:{server.port}", connect_timeout_s=0.2))
-        assert "write https:// if it wants TLS" in plain
+        assert "write https:// if it requires TLS" in plain
 
 
 async def test_etcd_with_a_certificate_for_another_name(
