@@ -271,7 +271,7 @@ class Frontend:
             if broken
             else "",
             "checks": {
-                "model": "" if client is not None else "the tokenizer is still loading",
+                "model": "" if client is not None else "the tokenizer is not loaded yet",
                 "workers": _workers_trouble(workers, responsive),
             },
             "workers": workers,
