@@ -15,9 +15,8 @@ from dynamo_lite.protocol.errors import (
     StartupError,
     StoreUnavailable,
 )
-from dynamo_lite.runtime.clock import boottime
-from dynamo_lite.runtime.etcd import lease as etcd_lease
-from dynamo_lite.runtime.etcd import lease_thread
+from dynamo_lite.runtime.clock import Clock, boottime
+from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.lease import grant_lease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
@@ -271,12 +270,13 @@ async def test_a_hung_event_loop_does_not_keep_its_lease(etcd_server) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_suspended_host_has_lost_its_lease(etcd_server, monkeypatch) -> None:
+async def test_a_suspended_host_has_lost_its_lease(etcd_server) -> None:
     """CLOCK_MONOTONIC stands still in a suspend; CLOCK_BOOTTIME does not."""
-    async with EtcdStore(etcd_server.url) as store, store.lease(30) as lease:
+    suspended_s = 0.0
+    backend = EtcdBackend(clock=Clock(boottime=lambda: boottime() + suspended_s))
+    async with EtcdStore(etcd_server.url, backend=backend) as store, store.lease(30) as lease:
         assert lease.loss is None
-        for module in (etcd_lease, lease_thread):
-            monkeypatch.setattr(module, "boottime", lambda: boottime() + 31)
+        suspended_s = 31.0
         assert lease.remaining_s() == 0
         assert lease.loss is LeaseLoss.EXPIRED
         assert await lease.verify() is LeaseLoss.EXPIRED
@@ -286,7 +286,9 @@ async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:
     holder = await EtcdStore(etcd_server.url).__aenter__()
     async with EtcdStore(etcd_server.url) as store, store.watch("n/") as events:
         assert await take(events) == Snapshot({})
-        lease = await grant_lease(holder._client, 2, timeout_s=2)  # nobody keeps it alive
+        lease = await grant_lease(
+            holder._client, 2, timeout_s=2, boottime=boottime
+        )  # nobody keeps it alive
         await holder.put("n/own", b"1", lease=lease)
         assert await take(events) == Put("n/own", b"1")
         await holder.__aexit__()

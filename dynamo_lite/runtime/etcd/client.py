@@ -11,29 +11,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import aetcd
-import grpc
 from aetcd import rpc
 
-from dynamo_lite.runtime.address import ServerAddress, host_port
+from dynamo_lite.runtime.address import ServerAddress
+from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
 
 T = TypeVar("T")
-
-#: The defaults need 5 s to come back after an outage, and never notice a server that
-#: hangs: the keepalive alone does not fire without the ping timeout.
-_CHANNEL_OPTIONS = {
-    "grpc.initial_reconnect_backoff_ms": 100,
-    # In spite of its name: the longest that one try may take. A server that hangs
-    # accepts connections, and goes on with the handshake when it wakes.
-    "grpc.min_reconnect_backoff_ms": 1000,
-    "grpc.max_reconnect_backoff_ms": 400,
-    "grpc.keepalive_time_ms": 5000,
-    "grpc.keepalive_timeout_ms": 2000,
-    "grpc.http2.ping_timeout_ms": 2000,
-    # Snapshots of a large prefix exceed the default of 4 MiB.
-    "grpc.max_receive_message_length": 64 << 20,
-    # Two stores of one process share neither a connection nor its backoff.
-    "grpc.use_local_subchannel_pool": 1,
-}
 
 #: Codes of a member that is away, hangs, or has no leader.
 UNREACHABLE = (rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED)
@@ -53,12 +36,14 @@ class EtcdClient(aetcd.Client):
     channel: Any
     metadata: Any
 
-    def __init__(self, address: ServerAddress, *, timeout_s: float):
+    def __init__(
+        self, address: ServerAddress, *, timeout_s: float, backend: EtcdBackend = SYSTEM_BACKEND
+    ):
         """Raises OSError when a file of `address.tls` is gone."""
         super().__init__(timeout=timeout_s)  # pyright: ignore[reportArgumentType]
         self._user, self._secret = address.user, address.password
         self._authenticating = asyncio.Lock()
-        self._channels = [_channel(host_port(*host), address) for host in address.hosts]
+        self._channels = [backend.open_channel(host, address) for host in address.hosts]
         self._use(self._channels[0])
 
     async def connect(self) -> None:
@@ -147,11 +132,3 @@ def is_future_revision(exc: BaseException) -> bool:
 
 def _is_stale(exc: BaseException) -> bool:
     return any(sign in details(exc) for sign in _STALE_TOKEN)
-
-
-def _channel(target: str, address: ServerAddress) -> Any:
-    options = list(_CHANNEL_OPTIONS.items())
-    if address.tls is None:
-        return rpc.insecure_channel(target, options=options)
-    credentials = grpc.ssl_channel_credentials(*address.tls.read())
-    return rpc.secure_channel(target, credentials, options=options)

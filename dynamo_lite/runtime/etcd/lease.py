@@ -12,12 +12,12 @@ either. Nobody asked this process to leave then, so it takes the same id again.
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import aetcd
 from aetcd import rpc
 
-from dynamo_lite.runtime.clock import boottime
 from dynamo_lite.runtime.etcd.client import EtcdClient, is_future_revision, status
 from dynamo_lite.runtime.store import LeaseLoss
 
@@ -32,10 +32,19 @@ _OUT_OF_REACH = (aetcd.ClientError, rpc.AioRpcError, TimeoutError)
 
 class EtcdLease:
     """granted: etcd's answer to the grant; granted_at: the `boottime` just before it
-    was asked for. timeout_s: longest wait for one answer."""
+    was asked for. timeout_s: longest wait for one answer. boottime: see `Clock`."""
 
-    def __init__(self, client: EtcdClient, granted: Any, *, granted_at: float, timeout_s: float):
+    def __init__(
+        self,
+        client: EtcdClient,
+        granted: Any,
+        *,
+        granted_at: float,
+        timeout_s: float,
+        boottime: Callable[[], float],
+    ):
         self._client = client
+        self._boottime = boottime
         self._timeout_s = timeout_s
         self._id: int = granted.ID
         self._ttl_s: float = granted.TTL
@@ -70,12 +79,12 @@ class EtcdLease:
 
     @property
     def loss(self) -> LeaseLoss | None:
-        if self._loss is None and boottime() >= self._deadline:
+        if self._loss is None and self._boottime() >= self._deadline:
             self.end(LeaseLoss.EXPIRED)
         return self._loss
 
     def remaining_s(self) -> float:
-        return 0.0 if self._loss else max(0.0, self._deadline - boottime())
+        return 0.0 if self._loss else max(0.0, self._deadline - self._boottime())
 
     async def lost(self) -> LeaseLoss:
         await self._lost.wait()
@@ -119,7 +128,7 @@ class EtcdLease:
             # One at a time: whoever hears of a wiped store while another call has just been
             # given the lease again would find no mark of it, and take it for revoked.
             async with asyncio.timeout(self.remaining_s()), self._refreshing:
-                asked_at = boottime()
+                asked_at = self._boottime()
                 reply = await self._client.call(lambda: self._client.refresh_lease(self._id))
                 if reply is None:
                     return False
@@ -143,7 +152,7 @@ class EtcdLease:
         if not await self._was_wiped(header):
             self.end(LeaseLoss.REVOKED)
             return True
-        asked_at = boottime()
+        asked_at = self._boottime()
         try:
             granted = await _ask(self._client, self._ttl_s, self._timeout_s, lease_id=self._id)
         except rpc.AioRpcError as exc:
@@ -184,11 +193,13 @@ class EtcdLease:
         return [kv.mod_revision for kv in reply.kvs] != [revision]
 
 
-async def grant_lease(client: EtcdClient, ttl_s: float, *, timeout_s: float) -> EtcdLease:
+async def grant_lease(
+    client: EtcdClient, ttl_s: float, *, timeout_s: float, boottime: Callable[[], float]
+) -> EtcdLease:
     """Raises what `EtcdClient.call` raises. Its time-to-live may be longer than asked for."""
     asked_at = boottime()
     granted = await _ask(client, ttl_s, timeout_s)
-    return EtcdLease(client, granted, granted_at=asked_at, timeout_s=timeout_s)
+    return EtcdLease(client, granted, granted_at=asked_at, timeout_s=timeout_s, boottime=boottime)
 
 
 async def _ask(client: EtcdClient, ttl_s: float, timeout_s: float, *, lease_id: int = 0) -> Any:

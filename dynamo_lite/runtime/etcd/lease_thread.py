@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 
 import aetcd
 from aetcd import rpc
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from dynamo_lite.runtime.address import ServerAddress
-from dynamo_lite.runtime.clock import boottime
+from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend, Portal
 from dynamo_lite.runtime.etcd.client import EtcdClient, details
 from dynamo_lite.runtime.etcd.lease import EtcdLease, grant_lease
 from dynamo_lite.runtime.store import LeaseLoss
@@ -37,8 +36,8 @@ HUNG_S = 120.0
 class ThreadedLease:
     """Implements `Lease` in the event loop that made it, for an EtcdLease in another thread."""
 
-    def __init__(self, inner: EtcdLease, portal: BlockingPortal):
-        self._inner, self._portal = inner, portal
+    def __init__(self, inner: EtcdLease, portal: Portal, boottime: Callable[[], float]):
+        self._inner, self._portal, self._boottime = inner, portal, boottime
         self._loss: LeaseLoss | None = None
         self._lost = asyncio.Event()
 
@@ -59,12 +58,12 @@ class ThreadedLease:
         if self._loss is None:
             if (known := self._inner.known_loss) is not None:
                 self.end(known)
-            elif boottime() >= self._inner.deadline:
+            elif self._boottime() >= self._inner.deadline:
                 self.end(LeaseLoss.EXPIRED)
         return self._loss
 
     def remaining_s(self) -> float:
-        return 0.0 if self.loss else max(0.0, self._inner.deadline - boottime())
+        return 0.0 if self.loss else max(0.0, self._inner.deadline - self._boottime())
 
     async def lost(self) -> LeaseLoss:
         await self._lost.wait()
@@ -91,7 +90,12 @@ class ThreadedLease:
 
 @contextlib.asynccontextmanager
 async def lease_in_thread(
-    address: ServerAddress, ttl_s: float, *, timeout_s: float, hung_s: float
+    address: ServerAddress,
+    ttl_s: float,
+    *,
+    timeout_s: float,
+    hung_s: float,
+    backend: EtcdBackend = SYSTEM_BACKEND,
 ) -> AsyncIterator[ThreadedLease]:
     """Grants a lease, keeps it alive, and revokes it at the end.
 
@@ -99,11 +103,12 @@ async def lease_in_thread(
     when etcd grants none, and OSError when a file of `address.tls` is gone.
     """
     owner = asyncio.get_running_loop()
-    with start_blocking_portal(name="dynamo-lite-lease") as portal:
-        keeper = _Keeper(address, ttl_s, timeout_s)
+    with backend.open_portal() as portal:
+        keeper = _Keeper(address, ttl_s, timeout_s, backend)
         kept: Future[None] | None = None
         try:
-            lease = ThreadedLease(await _call(portal, keeper.open), portal)
+            inner = await _call(portal, keeper.open)
+            lease = ThreadedLease(inner, portal, backend.clock.boottime)
             kept = portal.start_task_soon(keeper.keep, owner, lease.end, max(hung_s, ttl_s))
             kept.add_done_callback(_log_failure)
             try:
@@ -125,12 +130,18 @@ class _Keeper:
     _client: EtcdClient | None = None
     _lease: EtcdLease
 
-    def __init__(self, address: ServerAddress, ttl_s: float, timeout_s: float):
+    def __init__(
+        self, address: ServerAddress, ttl_s: float, timeout_s: float, backend: EtcdBackend
+    ):
         self._address, self._ttl_s, self._timeout_s = address, ttl_s, timeout_s
+        self._backend = backend
 
     async def open(self) -> EtcdLease:
-        self._client = EtcdClient(self._address, timeout_s=self._timeout_s)
-        self._lease = await grant_lease(self._client, self._ttl_s, timeout_s=self._timeout_s)
+        backend, timeout_s = self._backend, self._timeout_s
+        self._client = EtcdClient(self._address, timeout_s=timeout_s, backend=backend)
+        self._lease = await grant_lease(
+            self._client, self._ttl_s, timeout_s=timeout_s, boottime=backend.clock.boottime
+        )
         return self._lease
 
     async def keep(
@@ -183,6 +194,6 @@ def _log_failure(kept: Future[None]) -> None:
         logger.error("the lease is not kept alive any more", exc_info=failure)
 
 
-async def _call(portal: BlockingPortal, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+async def _call(portal: Portal, function: Callable[..., Awaitable[T]], *args: Any) -> T:
     """What `function` returns in the portal's event loop; cancelled with its caller."""
     return await asyncio.wrap_future(portal.start_task_soon(function, *args))

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Self
 
@@ -13,6 +12,7 @@ from aetcd import rpc
 
 from dynamo_lite.protocol.errors import LeaseLost, StartupError, StoreUnavailable
 from dynamo_lite.runtime.address import parse_etcd_url, redact
+from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
 from dynamo_lite.runtime.etcd.client import UNREACHABLE, EtcdClient, details, status
 from dynamo_lite.runtime.etcd.lease_thread import HUNG_S, ThreadedLease, lease_in_thread
 from dynamo_lite.runtime.etcd.watch import EtcdWatch, open_watch
@@ -40,6 +40,7 @@ class EtcdStore:
     timeout_s: longest wait for the answer to one call; connect_timeout_s: for the
     first one. A call that timed out may have been applied. hung_s: a lease is given up when
     the event loop does not run for that long, or for its time-to-live if that is longer.
+    backend: connections, the lease's thread and clocks.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class EtcdStore:
         timeout_s: float = 2.0,
         connect_timeout_s: float = 10.0,
         hung_s: float = HUNG_S,
+        backend: EtcdBackend = SYSTEM_BACKEND,
     ):
         """url: see `parse_etcd_url`, whose ConfigError it raises."""
         self._url = redact(url)
@@ -56,6 +58,7 @@ class EtcdStore:
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._hung_s = hung_s
+        self._backend = backend
         self._connected: EtcdClient | None = None
 
     def __repr__(self) -> str:
@@ -64,7 +67,7 @@ class EtcdStore:
     async def __aenter__(self) -> Self:
         """Raises StartupError when etcd does not answer in time, or refuses."""
         try:
-            client = EtcdClient(self._address, timeout_s=self._timeout_s)
+            client = EtcdClient(self._address, timeout_s=self._timeout_s, backend=self._backend)
         except OSError as exc:
             raise StartupError(f"cannot use etcd at {self._url}: {exc}") from exc
         self._connected = client
@@ -138,7 +141,11 @@ class EtcdStore:
             with self._errors():
                 lease = await stack.enter_async_context(
                     lease_in_thread(
-                        self._address, ttl_s, timeout_s=self._timeout_s, hung_s=self._hung_s
+                        self._address,
+                        ttl_s,
+                        timeout_s=self._timeout_s,
+                        hung_s=self._hung_s,
+                        backend=self._backend,
                     )
                 )
             yield lease
@@ -169,7 +176,8 @@ class EtcdStore:
 
     async def _probe(self) -> None:
         """Asks until etcd answers; connections are otherwise made at first use."""
-        deadline = time.monotonic() + self._connect_timeout_s
+        monotonic = self._backend.clock.monotonic
+        deadline = monotonic() + self._connect_timeout_s
         while True:
             try:
                 await self.get("\0")
@@ -179,7 +187,7 @@ class EtcdStore:
                 if status(cause) is rpc.StatusCode.PERMISSION_DENIED:
                     return  # an answer: this user just may not read that key
                 refused = status(cause) not in UNREACHABLE or tls_refusal(details(cause))
-                if refused or time.monotonic() >= deadline:
+                if refused or monotonic() >= deadline:
                     raise StartupError(f"cannot use {exc}") from exc
             await asyncio.sleep(_PROBE_PAUSE_S)
 
