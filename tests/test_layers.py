@@ -32,7 +32,7 @@ HOMES = {
     "torch": ("vllm",),
     "triton": ("vllm",),
     "nats": ("runtime/nats", "queue"),
-    "aetcd": ("runtime/etcd",),
+    "aetcd": ("runtime/etcd", "simulation"),
     "opentelemetry": ("runtime/tracing",),
     "pydantic": ("serve", "cli"),
     "yaml": ("serve", "cli"),

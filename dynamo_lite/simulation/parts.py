@@ -31,8 +31,8 @@ from dynamo_lite.simulation.engine.mover import Fabric
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.etcd_backend import etcd_backend
 from dynamo_lite.simulation.servers.nats_server import URL
-from dynamo_lite.simulation.servers.store import SimStore
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.supervisor import Slot
 
@@ -48,6 +48,7 @@ class Outside:
     """Implements the halves' Outside: clients of the process that opens them."""
 
     network: Network
+    shipped: Shipped
     namespace: str
     clock: Clock
     queue_client: type[JetStreamQueue] = JetStreamQueue
@@ -56,7 +57,7 @@ class Outside:
         return NatsMessaging(URL)
 
     def store(self) -> AbstractAsyncContextManager[Store]:
-        return SimStore(self.network)
+        return self.shipped.store(etcd_backend(self.network))
 
     def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]:
         return self.queue_client(
@@ -143,7 +144,7 @@ class SimParts:
         return self._engine(host, prefill_role(config, fence_path=""), fence)
 
     def _outside(self, spec: ProcessSpec) -> Outside:
-        return Outside(self.network, spec.namespace, self.process.clock)
+        return Outside(self.network, self.shipped, spec.namespace, self.process.clock)
 
     def _engine(
         self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, fence: MemoryFence | None
@@ -204,7 +205,7 @@ class _NoStatus:
 
 
 def surroundings(
-    network: Network, process: SimProcess, hear: Hear, said: Hear
+    network: Network, shipped: Shipped, process: SimProcess, hear: Hear, said: Hear
 ) -> ProcessEnvironment:
     """hear: sees what the process is told, before it does. said: sees what it publishes."""
 
@@ -213,7 +214,7 @@ def surroundings(
         yield _NoStatus()
 
     def open_store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:
-        return SimStore(network)
+        return shipped.store(etcd_backend(network))
 
     def open_messaging(
         spec: ProcessSpec, on_drop: OnDrop

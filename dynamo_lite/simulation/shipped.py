@@ -5,15 +5,18 @@ from typing import Any
 
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.etcd.backend import EtcdBackend
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.process.host import ProcessSpec
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.engine.assembly import Assembly
 from dynamo_lite.simulation.scenario import Ask
+from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL
 
 
 class Shipped(Assembly):
-    """Engines, components and queue as they are shipped.
+    """Engines, components, queue and store as they are shipped.
 
     queue_client: what a prefill worker opens its queue with.
     """
@@ -30,6 +33,9 @@ class Shipped(Assembly):
     ) -> AbstractAsyncContextManager[PrefillQueue]:
         """The queue as a prefill worker uses it."""
         return opened
+
+    def store(self, backend: EtcdBackend) -> EtcdStore:
+        return EtcdStore(ETCD_URL, backend=backend)
 
     def timeout_s(self, ask: Ask) -> float | None:
         """The time that a request is given on its way."""

@@ -24,7 +24,8 @@ from dynamo_lite.simulation.loop.process import SimProcess, State
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.parts import SimParts, surroundings
 from dynamo_lite.simulation.scenario import Ask, Scenario
-from dynamo_lite.simulation.servers.etcd import EtcdData, EtcdServer
+from dynamo_lite.simulation.servers.etcd import EtcdServer
+from dynamo_lite.simulation.servers.etcd_data import EtcdData
 from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.supervisor import Slot
@@ -78,7 +79,7 @@ class Etcd:
             self.server.revoke(lease_id)
 
     def keys(self) -> list[str]:
-        return sorted(self._data.entries)
+        return sorted(key.decode() for key in self._data.keys)
 
 
 class Watched:
@@ -201,7 +202,7 @@ class World:
             spec,
             Watched(self._component(kind, slot, spec, process), slot),
             report,
-            surroundings(self.network, process, self.judge.heard, self.judge.said),
+            surroundings(self.network, self.shipped, process, self.judge.heard, self.judge.said),
         )
 
     def _component(

@@ -1,13 +1,22 @@
-"""A simulated etcd: what lies on its disk, and the server that works on it."""
+"""A simulated etcd of one member: the calls and watches that this project's client uses.
+
+Requests, responses and errors are those of etcd's gRPC service. A method or a field of a
+request that no code here uses is refused, not ignored.
+"""
 
 import math
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from dynamo_lite.runtime.store import Delete, Put, Snapshot
+from aetcd import rpc
+
 from dynamo_lite.simulation.loop.handles import SimHandle
 from dynamo_lite.simulation.loop.process import SimProcess
+from dynamo_lite.simulation.network.grpc import rpc_error
 from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.etcd_data import EtcdData, StoredLease, in_range
 from dynamo_lite.simulation.servers.server import Connection, Server
 
 PORT = 2379
@@ -15,169 +24,229 @@ PORT = 2379
 _SHORTEST_TTL_S = 2
 #: The server looks for leases that are over so often.
 _EXPIRY_INTERVAL_S = 0.5
+_MEMBER_ID = 1
 
-
-@dataclass(frozen=True)
-class Entry:
-    value: bytes
-    lease_id: int | None
+_RESULTS: dict[int, Callable[[Any, Any], bool]] = {
+    rpc.Compare.EQUAL: operator.eq,
+    rpc.Compare.NOT_EQUAL: operator.ne,
+    rpc.Compare.LESS: operator.lt,
+    rpc.Compare.GREATER: operator.gt,
+}
+_TARGETS: dict[int, str] = {
+    rpc.Compare.VALUE: "value",
+    rpc.Compare.CREATE: "create_revision",
+    rpc.Compare.MOD: "mod_revision",
+    rpc.Compare.VERSION: "version",
+}
 
 
 @dataclass
-class EtcdData:
-    """Outlives the server's process. cluster: another one for each store that began empty."""
+class _Watch:
+    """from_revision: earlier changes are not told, also if they are yet to come."""
 
-    cluster: int = 1
-    revision: int = 1
-    entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
-    history: list[tuple[int, Put | Delete]] = field(default_factory=list[Any])
-    leases: dict[int, int] = field(default_factory=dict[int, int])  # id -> seconds to live
+    connection: Connection
+    number: int
+    watch_id: int
+    first: bytes
+    end: bytes
+    from_revision: int
 
-    def wiped(self) -> "EtcdData":
-        """What is there after the disk was lost."""
-        return EtcdData(cluster=self.cluster + 1)
-
-    def matching(self, prefix: str) -> dict[str, bytes]:
-        keys = sorted(key for key in self.entries if key.startswith(prefix))
-        return {key: self.entries[key].value for key in keys}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in which history a client was."""
-
-    cluster: int
-    revision: int
+    def wants(self, event: Any) -> bool:
+        kv = event.kv
+        return kv.mod_revision >= self.from_revision and in_range(kv.key, self.first, self.end)
 
 
 class EtcdServer(Server):
     """Runs as `process` on `data` until that dies. As etcd does, it gives every lease
-    its whole time-to-live anew when it starts."""
+    its whole time-to-live anew when it starts.
+
+    on_expiry: called with the id of each lease whose time is over.
+    """
 
     def __init__(
-        self, network: Network, process: SimProcess, data: EtcdData | None = None, port: int = PORT
+        self,
+        network: Network,
+        process: SimProcess,
+        data: EtcdData | None = None,
+        port: int = PORT,
+        *,
+        on_expiry: Callable[[int], None] = lambda _: None,
     ):
         super().__init__(network, process, port)
         self.data = data or EtcdData()
+        self._on_expiry = on_expiry
         self._random = network.random
         self._deadlines: dict[int, float] = {}
         self._timers: dict[int, SimHandle] = {}
-        self._watches: dict[tuple[Connection, int], str] = {}
+        self._watches: list[_Watch] = []
+        self._methods: dict[str, Callable[[Any], Any]] = {
+            "/etcdserverpb.KV/Range": self._range,
+            "/etcdserverpb.KV/Put": self._put,
+            "/etcdserverpb.KV/DeleteRange": self._delete_range,
+            "/etcdserverpb.KV/Txn": self._txn,
+            "/etcdserverpb.KV/Compact": self._compact,
+            "/etcdserverpb.Lease/LeaseGrant": self._grant,
+            "/etcdserverpb.Lease/LeaseRevoke": self._revoke,
+            "/etcdserverpb.Lease/LeaseKeepAlive": self._keep_alive,
+        }
         for lease_id in self.data.leases:
             process.run(self._live_on, lease_id)
 
+    def revoke(self, lease_id: int) -> bool:
+        """As an operator's call, without a client. Returns whether the lease was known."""
+        return self.process.run(self._end_lease, lease_id)
+
+    def put(self, key: str, value: bytes) -> None:
+        """As an operator's call, without a client."""
+        self.process.run(self._put, rpc.PutRequest(key=key.encode(), value=value))
+
+    def compact(self) -> None:
+        """Forgets all history, as an operator's call without a client."""
+        self.data.compact(self.data.revision)
+
+    # The connections
+
+    def call(self, connection: Connection, operation: str, arguments: tuple[Any, ...]) -> Any:
+        """Returns (error, None) or (None, response)."""
+        method = self._methods.get(operation)
+        if method is None:
+            return rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"unknown method {operation}"), None
+        try:
+            return None, method(*arguments)
+        except rpc.AioRpcError as error:
+            return error, None
+
     def left(self, connection: Connection) -> None:
         super().left(connection)
-        for key in [key for key in self._watches if key[0] is connection]:
-            del self._watches[key]
+        self._watches = [watch for watch in self._watches if watch.connection is not connection]
+
+    def on_stream(self, connection: Connection, number: int, method: str, request: Any) -> None:
+        if method != "/etcdserverpb.Watch/Watch":
+            unknown = rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"unknown method {method}")
+            connection.send(("answer", number, (unknown, None), None))
+        elif request.WhichOneof("request_union") == "create_request":
+            self._watch(connection, number, request.create_request)
+
+    def on_cancel(self, connection: Connection, number: int) -> None:
+        self._watches = [
+            watch
+            for watch in self._watches
+            if watch.connection is not connection or watch.number != number
+        ]
 
     # Keys
 
-    def on_get(self, connection: Connection, key: str) -> bytes | None:
-        entry = self.data.entries.get(key)
-        return entry.value if entry else None
+    def _range(self, request: Any) -> Any:
+        if request.limit or request.count_only or request.sort_order != rpc.RangeRequest.NONE:
+            raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, "limit, count_only, sort_order")
+        if request.revision > self.data.revision:
+            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _FUTURE)
+        if request.revision and request.revision < self.data.compacted:
+            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _COMPACTED)
+        revision = request.revision or self.data.revision
+        found = list(self.data.range(request.key, request.range_end, revision))
+        if request.keys_only:
+            found = [_without_value(kv) for kv in found]
+        return rpc.RangeResponse(header=self._header(), kvs=found, count=len(found))
 
-    def on_get_prefix(self, connection: Connection, prefix: str) -> dict[str, bytes]:
-        return self.data.matching(prefix)
+    def _put(self, request: Any) -> Any:
+        response = self._apply_put(request)
+        self._commit()
+        response.header.CopyFrom(self._header())
+        return response
 
-    def on_put(self, connection: Connection, key: str, value: bytes, lease_id: int | None) -> None:
-        """Raises KeyError when it does not know the lease."""
-        if lease_id is not None and lease_id not in self.data.leases:
-            raise KeyError(lease_id)
-        self.data.revision += 1
-        self.data.entries[key] = Entry(value, lease_id)
-        self._tell(Put(key, value))
+    def _delete_range(self, request: Any) -> Any:
+        response = self._apply_delete(request)
+        self._commit()
+        response.header.CopyFrom(self._header())
+        return response
 
-    def on_create(
-        self, connection: Connection, key: str, value: bytes, lease_id: int | None
-    ) -> bool:
-        """Raises KeyError when it does not know the lease."""
-        if lease_id is not None and lease_id not in self.data.leases:
-            raise KeyError(lease_id)
-        if key in self.data.entries:
-            return False
-        self.on_put(connection, key, value, lease_id)
-        return True
+    def _txn(self, request: Any) -> Any:
+        succeeded = all(self._holds(compare) for compare in request.compare)
+        steps = request.success if succeeded else request.failure
+        for step in steps:  # before the first change
+            if step.WhichOneof("request") == "request_put":
+                self._check_lease(step.request_put.lease)
+        responses = [self._step(step) for step in steps]
+        self._commit()
+        header = self._header()
+        for response in responses:
+            getattr(response, response.WhichOneof("response")).header.CopyFrom(header)
+        return rpc.TxnResponse(header=header, succeeded=succeeded, responses=responses)
 
-    def on_swap(self, connection: Connection, key: str, old: bytes | None, new: bytes) -> bool:
-        if self.on_get(connection, key) != old:
-            return False
-        self.on_put(connection, key, new, None)
-        return True
+    def _compact(self, request: Any) -> Any:
+        if request.revision > self.data.revision:
+            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _FUTURE)
+        if request.revision <= self.data.compacted:
+            raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _COMPACTED)
+        self.data.compact(request.revision)
+        return rpc.CompactionResponse(header=self._header())
 
-    def on_delete(self, connection: Connection, key: str) -> bool:
-        if key not in self.data.entries:
-            return False
-        self.data.revision += 1
-        self._remove(key)
-        return True
+    def _holds(self, compare: Any) -> bool:
+        kv = self.data.keys.get(compare.key)
+        target = _TARGETS[compare.target]
+        if kv is None:
+            if target == "value":
+                return False
+            kv = rpc.KeyValue()
+        return _RESULTS[compare.result](getattr(kv, target), getattr(compare, target))
+
+    def _step(self, step: Any) -> Any:
+        match step.WhichOneof("request"):
+            case "request_put":
+                return rpc.ResponseOp(response_put=self._apply_put(step.request_put))
+            case "request_delete_range":
+                deleted = self._apply_delete(step.request_delete_range)
+                return rpc.ResponseOp(response_delete_range=deleted)
+            case "request_range":
+                return rpc.ResponseOp(response_range=self._range(step.request_range))
+            case other:
+                raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"{other} in a transaction")
+
+    def _apply_put(self, request: Any) -> Any:
+        self._check_lease(request.lease)
+        self.data.put(request.key, request.value, request.lease)
+        return rpc.PutResponse()
+
+    def _apply_delete(self, request: Any) -> Any:
+        found = list(self.data.range(request.key, request.range_end, self.data.revision))
+        for kv in found:
+            self.data.delete(kv.key)
+        return rpc.DeleteRangeResponse(deleted=len(found))
+
+    def _check_lease(self, lease_id: int) -> None:
+        if lease_id and lease_id not in self.data.leases:
+            raise rpc_error(rpc.StatusCode.NOT_FOUND, _NO_LEASE)
 
     # Leases
 
-    def on_grant(
-        self, connection: Connection, ttl_s: float, lease_id: int | None
-    ) -> tuple[int, int, Place] | None:
-        """Returns id, time-to-live and place; None when `lease_id` is taken."""
+    def _grant(self, request: Any) -> Any:
+        lease_id = request.ID or (1 << 60) + int(self._random() * (1 << 52))
         if lease_id in self.data.leases:
-            return None
-        if lease_id is None:
-            lease_id = (1 << 60) + int(self._random() * (1 << 52))
-        self.data.leases[lease_id] = max(_SHORTEST_TTL_S, math.ceil(ttl_s))
+            raise rpc_error(rpc.StatusCode.FAILED_PRECONDITION, _LEASE_EXISTS)
+        ttl_s = max(_SHORTEST_TTL_S, math.ceil(request.TTL))
+        self.data.leases[lease_id] = StoredLease(ttl_s)
         self._live_on(lease_id)
-        return lease_id, self.data.leases[lease_id], self._place()
+        return rpc.LeaseGrantResponse(header=self._header(), ID=lease_id, TTL=ttl_s)
 
-    def on_refresh(self, connection: Connection, lease_id: int) -> tuple[int, Place]:
-        """Returns the time-to-live, 0 of a lease that is not known."""
-        if lease_id not in self.data.leases:
-            return 0, self._place()
-        self._live_on(lease_id)
-        return self.data.leases[lease_id], self._place()
+    def _keep_alive(self, request: Any) -> Any:
+        """A lease whose time is over is not prolonged any more."""
+        lease_id, ttl_s = request.ID, 0
+        if lease_id in self.data.leases:
+            if self.loop.time() >= self._deadlines[lease_id]:
+                self._expire(lease_id)
+            else:
+                self._live_on(lease_id)
+                ttl_s = self.data.leases[lease_id].ttl_s
+        return rpc.LeaseKeepAliveResponse(header=self._header(), ID=lease_id, TTL=ttl_s)
 
-    def on_revoke(self, connection: Connection, lease_id: int) -> bool:
-        return self._end_lease(lease_id)
-
-    def revoke(self, lease_id: int) -> bool:
-        """As an operator's call, without a client."""
-        return self.process.run(self._end_lease, lease_id)
-
-    # Watches
-
-    def on_watch(
-        self, connection: Connection, number: int, prefix: str, place: Place | None
-    ) -> None:
-        """Sends ("watched", number, place, events), now and whenever something changes."""
-        data = self.data
-        self._watches[connection, number] = prefix
-        events: list[Any]
-        if place and place.cluster == data.cluster and place.revision <= data.revision:
-            events = [
-                event
-                for revision, event in data.history
-                if revision > place.revision and event.key.startswith(prefix)
-            ]
-        else:
-            events = [Snapshot(data.matching(prefix), lost_data=place is not None)]
-        connection.send(("watched", number, self._place(), events))
-
-    def on_unwatch(self, connection: Connection, number: int) -> None:
-        self._watches.pop((connection, number), None)
-
-    def _place(self) -> Place:
-        return Place(self.data.cluster, self.data.revision)
-
-    def _tell(self, event: Put | Delete) -> None:
-        self.data.history.append((self.data.revision, event))
-        for (connection, number), prefix in self._watches.items():
-            if event.key.startswith(prefix):
-                connection.send(("watched", number, self._place(), [event]))
-
-    def _remove(self, key: str) -> None:
-        del self.data.entries[key]
-        self._tell(Delete(key))
+    def _revoke(self, request: Any) -> Any:
+        if not self._end_lease(request.ID):
+            raise rpc_error(rpc.StatusCode.NOT_FOUND, _NO_LEASE)
+        return rpc.LeaseRevokeResponse(header=self._header())
 
     def _live_on(self, lease_id: int) -> None:
-        ttl_s = self.data.leases[lease_id]
-        self._deadlines[lease_id] = self.loop.time() + ttl_s
+        self._deadlines[lease_id] = self.loop.time() + self.data.leases[lease_id].ttl_s
         if lease_id not in self._timers:
             self._wait(lease_id)
 
@@ -189,16 +258,76 @@ class EtcdServer(Server):
         if self.loop.time() < self._deadlines[lease_id]:
             self._wait(lease_id)
         else:
-            self.loop.trace.add(f"lease {lease_id:x} has expired")
-            self._end_lease(lease_id)
+            self._expire(lease_id)
+
+    def _expire(self, lease_id: int) -> None:
+        self.loop.trace.add(f"lease {lease_id:x} has expired")
+        self._end_lease(lease_id)
+        self._on_expiry(lease_id)
 
     def _end_lease(self, lease_id: int) -> bool:
-        if self.data.leases.pop(lease_id, None) is None:
+        lease = self.data.leases.get(lease_id)
+        if lease is None:
             return False
         self._timers.pop(lease_id).cancel()
         del self._deadlines[lease_id]
-        keys = [k for k, entry in self.data.entries.items() if entry.lease_id == lease_id]
-        self.data.revision += bool(keys)
-        for key in keys:
-            self._remove(key)
+        for key in list(lease.keys):
+            self.data.delete(key)
+        del self.data.leases[lease_id]
+        self._commit()
         return True
+
+    # Watches
+
+    def _watch(self, connection: Connection, number: int, request: Any) -> None:
+        """A revision in the future is waited for in silence, as etcd does."""
+        data = self.data
+        watch_id = sum(w.connection is connection and w.number == number for w in self._watches)
+        watch = _Watch(
+            connection=connection,
+            number=number,
+            watch_id=watch_id,
+            first=request.key,
+            end=request.range_end,
+            from_revision=request.start_revision or data.revision + 1,
+        )
+        self._respond(watch, created=True)
+        if watch.from_revision < data.compacted:
+            self._respond(watch, canceled=True, compact_revision=data.compacted)
+            return
+        self._watches.append(watch)
+        if events := data.events_since(watch.first, watch.end, watch.from_revision):
+            self._respond(watch, events=events)
+
+    def _commit(self) -> None:
+        """Makes what was changed one revision, and tells it."""
+        events = self.data.commit()
+        if events:
+            for watch in self._watches:
+                if wanted := [event for event in events if watch.wants(event)]:
+                    self._respond(watch, events=wanted)
+
+    def _respond(self, watch: _Watch, **what: Any) -> None:
+        response = rpc.WatchResponse(header=self._header(), watch_id=watch.watch_id, **what)
+        watch.connection.send(("message", watch.number, response))
+
+    def _header(self) -> Any:
+        return rpc.ResponseHeader(
+            cluster_id=self.data.cluster,
+            member_id=_MEMBER_ID,
+            revision=self.data.revision,
+            raft_term=1,
+        )
+
+
+_NO_LEASE = "etcdserver: requested lease not found"
+_LEASE_EXISTS = "etcdserver: lease already exists"
+_FUTURE = "etcdserver: mvcc: required revision is a future revision"
+_COMPACTED = "etcdserver: mvcc: required revision has been compacted"
+
+
+def _without_value(kv: Any) -> Any:
+    bare = rpc.KeyValue()
+    bare.CopyFrom(kv)
+    bare.ClearField("value")
+    return bare

@@ -1,0 +1,56 @@
+"""What the shipped etcd client runs on in a simulated process."""
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from dynamo_lite.runtime.etcd.backend import EtcdBackend
+from dynamo_lite.simulation.network.grpc import SimChannel
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.etcd import PORT
+
+#: Of the simulated etcd. The network knows servers by their ports alone.
+ETCD_URL = f"http://etcd:{PORT}"
+
+
+def etcd_backend(network: Network) -> EtcdBackend:
+    """Of the process whose code calls this. Hosts of the client's URL go by their ports."""
+    return EtcdBackend(
+        open_channel=lambda host, _: SimChannel(network, host[1]),
+        open_portal=_open_portal,
+        clock=network.loop.current_process().clock,
+    )
+
+
+class _LoopPortal:
+    """Implements Portal in the caller's own event loop: a simulation has no threads."""
+
+    def start_task_soon(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        task = asyncio.get_running_loop().create_task(_run(func, args, future))
+        future.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
+        return future
+
+
+async def _run(func: Callable[..., Any], args: tuple[Any, ...], future: Future[Any]) -> None:
+    try:
+        result = func(*args)
+        if inspect.isawaitable(result):
+            result = await result
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    except Exception as exc:
+        if not future.cancelled():
+            future.set_exception(exc)
+    else:
+        if not future.cancelled():
+            future.set_result(result)
+
+
+@contextlib.contextmanager
+def _open_portal() -> Iterator[_LoopPortal]:
+    yield _LoopPortal()
