@@ -90,7 +90,7 @@ class EtcdClient(aetcd.Client):
 
     def _leave(self, channel: Any) -> None:
         """Goes on to the member after that of `channel`, unless another call did so."""
-        if channel is self.channel:
+        if channel is self.channel and len(self._channels) > 1:
             following = self._channels.index(channel) + 1
             self._use(self._channels[following % len(self._channels)])
 

@@ -171,21 +171,19 @@ class _Keeper:
     async def _watch(self, owner: asyncio.AbstractEventLoop, hung_s: float) -> None:
         """Gives the lease up when the owner's event loop does not answer for `hung_s`."""
         thread = asyncio.get_running_loop()
-        while True:
-            answered = asyncio.Event()
-            owner.call_soon_threadsafe(thread.call_soon_threadsafe, answered.set)
-            try:
-                async with asyncio.timeout(hung_s):
-                    await answered.wait()
-            except TimeoutError:
-                logger.error(
-                    "the event loop has not run for %g s: lease %x is given up",
-                    hung_s,
-                    self._lease.id,
-                )
-                self._lease.end(LeaseLoss.EXPIRED)
-                return
+        answered_at = thread.time()
+
+        def answered() -> None:
+            nonlocal answered_at
+            answered_at = thread.time()
+
+        while thread.time() - answered_at < hung_s:
+            owner.call_soon_threadsafe(thread.call_soon_threadsafe, answered)
             await asyncio.sleep(self._lease.ttl_s / 10)
+        logger.error(
+            "the event loop has not run for %g s: lease %x is given up", hung_s, self._lease.id
+        )
+        self._lease.end(LeaseLoss.EXPIRED)
 
 
 def _log_failure(kept: Future[None]) -> None:

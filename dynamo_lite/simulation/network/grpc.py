@@ -78,6 +78,9 @@ class SimChannel:
 
     async def ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
         """The response to one request. Raises AioRpcError."""
+        if self._state is State.FAILING:
+            await asyncio.sleep(0)
+            raise rpc_error(rpc.StatusCode.UNAVAILABLE, _NO_CONNECTION)
         answer: asyncio.Future[Any] = self._loop.create_future()
         call = _Call(answer.set_result, answer.set_exception)
         number = self.begin(call, "call", method, (request,))
