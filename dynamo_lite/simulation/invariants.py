@@ -2,11 +2,12 @@
 
 A write lands only in blocks of its attempt, and only what is kept for it is read; every
 block comes back; every request ends once, in time, with the model's tokens or a stated
-error; every job ends, and its decode engine knows; no task outlives its owner.
+error; every job ends, and its decode engine knows; nobody counts on a lease that etcd has
+given up; no task outlives its owner.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,22 @@ class Judge:
                     f"{engine.setup.address}: {request.request_id} still waits for remote KV,"
                     f" {over_s:.3f} s after its deadline"
                 )
+
+    # Leases
+
+    def lease_expired(self, owner: str, lease_id: int, deadline: float) -> None:
+        """etcd gives a lease up. deadline: until when its owner counts on it."""
+        self.counts["leases expired"] += 1
+        if deadline > self.now():
+            self.violate(
+                f"etcd has given up lease {lease_id:x}, on which {owner} counts for another"
+                f" {deadline - self.now():.3f} s"
+            )
+
+    def lease_revoked(self, owner: str, lease_id: int, revoked: Container[int]) -> None:
+        """A process leaves because its lease was revoked, it says."""
+        if lease_id not in revoked:
+            self.violate(f"{owner} takes its lease {lease_id:x} for revoked, and nobody did that")
 
     # Jobs
 

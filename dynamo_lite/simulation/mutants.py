@@ -25,13 +25,18 @@ from dynamo_lite.protocol.records import EngineMetadata, KvRegion
 from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.queue.job import JetStreamJob
+from dynamo_lite.runtime.etcd.backend import EtcdBackend
+from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.etcd.watch import EtcdWatch
 from dynamo_lite.runtime.process.host import Host, ProcessSpec
-from dynamo_lite.runtime.store import Store
+from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.engine.assembly import EngineSetup
 from dynamo_lite.simulation.engine.mover import SimMover
 from dynamo_lite.simulation.loop.process import PROCESS
+from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.transfer.directory import MetadataDirectory
 
@@ -237,6 +242,60 @@ class RedeliveryLost(Shipped):
     queue_client = _RedeliveryLost
 
 
+class LateResume(Shipped):
+    """A watch that goes on after an outage begins one revision too late."""
+
+    def store(self, backend: EtcdBackend) -> EtcdStore:
+        return _LateResumeStore(ETCD_URL, backend=backend)
+
+
+class _LateResumeStore(EtcdStore):
+    @contextlib.asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[EtcdWatch]:
+        async with super().watch(prefix) as watch:
+            history_holds, request = watch._history_holds, watch._request
+            resumes = False
+
+            async def note_history_holds() -> bool:
+                nonlocal resumes
+                resumes = await history_holds()
+                return resumes
+
+            def late_request() -> Any:
+                made = request()
+                made.create_request.start_revision += resumes
+                return made
+
+            watch._history_holds, watch._request = note_history_holds, late_request
+            yield watch
+
+
+class LeaseFromAnswer(Shipped):
+    """A lease counts from the answer to its refresh, not from the request."""
+
+    def store(self, backend: EtcdBackend) -> EtcdStore:
+        return _LeaseFromAnswerStore(ETCD_URL, backend=backend)
+
+
+class _LeaseFromAnswerStore(EtcdStore):
+    @contextlib.asynccontextmanager
+    async def lease(self, ttl_s: float) -> AsyncIterator[Lease]:
+        async with super().lease(ttl_s) as lease:
+            assert isinstance(lease, ThreadedLease)
+            inner = lease._inner
+            refresh = inner._refresh
+
+            async def refresh_from_answer() -> bool:
+                deadline = inner.deadline
+                settled = await refresh()
+                if inner.deadline > deadline:
+                    inner._deadline = inner._boottime() + inner.ttl_s
+                return settled
+
+            inner._refresh = refresh_from_answer
+            yield lease
+
+
 #: By the name that the command line takes.
 MUTANTS: dict[str, type[Shipped]] = {
     "ack-on-dequeue": AckOnDequeue,
@@ -250,4 +309,6 @@ MUTANTS: dict[str, type[Shipped]] = {
     "silently-used-up": SilentlyUsedUp,
     "wall-clock-deadline": WallClockDeadline,
     "redelivery-lost": RedeliveryLost,
+    "late-resume": LateResume,
+    "lease-from-answer": LeaseFromAnswer,
 }

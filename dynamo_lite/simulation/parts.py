@@ -31,13 +31,15 @@ from dynamo_lite.simulation.engine.mover import Fabric
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.etcd_backend import etcd_backend
 from dynamo_lite.simulation.servers.nats_server import URL
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.supervisor import Slot
 
 #: Takes a subject and a payload.
 Hear = Callable[[str, bytes], None]
+
+#: Opens the store for the process whose code is running.
+OpenStore = Callable[[], AbstractAsyncContextManager[Store]]
 
 #: How long a component's imports take.
 _IMPORTS_S = 0.05
@@ -48,7 +50,7 @@ class Outside:
     """Implements the halves' Outside: clients of the process that opens them."""
 
     network: Network
-    shipped: Shipped
+    open_store: OpenStore
     namespace: str
     clock: Clock
     queue_client: type[JetStreamQueue] = JetStreamQueue
@@ -57,7 +59,7 @@ class Outside:
         return NatsMessaging(URL)
 
     def store(self) -> AbstractAsyncContextManager[Store]:
-        return self.shipped.store(etcd_backend(self.network))
+        return self.open_store()
 
     def queue(self, config: QueueConfig) -> AbstractAsyncContextManager[PrefillQueue]:
         return self.queue_client(
@@ -113,6 +115,7 @@ class SimParts:
     """Implements WorkerBackend for one incarnation of a worker."""
 
     network: Network
+    open_store: OpenStore
     fabric: Fabric
     judge: Judge
     shipped: Shipped
@@ -144,7 +147,7 @@ class SimParts:
         return self._engine(host, prefill_role(config, fence_path=""), fence)
 
     def _outside(self, spec: ProcessSpec) -> Outside:
-        return Outside(self.network, self.shipped, spec.namespace, self.process.clock)
+        return Outside(self.network, self.open_store, spec.namespace, self.process.clock)
 
     def _engine(
         self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, fence: MemoryFence | None
@@ -205,7 +208,7 @@ class _NoStatus:
 
 
 def surroundings(
-    network: Network, shipped: Shipped, process: SimProcess, hear: Hear, said: Hear
+    network: Network, process: SimProcess, open_store: OpenStore, hear: Hear, said: Hear
 ) -> ProcessEnvironment:
     """hear: sees what the process is told, before it does. said: sees what it publishes."""
 
@@ -213,8 +216,8 @@ def surroundings(
     async def no_status(*_: Any) -> AsyncIterator[_NoStatus]:
         yield _NoStatus()
 
-    def open_store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:
-        return shipped.store(etcd_backend(network))
+    def store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:
+        return open_store()
 
     def open_messaging(
         spec: ProcessSpec, on_drop: OnDrop
@@ -222,7 +225,7 @@ def surroundings(
         return _HeardMessaging(spec.nats_url, hear, said, on_drop)
 
     return ProcessEnvironment(
-        open_store=open_store,
+        open_store=store,
         open_messaging=open_messaging,
         open_status=no_status,
         clock=process.clock,

@@ -106,6 +106,11 @@ class Scenario:
         return 0.5 * (self.seed % 2)
 
     @property
+    def slowest_store_answer_s(self) -> float:
+        """In one run of five etcd has done what it was asked for, and is slow to say so."""
+        return 0.5 * (self.seed % 5 == 2)
+
+    @property
     def max_deliver(self) -> int:
         """In one run of three no job is delivered twice before it is used up."""
         return 1 + self.seed // 3 % 3

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
@@ -9,8 +10,10 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.queue.base import QueueOptions
+from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
 from dynamo_lite.runtime.process.component import Component
 from dynamo_lite.runtime.process.host import Host, ProcessSpec, run_process
+from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.prefill_worker import PrefillWorker
@@ -25,16 +28,21 @@ from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.parts import SimParts, surroundings
 from dynamo_lite.simulation.scenario import Ask, Scenario
 from dynamo_lite.simulation.servers.etcd import EtcdServer
+from dynamo_lite.simulation.servers.etcd_backend import etcd_backend
 from dynamo_lite.simulation.servers.etcd_data import EtcdData
 from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.supervisor import Slot
+from dynamo_lite.simulation.views import Views
 
 NAMESPACE = "sim"
 _GRACE_S = 20.0
 _LOCAL_TOKENS, _SHORT_TOKENS = 12, 30
 #: One block: whatever can be read is.
 _READ_TOKENS = 4
+#: How often a wiped etcd has the cluster id of before, and how often one that is started
+#: again with its data has forgotten its history.
+_SAME_CLUSTER, _COMPACTED = 0.7, 0.3
 
 
 class Nats:
@@ -62,24 +70,37 @@ class Nats:
 
 
 class Etcd:
-    """Implements the faults' Server."""
+    """Implements the faults' Server. on_expiry, slowest_answer_s: see `EtcdServer`. revoked:
+    leases that the faults have taken away."""
 
-    def __init__(self, network: Network):
-        self._network = network
-        self._data = EtcdData()
+    def __init__(self, network: Network, on_expiry: Callable[[int], None], slowest_answer_s: float):
+        self._network, self._on_expiry = network, on_expiry
+        self._slowest_answer_s = slowest_answer_s
+        self._random = network.loop.stream("etcd").random
+        self.data = EtcdData()
+        self.revoked: set[int] = set()
         self.start()
 
     def start(self, *, wiped: bool = False) -> None:
         self.process: SimProcess = self._network.loop.add_process("etcd")
-        self._data = self._data.wiped() if wiped else self._data
-        self.server = EtcdServer(self._network, self.process, self._data)
+        if wiped:
+            self.data = self.data.wiped(same_cluster=self._random() < _SAME_CLUSTER)
+        elif self._random() < _COMPACTED:
+            self.data.compact(self.data.revision)
+        self.server = EtcdServer(
+            self._network,
+            self.process,
+            self.data,
+            on_expiry=self._on_expiry,
+            slowest_answer_s=self._slowest_answer_s,
+        )
 
     def revoke(self, lease_id: int) -> None:
-        if not self.process.dead:
-            self.server.revoke(lease_id)
+        if not self.process.dead and self.server.revoke(lease_id):
+            self.revoked.add(lease_id)
 
     def keys(self) -> list[str]:
-        return sorted(key.decode() for key in self._data.keys)
+        return sorted(key.decode() for key in self.data.keys)
 
 
 class Watched:
@@ -121,7 +142,7 @@ class World:
             joined=lambda here, there: not self.network.is_cut(here, there),
         )
         self.nats = Nats(self.network, self.judge.broker_started)
-        self.etcd = Etcd(self.network)
+        self.etcd = Etcd(self.network, self._lease_expired, scenario.slowest_store_answer_s)
         self.slots = {name: Slot(loop, name, self.judge, self._main) for name in scenario.slots}
         self.clients: dict[str, SimFrontend] = {}
         self.prefill: dict[str, PrefillWorker] = {}
@@ -134,6 +155,7 @@ class World:
         )
         for host, ahead_s in scenario.clock_skews:
             loop.jump_wall(host, ahead_s)
+        self._views = Views()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._model = SimModelConfig(
             num_blocks=scenario.num_blocks,
@@ -160,7 +182,7 @@ class World:
             return f"{len(stories)} requests have not ended: {stories[0].ask.request_id}"
         if jobs := self.nats.jobs():
             return f"{jobs} jobs on the queue"
-        return self.judge.unsettled()
+        return self.judge.unsettled() or self._views.differing(self.etcd.data)
 
     async def stop(self, slots: Sequence[str], within_s: float) -> None:
         """Drains these processes, all at once."""
@@ -197,12 +219,16 @@ class World:
             )
             if told["state"] == "ready":
                 self.ready.add(slot.name)
+            elif told.get("reason") == "lease revoked" and slot.host is not None:
+                self.judge.lease_revoked(slot.name, slot.host.lease.id, self.etcd.revoked)
 
         return await run_process(
             spec,
             Watched(self._component(kind, slot, spec, process), slot),
             report,
-            surroundings(self.network, self.shipped, process, self.judge.heard, self.judge.said),
+            surroundings(
+                self.network, process, self._open_store, self.judge.heard, self.judge.said
+            ),
         )
 
     def _component(
@@ -216,6 +242,7 @@ class World:
             return client
         parts = SimParts(
             network=self.network,
+            open_store=self._open_store,
             fabric=self.fabric,
             judge=self.judge,
             shipped=self.shipped,
@@ -255,6 +282,17 @@ class World:
             self.judge.story(name, story)
 
         return on_story
+
+    def _open_store(self) -> AbstractAsyncContextManager[Store]:
+        opened = self.shipped.store(etcd_backend(self.network))
+        return self._views.seen(opened, self.loop.current_process())
+
+    def _lease_expired(self, lease_id: int) -> None:
+        for slot in self.slots.values():
+            if slot.host is not None and slot.host.lease.id == lease_id and slot.processes():
+                lease = slot.host.lease
+                assert isinstance(lease, ThreadedLease)
+                self.judge.lease_expired(slot.name, lease_id, lease.deadline)
 
     def _changed(self, name: str, state: State) -> None:
         if state is not State.DEAD:

@@ -4,9 +4,9 @@ The only place where the client opens a connection or starts a thread. A simulat
 replaces all three.
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,9 +55,11 @@ def open_channel(host: tuple[str, int], address: ServerAddress) -> Any:
     return rpc.secure_channel(target, credentials, options=options)
 
 
-def open_thread() -> AbstractContextManager[Portal]:
+@asynccontextmanager
+async def open_thread() -> AsyncIterator[Portal]:
     """A thread with an event loop of its own; leaving the context waits for its end."""
-    return start_blocking_portal(name="dynamo-lite-lease")
+    with start_blocking_portal(name="dynamo-lite-lease") as portal:
+        yield portal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class EtcdBackend:
     running when the caller's stalls. clock: its boot time measures leases."""
 
     open_channel: Callable[[tuple[str, int], ServerAddress], Any] = open_channel
-    open_portal: Callable[[], AbstractContextManager[Portal]] = open_thread
+    open_portal: Callable[[], AbstractAsyncContextManager[Portal]] = open_thread
     clock: Clock = SYSTEM_CLOCK
 
 

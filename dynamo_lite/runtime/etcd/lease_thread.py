@@ -54,16 +54,21 @@ class ThreadedLease:
         return self._inner.ttl_s
 
     @property
+    def deadline(self) -> float:
+        """See `EtcdLease.deadline`."""
+        return self._inner.deadline
+
+    @property
     def loss(self) -> LeaseLoss | None:
         if self._loss is None:
             if (known := self._inner.known_loss) is not None:
                 self.end(known)
-            elif self._boottime() >= self._inner.deadline:
+            elif self._boottime() >= self.deadline:
                 self.end(LeaseLoss.EXPIRED)
         return self._loss
 
     def remaining_s(self) -> float:
-        return 0.0 if self.loss else max(0.0, self._inner.deadline - self._boottime())
+        return 0.0 if self.loss else max(0.0, self.deadline - self._boottime())
 
     async def lost(self) -> LeaseLoss:
         await self._lost.wait()
@@ -103,7 +108,7 @@ async def lease_in_thread(
     when etcd grants none, and OSError when a file of `address.tls` is gone.
     """
     owner = asyncio.get_running_loop()
-    with backend.open_portal() as portal:
+    async with backend.open_portal() as portal:
         keeper = _Keeper(address, ttl_s, timeout_s, backend)
         kept: Future[None] | None = None
         try:

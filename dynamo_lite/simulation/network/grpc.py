@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Any
 
 from aetcd import rpc
-from grpc.aio import UsageError
+from grpc.aio import Metadata, UsageError
 
 from dynamo_lite.simulation.loop.handles import SimHandle
 from dynamo_lite.simulation.network.channel import End
@@ -82,8 +82,17 @@ class SimChannel:
             await asyncio.sleep(0)
             raise rpc_error(rpc.StatusCode.UNAVAILABLE, _NO_CONNECTION)
         answer: asyncio.Future[Any] = self._loop.create_future()
-        call = _Call(answer.set_result, answer.set_exception)
-        number = self.begin(call, "call", method, (request,))
+
+        def on_message(response: Any) -> None:
+            if not answer.done():
+                answer.set_result(response)
+
+        def on_error(error: BaseException) -> None:
+            if not answer.done():
+                answer.set_exception(error)
+
+        call = _Call(on_message, on_error)
+        number = self.begin(call, "unary", method, request)
         timer = None
         if timeout_s is not None:
             timer = self._loop.call_later(timeout_s, self._time_out, number)
@@ -179,11 +188,11 @@ class SimChannel:
 
     def _take(self, item: Any) -> None:
         match item:
-            case ("answer", number, (None, response), _):
+            case ("answer", number, None, response):
                 call = self._calls.pop(number, None)
                 if call is not None:
                     call.on_message(response)
-            case ("answer", number, (error, _), _):
+            case ("answer", number, error, _):
                 self._fail(number, error)
             case ("message", number, response):
                 call = self._calls.get(number)
@@ -323,4 +332,4 @@ _NO_CONNECTION = "failed to connect to all addresses; last error: UNKNOWN: Conne
 
 
 def rpc_error(code: rpc.StatusCode, details: str) -> rpc.AioRpcError:
-    return rpc.AioRpcError(code, details=details)
+    return rpc.AioRpcError(code, Metadata(), Metadata(), details)

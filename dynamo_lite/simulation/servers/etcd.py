@@ -60,7 +60,9 @@ class EtcdServer(Server):
     """Runs as `process` on `data` until that dies. As etcd does, it gives every lease
     its whole time-to-live anew when it starts.
 
-    on_expiry: called with the id of each lease whose time is over.
+    on_expiry: called with the id of each lease whose time is over, then and whenever it is to
+    be kept alive all the same. slowest_answer_s: what was asked for is done at once, and
+    answered after up to that time.
     """
 
     def __init__(
@@ -71,10 +73,11 @@ class EtcdServer(Server):
         port: int = PORT,
         *,
         on_expiry: Callable[[int], None] = lambda _: None,
+        slowest_answer_s: float = 0.0,
     ):
         super().__init__(network, process, port)
         self.data = data or EtcdData()
-        self._on_expiry = on_expiry
+        self._on_expiry, self._slowest_answer_s = on_expiry, slowest_answer_s
         self._random = network.random
         self._deadlines: dict[int, float] = {}
         self._timers: dict[int, SimHandle] = {}
@@ -106,13 +109,21 @@ class EtcdServer(Server):
 
     # The connections
 
-    def call(self, connection: Connection, operation: str, arguments: tuple[Any, ...]) -> Any:
-        """Returns (error, None) or (None, response)."""
-        method = self._methods.get(operation)
-        if method is None:
-            return rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"unknown method {operation}"), None
+    def on_unary(self, connection: Connection, number: int, method: str, request: Any) -> None:
+        item = ("answer", number, *self._answer(method, request))
+        if self._slowest_answer_s:
+            delay_s = self._slowest_answer_s * self._random()
+            self.loop.call_later(delay_s, connection.send, item)
+        else:
+            connection.send(item)
+
+    def _answer(self, method: str, request: Any) -> tuple[rpc.AioRpcError | None, Any]:
+        """The error or the response."""
+        function = self._methods.get(method)
+        if function is None:
+            return _unknown(method), None
         try:
-            return None, method(*arguments)
+            return None, function(request)
         except rpc.AioRpcError as error:
             return error, None
 
@@ -122,8 +133,7 @@ class EtcdServer(Server):
 
     def on_stream(self, connection: Connection, number: int, method: str, request: Any) -> None:
         if method != "/etcdserverpb.Watch/Watch":
-            unknown = rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"unknown method {method}")
-            connection.send(("answer", number, (unknown, None), None))
+            connection.send(("answer", number, _unknown(method), None))
         elif request.WhichOneof("request_union") == "create_request":
             self._watch(connection, number, request.create_request)
 
@@ -232,6 +242,8 @@ class EtcdServer(Server):
     def _keep_alive(self, request: Any) -> Any:
         """A lease whose time is over is not prolonged any more."""
         lease_id, ttl_s = request.ID, 0
+        if lease_id in self.data.expired:
+            self._on_expiry(lease_id)
         if lease_id in self.data.leases:
             if self.loop.time() >= self._deadlines[lease_id]:
                 self._expire(lease_id)
@@ -263,6 +275,7 @@ class EtcdServer(Server):
     def _expire(self, lease_id: int) -> None:
         self.loop.trace.add(f"lease {lease_id:x} has expired")
         self._end_lease(lease_id)
+        self.data.expired.add(lease_id)
         self._on_expiry(lease_id)
 
     def _end_lease(self, lease_id: int) -> bool:
@@ -324,6 +337,10 @@ _NO_LEASE = "etcdserver: requested lease not found"
 _LEASE_EXISTS = "etcdserver: lease already exists"
 _FUTURE = "etcdserver: mvcc: required revision is a future revision"
 _COMPACTED = "etcdserver: mvcc: required revision has been compacted"
+
+
+def _unknown(method: str) -> rpc.AioRpcError:
+    return rpc_error(rpc.StatusCode.UNIMPLEMENTED, f"unknown method {method}")
 
 
 def _without_value(kv: Any) -> Any:

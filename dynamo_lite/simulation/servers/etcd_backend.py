@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,9 +28,14 @@ def etcd_backend(network: Network) -> EtcdBackend:
 class _LoopPortal:
     """Implements Portal in the caller's own event loop: a simulation has no threads."""
 
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+
     def start_task_soon(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         task = asyncio.get_running_loop().create_task(_run(func, args, future))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
         future.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
         return future
 
@@ -51,6 +56,10 @@ async def _run(func: Callable[..., Any], args: tuple[Any, ...], future: Future[A
             future.set_result(result)
 
 
-@contextlib.contextmanager
-def _open_portal() -> Iterator[_LoopPortal]:
-    yield _LoopPortal()
+@contextlib.asynccontextmanager
+async def _open_portal() -> AsyncIterator[_LoopPortal]:
+    portal = _LoopPortal()
+    try:
+        yield portal
+    finally:
+        await asyncio.gather(*portal.tasks, return_exceptions=True)

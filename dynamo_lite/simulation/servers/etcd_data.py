@@ -30,8 +30,8 @@ class EtcdData:
     """Outlives the server's process.
 
     cluster: the id of the cluster. revision: of the last change. compacted: the first
-    revision that is still known. `rpc.KeyValue` and `rpc.Event` are never changed once they
-    are in here.
+    revision that is still known. expired: leases whose time was over. `rpc.KeyValue` and
+    `rpc.Event` are never changed once they are in here.
     """
 
     cluster: int = 1
@@ -39,6 +39,7 @@ class EtcdData:
     compacted: int = 0
     keys: dict[bytes, Any] = field(default_factory=dict[bytes, Any])  # key -> rpc.KeyValue
     leases: dict[int, StoredLease] = field(default_factory=dict[int, StoredLease])
+    expired: set[int] = field(default_factory=set[int])
     _events: list[Any] = field(default_factory=list[Any])  # rpc.Event, oldest first
     _before: dict[bytes, Any] = field(default_factory=dict[bytes, Any])  # before `_events`
     _uncommitted: list[Any] = field(default_factory=list[Any])

@@ -1,0 +1,81 @@
+"""What the watches of simulated processes have told, beside what the store holds."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
+from dynamo_lite.simulation.loop.process import SimProcess
+from dynamo_lite.simulation.servers.etcd_data import EtcdData
+
+
+class View(AsyncIterator[WatchEvent]):
+    """The events of one watch. entries: what those that were taken so far amount to; None:
+    nothing was taken."""
+
+    def __init__(self, process: SimProcess, prefix: str, events: AsyncIterator[WatchEvent]):
+        self.process, self.prefix = process, prefix
+        self.entries: dict[str, bytes] | None = None
+        self._events = events
+
+    def __aiter__(self) -> "View":
+        return self
+
+    async def __anext__(self) -> WatchEvent:
+        event = await anext(self._events)
+        match event:
+            case Snapshot(entries):
+                self.entries = dict(entries)
+            case Put(key, value):
+                assert self.entries is not None
+                self.entries[key] = value
+            case Delete(key):
+                assert self.entries is not None
+                self.entries.pop(key, None)
+        return event
+
+
+class Views:
+    """Of all watches that are open."""
+
+    def __init__(self) -> None:
+        self._open: dict[View, None] = {}
+
+    @contextlib.asynccontextmanager
+    async def seen(
+        self, opened: AbstractAsyncContextManager[EtcdStore], process: SimProcess
+    ) -> AsyncIterator[EtcdStore]:
+        """The store that `process` opens; its watches are noted here."""
+        async with opened as store:
+            watch = store.watch
+
+            @contextlib.asynccontextmanager
+            async def noted(prefix: str) -> AsyncIterator[Any]:
+                async with watch(prefix) as events:
+                    view = View(process, prefix, events)
+                    self._open[view] = None
+                    try:
+                        yield view
+                    finally:
+                        del self._open[view]
+
+            store.watch = noted
+            yield store
+
+    def differing(self, data: EtcdData) -> str | None:
+        """A watch that has told something else than what the store holds; None if all agree."""
+        for view in self._open:
+            if view.process.dead:
+                continue
+            held = {
+                key.decode(): kv.value
+                for key, kv in data.keys.items()
+                if key.startswith(view.prefix.encode())
+            }
+            if view.entries != held:
+                keys = sorted({*held, *(view.entries or ())})
+                wrong = [key for key in keys if held.get(key) != (view.entries or {}).get(key)]
+                return f"{view.process}: the watch on {view.prefix} is wrong about {wrong}"
+        return None
