@@ -1,23 +1,89 @@
-"""On the simulated etcd the shipped store does what every store must, and so does a roster."""
+"""On the simulated etcd the shipped store does what every store must, and so does a roster;
+when that etcd dies, hangs or is wiped, it does what it does on the real one."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.etcd import EtcdServer
 from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
-from tests.contract import test_roster, test_store
+from dynamo_lite.simulation.servers.etcd_data import EtcdData
+from tests.contract import test_roster, test_store, test_store_outages
+from tests.contract.test_store_outages import EtcdRig, outage
 from tests.sim import contract
+
+__all__ = ["outage"]
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-globals().update(contract.tests_of(test_store, "store"))
-globals().update(contract.tests_of(test_roster, "store"))
+#: These stop the process itself or a thread of it, by real time.
+_REAL_TIME = (
+    "test_a_stalled_event_loop_costs_no_lease",
+    "test_a_hung_event_loop_does_not_keep_its_lease",
+    "test_a_hung_server_is_unavailable_in_time",
+    "test_a_suspended_host_has_lost_its_lease",
+)
+
+for suite in (test_store, test_roster, test_store_outages):
+    globals().update(contract.tests_of(suite, "store", "rig", "etcd_server"))
+for name in _REAL_TIME:
+    del globals()[name]
+
+
+class SimulatedEtcd:
+    """As `tests.servers.PrivateServer`, in a simulation."""
+
+    url = ETCD_URL
+
+    def __init__(self, network: Network):
+        self._network = network
+        self._data = EtcdData()
+        self._start()
+
+    async def kill(self) -> None:
+        self._process.kill()
+
+    async def restart(self, *, wiped: bool = False) -> None:
+        if wiped:
+            self._data = self._data.wiped()
+        self._start()
+
+    def freeze(self) -> None:
+        self._process.pause()
+
+    def thaw(self) -> None:
+        self._process.resume()
+
+    def _start(self) -> None:
+        self._process = self._network.loop.add_process("etcd")
+        EtcdServer(self._network, self._process, self._data)
 
 
 @pytest.fixture
 async def store(network: Network) -> AsyncIterator[Store]:
     async with EtcdStore(ETCD_URL, backend=etcd_backend(network)) as store:
         yield store
+
+
+@pytest.fixture
+async def etcd_server(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> SimulatedEtcd:
+    """The suites' own stores are connected to it, too."""
+    network = Network(loop)
+
+    def connect(url: str, **options: Any) -> EtcdStore:
+        return EtcdStore(url, backend=etcd_backend(network), **options)
+
+    for suite in (test_store, test_roster, test_store_outages):
+        monkeypatch.setattr(suite, "EtcdStore", connect)
+    return SimulatedEtcd(network)
+
+
+@pytest.fixture
+async def rig(etcd_server: Any) -> AsyncIterator[EtcdRig]:
+    async with test_store_outages.EtcdStore(etcd_server.url) as store:
+        yield EtcdRig(etcd_server, store)
