@@ -13,6 +13,8 @@ from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 
 #: The load begins when the workers are up, which is about then.
 LOAD_FROM_S = 2.0
+#: In one run of five etcd is slow to say that it has done what it was asked for.
+_SLOW_STORE_S = 0.5
 
 
 class Kind(Enum):
@@ -80,7 +82,8 @@ class Scenario:
 
     slowest_write_s: how long a write may be under way; below a lease's time to live.
     quiet_at_s: from here on nothing goes wrong any more. clock_skews: hosts whose wall clocks
-    are wrong from the beginning, by so many seconds.
+    are wrong from the beginning, by so many seconds. slowest_store_answer_s: etcd does what it is
+    asked for at once, and answers after up to that time.
     """
 
     seed: int
@@ -96,6 +99,7 @@ class Scenario:
     slowest_write_s: float
     token_s: float
     quiet_at_s: float
+    slowest_store_answer_s: float = 0.0
     clock_skews: tuple[tuple[str, float], ...] = ()
     faults: tuple[Fault, ...] = ()
     asks: tuple[Ask, ...] = field(default=(), repr=False)
@@ -104,11 +108,6 @@ class Scenario:
     def kv_checksum_rate(self) -> float:
         """None in every other run: a checksum hides from the client what went wrong."""
         return 0.5 * (self.seed % 2)
-
-    @property
-    def slowest_store_answer_s(self) -> float:
-        """In one run of five etcd has done what it was asked for, and is slow to say so."""
-        return 0.5 * (self.seed % 5 == 2)
 
     @property
     def max_deliver(self) -> int:
@@ -175,6 +174,7 @@ def draw(seed: int) -> Scenario:
         slowest_write_s=rng.choice((0.01, 0.1, 0.8)),
         token_s=rng.choice((0.0002, 0.001, 0.004, 0.01)),
         quiet_at_s=LOAD_FROM_S + load_s,
+        slowest_store_answer_s=_SLOW_STORE_S * (seed % 5 == 2),
     )
     scenario = replace(scenario, clock_skews=_clock_skews(scenario))
     return _with_load(_with_faults(scenario, bursts, rng), bursts, rng)

@@ -69,11 +69,7 @@ class Views:
         for view in self._open:
             if view.process.dead:
                 continue
-            held = {
-                key.decode(): kv.value
-                for key, kv in data.keys.items()
-                if key.startswith(view.prefix.encode())
-            }
+            held = data.matching(view.prefix)
             if view.entries != held:
                 keys = sorted({*held, *(view.entries or ())})
                 wrong = [key for key in keys if held.get(key) != (view.entries or {}).get(key)]

@@ -132,7 +132,7 @@ class Cluster:
         """The prefill worker's, as the store has it."""
         host = self.world.slots["prefill-0"].host
         assert host is not None
-        entries = self.world.etcd._data.matching(names.links_prefix(NAMESPACE))
+        entries = self.world.etcd.data.matching(names.links_prefix(NAMESPACE))
         found = [decode_json(value, LinkRecord) for value in entries.values()]
         return next((link for link in found if link.prefill_lease_id == host.lease.id), None)
 

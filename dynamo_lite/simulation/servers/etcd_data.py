@@ -61,6 +61,11 @@ class EtcdData:
             return iter([keys[first]] if first in keys else [])
         return iter([keys[key] for key in sorted(keys) if in_range(key, first, end)])
 
+    def matching(self, prefix: str) -> dict[str, bytes]:
+        """What is under a prefix now."""
+        found = sorted(key for key in self.keys if key.startswith(prefix.encode()))
+        return {key.decode(): self.keys[key].value for key in found}
+
     def events_since(self, first: bytes, end: bytes, revision: int) -> list[Any]:
         """The `rpc.Event`s of a range from `revision` on."""
         return [
