@@ -18,15 +18,15 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
 from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.network.network import Network, Weather
 from dynamo_lite.simulation.servers.etcd import EtcdServer
 from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL, etcd_backend
 from dynamo_lite.simulation.servers.etcd_data import EtcdData
+from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
 
 
 class Cluster:
