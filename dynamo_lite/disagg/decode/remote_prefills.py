@@ -231,7 +231,8 @@ class RemotePrefills:
                 report_notice(self._stats, prefill, took_s)
             with self._lock:
                 self._unreported.pop(attempt, None)
-                self._report_to_carry = True
+                # Later the engine may be idle: the counts then leave with its next step.
+                self._report_to_carry |= self._report_expected(prefill)
 
     # Questions
 
@@ -265,7 +266,11 @@ class RemotePrefills:
         with self._lock:
             if self._report_to_carry or not self._unreported:
                 return self._report_to_carry
-            received_at = next(reversed(self._unreported.values())).received_at
+            return self._report_expected(next(reversed(self._unreported.values())))
+
+    def _report_expected(self, prefill: RemotePrefill) -> bool:
+        """Whether the engine makes steps for the report of a committed prefill's writer."""
+        received_at = prefill.received_at
         return received_at is not None and self._now() - received_at < _REPORT_WITHIN_S
 
     def _waiting(self, attempt: str) -> RemotePrefill | None:
