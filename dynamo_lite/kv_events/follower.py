@@ -257,17 +257,19 @@ class _Metrics:
     def __init__(self, registry: CollectorRegistry, follower: KvFollower):
         self.notices = Counter(
             "dynamo_lite_kv_notices",
-            "Notices of workers, by what became of them: applied; aside, until a snapshot comes;"
-            " gap, which asks for one; late and unknown were dropped",
+            "KV notices of workers by result: applied; aside: kept until a snapshot comes; gap:"
+            " requested a snapshot; late and unknown: dropped",
             ["result"],
             registry=registry,
         )
         self.snapshots = Counter(
-            "dynamo_lite_kv_snapshots", "Snapshots of workers that were taken", registry=registry
+            "dynamo_lite_kv_snapshots",
+            "KV snapshots of workers that were applied",
+            registry=registry,
         )
         for name, text, count in (
-            ("blocks", "Different KV blocks that the indexes know", len),
-            ("evicted", "Blocks that went from full indexes", lambda index: index.evicted),
+            ("blocks", "Distinct KV blocks in the indexes", len),
+            ("evicted", "Blocks that were evicted from full indexes", lambda index: index.evicted),
         ):
             Gauge(f"dynamo_lite_kv_index_{name}", text, registry=registry).set_function(
                 lambda count=count: float(sum(count(index) for index in follower.indexes))

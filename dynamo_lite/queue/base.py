@@ -1,6 +1,6 @@
-"""The prefill queue: who pushes, who pulls, and what an answer means.
+"""The interface of the prefill queue.
 
-`jetstream.py` is the real one; `memory.py` the in-process twin. Both pass
+`jetstream.py` implements it on JetStream. The simulation has others; all pass
 `tests/contract/test_queue.py`.
 """
 
@@ -46,11 +46,11 @@ class QueueConfig(QueueOptions):
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Those that exist; one alone keeps the order of arrival."""
+        """The lanes of the queue. With a single lane jobs are pulled in order of arrival."""
         return (Lane.LONG,) if self.order == "fifo" else tuple(Lane)
 
     def lane_of(self, tokens: int, priority: int) -> Lane:
-        """Where a job of so many tokens to compute waits."""
+        """The lane of a job with this many tokens to compute."""
         if self.order == "fifo":
             return Lane.LONG
         return lane_of(tokens, priority, self.short_length)
@@ -58,7 +58,7 @@ class QueueConfig(QueueOptions):
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """Jobs waiting to be pulled, and pulled but not yet acknowledged."""
+    """How many jobs wait to be pulled, and how many are pulled but not acknowledged."""
 
     waiting: int
     in_flight: int
@@ -71,8 +71,8 @@ class QueueDepth:
 class Job(Protocol):
     """A pulled job. The first of ack, nak, term ends it; later ones do nothing.
 
-    All raise BrokerUnavailable, and nothing else: the broker did not hear, and
-    will deliver the job again when ack_wait is over (unless it lost the job).
+    All raise BrokerUnavailable and nothing else. Then the broker may not have received the
+    reply, and delivers the job again after ack_wait (unless it has lost the job).
     """
 
     @property
@@ -83,52 +83,51 @@ class Job(Protocol):
 
     @property
     def deliveries(self) -> int:
-        """1 at the first delivery."""
+        """How often the job was delivered: 1 at the first delivery."""
         ...
 
     @property
     def deliveries_left(self) -> int:
-        """How many may follow this one.
+        """How many deliveries may follow this one.
 
-        Below 0 the job is used up: whoever pulls it does not work on it, but tells
-        whoever waits for it, and terminates it. Until then it is delivered again.
+        Below 0 the job is used up: the worker that pulls it does not run it, but reports its
+        end to the decode engine, and terminates it. Until then it is delivered again.
         """
         ...
 
     async def ack(self) -> None:
-        """Done: the job leaves the queue."""
+        """The job is done: removes it from the queue."""
         ...
 
     async def nak(self, *, delay_s: float = 0.0) -> None:
-        """Not done: deliver it again, to anybody."""
+        """The job is not done: the broker delivers it again, to any worker."""
         ...
 
     async def term(self) -> None:
-        """Never deliver it again."""
+        """Removes the job; it is not delivered again."""
         ...
 
     async def extend(self) -> None:
-        """Still working: restart ack_wait."""
+        """The job is still running: restarts ack_wait."""
         ...
 
 
 class PrefillQueue(Protocol):
-    """An async context manager; leaving it naks what was pulled and not answered.
+    """An async context manager; leaving it naks the pulled jobs that were not answered.
 
-    Entering raises StartupError when the broker cannot be used, or has the queue
-    with another configuration. Sequences are never used twice, not even when
-    the broker lost the queue.
+    Entering raises StartupError when the broker cannot be used, or has the queue with another
+    configuration. Sequences are never reused, even when the broker has lost the queue.
     """
 
     @property
     def incarnation(self) -> int:
-        """Grows when the broker turns out to have lost the queue, and its jobs with it:
-        at the latest when it is back after an outage."""
+        """Increases when the broker is found to have lost the queue with its jobs; at the latest
+        when it is connected again after an outage."""
         ...
 
     def on_lost(self, callback: Callable[[], None]) -> AbstractContextManager[None]:
-        """Calls back from the event loop after `incarnation` has grown, while the context
-        lasts; perhaps in the midst of a push, which may go on into the new queue."""
+        """Calls `callback` in the event loop after `incarnation` has increased, while the context
+        lasts. A push may be in progress then, and may go into the new queue."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -138,33 +137,33 @@ class PrefillQueue(Protocol):
     async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
         """Returns the job's sequence. A repeated `message_id` queues nothing new.
 
-        lane: one of those that the configuration has.
+        lane: one of the configuration's lanes.
 
-        Raises QueueFull or BrokerUnavailable: certainly not queued;
-        PushAmbiguous: unknown.
+        Raises QueueFull or BrokerUnavailable if it is certainly not queued, and PushAmbiguous
+        if it may be queued.
         """
         ...
 
     async def delete(self, sequence: int) -> bool:
-        """Removes a job, pulled or not. Returns whether it was there.
+        """Removes a job, pulled or not. Returns whether it existed.
 
         Raises BrokerUnavailable.
         """
         ...
 
     async def depth(self) -> QueueDepth:
-        """One cheap question to the broker. Raises BrokerUnavailable."""
+        """Requests the depth from the broker, which is cheap. Raises BrokerUnavailable."""
         ...
 
     async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:
-        """The next job, or None after `timeout_s`.
+        """Returns the next job, or None after `timeout_s`.
 
-        lanes: those that it may be from; earlier ones first, by `policy/lanes.py`. With
-        none of them in the configuration it waits for nothing, all the same.
-        May be cancelled: a job that was on its way is kept for the next pull.
+        lanes: the lanes to pull from; earlier ones first, see `policy/lanes.py`. If the queue has
+        none of them, it waits until the timeout.
+        May be cancelled: a job that is being delivered is kept for the next pull.
         """
         ...
 
     async def stop_pulling(self) -> None:
-        """No further job will be pulled; a waiting `pull` returns None."""
+        """Pulls no further job; a waiting `pull` returns None."""
         ...

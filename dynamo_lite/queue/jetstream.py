@@ -1,4 +1,4 @@
-"""The prefill queue on JetStream: one stream, a consumer per lane, a connection of its own."""
+"""The prefill queue on JetStream: one stream, a consumer per lane, and an own connection."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.tasks import running
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 10077
 _NO_SUCH_MESSAGE = (10037, 10043)
@@ -39,7 +39,7 @@ _REPAIR_INTERVAL_S = 0.1
 
 
 class _Connection(NatsMessaging):
-    """A connection that says when it comes and goes."""
+    """A connection that reports its disconnects and reconnects."""
 
     def __init__(self, url: str, on_down: Callable[[], None], on_up: Callable[[], None]):
         super().__init__(url)
@@ -119,10 +119,10 @@ class JetStreamQueue:
         try:
             return await self._publish(subject, payload, message_id)
         except NoStreamResponseError as exc:
-            raise BrokerUnavailable(f"no stream takes {subject}") from exc
+            raise BrokerUnavailable(f"no stream accepts {subject}") from exc
 
     async def _publish(self, subject: str, payload: bytes, message_id: str) -> int:
-        """As `push`, but raises NoStreamResponseError when nothing takes the subject."""
+        """As `push`, but raises NoStreamResponseError when no stream has the subject."""
         js = self._connected_js()
         timeout_s = self._config.push_timeout_s
         try:
@@ -135,7 +135,7 @@ class JetStreamQueue:
         except NoStreamResponseError:
             raise
         except errors.TimeoutError as exc:
-            raise PushAmbiguous(f"no answer to the push within {timeout_s:g} s") from exc
+            raise PushAmbiguous(f"timeout: no reply to the push within {timeout_s:g} s") from exc
         except APIError as exc:
             if exc.err_code == _MAX_MESSAGES:
                 raise QueueFull(f"the queue holds {self._config.max_jobs} jobs") from exc
@@ -143,7 +143,7 @@ class JetStreamQueue:
         except (errors.OutboundBufferLimitError, errors.MaxPayloadError) as exc:
             raise BrokerUnavailable(f"push not sent: {exc}") from exc
         except (errors.Error, OSError, ValueError) as exc:
-            raise PushAmbiguous(f"push failed half-way: {exc!r}") from exc
+            raise PushAmbiguous(f"push failed, the job may be queued: {exc!r}") from exc
         return answer.seq
 
     async def delete(self, sequence: int) -> bool:
@@ -160,7 +160,7 @@ class JetStreamQueue:
 
     async def depth(self) -> QueueDepth:
         lanes = self._config.lanes
-        asked = await asyncio.gather(*map(self._look, lanes), return_exceptions=True)
+        asked = await asyncio.gather(*map(self._consumer_info, lanes), return_exceptions=True)
         infos: list[ConsumerInfo] = []
         for info in asked:
             if isinstance(info, BaseException):
@@ -170,14 +170,14 @@ class JetStreamQueue:
                 return QueueDepth(waiting=0, in_flight=0)
             infos.append(info)
         if {lane: info.created for lane, info in zip(lanes, infos, strict=True)} != self._consumers:
-            self._missing.set()  # somebody has made one again
+            self._missing.set()  # a consumer was lost and created again
         return QueueDepth(
             waiting=sum(info.num_pending or 0 for info in infos),
             in_flight=sum(info.num_ack_pending or 0 for info in infos),
         )
 
-    async def _look(self, lane: Lane) -> ConsumerInfo | None:
-        """None where there is no such consumer. Raises BrokerUnavailable."""
+    async def _consumer_info(self, lane: Lane) -> ConsumerInfo | None:
+        """Returns None when there is no such consumer. Raises BrokerUnavailable."""
         with self._errors("depth"):
             try:
                 name = consumer_name(lane)
@@ -206,17 +206,17 @@ class JetStreamQueue:
         self._missing.set()
 
     async def _keep(self) -> None:
-        """Creates again what the broker lost, and lets pulls go on."""
+        """Creates what the broker has lost again, then resumes pulls."""
         while True:
             await self._missing.wait()
             self._missing.clear()
             try:
                 await self._ensure()
             except BrokerUnavailable as exc:
-                _log.warning("queue %s: %s", self._topology.stream, exc)
+                logger.warning("queue %s is unavailable, retrying: %s", self._topology.stream, exc)
                 self._missing.set()
             except StartupError as exc:
-                _log.error("%s", exc)
+                logger.error("queue %s, retrying: %s", self._topology.stream, exc)
                 self._missing.set()
             else:
                 assert self._puller is not None

@@ -1,7 +1,7 @@
-"""Pulling from JetStream consumers, earlier lanes first, so that no job gets lost on the way.
+"""Pulls from JetStream consumers, earlier lanes first, without losing jobs.
 
-Who pulls looks into one lane after the other, in their turn, and then waits at all of
-them. A lane at which somebody waits already is empty.
+A pull first checks one lane after the other for a waiting job, then waits for all of them. A
+lane with an unanswered pull request is empty.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 
 class Puller:
-    """Async context manager; leaving it naks what was pulled and not answered.
+    """Async context manager; leaving it naks the pulled jobs that were not answered.
 
-    on_missing: called when the broker says that a consumer is gone.
+    on_missing: called when the broker reports that a consumer is gone.
     """
 
     def __init__(
@@ -63,24 +63,24 @@ class Puller:
         self._held.clear()
 
     async def pull(self, timeout_s: float, lanes: Sequence[Lane]) -> JetStreamJob | None:
-        """lanes: from which a job may be; those that the queue has not are left out."""
+        """lanes: the lanes to pull from; lanes that the queue does not have are ignored."""
         chosen = [self._lanes[lane] for lane in lanes if lane in self._lanes]
         deadline = loop_time() + timeout_s
         for asking in chosen:
             asking.pulling += 1
         try:
-            if (job := self._take(chosen)) is not None:
+            if (job := self._pop_arrived(chosen)) is not None:
                 return job
             looked = len(chosen) > 1
-            if looked and (job := await self._look(lanes)) is not None:
+            if looked and (job := await self._check_lanes(lanes)) is not None:
                 return job
             return await self._wait_for_one(chosen, deadline, asked=looked or not chosen)
         finally:
             for asking in chosen:
                 asking.pulling -= 1
 
-    async def _look(self, lanes: Sequence[Lane]) -> JetStreamJob | None:
-        """A job that waits already, from the first lane that has any."""
+    async def _check_lanes(self, lanes: Sequence[Lane]) -> JetStreamJob | None:
+        """Returns a waiting job of the first lane that has one."""
         order = [lane for lane in self._turns.order(lanes) if lane in self._lanes]
         for lane in order:
             asking = self._lanes[lane]
@@ -89,7 +89,7 @@ class Puller:
                 change, now = self._change, loop_time()
                 asking.drop_unanswered(now)
                 await asyncio.wait({change}, timeout=max(request.until - now, 0.0))
-            if (job := self._take([asking])) is not None:
+            if (job := self._pop_arrived([asking])) is not None:
                 self._turns.took(lane, order)
                 return job
         return None
@@ -97,10 +97,10 @@ class Puller:
     async def _wait_for_one(
         self, chosen: list[LanePull], deadline: float, *, asked: bool
     ) -> JetStreamJob | None:
-        """asked: whether a job that waits already would have been found."""
+        """asked: whether the lanes were checked for waiting jobs before."""
         while not self._stopped:
             change = self._change
-            if (job := self._take(chosen)) is not None:
+            if (job := self._pop_arrived(chosen)) is not None:
                 return job
             now = loop_time()
             for asking in chosen:
@@ -117,13 +117,13 @@ class Puller:
         return None
 
     def _may_ask(self, asking: LanePull) -> bool:
-        """Where there are lanes, one at a time: whoever asks at all of them takes one job, and
-        what comes from another must wait for the next pull."""
+        """With several lanes only one request per lane: a pull requests from all lanes but returns
+        one job, and a job of another lane must wait for the next pull."""
         most = asking.pulling if len(self._lanes) == 1 else 1
         return self._ready and len(asking.requests) < most
 
     def pause(self) -> None:
-        """The connection or a consumer is gone, and every request with it."""
+        """To be called when the connection or a consumer is gone, and all pull requests with it."""
         self._ready = False
         for asking in self._lanes.values():
             asking.requests.clear()
@@ -134,7 +134,7 @@ class Puller:
         self._notify()
 
     async def stop(self) -> None:
-        """Ends every `pull`, and naks what arrives or arrived for nobody. Idempotent."""
+        """Ends every `pull`, and naks the jobs that none has returned. Idempotent."""
         self._stopped = True
         self._notify()
         for asking in self._lanes.values():
@@ -147,13 +147,13 @@ class Puller:
         self.pause()
         self._on_missing()
 
-    def _take(self, chosen: Iterable[LanePull]) -> JetStreamJob | None:
-        """The oldest arrived job that is still ours."""
+    def _pop_arrived(self, chosen: Iterable[LanePull]) -> JetStreamJob | None:
+        """Removes and returns the oldest delivered job whose ack_wait has not ended."""
         for asking in chosen:
             while asking.arrived:
                 job = asking.arrived.popleft()
                 if loop_time() - job.arrived_at >= self._config.ack_wait_s:
-                    continue  # the broker has given it to somebody else
+                    continue  # the broker has delivered it to another worker
                 self._held[job] = None
                 return job
         return None
@@ -161,7 +161,7 @@ class Puller:
     async def _wait(
         self, chosen: list[LanePull], change: asyncio.Future[None], deadline: float
     ) -> None:
-        """Until something changes, a request is overdue, or the deadline."""
+        """Waits until a request is answered, a request times out, or the deadline."""
         until, now = deadline, loop_time()
         if overdue := [asking.requests[0].until for asking in chosen if asking.requests]:
             until = min(overdue) if now >= deadline else min(deadline, *overdue)

@@ -1,4 +1,4 @@
-"""The stream of one queue and its consumers, one per lane: created when absent, else checked."""
+"""The stream of a queue and its consumers, one per lane: created if absent, else checked."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -27,19 +27,19 @@ _DUPLICATE_WINDOW_S = 120.0
 
 @dataclass(frozen=True)
 class Found:
-    """What the broker has: which stream, and which consumers, by the time they were made;
-    others after each loss."""
+    """The stream and the consumers that the broker has. Each is identified by its creation time,
+    so the values change when the broker has lost them."""
 
     stream: Hashable
     consumers: Mapping[Lane, Hashable]
 
 
 class Topology:
-    """What must exist on the broker for one queue.
+    """The stream and the consumers of one queue.
 
+    The stream's metadata contains the shared settings. So the process that creates the stream
+    sets them atomically, and others can detect a difference.
     wall: seconds since the epoch.
-    The stream's metadata holds the whole QueueConfig, so that whoever created it
-    first decides, atomically, and everybody else can tell the difference.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Topology:
         self._wall = wall
 
     async def ensure(self, js: JetStreamContext) -> "Found":
-        """Idempotent. Raises StartupError on a queue that is configured otherwise.
+        """Idempotent. Raises StartupError if the queue exists with another configuration.
 
         Errors of the client pass through.
         """
@@ -116,8 +116,9 @@ class Topology:
             deliver_policy=DeliverPolicy.ALL,
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=self.config.ack_wait_s,
-            # The broker would leave a job that is used up in the stream, where it eats the
-            # cap; so it delivers it until somebody has told its decode engine and terminated it.
+            # With a limit the broker would keep a used-up job in the stream, where it counts
+            # against the cap. So it is delivered until a worker has reported its end to the
+            # decode engine and terminated it.
             max_deliver=-1,
             max_ack_pending=-1,
         )
@@ -128,7 +129,7 @@ def consumer_name(lane: Lane) -> str:
 
 
 def shared_settings(config: QueueConfig) -> dict[str, str]:
-    """What every user of a queue must agree on, as text."""
+    """The settings that all users of a queue must share, as text."""
     return {
         "max_depth": str(config.max_jobs),
         "ack_wait_s": f"{config.ack_wait_s:g}",

@@ -16,13 +16,13 @@ from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import (
     MAX_REQUEST_ID,
     FailoverClient,
+    FailoverStats,
     OnEnded,
     OnTokens,
 )
 from dynamo_lite.request_plane.local import LocalGenerateClient
 from dynamo_lite.request_plane.selector import WorkerSelector
 from dynamo_lite.request_plane.server import GenerateServer
-from dynamo_lite.request_plane.stats import FailoverStats
 
 __all__ = [
     "MAX_REQUEST_ID",

@@ -7,8 +7,10 @@ request id on the wire, so that late deltas of an earlier worker cannot get into
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Self
 
 from dynamo_lite.policy.migration import Plan
@@ -26,7 +28,6 @@ from dynamo_lite.request_plane.base import MakeTransport, OnDeltas
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.placement import Placement
 from dynamo_lite.request_plane.selector import LocalSelector, WorkerSelector
-from dynamo_lite.request_plane.stats import FailoverStats
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import OwnedTasks
 
@@ -41,6 +42,18 @@ _CLOCK_SLACK_S = 0.1
 OnEnded = Callable[[str, DynamoLiteError], None]
 #: Takes the lease id of a worker that gave tokens, and whether first tokens were among them.
 OnTokens = Callable[[int, bool], None]
+
+
+@dataclass
+class FailoverStats:
+    """Counts since the start."""
+
+    #: Migrations by kind: "fresh" (it had given no token), "continue", "replay".
+    moved: Counter[str] = field(default_factory=Counter[str])
+    #: Requests that ended with WorkerLost.
+    lost: int = 0
+    #: Requests that ended by their timeout.
+    expired: int = 0
 
 
 class FailoverClient:

@@ -21,7 +21,7 @@ class DropCounter:
     def __init__(self, registry: CollectorRegistry):
         self._counter = Counter(
             "dynamo_lite_dropped_messages",
-            "Messages that were refused as malformed or out of place, by where they arrived",
+            "Messages that were dropped as malformed or unexpected, by where they arrived",
             ["where"],
             registry=registry,
         )

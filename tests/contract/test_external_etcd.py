@@ -90,7 +90,7 @@ async def test_etcd_knows_a_user_by_the_certificate(
 async def test_etcd_wants_a_user(tmp_path: Path, certificates: Certificates) -> None:
     async with etcd(tmp_path, certificates, users=True) as server:
         said = await refusal(EtcdStore(etcd_url(server, certificates.query())))
-        assert "it wants a user name and password" in said
+        assert "it requires a user name and password" in said
         async with EtcdStore(etcd_url(server, certificates.query(), LOGIN)) as store:
             with pytest.raises(StoreUnavailable, match="permission denied"):
                 await store.put("m/foreign", b"")

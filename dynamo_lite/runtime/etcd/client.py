@@ -1,9 +1,9 @@
 """The connection to etcd: channels to its members, TLS, and the authentication token.
 
-aetcd's client knows one plain channel. Here every member has one of its own, so
-that each certificate is checked against its own name; calls go to one member
-until it is out of reach. Tokens end with a member's restart or by their age, and
-are renewed when etcd says so.
+aetcd's client has a single plain channel. Here every member has its own channel, so that
+each certificate is checked against its own host name. Calls go to one member until it is
+unavailable. Tokens become invalid when a member restarts or when they expire, and are renewed
+when etcd reports that.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 #: Codes of a member that is away, hangs, or has no leader.
 UNREACHABLE = (rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED)
-#: The token is unknown or too old, the users have changed since, or no token was sent.
+#: The token is unknown or expired, the users have changed since, or no token was sent.
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _NEVER_SENT = "failed to connect to all addresses"
 _AUTH_IS_OFF = "authentication is not enabled"
 
 
 class EtcdClient(aetcd.Client):
-    """aetcd's calls on one of several members; made and used in one event loop.
+    """aetcd's calls on one of several members; created and used in one event loop.
 
-    `call` wraps whatever reads `channel`, a stub or `metadata`: these change.
+    Every use of `channel`, a stub or `metadata` must be inside `call`, because they change.
     """
 
-    # What aetcd leaves untyped or types too narrowly.
+    # aetcd does not type these, or too narrowly.
     channel: Any
     metadata: Any
 
@@ -58,8 +58,8 @@ class EtcdClient(aetcd.Client):
             await channel.close()
 
     async def call(self, send: Callable[[], Awaitable[T]]) -> T:
-        """What `send` returns. Another member, or a new token, is tried when etcd has
-        certainly not applied the call; a member that fails is left in any case.
+        """Returns the result of `send`. Retries with another member, or with a new token, if etcd
+        has certainly not applied the call. In any case it stops using a member that fails.
 
         Raises what `send` raises: aetcd.ClientError or AioRpcError.
         """
@@ -95,7 +95,7 @@ class EtcdClient(aetcd.Client):
             self._use(self._channels[following % len(self._channels)])
 
     async def _authenticate(self, stale: Any) -> None:
-        """Replaces the token `stale`, unless another call did so. Raises AioRpcError."""
+        """Replaces the token `stale`, unless another call has. Raises AioRpcError."""
         if self._user is None:
             return
         async with self._authenticating:
@@ -105,7 +105,7 @@ class EtcdClient(aetcd.Client):
             try:
                 reply = await self.auth_stub.Authenticate(request, timeout=self._timeout)
             except rpc.AioRpcError as exc:
-                # As etcd's own clients do: credentials do not hurt a server without users.
+                # As in etcd's own clients: credentials are ignored by a server without users.
                 if _AUTH_IS_OFF not in details(exc):
                     raise
                 self.metadata = None
@@ -114,19 +114,19 @@ class EtcdClient(aetcd.Client):
 
 
 def status(exc: BaseException | None) -> rpc.StatusCode | None:
-    """etcd's or gRPC's status code, also of an error that aetcd has wrapped."""
+    """The status code of etcd or gRPC, also of an error that aetcd has wrapped."""
     cause = exc.__cause__ if isinstance(exc, aetcd.ClientError) else exc
     return cause.code() if isinstance(cause, rpc.AioRpcError) else None
 
 
 def details(exc: BaseException) -> str:
-    """etcd's or gRPC's words."""
+    """The error text of etcd or gRPC."""
     text = exc.details() if isinstance(exc, rpc.AioRpcError) else str(exc)
     return text or type(exc).__name__
 
 
 def is_future_revision(exc: BaseException) -> bool:
-    """Whether etcd says that its history has not yet come as far as it was asked for."""
+    """Whether etcd reports that the requested revision does not exist yet."""
     return "future revision" in details(exc)
 
 

@@ -1,12 +1,12 @@
 """One etcd lease: its grant, its refreshes, and the detection of its loss.
 
-etcd says that a lease is gone by a time-to-live of 0, not by an error. Besides,
-a lease that could not be refreshed for its whole time-to-live counts as lost by
-this host's CLOCK_BOOTTIME, whatever the server says later: others may have seen it
-expire. That clock counts the time in which the host was suspended.
+etcd reports a lost lease by a time-to-live of 0, not by an error. Besides, a lease that could
+not be refreshed for its whole time-to-live by this host's CLOCK_BOOTTIME counts as lost,
+regardless of later replies: other processes may have seen it expire. That clock counts the
+time in which the host was suspended.
 
-A store that lost its data, or went back to a backup, does not know the lease
-either. Nobody asked this process to leave then, so it takes the same id again.
+A store that has lost its data, or was restored from a backup, does not know the lease either.
+In this case the lease was not revoked, so this process grants the same id again.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from dynamo_lite.runtime.store import LeaseLoss
 
 logger = logging.getLogger(__name__)
 
-#: As often as that, so that an outage of nearly the whole time-to-live costs no lease.
+#: So often that an outage of nearly the whole time-to-live does not lose the lease.
 _REFRESHES_PER_TTL = 10
 _RETRY_S = 0.2
 
@@ -69,12 +69,12 @@ class EtcdLease:
 
     @property
     def deadline(self) -> float:
-        """`boottime` until which the lease certainly lives, unless it was lost before."""
+        """The `boottime` until which the lease is certainly alive, unless it was lost before."""
         return self._deadline
 
     @property
     def known_loss(self) -> LeaseLoss | None:
-        """The loss that was noticed so far. Unlike `loss` it may be read in any thread."""
+        """The loss that was detected so far. Unlike `loss` it may be read in any thread."""
         return self._loss
 
     @property
@@ -96,7 +96,7 @@ class EtcdLease:
         return self.loss
 
     def end(self, loss: LeaseLoss) -> None:
-        """Marks the lease as gone; the first reason stays."""
+        """Marks the lease as lost. Only the first reason counts."""
         if self._loss is None:
             self._loss = loss
             self._lost.set()
@@ -112,7 +112,7 @@ class EtcdLease:
         while self.loss is None:
             refreshed = await self._refresh()
             wait_s = pause_s if refreshed else min(_RETRY_S, pause_s)
-            # Never sleep past the deadline: its passing must be noticed at once.
+            # Never sleep past the deadline: it must be detected at once.
             wait_s = min(wait_s, self.remaining_s())
             try:
                 async with asyncio.timeout(wait_s):
@@ -121,12 +121,12 @@ class EtcdLease:
                 continue
 
     async def _refresh(self) -> bool:
-        """Whether the store settled it. Sets the deadline or the loss from its answer."""
+        """Refreshes once, and sets the deadline or the loss. Returns False if a retry is needed."""
         if self.loss is not None:
             return True
         try:
-            # One at a time: whoever hears of a wiped store while another call has just been
-            # given the lease again would find no mark of it, and take it for revoked.
+            # One at a time: otherwise a call that sees the wiped store, while another one has
+            # just granted the lease again, would find no witness and report a revocation.
             async with asyncio.timeout(self.remaining_s()), self._refreshing:
                 asked_at = self._boottime()
                 reply = await self._client.call(lambda: self._client.refresh_lease(self._id))
@@ -142,7 +142,7 @@ class EtcdLease:
         return True
 
     def _place(self, header: Any) -> None:
-        """Where in which store's history the lease was granted."""
+        """Records in which store's history, and where, the lease was granted."""
         self._cluster: int = header.cluster_id
         self._revision: int = header.revision
         self._witness = None
@@ -157,17 +157,17 @@ class EtcdLease:
             granted = await _ask(self._client, self._ttl_s, self._timeout_s, lease_id=self._id)
         except rpc.AioRpcError as exc:
             if status(exc) is rpc.StatusCode.FAILED_PRECONDITION:
-                return False  # it exists: another of our calls was faster
+                return False  # it exists: another call of this process was faster
             raise
-        logger.warning("etcd has lost its data; lease %x is granted anew", self._id)
+        logger.warning("etcd has lost its data; lease %x was granted again", self._id)
         self._deadline = max(self._deadline, asked_at + granted.TTL)
         self._place(granted.header)
         return True
 
     async def _was_wiped(self, header: Any) -> bool:
-        """Whether the store's history is another than that in which the lease was granted.
+        """Whether the store's history is not the one in which the lease was granted.
 
-        Its revision alone may mislead: a wiped store may be past it already, and one
+        The revision alone is not reliable: a wiped store may already be past it, and one
         member of several may lag behind the others.
         """
         went_back = header.cluster_id != self._cluster or header.revision < self._revision

@@ -1,12 +1,12 @@
-"""An etcd lease that is kept alive in a thread of its own.
+"""An etcd lease that is kept alive in its own thread.
 
-The event loop of a process may stall for longer than a lease lives: an import, a large
-request body, a garbage collection. The thread has an event loop and a connection of its
-own, so such a stall does not cost the lease.
+The event loop of a process may stall for longer than the lease's time-to-live: in an import, a
+large request body, a garbage collection. The thread has its own event loop and connection, so
+such a stall does not lose the lease.
 
-A process whose event loop has hung for good must not stay a member. At each refresh the
-thread asks the owner's event loop for an answer. It gives the lease up when there is none
-for `hung_s`.
+A process whose event loop hangs forever must not stay a member. At each refresh the thread
+schedules a callback in the owner's event loop. It gives up the lease when none has run for
+`hung_s`.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class ThreadedLease:
             self._portal.start_task_soon(self._inner.holds, key, revision)
 
     def end(self, loss: LeaseLoss) -> None:
-        """Marks the lease as gone, here and in its thread; the first reason stays."""
+        """Marks the lease as lost, here and in its thread. Only the first reason counts."""
         if self._loss is None:
             self._loss = loss
             self._lost.set()
@@ -130,7 +130,7 @@ async def lease_in_thread(
 
 
 class _Keeper:
-    """What runs in the thread."""
+    """The part that runs in the thread."""
 
     _client: EtcdClient | None = None
     _lease: EtcdLease
@@ -152,7 +152,7 @@ class _Keeper:
     async def keep(
         self, owner: asyncio.AbstractEventLoop, end: Callable[[LeaseLoss], None], hung_s: float
     ) -> None:
-        """Until the lease is lost; `end` is then called in the owner's event loop."""
+        """Runs until the lease is lost; then it calls `end` in the owner's event loop."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._lease.keep_alive())
             watch = tasks.create_task(self._watch(owner, hung_s))
@@ -167,7 +167,7 @@ class _Keeper:
         try:
             await client.call(lambda: client.revoke_lease(lease.id))
         except (aetcd.ClientError, rpc.AioRpcError, TimeoutError) as exc:
-            logger.info("lease %x is left to expire: %s", lease.id, details(exc))
+            logger.info("lease %x was not revoked, it expires: %s", lease.id, details(exc))
 
     async def close(self) -> None:
         if self._client is not None:
@@ -192,9 +192,9 @@ class _Keeper:
 
 
 def _log_failure(kept: Future[None]) -> None:
-    """Without its keeper the lease expires."""
+    """Logs that the lease is not refreshed any more, and will expire."""
     if not kept.cancelled() and (failure := kept.exception()) is not None:
-        logger.error("the lease is not kept alive any more", exc_info=failure)
+        logger.error("the lease is not refreshed any more and will expire", exc_info=failure)
 
 
 async def _call(portal: Portal, function: Callable[..., Awaitable[T]], *args: Any) -> T:

@@ -1,4 +1,4 @@
-"""The store on etcd: unary calls, and where leases and watches start."""
+"""The store on etcd: single calls, and the start of leases and watches."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,17 @@ from dynamo_lite.runtime.tls import tls_refusal
 logger = logging.getLogger(__name__)
 
 _PROBE_PAUSE_S = 0.05
-#: What etcd's and gRPC's words mean, as far as it helps with a wrong URL.
+#: Error texts of etcd and gRPC that come from a wrong URL, and their meanings.
 _MEANINGS = (
     (r"authentication failed", "it refuses the user name or password"),
-    (r"user name is empty", "it wants a user name and password: USER:PASSWORD@HOST"),
-    (r"Handshake read failed", "it breaks off the TLS handshake; write http:// if it has no TLS"),
+    (r"user name is empty", "it requires a user name and password: USER:PASSWORD@HOST"),
+    (
+        r"Handshake read failed",
+        "it closes the connection in the TLS handshake; write http:// if it has no TLS",
+    ),
     (
         r"failed to connect.*: Socket closed$",
-        "it breaks off the connection; write https:// if it wants TLS",
+        "it closes the connection; write https:// if it requires TLS",
     ),
 )
 
@@ -65,7 +68,7 @@ class EtcdStore:
         return f"EtcdStore({self._url}, {'open' if self._connected else 'closed'})"
 
     async def __aenter__(self) -> Self:
-        """Raises StartupError when etcd does not answer in time, or refuses."""
+        """Raises StartupError when etcd does not reply in time, or refuses."""
         try:
             client = EtcdClient(self._address, timeout_s=self._timeout_s, backend=self._backend)
         except OSError as exc:
@@ -162,7 +165,7 @@ class EtcdStore:
         return self._connected
 
     async def _call(self, send: Callable[[Any], Awaitable[Any]], lease: Lease | None = None) -> Any:
-        """`lease` is the one that the call hangs a key on."""
+        """lease: the lease to which the call attaches a key."""
         with self._errors(lease):
             client = self._client
             try:
@@ -170,8 +173,8 @@ class EtcdStore:
             except (aetcd.ClientError, rpc.AioRpcError) as exc:
                 if lease is None or not _is_not_found(exc) or await lease.verify() is not None:
                     raise
-            # A store that was wiped has been given the lease again, unless it is out of the
-            # reach of the thread that keeps the lease.
+            # A wiped store has the lease again, unless it is unavailable for the thread that
+            # refreshes the lease.
             return await client.call(lambda: send(client))
 
     async def _probe(self) -> None:
@@ -185,7 +188,7 @@ class EtcdStore:
             except StoreUnavailable as exc:
                 cause = exc.__cause__ or exc
                 if status(cause) is rpc.StatusCode.PERMISSION_DENIED:
-                    return  # an answer: this user just may not read that key
+                    return  # etcd has replied: this user may not read that key
                 refused = status(cause) not in UNREACHABLE or tls_refusal(details(cause))
                 if refused or monotonic() >= deadline:
                     raise StartupError(f"cannot use {exc}") from exc
@@ -193,7 +196,7 @@ class EtcdStore:
 
     @contextlib.contextmanager
     def _errors(self, lease: Lease | None = None) -> Iterator[None]:
-        """Maps the client's errors; `lease` is the one that the call hangs a key on."""
+        """Maps the client's errors. lease: the lease to which the call attaches a key."""
         if lease is not None and lease.loss is not None:
             raise LeaseLost(lease.id, lease.loss.value)
         try:
@@ -202,11 +205,11 @@ class EtcdStore:
             if lease is not None and lease.loss is not None:
                 raise LeaseLost(lease.id, lease.loss.value) from exc
             if lease is not None and _is_not_found(exc):
-                what = f"lease {lease.id:x} is not known there yet"
+                what = f"it does not have lease {lease.id:x} yet"
                 raise StoreUnavailable(f"etcd at {self._url}: {what}") from exc
             raise StoreUnavailable(f"etcd at {self._url}: {_meaning(details(exc))}") from exc
         except TimeoutError as exc:
-            raise StoreUnavailable(f"etcd at {self._url}: no answer in time") from exc
+            raise StoreUnavailable(f"etcd at {self._url}: timeout, no answer in time") from exc
 
 
 def _meaning(text: str) -> str:
@@ -222,5 +225,5 @@ def _note(lease: Lease | None, key: bytes, header: Any) -> None:
 
 
 def _is_not_found(exc: BaseException | None) -> bool:
-    """Whether etcd said NOT_FOUND, which it does only of leases."""
+    """Whether etcd has replied NOT_FOUND, which it does only for leases."""
     return status(exc) is rpc.StatusCode.NOT_FOUND

@@ -63,7 +63,7 @@ class HealthMonitor:
         if registry is not None:
             self._dropped = Counter(
                 "dynamo_lite_beats_dropped",
-                "Health beats that were not heeded, by why",
+                "Heartbeats that were dropped, by reason",
                 ["reason"],
                 registry=registry,
             )
@@ -107,7 +107,7 @@ class HealthMonitor:
         """The member has sent another message: it is alive, but perhaps not healthy."""
         self._update(lease_id, None)
 
-    def beats(self, lease_id: int) -> bool:
+    def has_good_heartbeats(self, lease_id: int) -> bool:
         """Whether the member's own heartbeats are good, regardless of canaries."""
         member = self._members.get(lease_id)
         return member is not None and member.ok and not member.silent
@@ -137,8 +137,8 @@ class HealthMonitor:
             self._roster.on_change(self._on_roster)
             self._on_roster(frozenset(m.lease_id for m in self._roster.members), frozenset())
             stack.enter_context(self._messaging.watch_connection(self._on_connection))
-            on_beat = counted(self._on_beat, "beat", self._on_drop)
-            await stack.enter_async_context(self._messaging.serve(self._subject, on_beat))
+            on_heartbeat = counted(self._on_heartbeat, "beat", self._on_drop)
+            await stack.enter_async_context(self._messaging.serve(self._subject, on_heartbeat))
             self._stack = stack.pop_all()
         return self
 
@@ -159,34 +159,38 @@ class HealthMonitor:
 
     # Heartbeats
 
-    async def _on_beat(self, payload: bytes) -> None:
+    async def _on_heartbeat(self, payload: bytes) -> None:
         try:
-            beat = decode_heartbeat(payload)
-            if beat.wire_version != WIRE_VERSION:
-                raise ProtocolError(f"unsupported wire version {beat.wire_version}")
+            heartbeat = decode_heartbeat(payload)
+            if heartbeat.wire_version != WIRE_VERSION:
+                raise ProtocolError(f"unsupported wire version {heartbeat.wire_version}")
         except ProtocolError:
             self._drop("malformed")
             raise
-        member = self._members.get(beat.lease_id)
+        member = self._members.get(heartbeat.lease_id)
         if member is None:
             self._drop("unknown")
-        elif not member.is_news(beat.number):
+        elif not member.is_news(heartbeat.number):
             self._drop("late")
         else:
-            self._update(beat.lease_id, beat)
+            self._update(heartbeat.lease_id, heartbeat)
 
     def _drop(self, reason: str) -> None:
         if self._dropped is not None:
             self._dropped.labels(reason).inc()
 
-    def _update(self, lease_id: int, beat: Heartbeat | None) -> None:
+    def _update(self, lease_id: int, heartbeat: Heartbeat | None) -> None:
         member = self._members.get(lease_id)
         if member is None:
             return
         before = member.responsive
         member.silent = False
-        if beat is not None:
-            member.number, member.ok, member.detail = beat.number, beat.ok, beat.detail
+        if heartbeat is not None:
+            member.number, member.ok, member.detail = (
+                heartbeat.number,
+                heartbeat.ok,
+                heartbeat.detail,
+            )
         self._report_change(lease_id, member, before)
 
     def _report_change(self, lease_id: int, member: MemberHealth, before: bool) -> None:

@@ -38,11 +38,13 @@ class HeartbeatPublisher:
         number = 0
         while not self._stopped.is_set():
             ok, detail = self._verdict()
-            beat = Heartbeat(lease_id=self._lease_id, number=number, ok=ok, detail=detail[:512])
+            heartbeat = Heartbeat(
+                lease_id=self._lease_id, number=number, ok=ok, detail=detail[:512]
+            )
             number += 1
             # Without a broker no process expects heartbeats.
             with contextlib.suppress(Unavailable):
-                await self._messaging.publish(self._subject, encode(beat))
+                await self._messaging.publish(self._subject, encode(heartbeat))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s):
                     await self._stopped.wait()

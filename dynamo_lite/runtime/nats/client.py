@@ -1,13 +1,16 @@
-"""A NATS client that comes back from whatever ended its connection.
+"""A NATS client that reconnects whatever has ended its connection.
 
-nats-py closes for good when a server that accepted it says later that it will not
-have it: too many connections, a login that ran out, a violated protocol. Before it
-connects anew it waits for what it has still to send, even where the old server
-hangs or is cut off and will never read it; and it forgets to close a connection on
-which nothing was said. It stops reading at a message whose headers or reply subject
-it cannot read. It loses a cancel that comes in the same turn of the event loop as the
-answer (Python 3.11's `asyncio.wait_for` returns the answer then), and one that comes while
-it flushes: a task that asks in a loop would never end.
+It works around these faults of nats-py:
+
+- It closes for good when a server that has accepted it refuses it later: too many
+  connections, an expired login, a protocol violation.
+- Before it reconnects it waits until its buffer is sent, even if the old server hangs or is
+  partitioned and will never read it. It leaks a connection on which the server has sent
+  nothing.
+- It stops reading at a message with malformed headers or a malformed reply subject.
+- It loses a cancel that comes in the same turn of the event loop as the reply (Python 3.11's
+  `asyncio.wait_for` returns the reply then), or while it flushes. A task that sends requests in
+  a loop would never end.
 """
 
 import asyncio
@@ -26,7 +29,7 @@ _PERMISSIONS = "permissions violation"
 
 
 class PersistentClient(Client):
-    """Use it with endless reconnects, and for one connection: it is not opened again."""
+    """Use it with endless reconnects. After `close` it cannot be connected again."""
 
     _ended = False
 
@@ -36,7 +39,7 @@ class PersistentClient(Client):
 
     async def _process_err(self, err_msg: str) -> None:
         if _PERMISSIONS in err_msg.lower():
-            await super()._process_err(err_msg)  # about one subject; the connection stays
+            await super()._process_err(err_msg)  # concerns one subject; the connection stays open
             return
         exc = errors.Error(f"nats: {err_msg}")
         await self._error_cb(exc)
@@ -45,18 +48,18 @@ class PersistentClient(Client):
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
-        """A message that nobody can read (its reply subject is no text) is dropped alone."""
+        """Drops a malformed message (its reply subject is not UTF-8) and continues to read."""
         try:
             await super()._process_msg(sid, subject, reply, data, headers)
         except Exception as exc:
-            await self._error_cb(ProtocolError(f"unreadable message: {exc!r}"))
+            await self._error_cb(ProtocolError(f"malformed message: {exc!r}"))
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
-        """Headers that nobody can read are none: whoever sent them chose them freely."""
+        """Treats malformed headers, which come from an untrusted sender, as absent."""
         try:
             return await super()._process_headers(headers)
         except Exception as exc:
-            await self._error_cb(ProtocolError(f"unreadable headers: {exc!r}"))
+            await self._error_cb(ProtocolError(f"malformed headers: {exc!r}"))
             return None
 
     async def request(self, *args: Any, **options: Any) -> Msg:
@@ -72,7 +75,7 @@ class PersistentClient(Client):
             return await super()._flush_pending(*args, **options)
 
     async def _attempt_reconnect(self) -> None:
-        self._break_off()
+        self._abort_transport()
         await super()._attempt_reconnect()
 
     async def _select_next_server(self) -> None:
@@ -95,8 +98,8 @@ class PersistentClient(Client):
 
     async def _connect_to_server(self, s: Any) -> None:
         if self._ended:
-            # `close` cancels this task, and nothing more: on Python 3.11 a cancel that
-            # meets the refusal of a connection is lost, and the tries would go on.
+            # `close` only cancels this task. On Python 3.11 a cancel that comes together
+            # with a refused connection is lost, and it would retry for ever.
             raise asyncio.CancelledError
         self._break_off()  # a server that has accepted, and then said nothing
         self._tried_at[s.uri.netloc] = asyncio.get_running_loop().time()
@@ -116,8 +119,8 @@ class PersistentClient(Client):
         if left := [task for task in handling if task and task is not own and not task.done()]:
             await asyncio.wait(left)
 
-    def _break_off(self) -> None:
-        """Closes the connection without a word, if there is one."""
+    def _abort_transport(self) -> None:
+        """Aborts the TCP connection, if there is one."""
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()
@@ -125,7 +128,7 @@ class PersistentClient(Client):
 
 @contextlib.contextmanager
 def _keeping_cancels() -> Iterator[None]:
-    """Raises CancelledError at its end when the task was cancelled inside, and did not notice."""
+    """Raises CancelledError at its end if a cancel of the task was lost inside."""
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()

@@ -74,7 +74,7 @@ async def run_process(
     spec: ProcessSpec,
     component: Component,
     report: Report,
-    surroundings: ProcessEnvironment | None = None,
+    environment: ProcessEnvironment | None = None,
 ) -> int:
     """Runs `component` until it is asked to stop. Returns the exit code (see `stop.py`).
 
@@ -83,7 +83,7 @@ async def run_process(
     stop = StopRequest()
     with stop_on_signals(stop):
         async with AsyncExitStack() as stack:
-            process = _Process(spec, component, report, stop, surroundings or ProcessEnvironment())
+            process = _Process(spec, component, report, stop, environment or ProcessEnvironment())
             try:
                 async with stop.interrupts():
                     await process.open(stack)
@@ -105,9 +105,9 @@ class _Process:
         component: Component,
         report: Report,
         stop: StopRequest,
-        surroundings: ProcessEnvironment,
+        environment: ProcessEnvironment,
     ):
-        self._surroundings = surroundings
+        self._environment = environment
         self._spec = spec
         self._component = component
         self._report = report
@@ -120,11 +120,11 @@ class _Process:
         self._report({"state": "starting", "detail": "connecting"})
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        around, drops = self._surroundings, DropCounter(registry)
+        environment, drops = self._environment, DropCounter(registry)
         # Closed last: sending the last spans may take seconds, and must delay nothing.
         tracer = await self._open_tracer(stack)
-        store = await stack.enter_async_context(around.open_store(self._spec))
-        messaging = await stack.enter_async_context(around.open_messaging(self._spec, drops))
+        store = await stack.enter_async_context(environment.open_store(self._spec))
+        messaging = await stack.enter_async_context(environment.open_messaging(self._spec, drops))
         ttl_s = self._spec.lease_ttl_s
         lease = await retry_while_unavailable(lambda: stack.enter_async_context(store.lease(ttl_s)))
         hold_lease(lease.id)
@@ -136,7 +136,7 @@ class _Process:
             registry=registry,
             report=self._report,
             stop=self._stop,
-            clock=around.clock,
+            clock=environment.clock,
             drops=drops,
             tracer=tracer,
         )
@@ -144,7 +144,7 @@ class _Process:
         add_gauges(registry, self._spec, lease, messaging)
         stack.enter_context(count_reconnects(registry, messaging))
         status = await stack.enter_async_context(
-            around.open_status(self._spec, self._health, probes, registry, drops)
+            environment.open_status(self._spec, self._health, probes, registry, drops)
         )
         self.host.status_url = status.url
         # Ended after the owned tasks: when the lease is lost, its exit code replaces theirs.
@@ -272,7 +272,7 @@ def add_gauges(
     whose.info({"dynamo_namespace": spec.namespace, "dynamo_component": spec.component})
     remaining = Gauge(
         "dynamo_lite_lease_remaining_seconds",
-        "Time that this process's lease certainly still lives.",
+        "Seconds until this process's lease may expire.",
         registry=registry,
     )
     remaining.set_function(lease.remaining_s)

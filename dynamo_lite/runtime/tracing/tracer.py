@@ -37,7 +37,7 @@ class Tracer(Protocol):
     """Used in the event loop of the process; never blocks."""
 
     def begin(self, incoming: TraceContext | None) -> TraceContext | None:
-        """The context of the first span, a child of the client's if given; None: no trace."""
+        """The first span's context, a child of the client's if there is one. None: not traced."""
         ...
 
     def record(
