@@ -264,7 +264,7 @@ class _Metrics:
         )
         self.snapshots = Counter(
             "dynamo_lite_kv_snapshots",
-            "KV snapshots of workers that were applied",
+            "KV snapshots that were applied",
             registry=registry,
         )
         for name, text, count in (

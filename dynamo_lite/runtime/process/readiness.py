@@ -75,7 +75,7 @@ def readiness(
 
 _STATES = {
     "starting": "still starting: wait until it is registered",
-    "draining": "draining: it finishes running requests and exits; send new ones elsewhere",
+    "draining": "draining: it finishes running requests and exits; send requests elsewhere",
 }
 
 
