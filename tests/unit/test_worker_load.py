@@ -22,7 +22,7 @@ async def test_the_queue_is_part_of_it_where_there_is_one():
     assert worker._load(engine, server) == without
     messaging = MemoryMessaging()
     now, drops = [0.0], list[str]()
-    worker._demand = follower = BacklogFollower("t", lambda: now[0], on_drop=drops.append)
+    worker._backlog = follower = BacklogFollower("t", lambda: now[0], on_drop=drops.append)
     async with follower.follow(messaging):
         for engine_id in ("a", "b"):
             demand = Backlog(
