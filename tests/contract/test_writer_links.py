@@ -154,7 +154,7 @@ async def test_that_no_live_worker_is_usable_is_said_once(caplog: pytest.LogCapt
             links.warn_if_none_usable(members)
             [warning] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
             assert "all 2 live prefill workers" in warning
-            assert "1a because: broken from 1a" in warning and "ps --links" in warning
+            assert "link of worker 1a: broken from 1a" in warning and "ps --links" in warning
             await record(store, "t", B, ok=True)
             await until(lambda: not links.trouble(B))
             assert caplog.records[-1].getMessage() == "2 live prefill workers, 1 usable"
