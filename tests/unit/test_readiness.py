@@ -61,7 +61,7 @@ async def test_each_check_fails_by_itself_and_says_what_to_do() -> None:
         }
         for check, process in said.items():
             assert list(process.failing()) == [check]
-        assert "send new ones elsewhere" in said["process"].failing()["process"]
+        assert "send requests elsewhere" in said["process"].failing()["process"]
         assert "not answered for about 10 s" in said["store"].failing()["store"]
         assert "starting" in Process(state="starting", messaging=messaging).failing()["process"]
         messaging.set_connected(False)

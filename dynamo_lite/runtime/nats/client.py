@@ -101,7 +101,7 @@ class PersistentClient(Client):
             # `close` only cancels this task. On Python 3.11 a cancel that comes together
             # with a refused connection is lost, and it would retry for ever.
             raise asyncio.CancelledError
-        self._break_off()  # a server that has accepted, and then said nothing
+        self._abort_transport()  # that of a server that accepted it and then sent nothing
         self._tried_at[s.uri.netloc] = asyncio.get_running_loop().time()
         self._transport = transport = self._new_transport()
         timeout_s = self.options["connect_timeout"]

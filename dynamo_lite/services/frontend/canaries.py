@@ -119,7 +119,7 @@ class Canaries:
         members = {m.lease_id: m for m in self._roster.members}
         self._active_at = {lease: self._active_at.get(lease, now) for lease in members}
         due = {lease: at + self._interval_s(lease) for lease, at in self._active_at.items()}
-        late = [i for i in members if due[i] <= now and self._health.beats(i)]
+        late = [i for i in members if due[i] <= now and self._health.has_good_heartbeats(i)]
         if not late or not self._messaging.connected or now < self._settled_at:
             return None
         return members[min(late, key=due.__getitem__)]
@@ -141,7 +141,7 @@ class Canaries:
                 self._count.labels("skipped").inc()
                 return
             self._count.labels("failed").inc()
-            if self._health.beats(member.lease_id):
+            if self._health.has_good_heartbeats(member.lease_id):
                 why = str(exc) or f"timeout after {self._options.timeout_s:g} s"
                 self._health.mark_unhealthy(member.lease_id, f"a canary failed: {why}")
         else:
