@@ -87,6 +87,8 @@ class PersistentClient(Client):
             tried_at = self._tried_at.get(server.uri.netloc)
             if tried_at is not None and asyncio.get_running_loop().time() < tried_at + pause_s:
                 await asyncio.sleep(pause_s)
+            # Before the attempt: one that fails at once must not be repeated without a pause.
+            self._tried_at[server.uri.netloc] = asyncio.get_running_loop().time()
             try:
                 await self._connect_to_server(server)
             except Exception as exc:
@@ -102,7 +104,6 @@ class PersistentClient(Client):
             # with a refused connection is lost, and it would retry for ever.
             raise asyncio.CancelledError
         self._abort_transport()  # that of a server that accepted it and then sent nothing
-        self._tried_at[s.uri.netloc] = asyncio.get_running_loop().time()
         self._transport = transport = self._new_transport()
         timeout_s = self.options["connect_timeout"]
         await transport.connect(s.uri, buffer_size=DEFAULT_BUFFER_SIZE, connect_timeout=timeout_s)
