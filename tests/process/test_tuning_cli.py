@@ -97,7 +97,7 @@ async def test_what_nobody_can_read_is_named_and_replaced(
     for arguments in (["get"], ["set", f"{LENGTH}=1"], ["unset", LENGTH]):
         result = run("config", *arguments, *place)
         assert result.returncode == 1
-        assert f"cannot be read: {namespace}/config/VllmWorker: " in result.stderr
+        assert f"the record in etcd is invalid: {namespace}/config/VllmWorker: " in result.stderr
         assert "config unset" in result.stderr
     assert run("config", "unset", "VllmWorker", *place).returncode == 0
     assert shown(place)["version"] == 1

@@ -167,7 +167,7 @@ def test_a_frontend_needs_one_worker_that_responds() -> None:
     assert "none of 2 decode workers is responsive" in trouble()
     frontend._workers = Members("b")  # type: ignore[assignment]
     assert trouble() == ""
-    assert "still loading" in frontend.health()["checks"]["model"]
+    assert "not loaded yet" in frontend.health()["checks"]["model"]
 
 
 class Members:
