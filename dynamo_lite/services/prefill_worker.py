@@ -135,6 +135,10 @@ class PrefillWorker:
     async def close(self) -> None:
         if self._probe is not None:
             self._probe.closing = True
+        if self._jobs is not None:
+            # An interrupted start has not drained. A closed queue answers each pull at once, so
+            # a loop that still pulls would not let the event loop run.
+            await self._jobs.stop()
         await self._stack.aclose()
 
     def health(self) -> Mapping[str, Any]:

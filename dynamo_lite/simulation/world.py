@@ -70,20 +70,22 @@ class Nats:
 
 
 class Etcd:
-    """Implements the faults' Server. on_expiry, slowest_answer_s: see `EtcdServer`. revoked:
-    leases that the faults have taken away."""
+    """Implements the faults' Server. on_expiry, slowest_answer_s: see `EtcdServer`."""
 
     def __init__(self, network: Network, on_expiry: Callable[[int], None], slowest_answer_s: float):
         self._network, self._on_expiry = network, on_expiry
         self._slowest_answer_s = slowest_answer_s
         self._random = network.loop.stream("etcd").random
         self.data = EtcdData()
+        #: Leases that the faults revoked, or that look revoked to their owners.
         self.revoked: set[int] = set()
         self.start()
 
     def start(self, *, wiped: bool = False) -> None:
         self.process: SimProcess = self._network.loop.add_process("etcd")
         if wiped:
+            leases = self.data.leases.items()
+            self.revoked |= {i for i, lease in leases if lease.unmarked and not lease.keys}
             self.data = self.data.wiped(same_cluster=self._random() < _SAME_CLUSTER)
         elif self._random() < _COMPACTED:
             self.data.compact(self.data.revision)

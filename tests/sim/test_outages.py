@@ -41,8 +41,8 @@ class Cluster:
         self.nats = self.loop.add_process("nats")
         NatsServer(self.network, self.nats)
 
-    def start_etcd(self, *, wiped: bool = False) -> None:
-        self.data = self.data.wiped() if wiped else self.data
+    def start_etcd(self, *, wiped: bool = False, same_cluster: bool = True) -> None:
+        self.data = self.data.wiped(same_cluster=same_cluster) if wiped else self.data
         self.etcd = self.loop.add_process("etcd")
         self.etcd_server = EtcdServer(self.network, self.etcd, self.data)
 
@@ -404,6 +404,30 @@ async def test_a_wiped_store_gets_its_leases_back(cluster: Cluster, store: EtcdS
         assert {i: kept.ttl_s for i, kept in cluster.data.leases.items()} == {lease.id: 10}
         assert await anext(events) == Put("k", b"1")
     assert await store.get("k") is None
+
+
+@pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.parametrize("same_cluster", [True, False])
+async def test_a_lease_without_keys_is_not_taken_for_revoked_by_a_wiped_store_that_is_ahead(
+    cluster: Cluster, store: EtcdStore, same_cluster: bool, empty: bool
+):
+    """A process has no keys until its model is loaded. A member that lost its disk has the
+    cluster id of before."""
+    if not empty:
+        await store.put("n/other", b"1")
+    async with store.lease(10) as lease:
+        if empty:
+            await store.put("n/other", b"1")
+            await asyncio.sleep(1.5)
+        cluster.etcd.kill()
+        cluster.start_etcd(wiped=True, same_cluster=same_cluster)
+        for i in range(20):
+            cluster.etcd_server.put(f"m/{i}", b"")
+        await asyncio.sleep(3)
+        assert lease.loss is None
+        assert lease.id in cluster.data.leases
+        assert cluster.etcd_server.revoke(lease.id)
+        assert await lease.lost() is LeaseLoss.REVOKED
 
 
 async def test_a_revoked_lease_is_told_by_its_keys_and_by_its_refresh(

@@ -38,6 +38,8 @@ from dynamo_lite.protocol.records import (
 )
 from dynamo_lite.queue.base import Job, QueueConfig
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.process.component import ProcessSpec
+from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from dynamo_lite.transfer.directory import MetadataDirectory
@@ -751,3 +753,26 @@ async def test_a_failed_write_casts_doubt_on_the_link():
         rig.engine.ends["a2"].set_result("failed")
         await rig.answered("ack", "ack")
         assert scripted.doubted == [ENGINE]
+
+
+async def test_a_worker_that_closes_without_a_drain_stops_its_jobs_before_its_queue():
+    """As after a start that was interrupted. A stopped queue answers a pull at once: a loop that
+    went on pulling would not let the event loop run."""
+    spec = ProcessSpec(
+        namespace=NAMESPACE,
+        component="PrefillWorker",
+        instance=0,
+        nats_url="",
+        etcd_url="",
+        state_dir="",
+    )
+    async with working() as rig:
+        worker = PrefillWorker({}, spec)
+        worker._jobs = rig.jobs
+        worker._stack.push_async_callback(rig.queue.stop_pulling)
+        worker._stack.callback(lambda: closing.append(rig.jobs._pulling))
+        closing: list[bool] = []
+        await worker.close()
+        assert closing == [False]
+        _, left = await asyncio.wait(rig.tasks, timeout=5)
+        assert not left

@@ -49,7 +49,7 @@ class EtcdLease:
         self._id: int = granted.ID
         self._ttl_s: float = granted.TTL
         self._deadline = granted_at + self._ttl_s
-        self._witness: tuple[bytes, int] | None = None
+        self._witness: tuple[bytes, int] | None = None  # a key, and when it was put
         self._loss: LeaseLoss | None = None
         self._lost = asyncio.Event()
         self._refreshing = asyncio.Lock()
@@ -106,6 +106,30 @@ class EtcdLease:
         self._witness = (key, revision)
         self._revision = max(self._revision, revision)
 
+    async def mark(self) -> None:
+        """Remembers the newest key of the store as a mark in its history.
+
+        It serves until the lease has a key of its own (`holds`). Without a mark, a wiped store
+        that is already past the lease's revision looks like one in which the lease was revoked.
+        """
+        # The newest key: a backup from before the grant does not contain it.
+        request = rpc.RangeRequest(
+            key=b"\0",
+            range_end=b"\0",
+            limit=1,
+            keys_only=True,
+            sort_order=rpc.RangeRequest.DESCEND,
+            sort_target=rpc.RangeRequest.MOD,
+        )
+        try:
+            reply = await self._range(request)
+        except _OUT_OF_REACH as exc:
+            logger.debug("lease %x has no mark in the store's history: %s", self._id, exc)
+            return
+        for kv in reply.kvs:
+            if self._witness is None and reply.header.revision >= self._revision:
+                self._witness = (kv.key, kv.mod_revision)
+
     async def keep_alive(self) -> None:
         """Refreshes until the lease is lost; the body of the task that owns it."""
         pause_s = self._ttl_s / _REFRESHES_PER_TTL
@@ -138,7 +162,10 @@ class EtcdLease:
             logger.debug("lease %x was not refreshed: %s", self._id, exc)
             return False
         self._deadline = max(self._deadline, asked_at + reply.TTL)
+        written = reply.header.revision > self._revision
         self._revision = max(self._revision, reply.header.revision)
+        if written and self._witness is None:  # the store was empty at the grant
+            await self.mark()
         return True
 
     def _place(self, header: Any) -> None:
@@ -162,6 +189,7 @@ class EtcdLease:
         logger.warning("etcd has lost its data; lease %x was granted again", self._id)
         self._deadline = max(self._deadline, asked_at + granted.TTL)
         self._place(granted.header)
+        await self.mark()
         return True
 
     async def _was_wiped(self, header: Any) -> bool:
@@ -173,13 +201,8 @@ class EtcdLease:
         went_back = header.cluster_id != self._cluster or header.revision < self._revision
         key, revision = self._witness or (b"\0", self._revision)
         request = rpc.RangeRequest(key=key, revision=revision, keys_only=True)
-        client = self._client
         try:
-            reply = await client.call(
-                lambda: client.kvstub.Range(
-                    request, timeout=self._timeout_s, metadata=client.metadata
-                )
-            )
+            reply = await self._range(request)
         except rpc.AioRpcError as exc:
             match status(exc):
                 case rpc.StatusCode.OUT_OF_RANGE:  # not yet written, or compacted
@@ -192,6 +215,12 @@ class EtcdLease:
             return header.cluster_id != self._cluster
         return [kv.mod_revision for kv in reply.kvs] != [revision]
 
+    async def _range(self, request: Any) -> Any:
+        client = self._client
+        return await client.call(
+            lambda: client.kvstub.Range(request, timeout=self._timeout_s, metadata=client.metadata)
+        )
+
 
 async def grant_lease(
     client: EtcdClient, ttl_s: float, *, timeout_s: float, boottime: Callable[[], float]
@@ -199,7 +228,9 @@ async def grant_lease(
     """Raises what `EtcdClient.call` raises. Its time-to-live may be longer than asked for."""
     asked_at = boottime()
     granted = await _ask(client, ttl_s, timeout_s)
-    return EtcdLease(client, granted, granted_at=asked_at, timeout_s=timeout_s, boottime=boottime)
+    lease = EtcdLease(client, granted, granted_at=asked_at, timeout_s=timeout_s, boottime=boottime)
+    await lease.mark()
+    return lease
 
 
 async def _ask(client: EtcdClient, ttl_s: float, timeout_s: float, *, lease_id: int = 0) -> Any:

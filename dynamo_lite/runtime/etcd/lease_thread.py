@@ -176,6 +176,8 @@ class _Keeper:
     async def _watch(self, owner: asyncio.AbstractEventLoop, hung_s: float) -> None:
         """Gives the lease up when the owner's event loop does not answer for `hung_s`."""
         thread = asyncio.get_running_loop()
+        if thread is owner:
+            return  # a portal without a thread: an event loop that hangs refreshes no lease
         answered_at = thread.time()
 
         def answered() -> None:

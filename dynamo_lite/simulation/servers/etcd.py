@@ -147,17 +147,23 @@ class EtcdServer(Server):
     # Keys
 
     def _range(self, request: Any) -> Any:
-        if request.limit or request.count_only or request.sort_order != rpc.RangeRequest.NONE:
-            raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, "limit, count_only, sort_order")
+        newest_first = request.sort_order == rpc.RangeRequest.DESCEND
+        if request.count_only or newest_first != (request.sort_target == rpc.RangeRequest.MOD):
+            raise rpc_error(rpc.StatusCode.UNIMPLEMENTED, "count_only, or another order")
         if request.revision > self.data.revision:
             raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _FUTURE)
         if request.revision and request.revision < self.data.compacted:
             raise rpc_error(rpc.StatusCode.OUT_OF_RANGE, _COMPACTED)
         revision = request.revision or self.data.revision
         found = list(self.data.range(request.key, request.range_end, revision))
+        count = len(found)
+        if newest_first:
+            found.sort(key=lambda kv: -kv.mod_revision)
+        if request.limit:
+            found = found[: request.limit]
         if request.keys_only:
             found = [_without_value(kv) for kv in found]
-        return rpc.RangeResponse(header=self._header(), kvs=found, count=len(found))
+        return rpc.RangeResponse(header=self._header(), kvs=found, count=count)
 
     def _put(self, request: Any) -> Any:
         response = self._apply_put(request)
@@ -235,7 +241,7 @@ class EtcdServer(Server):
         if lease_id in self.data.leases:
             raise rpc_error(rpc.StatusCode.FAILED_PRECONDITION, _LEASE_EXISTS)
         ttl_s = max(_SHORTEST_TTL_S, math.ceil(request.TTL))
-        self.data.leases[lease_id] = StoredLease(ttl_s)
+        self.data.leases[lease_id] = StoredLease(ttl_s, unmarked=not self.data.keys)
         self._live_on(lease_id)
         return rpc.LeaseGrantResponse(header=self._header(), ID=lease_id, TTL=ttl_s)
 
@@ -249,7 +255,8 @@ class EtcdServer(Server):
                 self._expire(lease_id)
             else:
                 self._live_on(lease_id)
-                ttl_s = self.data.leases[lease_id].ttl_s
+                lease = self.data.leases[lease_id]
+                ttl_s, lease.unmarked = lease.ttl_s, lease.unmarked and not self.data.keys
         return rpc.LeaseKeepAliveResponse(header=self._header(), ID=lease_id, TTL=ttl_s)
 
     def _revoke(self, request: Any) -> Any:

@@ -19,9 +19,12 @@ def in_range(key: bytes, first: bytes, end: bytes) -> bool:
 
 @dataclass
 class StoredLease:
-    """ttl_s: as granted. keys: those that end with it; the values mean nothing."""
+    """A granted lease."""
 
     ttl_s: int
+    #: The store had no key at the owner's last request. The owner cannot see that etcd is wiped.
+    unmarked: bool = False
+    #: The keys that end with the lease. The values mean nothing.
     keys: dict[bytes, None] = field(default_factory=dict[bytes, None])
 
 
