@@ -67,7 +67,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Attempt
     #: See `policy/instructions.py`; empty while it is in flight.
     outcome: Word = ""
-    #: Duration of each stage that was reached (see `disagg/decode/stage_timer.py`).
+    #: Duration of each stage that was reached (see `disagg/decode/stages.py`).
     stages_s: dict[str, float] = {}
     #: Why its writer did not write, as the writer reported it; empty if something else ended it.
     detail: str = ""

@@ -1,7 +1,7 @@
 """Messages of the generate endpoint.
 
 A frontend opens one TCP connection to each decode worker and introduces itself (`Hello`). It then
-sends each request over NATS. The worker answers at once (`Accepted` or `Refused`), and streams the
+sends each request over NATS. The worker answers at once (`Accepted` or `RequestRefused`), and streams the
 engine's output over the TCP connection, one `Deltas` frame per engine step. Cancels travel on the
 same connection in the other direction. Closing the connection cancels all its requests.
 """
