@@ -1,9 +1,10 @@
 """Messages of the generate endpoint.
 
 A frontend opens one TCP connection to each decode worker and introduces itself (`Hello`). It then
-sends each request over NATS. The worker answers at once (`Accepted` or `RequestRefused`), and streams the
-engine's output over the TCP connection, one `Deltas` frame per engine step. Cancels travel on the
-same connection in the other direction. Closing the connection cancels all its requests.
+sends each request over NATS. The worker answers at once (`Accepted` or `RequestRefused`), and
+streams the engine's output over the TCP connection, one `Deltas` frame per engine step. Cancels
+travel on the same connection in the other direction. Closing the connection cancels all its
+requests.
 """
 
 from typing import Annotated, Any
