@@ -1,7 +1,7 @@
 """A running graph as an observer sees it, for `dynamo-lite top`, `ps` and `/dashboard`."""
 
 from dynamo_lite.overview.compose import link_state, state_of
-from dynamo_lite.overview.fetch import fetch_health
+from dynamo_lite.overview.fetch import fetch, fetch_health
 from dynamo_lite.overview.model import (
     Decisions,
     Latency,
@@ -22,6 +22,7 @@ __all__ = [
     "Queue",
     "Transfers",
     "Worker",
+    "fetch",
     "fetch_health",
     "link_state",
     "state_of",

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Self
 
 from dynamo_lite.kv_events.follower import LOAD_AGE_S
@@ -25,6 +25,7 @@ from dynamo_lite.protocol.records import EndpointRecord, LinkRecord
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.process.status import VLLM_METRICS
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
 from dynamo_lite.runtime.tasks import running
 
@@ -80,10 +81,12 @@ class Observer:
         members = self._roster.members
         found = processes(members)
         requests = [self._fetch_all(record) for record in found.values()]
-        served = [self._samples(url) for url in _http_of(members).values()]
-        answers, others = await asyncio.gather(asyncio.gather(*requests), asyncio.gather(*served))
+        served = _vllm_metrics_of(found.values())
+        answers, others = await asyncio.gather(
+            asyncio.gather(*requests), asyncio.gather(*map(self._samples, served.values()))
+        )
         scraped = {str(lease_id): a[1] for lease_id, a in zip(found, answers, strict=True)}
-        scraped.update(zip(_http_of(members), others, strict=True))
+        scraped.update(zip(served, others, strict=True))
         self._history.add(self._now(), scraped)
         seen = Seen(
             at=time.time(),
@@ -105,9 +108,8 @@ class Observer:
         return {lease_id: load for lease_id, (_, load) in self._loads.items()}
 
     async def _fetch_all(self, record: EndpointRecord) -> tuple[dict[str, Any], Samples | None]:
-        facts, samples = await asyncio.gather(
-            self._health(record.status_url), self._samples(record.status_url)
-        )
+        url = record.status_url
+        facts, samples = await asyncio.gather(self._health(url), self._samples(f"{url}/metrics"))
         return facts, samples
 
     async def _health(self, url: str) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class Observer:
 
     async def _samples(self, url: str) -> Samples | None:
         async with self._requests:
-            body = await fetch(f"{url}/metrics")
+            body = await fetch(url)
         try:
             return None if body is None else parse(body.decode(), WANTED)
         except ValueError:
@@ -150,10 +152,10 @@ class Observer:
             self._links.pop(key, None)
 
 
-def _http_of(members: tuple[EndpointRecord, ...]) -> dict[str, str]:
-    """Maps source to URL of the Frontends' HTTP ports, which serve vLLM's metrics."""
+def _vllm_metrics_of(members: Iterable[EndpointRecord]) -> dict[str, str]:
+    """Maps source to URL of the metrics that vLLM's app keeps in each Frontend."""
     return {
-        f"{member.lease_id}/http": f"http://{member.transport.stream}"
+        f"{member.lease_id}/vllm": f"{member.status_url}{VLLM_METRICS}"
         for member in members
-        if (member.component, member.endpoint) == ("Frontend", "http") and member.transport.stream
+        if member.component == "Frontend"
     }

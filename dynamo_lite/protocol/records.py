@@ -39,6 +39,8 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     lease_id: LeaseId
     transport: EndpointTransport
     pid: int = 0
+    #: Number of the process among those of its service and supervisor.
+    instance: int = 0
     host: str = ""
     status_url: str = ""
     #: Seconds since the epoch, for display only.

@@ -22,6 +22,7 @@ from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+from dynamo_lite.serve.ports import shared_port
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run, write_private
 from dynamo_lite.serve.server_supervisor import Server
@@ -70,6 +71,7 @@ async def serve(request: ServeRequest) -> int:
             startup_checks.check_tls(service)
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.installed())
+        started = [stack.enter_context(shared_port(service)) for service in started]
         directory = _lock_directory(request, stack)
         async with signals.stop.interrupts():
             nats_url, etcd_url, servers = await _connect(request, stack, progress)
@@ -193,6 +195,7 @@ def _launches(
             namespace=shared.namespace,
             component=service.name,
             instance=instance,
+            instances=config.workers,
             nats_url=nats_url,
             etcd_url=etcd_url,
             state_dir=str(directory.resolve()),

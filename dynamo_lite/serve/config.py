@@ -222,9 +222,6 @@ def _service_args(
             path, f"{service.name} runs inside {service.inside}: set ServiceArgs there"
         )
     args = ServiceArgs(**fill(document, path, ServiceArgs, given))
-    if service.max_workers is not None and args.workers > service.max_workers:
-        message = f"at most {service.max_workers}, got {args.workers}"
-        document.complain((*path, "workers"), message)
     for name, value in args.env.items():
         if isinstance(value, list) and len(value) != args.workers:
             message = f"a list has one value per worker ({args.workers}), got {len(value)}"

@@ -30,6 +30,7 @@ from dynamo_lite.serve.config import (
 )
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import unknown_key
+from dynamo_lite.serve.ports import http_address
 from dynamo_lite.serve.processes import can_listen, death_signal_hook, signal_group
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.services.services import Service
@@ -44,9 +45,9 @@ _VERDICTS_KEPT = 16
 
 def check_port(service: ServiceConfig) -> None:
     """Raises StartupError when the service cannot listen on its HTTP port."""
-    host, port = service.options.get("host"), service.options.get("port")
-    if not isinstance(host, str) or not isinstance(port, int) or service.workers == 0:
+    if (address := http_address(service)) is None or service.workers == 0:
         return
+    host, port = address
     try:
         free = can_listen(host, port)
     except OSError as exc:

@@ -56,8 +56,6 @@ class Service:
     calls: str = ""
     #: Options (snake_case) that differ from the dataclass's defaults.
     defaults: Mapping[str, Any] = field(default_factory=_nothing)
-    #: Most processes of it that one configuration may ask for.
-    max_workers: int | None = None
 
     def with_defaults(self, **options: Any) -> "Service":
         """The same service with other defaults. The user's YAML overrides them."""
@@ -102,7 +100,6 @@ FRONTEND = Service(
     flags="frontend",
     reserved=MappingProxyType(_NO_LORA),
     calls="VllmWorker",
-    max_workers=1,
 )
 
 PROCESSOR = Service(name="Processor", config=ProcessorConfig, inside="Frontend")

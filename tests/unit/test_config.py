@@ -166,7 +166,6 @@ PrefillWorker:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--Frontend.ServiceArgs.workers=2", "at most 1, got 2"),
         ("--Processor.ServiceArgs.workers=2", "Processor runs inside Frontend"),
         ("--Processor.model=m", "accepted: request-timeout-s"),
         ("--VllmWorker.ServiceArgs.env.X=[1, 2]", "one value per worker (1), got 2"),

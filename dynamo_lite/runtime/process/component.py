@@ -40,11 +40,13 @@ class ProcessSpec:
     namespace: str
     #: The service's name, such as "VllmWorker".
     component: str
-    #: 0 to workers - 1.
+    #: 0 to instances - 1.
     instance: int
     nats_url: str
     etcd_url: str
     state_dir: str
+    #: Processes of this service that the same supervisor runs.
+    instances: int = 1
     #: Where the status server and the token stream listen.
     bind_host: str = "127.0.0.1"
     lease_ttl_s: float = 30.0
@@ -147,6 +149,7 @@ class Host:
             lease_id=self.lease.id,
             transport=EndpointTransport(nats_tcp=names.endpoint_subject(*name), stream=stream),
             pid=os.getpid(),
+            instance=self.spec.instance,
             host=socket.gethostname(),
             status_url=self.status_url,
             started_at=self.clock.wall(),

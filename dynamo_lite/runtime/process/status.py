@@ -1,4 +1,4 @@
-"""The status server of one process: `/health`, `/live`, `/ready` and `/metrics`."""
+"""The status server of one process: `/health`, `/live`, `/ready`, `/metrics`, `/metrics/vllm`."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import h11
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,6 +21,9 @@ from dynamo_lite.runtime.address import advertised_address, host_port
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.tasks import OwnedTasks
+
+#: Path of the metrics that vLLM keeps in this process; a Frontend's HTTP port has them, too.
+VLLM_METRICS = "/metrics/vllm"
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 2.0
@@ -94,7 +97,11 @@ class StatusServer:
                 await self._tasks.join()
 
     def _routes(self) -> list[Route]:
-        routes = [Route("/health", self._get_health), Route("/metrics", self._get_metrics)]
+        routes = [
+            Route("/health", self._get_health),
+            Route("/metrics", self._get_metrics),
+            Route(VLLM_METRICS, self._get_vllm_metrics),
+        ]
         if self._probes is not None:
             routes += [Route(path, self._get_probe) for path in ("/live", "/ready")]
         return routes
@@ -108,6 +115,9 @@ class StatusServer:
 
     async def _get_metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _get_vllm_metrics(self, _: Request) -> Response:
+        return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
 
 def _answer(facts: Mapping[str, Any]) -> Response:

@@ -37,6 +37,7 @@ from dynamo_lite.services.frontend.http import HttpServer, Probed, bind, url_of
 from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.frontend.router_client import RemoteRouter
+from dynamo_lite.services.frontend.shared_metrics import SharedMetrics
 from dynamo_lite.services.kv_picker import open_kv_picker
 from dynamo_lite.services.live_options import ComponentOptions, limits
 from dynamo_lite.services.metrics import RequestMetrics
@@ -68,17 +69,18 @@ class Frontend:
 
         Returns the facts that the supervisor announces.
         """
-        sock = bind(self._config.host, self._config.port)
+        shared = self._spec.instances > 1
+        sock = bind(self._config.host, self._config.port, shared=shared)
         self._stack.callback(sock.close)
         await self._watch_workers(host)
         self._picker = await self._open_picker(host)
         host.progress("loading the tokenizer and the OpenAI app")
         self._app = await self._open_app(host)
-        port = sock.getsockname()[1]
-        await host.register("http", stream=advertised_address(self._config.host, port))
+        address = advertised_address(self._config.host, sock.getsockname()[1])
+        await host.register("http", stream=address)
         await self._serve_processor(host, self._app)
         # Last: a failure after this would break accepted requests.
-        url = await self._serve_http(host, self._app, sock)
+        url = await self._serve_http(host, self._app, sock, address)
         asks_key = self._app.api_key is not None
         return {"url": url, "model": self._app.served_model, "asks_key": asks_key}
 
@@ -212,12 +214,16 @@ class Frontend:
             )
         )
 
-    async def _serve_http(self, host: Host, app: "OpenAiApp", sock: socket.socket) -> str:
-        asgi = self._with_dashboard(host, app.asgi)
+    async def _serve_http(
+        self, host: Host, app: "OpenAiApp", sock: socket.socket, address: str
+    ) -> str:
+        asgi = page = self._with_dashboard(host, app.asgi)
+        if self._spec.instances > 1:
+            asgi = await self._with_shared_metrics(host, asgi, address)
         served = asgi if host.probes is None else Probed(asgi, host.probes)
         server = HttpServer(served, sock, app.http)
-        if isinstance(asgi, Dashboard):
-            asgi.disconnect = server.disconnect
+        if isinstance(page, Dashboard):
+            page.disconnect = server.disconnect
         app.state.server = server
         await server.start()
         self._server = server
@@ -234,6 +240,13 @@ class Frontend:
         )
         self._stack.push_async_callback(viewers.close)
         return Dashboard(app, viewers, any_name=self._config.dashboard is True)
+
+    async def _with_shared_metrics(self, host: Host, app: "ASGIApp", address: str) -> "ASGIApp":
+        prefix = names.endpoint_prefix(self._spec.namespace, self._spec.component, "http")
+        frontends = await self._stack.enter_async_context(Roster(host.store, prefix, host.drops))
+        return SharedMetrics(
+            app, lambda: [m for m in frontends.members if m.transport.stream == address]
+        )
 
     async def _serve_processor(self, host: Host, app: "OpenAiApp") -> None:
         processor = Processor(

@@ -1,0 +1,78 @@
+"""One port for several processes: the supervisor's reservation and the Frontends' sockets."""
+
+import contextlib
+import socket
+from collections import Counter
+
+import pytest
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.serve.config import ServiceConfig
+from dynamo_lite.serve.ports import shared_port
+from dynamo_lite.services.frontend.http import bind
+from dynamo_lite.services.services import FRONTEND
+
+HOST = "127.0.0.1"
+
+
+def frontend(workers: int, port: int = 0, host: str = HOST) -> ServiceConfig:
+    options = {"host": host, "port": port, "router": "kv"}
+    return ServiceConfig(service=FRONTEND, workers=workers, env=(), options=options, flags={})
+
+
+@pytest.mark.parametrize("host", [HOST, "::1"])
+def test_every_process_gets_connections_of_the_reserved_port(host: str):
+    with shared_port(frontend(2, host=host)) as service, contextlib.ExitStack() as stack:
+        port = service.options["port"]
+        assert port > 0 and service.options["router"] == "kv"
+        listeners = [stack.enter_context(bind(host, port, shared=True)) for _ in range(2)]
+        for listener in listeners:
+            listener.listen()
+            listener.setblocking(False)
+        # Each goes to one of two by a hash: that all go to one has a chance of 2 ** -63.
+        for _ in range(64):
+            stack.enter_context(socket.create_connection((host, port), timeout=5))
+        accepted: Counter[int] = Counter()
+        for number, listener in enumerate(listeners):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    stack.enter_context(listener.accept()[0])
+                    accepted[number] += 1
+        assert accepted.total() == 64 and min(accepted[0], accepted[1]) > 0
+
+
+def test_a_process_that_was_killed_finds_its_port_again():
+    with shared_port(frontend(2)) as service:
+        port = service.options["port"]
+        for _ in range(2):
+            with bind(HOST, port, shared=True) as listener:
+                listener.listen()
+
+
+def test_a_reserved_port_is_in_use_for_all_others():
+    with shared_port(frontend(2)) as service:
+        port = service.options["port"]
+        with pytest.raises(StartupError, match=f"{HOST}:{port}.*in use"):
+            bind(HOST, port)
+        with (
+            pytest.raises(StartupError, match=f"cannot reserve {HOST}:{port}.*in use"),
+            shared_port(frontend(3, port)),
+        ):
+            pass
+    with bind(HOST, port):
+        pass
+
+
+def test_the_port_of_another_server_cannot_be_shared():
+    with bind(HOST, 0, shared=True) as other:
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(StartupError, match="in use"), shared_port(frontend(2, port)):
+            pass
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_single_process_binds_its_port_itself(workers: int):
+    service = frontend(workers)
+    with shared_port(service) as same:
+        assert same is service
