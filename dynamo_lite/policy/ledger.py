@@ -229,16 +229,36 @@ class Ledger:
             entry.release_at = now + self.writer_grace_s
         return []
 
-    def writer_gone(self, writer_lease_id: int, now: float) -> None:
-        """The writer's keys are gone: it was revoked, or it is dead. `tick` handles the rest."""
+    def writer_gone(self, writer_lease_id: int, now: float) -> bool:
+        """The writer's keys are gone: it was revoked, or it is dead. `tick` handles the rest.
+
+        Returns whether it has attempts to finish.
+        """
         self._gone[writer_lease_id] = None
         if len(self._gone) > _MAX_GONE:
             del self._gone[next(iter(self._gone))]
-        for entry in [e for e in self._attempts.values() if e.writer == writer_lease_id]:
-            if entry.writer_done:
-                continue  # all writes were delivered; the engine will notice soon
+        unfinished = self._unfinished(writer_lease_id)
+        for entry in unfinished:
             entry.lost_at = max(now + self.leaving_s, entry.stays_until)
             entry.release_at = entry.lost_at + self.writer_grace_s
+        return bool(unfinished)
+
+    def writer_ended(self, writer_lease_id: int, now: float) -> None:
+        """The writer's keys and its process are gone: it makes and keeps no promise.
+
+        Its engine's process may still write until the fence closes.
+        """
+        for entry in self._unfinished(writer_lease_id):
+            entry.lost_at = now
+            entry.release_at = now + self.writer_grace_s
+
+    def _unfinished(self, writer_lease_id: int) -> list[_Entry]:
+        """Without those whose writes were all delivered: the engine will notice these soon."""
+        return [
+            entry
+            for entry in self._attempts.values()
+            if entry.writer == writer_lease_id and not entry.writer_done
+        ]
 
     def writer_back(self, writer_lease_id: int) -> None:
         """The writer's keys are back, under the same lease: it never left."""

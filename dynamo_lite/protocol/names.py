@@ -116,6 +116,11 @@ def cancel_subject(namespace: str, writer_lease_id: int) -> str:
     return f"{namespace}_prefill.{writer_lease_id:x}.cancel"
 
 
+def alive_subject(namespace: str, writer_lease_id: int) -> str:
+    """Requests from decode engines to one prefill worker: does your process still run?"""
+    return f"{namespace}_prefill.{writer_lease_id:x}.alive"
+
+
 def describe_subject(namespace: str, engine_id: str) -> str:
     """Requests to an engine's process for its `EngineStatus`."""
     return f"{namespace}_engine.{engine_id}.describe"

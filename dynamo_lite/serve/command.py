@@ -22,6 +22,7 @@ from dynamo_lite.serve.child import ChildPlan
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.ports import shared_port
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run, write_private
@@ -97,6 +98,7 @@ async def serve(request: ServeRequest) -> int:
             run,
             signals,
             progress,
+            LeaseRevoker(etcd_url),
             grace_s=shared.grace_s,
             backoff=Backoff(longest_s=shared.restart_max_s),
         )

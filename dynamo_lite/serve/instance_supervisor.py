@@ -10,6 +10,7 @@ from typing import Any
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.serve.child_process import ChildProcess, Launch
+from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress, exit_text
 from dynamo_lite.serve.run_state import ProcessState
 
@@ -21,11 +22,17 @@ class InstanceSupervisor:
 
     Args:
         backoff: delay before each restart.
+        leases: revokes the lease of a process that died.
         on_change: called after each change of `state`.
     """
 
     def __init__(
-        self, launch: Launch, backoff: Backoff, progress: Progress, on_change: Callable[[], None]
+        self,
+        launch: Launch,
+        backoff: Backoff,
+        leases: LeaseRevoker,
+        progress: Progress,
+        on_change: Callable[[], None],
     ):
         self.launch = launch
         #: Its entry in run.json.
@@ -41,6 +48,7 @@ class InstanceSupervisor:
         #: Set when it has ended and will not be restarted.
         self.done = asyncio.Event()
         self._backoff = backoff
+        self._leases = leases
         self._progress = progress
         self._on_change = on_change
         self._stopping = asyncio.Event()
@@ -61,6 +69,9 @@ class InstanceSupervisor:
             while not self._stopping.is_set():
                 began = time.monotonic()
                 code = await self._run_once()
+                if code != 0 and self.state.lease:
+                    # A process that was killed has not revoked it itself.
+                    await self._leases.revoke(int(self.state.lease, 16))
                 if self._stopping.is_set():
                     return
                 if not self.ready.is_set():

@@ -11,6 +11,7 @@ from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.serve.child_process import Launch
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
+from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile
 from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
@@ -57,6 +58,7 @@ class Supervisor:
         tiers: instances in drain order: a tier is drained after the one before it.
         grace_s: longest drain of one process. Each process enforces it itself; one that
             takes much longer is killed.
+        leases: revokes the leases of processes that died.
     """
 
     def __init__(
@@ -66,13 +68,17 @@ class Supervisor:
         run: RunFile,
         signals: StopSignals,
         progress: Progress,
+        leases: LeaseRevoker,
         *,
         grace_s: float,
         backoff: Backoff | None = None,
     ):
         policy = backoff or Backoff()
         self._tiers = [
-            [InstanceSupervisor(launch, policy, progress, self._on_change) for launch in tier]
+            [
+                InstanceSupervisor(launch, policy, leases, progress, self._on_change)
+                for launch in tier
+            ]
             for tier in tiers
         ]
         self._instances = [instance for tier in self._tiers for instance in tier]

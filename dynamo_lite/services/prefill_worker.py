@@ -99,6 +99,8 @@ class PrefillWorker:
         cancel = names.cancel_subject(self._spec.namespace, host.lease.id)
         on_cancel = counted(jobs.on_cancel, "cancel", host.drops)
         await enter(host.messaging.serve(cancel, on_cancel))
+        alive = names.alive_subject(self._spec.namespace, host.lease.id)
+        await enter(host.messaging.serve(alive, _on_alive))
         await self._test_links(host, links)
         await host.register("prefill", model=engine.model)
         self._heartbeat = HeartbeatPublisher(
@@ -195,6 +197,10 @@ def _pool_gauges(host: Host) -> Callable[[EngineStatus], None]:
         total.set(status.total_blocks)
 
     return show
+
+
+async def _on_alive(_payload: bytes) -> bytes:
+    return b""
 
 
 async def _watch_depth(host: Host, queue: PrefillQueue) -> None:

@@ -121,6 +121,7 @@ class Attack:
             "preflight": names.preflight_subject("t", prefill.engine_id),
             "describe": names.describe_subject(*engine),
             "explain": names.explain_subject(*engine),
+            "alive": names.alive_subject("t", 2),
             "cancel": names.cancel_subject("t", 2),
             "beat": names.health_subject("t", "PrefillWorker"),
             "demand": names.demand_subject("t"),

@@ -1,5 +1,6 @@
 """What the supervisor promises about its processes, with stub components."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_lite.protocol.names import components_prefix
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.processes import is_alive
-from tests.process.command import eventually, group_members, serving
+from tests.process.command import Serving, eventually, group_members, serving
 
 
 def test_starts_tells_and_drains_in_order(tmp_path: Path):
@@ -60,11 +63,21 @@ def test_restarts_what_crashed_with_its_grandchildren_swept(tmp_path: Path):
         assert len(group_members(first["pid"])) >= 2
         os.kill(first["pid"], signal.SIGKILL)
         graph.wait_line("ended (signal 9); restarting in 0.5 s")
+        assert not asyncio.run(known(graph, first["lease"])), "its lease was revoked"
+        assert asyncio.run(known(graph, before["Front-0"]["lease"]))
         again = graph.when("Back-0", lambda p: p["state"] == "ready" and p["restarts"] == 1)
         assert again["pid"] != first["pid"]
         assert again["lease"] != first["lease"]
         assert group_members(first["pid"]) == []
         assert graph.processes()["Front-0"]["pid"] == before["Front-0"]["pid"]
+
+
+async def known(graph: Serving, lease: str) -> bool:
+    """Whether the process with this lease is still registered."""
+    state = graph.run_json()
+    async with EtcdStore(state["etcd"]) as store:
+        keys = await store.get_prefix(components_prefix(state["namespace"]))
+    return any(key.endswith(lease) for key in keys)
 
 
 def test_does_not_restart_what_left_in_order(tmp_path: Path):

@@ -59,6 +59,10 @@ class Twins:
         return MemoryQueue(self._decode.broker, stream="s", subject="s.jobs", config=config)
 
 
+async def alive(_payload: bytes) -> bytes:
+    return b""
+
+
 def now() -> float:
     return asyncio.get_running_loop().time()
 
@@ -120,6 +124,10 @@ class Scene:
             verdict=lambda: self.verdicts[writer],
         )
         self.beats[writer] = asyncio.create_task(beat.run())
+
+    async def leave(self, writer: int) -> None:
+        key = names.endpoint_key(NAMESPACE, "PrefillWorker", "prefill", writer)
+        await self.store.delete(key)
 
     async def hush(self, writer: int) -> None:
         beat = self.beats.pop(writer)
@@ -186,6 +194,41 @@ async def test_a_silent_writer_that_claims_is_given_another_while():
         assert scene.decode.net.unresponsive_writers == 0
         assert await scene.given_up_within(5.0, held) > 3.0
         assert scene.counted("writer_silent") == 1
+
+
+@virtual
+async def test_a_killed_writer_is_known_from_one_that_leaves():
+    """Its keys are gone in both cases; a process that ended has no subscription either."""
+    async with Scene().open(WRITER, OTHER) as scene:
+        leaving = await scene.ask("r1", claimed_by=WRITER)
+        killed = await scene.ask("r2", claimed_by=OTHER)
+        subject = names.alive_subject(NAMESPACE, WRITER)
+        async with scene.decode.messaging.serve(subject, alive):
+            await scene.leave(WRITER)
+            await scene.leave(OTHER)
+            assert await scene.given_up_within(2.0, killed) < 0.1
+            assert set(scene.given_up) == {killed}
+            assert 0.8 < await scene.given_up_within(2.0, leaving) < 1.1
+        assert scene.counted("writer_lost") == 2
+
+
+@virtual
+async def test_a_killed_writer_whose_keys_are_back_is_waited_for():
+    """The store had lost the keys of a live worker that NATS has just lost, too."""
+    async with Scene().open(WRITER, OTHER) as scene:
+        held = await scene.ask("r1", claimed_by=WRITER)
+        asked = scene.decode.messaging.request
+
+        async def slow(*args: Any, **kwargs: Any) -> bytes:
+            await scene.join(WRITER)
+            await asyncio.sleep(0.2)
+            return await asked(*args, **kwargs)
+
+        scene.decode.messaging.request = slow  # type: ignore[method-assign]
+        await scene.hush(WRITER)
+        await scene.leave(WRITER)
+        await asyncio.sleep(1.5)
+        assert held not in scene.given_up
 
 
 @virtual

@@ -258,6 +258,26 @@ def test_a_lost_writer_is_given_time_for_its_word_and_for_what_it_sent(claimed):
     assert claimed.tick(2.0 + LEAVING + GRACE) == [Release("a")]
 
 
+def test_a_writer_whose_process_ended_is_lost_at_once_and_given_the_grace(claimed):
+    """What it promised before does not count."""
+    claimed.writer_stays("a", WRITER, 30.0, now=1.5)
+    assert claimed.writer_gone(WRITER, now=2.0)
+    claimed.writer_ended(OTHER, now=2.1)
+    assert claimed.tick(2.1) == []
+    claimed.writer_ended(WRITER, now=2.2)
+    assert claimed.tick(2.2) == held(Outcome.WRITER_LOST)
+    assert claimed.tick(2.2 + GRACE - 0.001) == []
+    assert claimed.tick(2.2 + GRACE) == [Release("a")]
+
+
+def test_a_writer_that_has_written_before_its_process_ended_is_not_lost(claimed):
+    claimed.writer_done("a", WRITER, written=True)
+    assert not claimed.writer_gone(WRITER, now=2.0)
+    claimed.writer_ended(WRITER, now=2.0)
+    assert claimed.tick(2.0 + GRACE) == []
+    assert claimed.received("r") == [Ended("r", "a", Outcome.COMMITTED)]
+
+
 def test_a_lost_writer_whose_loss_is_noticed_very_late(claimed):
     claimed.writer_gone(WRITER, now=2.0)
     assert claimed.tick(99.0) == [*held(Outcome.WRITER_LOST), Release("a")]
@@ -612,7 +632,23 @@ class LedgerMachine(RuleBasedStateMachine):
         for fact in self.facts:
             if fact.writer == writer and not fact.writer_ended:
                 fact.quiet_at = max(self.now + LEAVING, fact.promised_until)
-        self.ledger.writer_gone(writer, self.now)
+        waits = any(
+            fact.writer == writer
+            and not fact.writer_ended
+            and (fact.wanted or (fact.held and not fact.released))
+            for fact in self.facts
+        )
+        assert self.ledger.writer_gone(writer, self.now) == waits
+
+    @rule(whose=YOUNG)
+    def writer_ended(self, whose):
+        """Its process is known to have ended: nothing is waited for but what it had sent."""
+        writer = self.writers[whose]
+        self.lose(writer)
+        for fact in self.facts:
+            if fact.writer == writer and not fact.writer_ended:
+                fact.promised_until = fact.quiet_at = self.now
+        self.ledger.writer_ended(writer, self.now)
 
     @rule(whose=YOUNG)
     def writer_silent(self, whose):

@@ -51,6 +51,7 @@ def test_every_other_name():
     assert names.tuning_key("dynamo", "VllmWorker") == "dynamo/config/VllmWorker"
     assert names.leave_subject("dynamo", "e1") == "dynamo_engine.e1.leave"
     assert names.health_subject("dynamo", "VllmWorker") == "dynamo_health.VllmWorker"
+    assert names.alive_subject("dynamo", LEASE) == "dynamo_prefill.694d967da694ea1a.alive"
     assert names.cancel_subject("dynamo", LEASE) == "dynamo_prefill.694d967da694ea1a.cancel"
 
 

@@ -8,8 +8,9 @@ carries out all others.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 from dynamo_lite.disagg.decode.backlog import BacklogExchange, job_tokens
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
@@ -27,6 +28,7 @@ from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     DynamoLiteError,
+    NoResponders,
     ProtocolError,
     PushAmbiguous,
     QueueFull,
@@ -56,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 #: How often the queue's depth is read; the broker itself holds the hard cap.
 _VIEW_PERIOD_S = 0.25
+#: How long a writer whose keys are gone has to answer that its process still runs.
+_ALIVE_TIMEOUT_S = 1.0
 #: How many characters of a writer's failure message are kept for `explain`.
 _MAX_DETAIL = 500
 
@@ -295,10 +299,26 @@ class ControlSession:
         with self._book.lock:
             for lease_id in joined:
                 self._book.ledger.writer_back(lease_id)
-            for lease_id in left:
-                self._book.ledger.writer_gone(lease_id, self._now())
+            now = self._now()
+            unfinished = [i for i in left if self._book.ledger.writer_gone(i, now)]
+        for lease_id in unfinished:
+            self._start(self._check_ended(lease_id))
         self._links.forget(left)
         self._on_usable_change()
+
+    async def _check_ended(self, writer_lease_id: int) -> None:
+        """Tells a dead writer from a leaving one, which has a while to promise that it stays."""
+        assert self._messaging is not None and self._writers is not None
+        subject = names.alive_subject(self._link.namespace, writer_lease_id)
+        try:
+            await self._messaging.request(subject, b"", timeout_s=_ALIVE_TIMEOUT_S)
+        except NoResponders:
+            # A killed process's subscriptions end with its TCP connection to the broker.
+            if self._writers.get(writer_lease_id) is None:
+                with self._book.lock:
+                    self._book.ledger.writer_ended(writer_lease_id, self._now())
+        except DynamoLiteError as exc:
+            logger.debug("writer %x: no answer whether it still runs: %s", writer_lease_id, exc)
 
     def _on_health(self, back: frozenset[int], lost: frozenset[int]) -> None:
         for lease_id in lost:
@@ -322,8 +342,13 @@ class ControlSession:
             self._apply_event_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
 
     def _apply_event_soon(self, event: Callable[[Ledger], list[Instruction]]) -> None:
-        if self._tasks is not None:  # else the session is being closed
-            self._tasks.create_task(self._apply_event(event))
+        self._start(self._apply_event(event))
+
+    def _start(self, coro: Coroutine[Any, Any, None]) -> None:
+        if self._tasks is not None:
+            self._tasks.create_task(coro)
+        else:  # the session is being closed
+            coro.close()
 
     @property
     def queue_jobs(self) -> int | None:

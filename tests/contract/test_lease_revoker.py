@@ -1,0 +1,80 @@
+"""What the supervisor does about the lease of a process that died, on a real etcd."""
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.store import Delete, LeaseLoss, Snapshot
+from dynamo_lite.serve.embedded import EmbeddedEtcd
+from dynamo_lite.serve.lease_revoker import LeaseRevoker
+from tests.external import LOGIN, Certificates, etcd
+from tests.external import etcd_url as etcd_url_of
+from tests.servers import PrivateServer
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+async def test_everyone_sees_at_once_that_the_keys_are_gone(etcd_url: str, namespace: str):
+    async with EtcdStore(etcd_url) as store, store.lease(60.0) as lease:
+        key = f"{namespace}/k"
+        await store.put(key, b"v", lease=lease)
+        async with asyncio.timeout(10), store.watch(key) as events:
+            assert await anext(events) == Snapshot({key: b"v"})
+            assert await LeaseRevoker(etcd_url).revoke(lease.id)
+            assert await anext(events) == Delete(key)
+            assert await lease.verify() is LeaseLoss.REVOKED
+
+
+async def test_a_lease_that_is_gone_is_no_trouble(etcd_url: str, caplog: pytest.LogCaptureFixture):
+    assert await LeaseRevoker(etcd_url).revoke(0x1234)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("demand", [False, True])
+async def test_over_tls_with_a_user(tmp_path: Path, certificates: Certificates, demand: bool):
+    async with etcd(tmp_path, certificates, users=True) as server:
+        url = etcd_url_of(server, certificates.query(client=demand), LOGIN)
+        async with EtcdStore(url) as store, store.lease(60.0) as lease:
+            await store.put("n/k", b"v", lease=lease)
+            assert await LeaseRevoker(url).revoke(lease.id)
+            assert await store.get("n/k") is None
+
+
+async def test_a_refused_login_is_logged_without_the_password(
+    tmp_path: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture
+):
+    async with etcd(tmp_path, certificates, users=True) as server:
+        url = etcd_url_of(server, certificates.query(), "me:wrong-s3cret")
+        assert not await LeaseRevoker(url).revoke(0x1234)
+        (message,) = caplog.messages
+        assert message.startswith("lease 1234 was not revoked, it will expire: 127.0.0.1:")
+        assert "/v3/auth/authenticate: status 400" in message and "s3cret" not in message
+
+
+async def test_a_member_that_is_away_is_passed_over(etcd_url: str):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    async with EtcdStore(etcd_url) as store, store.lease(60.0) as lease:
+        both = f"http://127.0.0.1:{port},{etcd_url.removeprefix('http://')}"
+        assert await LeaseRevoker(both).revoke(lease.id)
+        assert await lease.verify() is LeaseLoss.REVOKED
+
+
+async def test_an_etcd_that_stands_still_delays_the_restart_for_one_timeout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    server = PrivateServer(EmbeddedEtcd, tmp_path)
+    await server.start()
+    try:
+        server.freeze()
+        began = time.monotonic()
+        assert not await LeaseRevoker(server.url, timeout_s=0.2).revoke(1)
+        assert time.monotonic() - began < 5
+        assert "timed out" in caplog.text
+    finally:
+        server.thaw()
+        await server.stop()

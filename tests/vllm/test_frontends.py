@@ -1,0 +1,138 @@
+"""Two Frontends on one port, over the workers of the shared graph."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from dynamo_lite.overview import Overview
+from tests.unit.test_shared_metrics import samples
+from tests.vllm.asking import prompt_ids
+from tests.vllm.graph import PAIR_OPTIONS, Graph, eventually, together
+from tests.vllm.live import command
+from tests.vllm.test_unresponsive import until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+#: That all of them go to one of two processes has a chance of 2 ** -23.
+CONNECTIONS = 24
+LONG = 1200
+
+
+@pytest.fixture(scope="module")
+def pair(stage: Any) -> Graph:
+    return stage.shared(PAIR_OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def shared(pair: Graph, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    options = [
+        *("--nats-url", pair.nats_url, "--etcd-url", pair.etcd_url),
+        "--Frontend.ServiceArgs.workers=2",
+        "--Frontend.router=kv",
+    ]
+    directory = tmp_path_factory.mktemp("shared")
+    frontends = Graph(directory, options=options, service="Frontend")
+    with together([frontends]):
+        yield frontends
+
+
+class Stream:
+    """A completion over a connection of its own."""
+
+    def __init__(self, url: str, number: int, max_tokens: int):
+        self._url = url
+        self._body = {
+            "model": "tiny",
+            "prompt": prompt_ids(40, 1800 + number),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        self.tokens: list[int] = []
+
+    async def run(self) -> list[int]:
+        async with (
+            httpx.AsyncClient(base_url=self._url, timeout=120) as http,
+            http.stream("POST", "/v1/completions", json=self._body) as answer,
+        ):
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                data = line.removeprefix("data: ")
+                if data and data != "[DONE]":
+                    for choice in json.loads(data)["choices"]:
+                        self.tokens += choice.get("token_ids") or []
+        return self.tokens
+
+
+def running(frontends: Graph, instance: int) -> int:
+    return frontends.health("Frontend", instance)["requests"]
+
+
+async def test_both_serve_one_port_and_their_answers_are_the_same(pair: Graph, shared: Graph):
+    urls = {process.instance: process.status_url for process in shared.processes("Frontend")}
+    assert sorted(urls) == [0, 1]
+    streams = [Stream(shared.url, number, 12) for number in range(CONNECTIONS)]
+    alone = [Stream(pair.url, number, 12) for number in range(CONNECTIONS)]
+    found = await asyncio.gather(*(stream.run() for stream in streams))
+    assert found == await asyncio.gather(*(stream.run() for stream in alone))
+    text = httpx.get(f"{shared.url}/metrics", timeout=10).text
+    finished = {
+        key[1]: value
+        for key, value in samples(text).items()
+        if key[0] == "vllm:request_success_total" and "length" in key[2]
+    }
+    assert sum(finished.values()) == CONNECTIONS and min(finished["0"], finished["1"]) > 0
+
+
+def test_every_view_shows_both(pair: Graph, shared: Graph):
+    leases = {process.lease for process in shared.processes("Frontend")}
+    assert len(leases) == 2
+    listed = command(pair, "ps")
+    assert all(lease in listed for lease in leases)
+
+    def overview() -> Overview:
+        return msgspec.json.decode(command(pair, "top", "--once", "--json"), type=Overview)
+
+    workers = {w.lease: w for w in overview().workers if w.component == "Frontend"}
+    assert leases < set(workers) and len(workers) == 3
+    assert {workers[lease].instance for lease in leases} == {0, 1}
+    assert all(worker.state == "ready" for worker in workers.values())
+
+
+async def test_one_that_is_killed_costs_its_own_streams_only(shared: Graph):
+    """Every other stream goes on, new connections are taken at once, and it comes back."""
+    streams = [Stream(shared.url, number, LONG) for number in range(CONNECTIONS)]
+    expected = [Stream(shared.url, number, LONG) for number in range(CONNECTIONS)]
+    answers = [asyncio.create_task(stream.run()) for stream in streams]
+    await until(lambda: all(stream.tokens for stream in streams), 60, "all streams have begun")
+    held = running(shared, 0)
+    assert 0 < held < CONNECTIONS and held + running(shared, 1) == CONNECTIONS
+    before = shared.process("Frontend", 0)
+    os.kill(before.pid, signal.SIGKILL)
+    # What the dead one had not accepted yet is reset; a connection that is made now is not.
+    await until(lambda: shared.process("Frontend", 0).pid != before.pid, 10, "it has ended")
+    new = await asyncio.gather(*(Stream(shared.url, 90 + n, 4).run() for n in range(8)))
+    assert all(len(tokens) == 4 for tokens in new)
+    outcomes = await asyncio.gather(*answers, return_exceptions=True)
+    lost = [isinstance(outcome, httpx.TransportError) for outcome in outcomes]
+    assert sum(lost) == held, outcomes
+    whole = await asyncio.gather(*(stream.run() for stream in expected))
+    for tokens, outcome, gone in zip(whole, outcomes, lost, strict=True):
+        assert gone or outcome == tokens
+    eventually(
+        lambda: shared.process("Frontend", 0).state == "ready",
+        timeout_s=90,
+        what="the killed one is ready again",
+    )
+    assert shared.url == shared.run.http
+    text = httpx.get(f"{shared.url}/metrics", timeout=10).text
+    assert {key[1] for key in samples(text)} == {"0", "1"}
