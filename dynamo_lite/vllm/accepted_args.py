@@ -12,7 +12,7 @@ Kind = Literal["engine", "frontend"]
 
 _ENGINES = "it has no effect in this section: set it in the sections of the workers"
 _FRONTENDS = "it has no effect in this section: set it in the section of the Frontend"
-_ONE_PROCESS = "there is one Frontend process, and the workers are ServiceArgs.workers"
+_ONE_PROCESS = "the number of Frontend processes is Frontend.ServiceArgs.workers"
 _NO_LORA = "LoRA adapters are not served here; remove it"
 _NO_GRPC = "gRPC is not served here; remove it"
 _NO_POOLING = "pooling models are not served here; remove it"

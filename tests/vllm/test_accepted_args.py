@@ -130,8 +130,8 @@ def test_what_is_refused_is_an_argument_of_vllms(kind: Kind):
     [
         ("frontend", "uds", "/tmp/x", "listens on TCP"),
         ("frontend", "grpc-port", 5000, "gRPC is not served"),
-        ("frontend", "api-server-count", 2, "one Frontend process"),
-        ("frontend", "headless", True, "one Frontend process"),
+        ("frontend", "api-server-count", 2, "Frontend.ServiceArgs.workers"),
+        ("frontend", "headless", True, "Frontend.ServiceArgs.workers"),
         ("frontend", "tensor-parallel-size", 2, "sections of the workers"),
         ("frontend", "gpu-memory-utilization", 0.5, "sections of the workers"),
         ("frontend", "max-num-seqs", 2, "sections of the workers"),
