@@ -1,16 +1,18 @@
 """Names of KV blocks that workers and routers compute alike, whatever engine holds the blocks.
 
-A block's hash is made of its tokens and of its parent's hash, so it stands for the whole prefix up
-to its end. The first one's parent is made of the cache salt and the LoRA adapter: prompts that must
-not share KV share no hash. Hashes only choose workers: a collision costs a cache hit, never a wrong
-token.
+A block's hash is XXH3 (64 bits) of its tokens, with its parent's hash as the seed, so it stands for
+the whole prefix up to its end. The first one's parent is made of the cache salt and the LoRA
+adapter: prompts that must not share KV share no hash. Hashes only choose workers: a collision costs
+a cache hit, never a wrong token.
 """
 
-import struct
+from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias
+
+from xxhash import xxh3_64_intdigest
 
 ChainHash: TypeAlias = int
 
@@ -52,16 +54,16 @@ def extend(parent: ChainHash, token_ids: Sequence[int], block_size: int) -> list
     """
     count = len(token_ids) // block_size * block_size
     try:
-        data = struct.pack(f"<{count}I", *token_ids[:count])
-    except struct.error as exc:
+        words = array("I", token_ids[:count])
+    except (OverflowError, TypeError) as exc:
         raise ValueError(f"token ids: {exc}") from exc
-    previous = parent.to_bytes(HASH_BYTES, "little")
-    made: list[bytes] = []
-    step = 4 * block_size
-    for start in range(0, 4 * count, step):
-        previous = blake2b(previous + data[start : start + step], digest_size=HASH_BYTES).digest()
+    data = words.tobytes()  # in the byte order of the host: the same on all hosts of a graph
+    previous, made = parent, list[ChainHash]()
+    step = words.itemsize * block_size
+    for start in range(0, len(data), step):
+        previous = xxh3_64_intdigest(data[start : start + step], previous) & MAX_HASH
         made.append(previous)
-    return [int.from_bytes(digest, "little") for digest in made]
+    return made
 
 
 @dataclass(eq=False, slots=True)
