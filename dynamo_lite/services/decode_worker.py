@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_lite.engine.base import DecodeEngine, KvEvents
 from dynamo_lite.kv_events import KvPublisher
@@ -29,8 +28,9 @@ from dynamo_lite.services.config import VllmWorkerConfig
 from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
 from dynamo_lite.services.generation_trace import TracedGeneration
 from dynamo_lite.services.live_options import ComponentOptions, limits
-from dynamo_lite.services.metrics import show_queue_tokens
+from dynamo_lite.services.metrics import DECODE_GAUGES, StatusGauges
 from dynamo_lite.services.vllm_backend import VllmBackend
+from dynamo_lite.services.worker_parts import follow_backlog, start_heartbeats
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,9 @@ class VllmWorker:
         await self._stack.enter_async_context(options.following)
         host.spawn(self._deliver(engine, server, traced), "engine-steps")
         if self._config.remote_prefill:
-            await self._follow_backlog(host)
+            self._backlog = await follow_backlog(
+                self._stack, host, lambda *_: self._publisher and self._publisher.load_changed()
+            )
         if self._config.kv_events:
             await self._publish_to_routers(host, engine, server)
         await self._register(host, engine, server)
@@ -136,7 +138,9 @@ class VllmWorker:
         server: GenerateServer,
         options: ComponentOptions,
     ) -> None:
-        gauges = PoolGauges(host.registry) if engine.metadata is not None else None
+        gauges = None
+        if engine.metadata is not None:
+            gauges = StatusGauges(host.registry, DECODE_GAUGES)
 
         def on_status(status: EngineStatus) -> None:
             options.engine_version = status.options_version
@@ -151,25 +155,7 @@ class VllmWorker:
             step_timeout_s=self._config.step_timeout_s,
             on_status=on_status,
         )
-        self._heartbeat = heartbeat = HeartbeatPublisher(
-            host.messaging,
-            namespace=self._spec.namespace,
-            component=self._spec.component,
-            lease_id=host.lease.id,
-            verdict=probe.verdict,
-        )
-        host.spawn(self._probe_engine(probe, server), "engine-probe")
-        host.spawn(heartbeat.run(), "health-beat")
-
-    async def _follow_backlog(self, host: Host) -> None:
-        self._backlog = BacklogFollower(
-            self._spec.namespace,
-            host.clock.monotonic,
-            on_demand=lambda *_: self._publisher and self._publisher.load_changed(),
-            on_drop=host.drops,
-        )
-        show_queue_tokens(host, self._backlog)
-        await self._stack.enter_async_context(self._backlog.follow(host.messaging))
+        self._heartbeat = start_heartbeats(host, probe, self._probe_engine(probe, server))
 
     async def _publish_to_routers(
         self, host: Host, engine: DecodeEngine, server: GenerateServer
@@ -275,37 +261,3 @@ class VllmWorker:
 async def _publish_changes(events: KvEvents, publisher: KvPublisher) -> None:
     async for changes in events.changes():
         publisher.changed(changes)
-
-
-class PoolGauges:
-    """The state of an engine's blocks, as it reported last."""
-
-    def __init__(self, registry: CollectorRegistry):
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"dynamo_lite_{name}", text, registry=registry)
-
-        self._free = gauge("kv_blocks_free", "KV blocks that a new request may take")
-        self._total = gauge("kv_blocks_total", "KV blocks of the engine")
-        self._quarantined = gauge(
-            "quarantined_attempts",
-            "Withdrawn remote prefills whose blocks a writer may still touch",
-        )
-        self._depth = gauge(
-            "prefill_queue_depth", "Jobs on the prefill queue, waiting and in flight"
-        )
-        self._unresponsive = gauge(
-            "prefill_workers_unresponsive",
-            "Prefill workers that are registered, but unresponsive or unhealthy",
-        )
-        self._unusable = gauge(
-            "prefill_workers_unusable",
-            "Prefill workers that respond, but whose link to this engine has failed",
-        )
-
-    def show(self, status: EngineStatus) -> None:
-        self._free.set(status.free_blocks)
-        self._total.set(status.total_blocks)
-        self._quarantined.set(status.quarantined)
-        self._depth.set(float("nan") if status.queue_jobs is None else status.queue_jobs)
-        self._unresponsive.set(status.unresponsive_writers)
-        self._unusable.set(status.unusable_writers)

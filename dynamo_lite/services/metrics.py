@@ -1,20 +1,61 @@
-"""Prometheus metrics of the services: the Frontend's requests, the router's choices, the queue."""
+"""Prometheus metrics of the services: requests, the router's choices, engines, the queue."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import Gauge
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dynamo_lite.policy.admission import Admission
 from dynamo_lite.policy.kv_routing import REASONS, KvPicker
+from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.request_plane import FailoverStats
-from dynamo_lite.runtime.members.backlog import BacklogFollower
-from dynamo_lite.runtime.process.host import Host
 
 _HOW = ("fresh", "continue", "replay")
 _REFUSALS = ("limit", "busy", "no_worker", "late", "rejected")
+
+#: Gauges of an engine's blocks: name, help, and the field of `EngineStatus`.
+BLOCK_GAUGES = (
+    ("dynamo_lite_kv_blocks_free", "KV blocks that a new request may take", "free_blocks"),
+    ("dynamo_lite_kv_blocks_total", "KV blocks of the engine", "total_blocks"),
+)
+QUEUE_DEPTH = (
+    "dynamo_lite_prefill_queue_depth",
+    "Jobs on the prefill queue, waiting and in flight",
+)
+DECODE_GAUGES = (
+    *BLOCK_GAUGES,
+    (
+        "dynamo_lite_quarantined_attempts",
+        "Withdrawn remote prefills whose blocks a writer may still touch",
+        "quarantined",
+    ),
+    (*QUEUE_DEPTH, "queue_jobs"),
+    (
+        "dynamo_lite_prefill_workers_unresponsive",
+        "Prefill workers that are registered, but unresponsive or unhealthy",
+        "unresponsive_writers",
+    ),
+    (
+        "dynamo_lite_prefill_workers_unusable",
+        "Prefill workers that respond, but whose link to this engine has failed",
+        "unusable_writers",
+    ),
+)
+
+
+class StatusGauges:
+    """What an engine reported last. table: see `BLOCK_GAUGES`."""
+
+    def __init__(self, registry: CollectorRegistry, table: Iterable[tuple[str, str, str]]):
+        self._gauges = {field: Gauge(name, text, registry=registry) for name, text, field in table}
+
+    def show(self, status: EngineStatus) -> None:
+        for field, gauge in self._gauges.items():
+            value = getattr(status, field)
+            gauge.set(math.nan if value is None else value)
 
 
 class RequestMetrics(Collector):
@@ -24,22 +65,18 @@ class RequestMetrics(Collector):
         self._stats, self._refused, self._admission = stats, refused, admission
 
     def collect(self) -> Iterable[Metric]:
-        moved = CounterMetricFamily(
+        yield _counts(
             "dynamo_lite_requests_moved",
             "Requests that migrated to another worker: from their start, continued, replayed",
-            labels=["how"],
+            "how",
+            {how: self._stats.moved[how] for how in _HOW},
         )
-        for how in _HOW:
-            moved.add_metric([how], self._stats.moved[how])
-        refused = CounterMetricFamily(
+        yield _counts(
             "dynamo_lite_requests_refused",
             "Requests that were sent to no worker, or that no worker accepted",
-            labels=["reason"],
+            "reason",
+            {reason: self._refused[reason] for reason in _REFUSALS},
         )
-        for reason in _REFUSALS:
-            refused.add_metric([reason], self._refused[reason])
-        yield moved
-        yield refused
         yield CounterMetricFamily(
             "dynamo_lite_requests_lost",
             "Requests that failed because their worker was lost",
@@ -69,16 +106,14 @@ class RouterMetrics(Collector):
         self._picker = picker
 
     def collect(self) -> Iterable[Metric]:
-        choices = CounterMetricFamily(
+        yield _counts(
             "dynamo_lite_router_choices",
             "Workers that were chosen: the only one; the session's last; for the prompt's"
             " prefix; by load, if none holds any of it; for balance, if those that hold"
             " more are too busy; at random",
-            labels=["reason"],
+            "reason",
+            {reason: self._picker.choices[reason] for reason in REASONS},
         )
-        for reason in REASONS:
-            choices.add_metric([reason], self._picker.choices[reason])
-        yield choices
         yield CounterMetricFamily(
             "dynamo_lite_router_prompt_tokens",
             "Prompt tokens of the requests that were placed",
@@ -91,11 +126,9 @@ class RouterMetrics(Collector):
         )
 
 
-def show_queue_tokens(host: Host, backlog: BacklogFollower) -> None:
-    """The prefill queue in tokens; a metric of both kinds of workers."""
-    Gauge(
-        "dynamo_lite_prefill_queue_tokens",
-        "Prompt tokens that decode workers wait for: on the prefill queue, or claimed and not"
-        " completely received",
-        registry=host.registry,
-    ).set_function(lambda: backlog.totals().tokens)
+def _counts(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    """A counter with one label. values: by the label's value."""
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family

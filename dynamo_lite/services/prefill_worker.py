@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,10 +16,8 @@ from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.policy.lanes import BEFORE_LONG
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.drops import counted
-from dynamo_lite.runtime.members.backlog import BacklogFollower
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.host import Host, ProcessSpec
@@ -27,8 +25,9 @@ from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import PrefillWorkerConfig
 from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe
-from dynamo_lite.services.metrics import show_queue_tokens
+from dynamo_lite.services.metrics import BLOCK_GAUGES, QUEUE_DEPTH, StatusGauges
 from dynamo_lite.services.vllm_backend import VllmBackend
+from dynamo_lite.services.worker_parts import follow_backlog, start_heartbeats
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class PrefillWorker:
             host.clock,
             busy=lambda: bool(updater.jobs and updater.jobs.working),
             step_timeout_s=self._config.step_timeout_s,
-            on_status=_pool_gauges(host),
+            on_status=StatusGauges(host.registry, BLOCK_GAUGES).show,
         )
         queue = await enter(self._parts.open_queue(host, self._config.queue))
         directory = await self._open_directory(host, engine)
@@ -103,24 +102,14 @@ class PrefillWorker:
         await enter(host.messaging.serve(alive, _on_alive))
         await self._test_links(host, links)
         await host.register("prefill", model=engine.model)
-        self._heartbeat = HeartbeatPublisher(
-            host.messaging,
-            namespace=self._spec.namespace,
-            component=self._spec.component,
-            lease_id=host.lease.id,
-            verdict=probe.verdict,
-        )
-        host.spawn(probe.run(), "engine-probe")
-        host.spawn(self._heartbeat.run(), "health-beat")
+        self._heartbeat = start_heartbeats(host, probe, probe.run())
         for index in range(self._config.concurrency):
             host.spawn(jobs.run(), f"prefill-jobs-{index}")
         if self._config.queue.order == "short-first":
             for index in range(self._config.short_slots):
                 host.spawn(jobs.run(BEFORE_LONG), f"short-prefill-jobs-{index}")
         host.spawn(_watch_depth(host, queue), "queue-depth")
-        backlog = BacklogFollower(self._spec.namespace, host.clock.monotonic, on_drop=host.drops)
-        show_queue_tokens(host, backlog)
-        await enter(backlog.follow(host.messaging))
+        await follow_backlog(self._stack, host)
         return {"model": engine.model}
 
     async def drain(self, grace_s: float) -> None:
@@ -183,32 +172,12 @@ async def _either(*events: asyncio.Event, timeout_s: float) -> None:
         await end_tasks(*waiting)
 
 
-def _pool_gauges(host: Host) -> Callable[[EngineStatus], None]:
-    """Shows the state of the engine's blocks, as it reported last."""
-    free = Gauge(
-        "dynamo_lite_kv_blocks_free",
-        "KV blocks that a new request may take",
-        registry=host.registry,
-    )
-    total = Gauge("dynamo_lite_kv_blocks_total", "KV blocks of the engine", registry=host.registry)
-
-    def show(status: EngineStatus) -> None:
-        free.set(status.free_blocks)
-        total.set(status.total_blocks)
-
-    return show
-
-
 async def _on_alive(_payload: bytes) -> bytes:
     return b""
 
 
 async def _watch_depth(host: Host, queue: PrefillQueue) -> None:
-    gauge = Gauge(
-        "dynamo_lite_prefill_queue_depth",
-        "Jobs on the prefill queue, waiting and in flight",
-        registry=host.registry,
-    )
+    gauge = Gauge(*QUEUE_DEPTH, registry=host.registry)
     while True:
         try:
             gauge.set((await queue.depth()).total)

@@ -16,8 +16,12 @@ from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.request_plane import FailoverStats
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.host import add_gauges
-from dynamo_lite.services.decode_worker import PoolGauges
-from dynamo_lite.services.metrics import RequestMetrics, RouterMetrics
+from dynamo_lite.services.metrics import (
+    DECODE_GAUGES,
+    RequestMetrics,
+    RouterMetrics,
+    StatusGauges,
+)
 from tests.unit.test_prefill_jobs import Rig
 
 DASHBOARD = json.loads(
@@ -54,7 +58,7 @@ def registries() -> Iterator[CollectorRegistry]:
     frontend.register(RouterMetrics(picker))
     add_gauges(frontend, spec, process, process)
     RemotePrefillMetrics(decode)
-    PoolGauges(decode)
+    StatusGauges(decode, DECODE_GAUGES)
     return iter((frontend, decode, Rig(ack_wait_s=1, redeliver_s=1).registry))
 
 
