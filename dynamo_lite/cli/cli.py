@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from dynamo_lite import __version__
-from dynamo_lite.cli import config_commands, explain_command, top_command
+from dynamo_lite.cli import config_commands, watch_commands
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
 from dynamo_lite.runtime.process.logs import LogFormat
@@ -51,8 +51,8 @@ app = typer.Typer(
     help="Queue-driven conditional disaggregation for LLM serving on stock vLLM.",
 )
 app.add_typer(config_commands.app, name="config")
-app.command()(explain_command.explain)
-app.command()(top_command.top)
+app.command()(watch_commands.explain)
+app.command()(watch_commands.top)
 
 
 def _show_version(wanted: bool) -> None:

@@ -54,12 +54,14 @@ def get(
 
     async def look(store: Any, place: Any) -> list[tuple[str, Any, list[dict[str, Any]]]]:
         members = await listing.members(place)
-        found: list[tuple[str, Any, list[dict[str, Any]]]] = []
-        for component in [only[0]] if only else live_options.TUNABLE:
-            record = await live_options.read(store, place.namespace, component)
-            workers = await live_options_view.followers(members, component)
-            found.append((component, record, workers))
-        return found
+        return [
+            (
+                component,
+                await live_options.read(store, place.namespace, component),
+                await live_options.followers(members, component),
+            )
+            for component in ([only[0]] if only else live_options.TUNABLE)
+        ]
 
     found = _on_store(state_dir, etcd_url, namespace, look)
     if as_json:
@@ -94,8 +96,7 @@ def set_(
     dynamo-lite config set VllmWorker.max-local-prefill-length=256
     dynamo-lite config set VllmWorker.max-prefill-queue-size=4 VllmWorker.max-remote-prefills=1
     """
-    from dynamo_lite.cli.decisions import find_broker
-    from dynamo_lite.cli.listing import find_place
+    from dynamo_lite.cli.listing import find_broker, find_place
     from dynamo_lite.cli.live_options import parse_edits
 
     parsed = parse_edits(edits)
@@ -179,13 +180,12 @@ def _on_store(
     work: Callable[[Any, Any], Awaitable[T]],
 ) -> T:
     """Runs `work(store, place)`. Raises StartupError, Unavailable, ConfigError."""
-    from dynamo_lite.cli.listing import find_place
-    from dynamo_lite.runtime.etcd.store import EtcdStore
+    from dynamo_lite.cli.listing import find_place, open_store
 
     place = find_place(state_dir, etcd_url, namespace)
 
     async def run() -> T:
-        async with EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store:
+        async with open_store(place) as store:
             return await work(store, place)
 
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.cli.decisions import PastDecision
-from dynamo_lite.cli.listing import table
+from dynamo_lite.cli.listing import as_time, table
 from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict
 from dynamo_lite.policy.replay import replay
 from dynamo_lite.protocol.decisions import Decision, QueueSeen
@@ -153,7 +153,7 @@ def _queue(d: Decision) -> str:
     if d.queue is None:
         return "unknown"
     jobs = _count(d.queue.jobs, "job")
-    wait = "" if d.queue.wait_s is None else f", a wait of about {_seconds(d.queue.wait_s)}"
+    wait = "" if d.queue.wait_s is None else f", a wait of about {as_time(d.queue.wait_s)}"
     ahead = f" with {_count(d.queue.tokens, 'token')} to compute{wait}"
     return f"{jobs}{ahead}; {_workers(d.queue)}; seen {d.queue.age_s:.2f} s earlier"
 
@@ -177,35 +177,31 @@ def _count(number: int, noun: str) -> str:
 
 def _here(d: Decision) -> str:
     if d.computed_s is not None:
-        return f"took {_seconds(d.computed_s)}"
+        return f"took {as_time(d.computed_s)}"
     if d.local_s is None:
         return "unknown: this worker has not computed a prompt yet"
     verb = "" if d.verdict == "local" else "would have taken "
-    return f"{verb}about {_seconds(d.local_s)}, at {d.local_tokens_per_s:,.0f} tokens/s"
+    return f"{verb}about {as_time(d.local_s)}, at {d.local_tokens_per_s:,.0f} tokens/s"
 
 
 def _elsewhere(d: Decision) -> str:
     if d.asked is not None and d.asked.outcome == "committed":
-        return f"took {_seconds(sum(d.asked.stages_s.values()))}"
+        return f"took {as_time(sum(d.asked.stages_s.values()))}"
     if d.remote_s is None:
         return "unknown: no remote prefill has completed yet"
     verb = "" if d.verdict == "remote" else "would have taken "
-    return f"{verb}about {_seconds(d.remote_s)}, at {d.remote_tokens_per_s:,.0f} tokens/s"
+    return f"{verb}about {as_time(d.remote_s)}, at {d.remote_tokens_per_s:,.0f} tokens/s"
 
 
 def _stages(stages_s: Mapping[str, float]) -> str:
-    stages = ", ".join(f"{stage} {_seconds(seconds)}" for stage, seconds in stages_s.items())
+    stages = ", ".join(f"{stage} {as_time(seconds)}" for stage, seconds in stages_s.items())
     return f" after {stages}" if stages else ""
 
 
 def _took(d: Decision) -> str:
     if d.asked is not None and d.asked.stages_s:
-        return _seconds(sum(d.asked.stages_s.values()))
-    return "" if d.computed_s is None else _seconds(d.computed_s)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+        return as_time(sum(d.asked.stages_s.values()))
+    return "" if d.computed_s is None else as_time(d.computed_s)
 
 
 def _clock(at: float) -> str:

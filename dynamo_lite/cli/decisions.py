@@ -3,9 +3,8 @@
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-from dynamo_lite.cli.listing import Place
+from dynamo_lite.cli.listing import Place, open_store
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
@@ -13,12 +12,9 @@ from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
     NoResponders,
     ProtocolError,
-    StartupError,
 )
-from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.serve.run_state import read_run
 
 #: Timeout for the reply of one engine.
 _ANSWER_S = 3.0
@@ -47,18 +43,9 @@ class Answers:
     silent: list[str]
 
 
-def find_broker(state_dir: Path, nats_url: str | None) -> str:
-    """Takes the flag, or else what the running graph of `state_dir` uses. Raises StartupError."""
-    running = read_run(state_dir)
-    url = nats_url or (running.nats if running else None)
-    if url is None:
-        raise StartupError(f"no graph runs on {state_dir}; name a server with --nats-url")
-    return url
-
-
 async def ask_engines(place: Place, nats_url: str, wanted: Explain) -> Answers:
     """Sends `wanted` to all decode engines. Raises StartupError, Unavailable."""
-    async with EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store:
+    async with open_store(place) as store:
         prefix = names.nixl_metadata_prefix(place.namespace)
         found = [key.removeprefix(prefix) for key in await store.get_prefix(prefix)]
     engines = sorted(engine for engine in found if names.is_engine_id(engine))

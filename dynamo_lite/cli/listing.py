@@ -12,6 +12,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRecord, decode_engine
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve.run_state import read_run
 
 _MEMBER_COLUMNS = ("component", "endpoint", "lease", "pid", "host", "status_url", "state", "age")
@@ -45,23 +46,40 @@ def find_place(state_dir: Path, etcd_url: str | None, namespace: str | None) -> 
     return Place(etcd_url=url, namespace=namespace)
 
 
+def find_broker(state_dir: Path, nats_url: str | None) -> str:
+    """Takes the flag, or else what the running graph of `state_dir` uses. Raises StartupError."""
+    running = read_run(state_dir)
+    url = nats_url or (running.nats if running else None)
+    if url is None:
+        raise StartupError(f"no graph runs on {state_dir}; name a server with --nats-url")
+    return url
+
+
+def open_store(place: Place) -> EtcdStore:
+    """A context that raises StartupError or Unavailable when etcd does not respond."""
+    return EtcdStore(place.etcd_url, connect_timeout_s=3.0)
+
+
 async def members(place: Place) -> list[EndpointRecord]:
     """Every endpoint of every live process, sorted by key; malformed records are left out.
 
     Raises StartupError or Unavailable when etcd does not respond.
     """
-    from dynamo_lite.runtime.etcd.store import EtcdStore
-
-    async with EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store:
+    async with open_store(place) as store:
         entries = await store.get_prefix(names.components_prefix(place.namespace))
     return _decoded(entries, _endpoint)
 
 
-async def states(records: Iterable[EndpointRecord]) -> dict[str, str]:
-    """Maps each status URL to the state that its process reports (see `state_of`)."""
+async def facts_of(records: Iterable[EndpointRecord]) -> dict[str, dict[str, Any]]:
+    """Maps each status URL to what its process reports at /health."""
     urls = sorted({record.status_url for record in records})
     reports = await asyncio.gather(*(fetch_health(url) for url in urls))
-    return {url: state_of(facts) for url, facts in zip(urls, reports, strict=True)}
+    return dict(zip(urls, reports, strict=True))
+
+
+async def states(records: Iterable[EndpointRecord]) -> dict[str, str]:
+    """Maps each status URL to the state that its process reports (see `state_of`)."""
+    return {url: state_of(facts) for url, facts in (await facts_of(records)).items()}
 
 
 async def link_rows(place: Place) -> list[dict[str, Any]]:
@@ -69,9 +87,7 @@ async def link_rows(place: Place) -> list[dict[str, Any]]:
 
     Raises StartupError or Unavailable when etcd does not respond.
     """
-    from dynamo_lite.runtime.etcd.store import EtcdStore
-
-    async with EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store:
+    async with open_store(place) as store:
         prefix = names.endpoint_prefix(place.namespace, "PrefillWorker", "prefill")
         workers = await store.get_prefix(prefix)
         engines = await store.get_prefix(names.nixl_metadata_prefix(place.namespace))
@@ -142,6 +158,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     )
+
+
+def as_time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 def _endpoint(value: bytes) -> EndpointRecord:

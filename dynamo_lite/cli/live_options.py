@@ -1,4 +1,4 @@
-"""Live options by their keys, and their records in etcd: what `config get|set|unset|watch` do.
+"""Live options by their keys, their records in etcd and the processes that follow them.
 
 A key is `Component.option`, as in a section of the configuration file.
 """
@@ -7,7 +7,7 @@ import os
 import pwd
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 import yaml
 from msgspec import UNSET, UnsetType, inspect
 
+from dynamo_lite.cli.listing import facts_of
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, Unavailable
 from dynamo_lite.protocol.live_options import (
@@ -23,6 +24,7 @@ from dynamo_lite.protocol.live_options import (
     decode_tuning,
     encode_tuning,
 )
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store
 from dynamo_lite.serve.fields import unknown_key
 
@@ -195,6 +197,23 @@ async def changes(store: Store, namespace: str) -> AsyncIterator[Change | str]:
                 if not first and new != old:
                     yield Change(component, old, new)
             first = False
+
+
+async def followers(records: Iterable[EndpointRecord], component: str) -> list[dict[str, Any]]:
+    """The live processes of a component, with the options that they report."""
+    members = {record.lease_id: record for record in records if record.component == component}
+    facts = await facts_of(members.values())
+    return [
+        {"lease": f"{lease_id:x}", "pid": record.pid, **_options(facts[record.status_url])}
+        for lease_id, record in members.items()
+    ]
+
+
+def _options(facts: dict[str, Any]) -> dict[str, Any]:
+    options = facts.get("options")
+    if not isinstance(options, dict) or "version" not in options:
+        return {"version": None}
+    return options
 
 
 def differences(change: Change) -> list[tuple[str, Any, Any]]:

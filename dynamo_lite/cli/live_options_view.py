@@ -1,31 +1,12 @@
 """How `config get` and its siblings show live options, and which processes use them."""
 
-import asyncio
 import time
 from typing import Any
 
 from msgspec import UNSET, to_builtins
 
+from dynamo_lite.cli.listing import table
 from dynamo_lite.cli.live_options import Change, Record, accepted, differences, options_of
-from dynamo_lite.overview import fetch_health
-from dynamo_lite.protocol.records import EndpointRecord
-
-
-async def followers(records: list[EndpointRecord], component: str) -> list[dict[str, Any]]:
-    """The live processes of a component, with the options that they report."""
-    leases: dict[int, EndpointRecord] = {r.lease_id: r for r in records if r.component == component}
-    said = await asyncio.gather(*(fetch_health(r.status_url) for r in leases.values()))
-    return [
-        {"lease": f"{lease_id:x}", "pid": leases[lease_id].pid, **_options(facts)}
-        for lease_id, facts in zip(leases, said, strict=True)
-    ]
-
-
-def _options(facts: dict[str, Any]) -> dict[str, Any]:
-    options = facts.get("options")
-    if not isinstance(options, dict) or "version" not in options:
-        return {"version": None}
-    return options
 
 
 def follows(process: dict[str, Any], version: int) -> bool:
@@ -52,7 +33,7 @@ def as_text(
     component: str, record: Record | None, processes: list[dict[str, Any]], only: str = ""
 ) -> str:
     """only: this option; else all of them, and the processes that follow."""
-    rows = [("KEY", "LIVE", "FILE", "ACCEPTED")]
+    rows: list[tuple[str, ...]] = []
     for option, field in options_of(component).items():
         if only in ("", option):
             value = getattr(record.values, field) if record else UNSET
@@ -60,14 +41,10 @@ def as_text(
             in_file = sorted({_text(w["file"].get(option)) for w in processes if "file" in w})
             file = ", ".join(in_file) or "?"
             rows.append((f"{component}.{option}", live, file, accepted(component, option)))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
     version = record.version if record else 0
     following = [process for process in processes if follows(process, version)]
-    lines += [
+    lines = [
+        table(("key", "live", "file", "accepted"), rows),
         "",
         f"{_origin(record)}; followed by {len(following)} of {len(processes)} live processes",
     ]

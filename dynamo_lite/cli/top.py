@@ -11,10 +11,9 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from dynamo_lite.cli.listing import Place
+from dynamo_lite.cli.listing import Place, open_store
 from dynamo_lite.cli.top_view import as_frame
 from dynamo_lite.overview import Observer, Overview
-from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
 #: Width of a plain frame; only a failed link's long reason is wider.
@@ -27,7 +26,7 @@ Observing = AbstractAsyncContextManager[Observer]
 async def observing(place: Place, nats_url: str) -> AsyncIterator[Observer]:
     """Raises StartupError or Unavailable when a server does not respond."""
     async with (
-        EtcdStore(place.etcd_url, connect_timeout_s=3.0) as store,
+        open_store(place) as store,
         NatsMessaging(nats_url) as messaging,
         Observer(store, messaging, place.namespace) as observer,
     ):

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dynamo_lite.cli.listing import as_time
 from dynamo_lite.overview import Latency, Overview, Worker
 
 _NOTHING = "-"
@@ -113,10 +114,6 @@ def _state(state: str) -> Text:
 
 def _count(value: int | None) -> str:
     return _NOTHING if value is None else f"{value:,}"
-
-
-def as_time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 def as_bytes(amount: float) -> str:
