@@ -4,6 +4,7 @@ vLLM carries them as a plain dict under one key of a request's `extra_args` and 
 `kv_transfer_params`. Parameters of a client never get there: `vllm/wire.py` removes them.
 """
 
+import math
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -80,3 +81,17 @@ def unpack(request: Prompt, kind: type[_Params]) -> _Params | None:
         return msgspec.convert(params, kind)
     except msgspec.ValidationError as exc:
         raise ProtocolError(f"request {request.request_id}: kv_transfer_params: {exc}") from exc
+
+
+def time_limit(timeout_s: float | None, now: float) -> dict[str, Any] | None:
+    """The `kv_transfer_params` of a request with `timeout_s` left; None: without a limit.
+
+    now: monotonic. The engine's process and its component are on one machine.
+    """
+    return None if timeout_s is None else pack(DecodeRequestParams(deadline=now + timeout_s))
+
+
+def time_left_s(request: Prompt, now: float) -> float:
+    """Infinite for a request without a limit."""
+    params = unpack(request, DecodeRequestParams)
+    return math.inf if params is None else params.deadline - now

@@ -21,7 +21,7 @@ from dynamo_lite.request_plane.failover import (
     OnTokens,
 )
 from dynamo_lite.request_plane.local import LocalGenerateClient
-from dynamo_lite.request_plane.selector import WorkerSelector
+from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.request_plane.server import GenerateServer
 
 __all__ = [

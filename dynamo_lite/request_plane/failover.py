@@ -26,8 +26,7 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import MakeTransport, OnDeltas
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
-from dynamo_lite.request_plane.placement import Placement
-from dynamo_lite.request_plane.selector import LocalSelector, WorkerSelector
+from dynamo_lite.request_plane.placement import LocalSelector, Placement, WorkerSelector
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import OwnedTasks
 

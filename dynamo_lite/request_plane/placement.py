@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from dynamo_lite.policy.routing import Selection
+from dynamo_lite.policy.routing import Picker, Selection
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
@@ -14,10 +15,10 @@ from dynamo_lite.protocol.errors import (
     Refused,
     Unavailable,
 )
+from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import GenerateClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
-from dynamo_lite.request_plane.selector import WorkerSelector
 from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,38 @@ SETTLE_S = 6.0
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
+
+
+class WorkerSelector(ABC):
+    """The asynchronous form of `Picker`; a remote router is one. A cancelled `choose` books
+    nothing."""
+
+    @abstractmethod
+    async def choose(
+        self, members: Sequence[EndpointRecord], request: GenerateRequest
+    ) -> Selection: ...
+
+    @abstractmethod
+    def answered(self, request_id: str) -> None: ...
+
+    @abstractmethod
+    def released(self, request_id: str) -> None: ...
+
+
+class LocalSelector(WorkerSelector):
+    def __init__(self, picker: Picker):
+        self._picker = picker
+
+    async def choose(
+        self, members: Sequence[EndpointRecord], request: GenerateRequest
+    ) -> Selection:
+        return self._picker.pick(members, request)
+
+    def answered(self, request_id: str) -> None:
+        self._picker.answered(request_id)
+
+    def released(self, request_id: str) -> None:
+        self._picker.released(request_id)
 
 
 class Placement:

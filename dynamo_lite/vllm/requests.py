@@ -12,8 +12,7 @@ from vllm.config import ModelConfig
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 
-from dynamo_lite.disagg.decode.deadline import time_limit
-from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack
+from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, time_limit
 from dynamo_lite.policy.migration import Plan
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo_lite.disagg.prefill import claiming
+from dynamo_lite.disagg.prefill.claims import TRIES, ask_claim
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DeadlineExceeded, NoResponders, ProtocolError
 from dynamo_lite.protocol.prefill import Claim, ClaimRefused, Granted, decode_claim
@@ -33,7 +33,7 @@ async def engine(*replies: bytes | None) -> AsyncIterator[tuple[MemoryMessaging,
 
 
 async def ask(messaging: MemoryMessaging) -> Granted | ClaimRefused:
-    return await claiming.ask(messaging, "claim", CLAIM, timeout_s=TRY_S)
+    return await ask_claim(messaging, "claim", CLAIM, timeout_s=TRY_S)
 
 
 @pytest.mark.parametrize("reply", [GRANTED, WITHDRAWN])
@@ -51,16 +51,16 @@ async def test_a_claim_that_is_not_answered_is_made_again_and_says_for_how_long_
 
 
 async def test_it_ends():
-    async with engine(*[None] * claiming.TRIES) as (messaging, heard):
+    async with engine(*[None] * TRIES) as (messaging, heard):
         with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.15 s"):
             await ask(messaging)
-    assert len(heard) == claiming.TRIES
+    assert len(heard) == TRIES
 
 
 async def test_a_claim_that_is_not_wanted_any_more_is_not_made_again():
     async with engine(None, GRANTED) as (messaging, heard):
         with pytest.raises(DeadlineExceeded):
-            await claiming.ask(messaging, "claim", CLAIM, timeout_s=TRY_S, wanted=lambda: not heard)
+            await ask_claim(messaging, "claim", CLAIM, timeout_s=TRY_S, wanted=lambda: not heard)
     assert len(heard) == 1
 
 

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dynamo_lite.disagg.decode.deadline import time_limit
+from dynamo_lite.disagg.transfer_params import time_limit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Backlog, Lane, decode_demand
 from dynamo_lite.protocol.codec import encode, encode_json, encode_sealed

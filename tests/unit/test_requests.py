@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from dynamo_lite.disagg.decode.deadline import time_left_s
+from dynamo_lite.disagg.transfer_params import time_left_s
 from dynamo_lite.policy.migration import Continue
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest

@@ -14,9 +14,8 @@ from typing import Any
 
 from dynamo_lite.disagg.decode.backlog import BacklogExchange, job_tokens
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
-from dynamo_lite.disagg.decode.locked_ledger import LockedLedger
-from dynamo_lite.disagg.decode.poll_window import PollWindow
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
+from dynamo_lite.disagg.decode.shared_state import LockedLedger, PollWindow
 from dynamo_lite.disagg.decode.writer_links import WriterLinks
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.server_clients import ServerClients

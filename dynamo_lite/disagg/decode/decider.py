@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.control_session import ControlSession
-from dynamo_lite.disagg.decode.deadline import time_left_s
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.disagg.span_notes import note_child
+from dynamo_lite.disagg.transfer_params import time_left_s
 from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, decide
 from dynamo_lite.protocol.trace import TraceContext
 

@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dynamo_lite.disagg.bridge import OpenBridge
 from dynamo_lite.disagg.counters import DECISION, REMOTE, Counters
 from dynamo_lite.disagg.decode.control_session import ControlSession
-from dynamo_lite.disagg.decode.deadline import time_left_s
 from dynamo_lite.disagg.decode.decider import Decider, note_decision
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
-from dynamo_lite.disagg.decode.locked_ledger import LockedLedger
 from dynamo_lite.disagg.decode.passing import Passing
 from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers, first_awaited
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
+from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
 from dynamo_lite.disagg.engine_api import Block, BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.server_clients import ServerClients
+from dynamo_lite.disagg.transfer_params import time_left_s
 from dynamo_lite.policy.instructions import (
     CancelWriter,
     DeleteJob,

@@ -6,17 +6,17 @@ from collections.abc import Callable
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
-from dynamo_lite.disagg.prefill import claiming
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import (
     Claim,
     ClaimRefused,
     Granted,
     RemotePrefillRequest,
     WriterDone,
+    decode_claim_reply,
 )
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
@@ -25,8 +25,10 @@ from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
 
-#: Timeout of one try; see `claiming.ask`.
+#: Timeout of one try; see `ask_claim`.
 _CLAIM_S = 2.0
+#: With 2 s each, about the time after which an engine counts as unresponsive.
+TRIES = 3
 #: How long the report of an outcome waits for the broker.
 _REPORT_S = 5.0
 #: Two hosts' wall clocks that differ by more than this are reported.
@@ -70,7 +72,7 @@ class Claims:
     ) -> ClaimRefused | None:
         """Returns None if the claim was granted.
 
-        held_s: seconds since the job was pulled. wanted: see `claiming.ask`. Raises NoResponders
+        held_s: seconds since the job was pulled. wanted: see `ask_claim`. Raises NoResponders
         if it was not granted; DeadlineExceeded, BrokerUnavailable or ProtocolError if it may
         have been.
         """
@@ -85,7 +87,7 @@ class Claims:
         subject = names.claim_subject(self._namespace, request.engine_id)
         asked, asked_wall = self._now(), self._wall()
         try:
-            answer = await claiming.ask(
+            answer = await ask_claim(
                 self._messaging, subject, claim, timeout_s=_CLAIM_S, wanted=wanted
             )
         except ProtocolError:
@@ -148,3 +150,43 @@ class Claims:
                 abs(ahead_s),
                 "ahead of" if ahead_s > 0 else "behind",
             )
+
+
+async def ask_claim(
+    messaging: Messaging,
+    subject: str,
+    claim: Claim,
+    *,
+    timeout_s: float,
+    wanted: Callable[[], bool] = lambda: True,
+) -> Granted | ClaimRefused:
+    """Returns the decode engine's reply. An engine in a long step answers late.
+
+    timeout_s: for each try. wanted: whether the claim is still wanted; if not, it is not tried
+    again.
+
+    All tries send the same claim; the engine grants a claim again to the worker that holds it.
+    Raises NoResponders if it was not granted. Raises DeadlineExceeded, BrokerUnavailable or
+    ProtocolError if it may have been granted: the caller must give it back. A refusal after a
+    try that timed out raises DeadlineExceeded: that try may have been granted and withdrawn.
+    """
+    unanswered: DeadlineExceeded | None = None
+    for tried in range(TRIES):
+        if unanswered is not None and not wanted():
+            break
+        now = msgspec.structs.replace(claim, held_s=claim.held_s + tried * timeout_s)
+        try:
+            reply = await messaging.request(subject, encode_sealed(now), timeout_s=timeout_s)
+        except DeadlineExceeded:
+            unanswered = DeadlineExceeded(f"request to {subject}", (tried + 1) * timeout_s)
+            continue
+        except Unavailable:
+            if unanswered is not None:
+                break
+            raise
+        answer = decode_claim_reply(reply)
+        if unanswered is not None and isinstance(answer, ClaimRefused):
+            break
+        return answer
+    assert unanswered is not None
+    raise unanswered

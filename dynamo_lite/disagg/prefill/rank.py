@@ -22,12 +22,11 @@ from dynamo_lite.disagg.messages import (
 )
 from dynamo_lite.disagg.prefill.layer_stream import LayerStream
 from dynamo_lite.disagg.prefill.link_test_rank import LinkTestRank
-from dynamo_lite.disagg.prefill.outgoing import InFlightWrite, OutgoingAttempt, Ready
+from dynamo_lite.disagg.prefill.outgoing import InFlightWrite, OutgoingAttempt, Ready, WriteTimes
 from dynamo_lite.disagg.prefill.prefix_reads import PrefixReads
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank, RemoteRanks
 from dynamo_lite.disagg.prefill.staging import OpenTransposer, Staging, split
 from dynamo_lite.disagg.prefill.write_notifications import WriteNotifications
-from dynamo_lite.disagg.prefill.write_times import WriteTimes
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock

@@ -12,9 +12,8 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from dynamo_lite.disagg.counters import ENDED, PREFLIGHT
-from dynamo_lite.disagg.decode.deadline import time_limit
 from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
-from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack
+from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, time_limit
 from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.protocol import names

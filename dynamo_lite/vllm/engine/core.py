@@ -8,7 +8,7 @@ Detokenisation happens in the Frontend.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from dynamo_lite.disagg.counters import PREFLIGHT, SPAN
+from dynamo_lite.disagg.counters import ENDED, PREFLIGHT, SPAN, WRITTEN
 from dynamo_lite.disagg.engine_config import EngineConfig, write_engine_config
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
@@ -48,7 +48,6 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
 from dynamo_lite.vllm import requests
-from dynamo_lite.vllm.engine.attempts import Attempts
 from dynamo_lite.vllm.engine.connector_types import KV_LAYOUT
 from dynamo_lite.vllm.engine.engine_config import engine_config
 from dynamo_lite.vllm.engine.fingerprint import check_peer, fingerprint
@@ -88,7 +87,7 @@ class VllmEngine:
         self._config: VllmConfig | None = None
         self._loaded_len: int | None = None
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
-        self._attempts = Attempts()
+        self._attempts = _Attempts()
         #: Decode engines that have left; sent to the engine with the next job.
         self._left: list[str] = []
         #: Compatible decode engines, and whether their blocks can also be read.
@@ -304,3 +303,45 @@ class VllmEngine:
         self._starter.shutdown(wait=False)
         with contextlib.suppress(FileNotFoundError):
             self._link_path.unlink()
+
+
+class _Attempts:
+    """The attempts in a prefill engine, until it reports how they ended.
+
+    Used on the component's event loop.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, asyncio.Future[AttemptOutcome]] = {}
+        self._written: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def ending(self, attempt: str) -> Iterator[asyncio.Future[AttemptOutcome]]:
+        """Registers the attempt; its outcome is to be awaited within the context."""
+        ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
+        self._open[attempt] = ended
+        try:
+            yield ended
+        finally:
+            self._open.pop(attempt, None)
+
+    def apply(self, counts: Mapping[str, Any]) -> None:
+        """Takes the outcomes from the counters of the connector's halves, of one step."""
+        self._written.update(counts.get(WRITTEN, ()))
+        for attempt, outcome, detail in counts.get(ENDED, ()):
+            written_at = self._written.pop(attempt, None)
+            self._resolve(AttemptOutcome(attempt, outcome, detail, written_at))
+
+    def died(self, why: str) -> None:
+        """The engine's process has died: ends all attempts. A dead process starts no write."""
+        for attempt in self._open:
+            self._resolve(AttemptOutcome(attempt, "died", why))
+
+    def cancel(self) -> None:
+        for waiting in self._open.values():
+            waiting.cancel()
+
+    def _resolve(self, ended: AttemptOutcome) -> None:
+        waiting = self._open.get(ended.attempt)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(ended)
