@@ -12,7 +12,7 @@ from benchmarks.null_worker import TOKEN_ID
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane import RemoteGenerateClient
+from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging

@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.protocol import names
-from dynamo_lite.request_plane import GenerateServer
+from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, Service
 

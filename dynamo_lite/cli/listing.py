@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynamo_lite.overview import fetch_health, link_state, state_of
+from dynamo_lite.overview.compose import link_state, state_of
+from dynamo_lite.overview.fetch import fetch_health
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError

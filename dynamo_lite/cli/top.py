@@ -13,7 +13,8 @@ from rich.live import Live
 
 from dynamo_lite.cli.listing import Place, open_store
 from dynamo_lite.cli.top_view import as_frame
-from dynamo_lite.overview import Observer, Overview
+from dynamo_lite.overview.model import Overview
+from dynamo_lite.overview.observer import Observer
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
 #: Width of a plain frame; only a failed link's long reason is wider.

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamo_lite.cli.listing import as_time
-from dynamo_lite.overview import Latency, Overview, Worker
+from dynamo_lite.overview.model import Latency, Overview, Worker
 
 _NOTHING = "-"
 _STATES = {"ready": "green", "ok": "green", "starting": "yellow", "draining": "yellow"}

@@ -9,7 +9,7 @@ from typing import Protocol
 from dynamo_lite.engine.base import DecodeEngine, PrefillEngine
 from dynamo_lite.queue.base import PrefillQueue, QueueOptions
 from dynamo_lite.runtime.fence import Fence
-from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.engine.base import DecodeEngine, KvEvents
-from dynamo_lite.kv_events import KvPublisher
+from dynamo_lite.kv_events.publisher import KvPublisher
 from dynamo_lite.policy.backlog import BacklogTotals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
@@ -18,11 +18,11 @@ from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_listen
 from dynamo_lite.protocol.records import encode_engine
-from dynamo_lite.request_plane import GenerateServer
+from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.backlog import BacklogFollower
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import VllmWorkerConfig
 from dynamo_lite.services.engine_probe import NOT_LOADED, EngineProbe

@@ -3,10 +3,10 @@
 import random
 from contextlib import AsyncExitStack
 
-from dynamo_lite.kv_events import KvFollower
+from dynamo_lite.kv_events.follower import KvFollower
 from dynamo_lite.policy.kv_routing import KvPicker
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.config import KvRouterOptions
 from dynamo_lite.services.metrics import RouterMetrics
 

@@ -14,7 +14,7 @@ from dynamo_lite.policy.admission import Limits
 from dynamo_lite.protocol.live_options import LiveValues
 from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.runtime.members.live_options import LiveOptions
-from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.config import FrontendConfig, RouterConfig, VllmWorkerConfig
 
 

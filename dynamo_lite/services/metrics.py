@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from dynamo_lite.policy.admission import Admission
 from dynamo_lite.policy.kv_routing import REASONS, KvPicker
 from dynamo_lite.protocol.prefill import EngineStatus
-from dynamo_lite.request_plane import FailoverStats
+from dynamo_lite.request_plane.failover import FailoverStats
 
 _HOW = ("fresh", "continue", "replay")
 _REFUSALS = ("limit", "busy", "no_worker", "late", "rejected")

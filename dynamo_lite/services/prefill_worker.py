@@ -20,7 +20,7 @@ from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.tasks import end_tasks
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import PrefillWorkerConfig

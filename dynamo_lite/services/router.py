@@ -24,7 +24,7 @@ from dynamo_lite.protocol.routing import (
 )
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import RouterConfig
 from dynamo_lite.services.kv_picker import open_kv_picker
 from dynamo_lite.services.live_options import ComponentOptions

@@ -16,7 +16,7 @@ from dynamo_lite.protocol.options import DisaggOptions, subset
 from dynamo_lite.queue.base import QueueConfig, QueueOptions
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.fence import Fence, FenceHolder
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import PrefillWorkerConfig, TransferThread, VllmWorkerConfig
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from prometheus_client import Gauge
 
 from dynamo_lite.runtime.members.backlog import BacklogFollower, OnDemand
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
-from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.engine_probe import EngineProbe
 
 

@@ -17,11 +17,11 @@ from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.request_plane import RemoteGenerateClient
+from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.simulation.engine.model import sampling_to_bytes
 from dynamo_lite.simulation.scenario import Ask

@@ -29,7 +29,7 @@ from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.etcd.watch import EtcdWatch
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.prefill_worker import PrefillWorker

@@ -20,7 +20,8 @@ from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.fence import Fence, MemoryFence
 from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.process.host import Host, ProcessEnvironment, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.host import ProcessEnvironment
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.services.vllm_backend import decode_role, prefill_role

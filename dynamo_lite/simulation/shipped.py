@@ -7,7 +7,7 @@ from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.process.host import ProcessSpec
+from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.engine.assembly import Assembly

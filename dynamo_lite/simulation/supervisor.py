@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import DynamoLiteError
-from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.simulation.engine.assembly import Engine
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.loop import VirtualLoop

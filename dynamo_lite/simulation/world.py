@@ -11,8 +11,8 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.queue.base import QueueOptions
 from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
-from dynamo_lite.runtime.process.component import Component
-from dynamo_lite.runtime.process.host import Host, ProcessSpec, run_process
+from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
+from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker

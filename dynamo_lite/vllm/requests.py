@@ -18,7 +18,7 @@ from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.request_plane import MAX_REQUEST_ID
+from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from dynamo_lite.vllm.migratable import is_causal, migration_plan
 from dynamo_lite.vllm.wire import (
     KV_TRANSFER_PARAMS,

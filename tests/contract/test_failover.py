@@ -14,7 +14,9 @@ from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol.errors import DynamoLiteError, Overloaded
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.request_plane import FailoverClient, GenerateServer, RemoteGenerateClient
+from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.simulation.servers.memory import MemoryMessaging

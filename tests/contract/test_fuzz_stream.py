@@ -28,8 +28,9 @@ from dynamo_lite.protocol.generate import (
     decode_worker_frame,
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.request_plane import GenerateServer, RemoteGenerateClient
+from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
+from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from tests.hostile import Spoiler
 

@@ -26,9 +26,7 @@ from dynamo_lite.protocol.generate import (
     Welcome,
     decode_worker_frame,
 )
-from dynamo_lite.request_plane import (
-    RemoteGenerateClient,
-)
+from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import frame
 from tests.contract.generating import (
     Setup,

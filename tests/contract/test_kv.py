@@ -10,7 +10,9 @@ from typing import Self, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.kv_events import KvFollower, KvPublisher, publisher
+from dynamo_lite.kv_events import publisher
+from dynamo_lite.kv_events.follower import KvFollower
+from dynamo_lite.kv_events.publisher import KvPublisher
 from dynamo_lite.policy.kv_chain import BlockHashes, chain_hashes, root_hash
 from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
 from dynamo_lite.protocol import names

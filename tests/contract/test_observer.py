@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from dynamo_lite.overview import Observer, Overview
+from dynamo_lite.overview.model import Overview
+from dynamo_lite.overview.observer import Observer
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.kv import KvNotice, Load

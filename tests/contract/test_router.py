@@ -20,7 +20,8 @@ from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.process.host import ProcessEnvironment, ProcessSpec, run_process
+from dynamo_lite.runtime.process.component import ProcessSpec
+from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.services.frontend.router_client import RemoteRouter
 from dynamo_lite.services.router import Router
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore

@@ -20,7 +20,8 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.request_plane import FailoverClient, OnDeltas, OnLost
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
+from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
 
 STEP_S = 1.0

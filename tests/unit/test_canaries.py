@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane import OnDeltas, OnLost
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.services.config import CanaryOptions
 from dynamo_lite.services.frontend.canaries import Canaries
 from tests.unit.fake_workers import request_of

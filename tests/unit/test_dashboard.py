@@ -12,9 +12,10 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from dynamo_lite.overview import Overview
+from dynamo_lite.overview.model import Overview
 from dynamo_lite.protocol.errors import StoreUnavailable
-from dynamo_lite.services.frontend.dashboard import Dashboard, Viewers, is_loopback
+from dynamo_lite.services.frontend.dashboard.app import Dashboard, is_loopback
+from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 from dynamo_lite.services.frontend.http import HttpServer, bind, url_of
 from dynamo_lite.vllm.http_options import HttpOptions
 

@@ -15,7 +15,7 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.request_plane import MAX_REQUEST_ID
+from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from tests.unit.fake_workers import answer_to, cluster, request_of, steps, to_the_end
 from tests.unit.virtual import virtual
 

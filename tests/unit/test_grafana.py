@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.policy.admission import Admission, Limits
-from dynamo_lite.request_plane import FailoverStats
+from dynamo_lite.request_plane.failover import FailoverStats
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.host import add_gauges
 from dynamo_lite.services.metrics import (

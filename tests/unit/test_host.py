@@ -20,7 +20,8 @@ from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
 from dynamo_lite.protocol.names import components_prefix, endpoint_subject
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.process.host import Host, ProcessEnvironment, ProcessSpec, run_process
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 

@@ -23,7 +23,7 @@ from dynamo_lite.protocol.records import (
     RankMetadata,
     encode_engine,
 )
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory

@@ -5,9 +5,9 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from dynamo_lite.overview import Overview
 from dynamo_lite.overview.compose import WANTED, Seen, compose
 from dynamo_lite.overview.history import History
+from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.samples import Samples, increases, known, parse, quantile, total
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord

@@ -13,7 +13,7 @@ from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.protocol.errors import EngineDied, Overloaded
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.request_plane import FailoverClient
+from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 
 WORKER = EndpointRecord(

@@ -19,7 +19,7 @@ from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import decode_json, encode, encode_json
 from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, RankMetadata, encode_engine
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.transfer.directory import MetadataDirectory
 from dynamo_lite.vllm.engine.fingerprint import check_peer

@@ -23,7 +23,8 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.request_plane import FailoverClient, OnDeltas, OnLost
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
+from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.vllm.frontend.openai_app import OpenAiApp, open_app
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 from dynamo_lite.vllm.wire import sampling_from_bytes

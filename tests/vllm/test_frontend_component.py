@@ -20,8 +20,8 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane import GenerateServer
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.request_plane.server import GenerateServer
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.services.frontend.frontend import Frontend
 from dynamo_lite.services.frontend.http import bind

@@ -21,7 +21,7 @@ from dynamo_lite.protocol.prefill import (
     decode_stay_reply,
 )
 from dynamo_lite.runtime.fence import Fence
-from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.store import LeaseLoss
 
 logger = logging.getLogger(__name__)

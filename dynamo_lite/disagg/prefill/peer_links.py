@@ -27,7 +27,7 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.prefill import Listen
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord
-from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.transfer.directory import MetadataDirectory

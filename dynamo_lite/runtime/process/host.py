@@ -32,8 +32,6 @@ from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing.tracer import Tracer, open_tracer
 
-__all__ = ["Component", "Host", "ProcessEnvironment", "ProcessSpec", "Report", "run_process"]
-
 logger = logging.getLogger(__name__)
 
 #: Time after the grace period for the component to cancel running work and free resources.

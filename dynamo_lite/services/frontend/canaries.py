@@ -15,12 +15,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane import MakeTransport, RemoteGenerateClient
+from dynamo_lite.request_plane.base import MakeTransport
+from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.placement import SETTLE_S
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.config import CanaryOptions
 
 #: A worker that failed a canary is tested again after this time.

@@ -11,28 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo_lite.overview import Observer
+from dynamo_lite.overview.observer import Observer
 from dynamo_lite.policy.admission import Admission
 from dynamo_lite.policy.kv_routing import KvPicker
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.live_options import FrontendLiveOptions, LiveValues
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane import (
-    FailoverClient,
-    OnDeltas,
-    OnEnded,
-    OnTokens,
-    RemoteGenerateClient,
-    WorkerSelector,
-)
+from dynamo_lite.request_plane.base import OnDeltas
+from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.request_plane.failover import FailoverClient, OnEnded, OnTokens
+from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.process.host import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.services.frontend.canaries import start_canaries
-from dynamo_lite.services.frontend.dashboard import Dashboard, Viewers, is_loopback
+from dynamo_lite.services.frontend.dashboard.app import Dashboard, is_loopback
+from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 from dynamo_lite.services.frontend.http import HttpServer, Probed, bind, url_of
 from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.rotation import Rotation

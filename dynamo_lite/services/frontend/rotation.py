@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane import GenerateClient
+from dynamo_lite.request_plane.base import GenerateClient
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 

@@ -19,7 +19,7 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, PickRequest, RequestOutcomes, decode_pick_reply
-from dynamo_lite.request_plane import WorkerSelector
+from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging

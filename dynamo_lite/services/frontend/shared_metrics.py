@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dynamo_lite.overview import fetch
+from dynamo_lite.overview.fetch import fetch
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.process.status import VLLM_METRICS
 

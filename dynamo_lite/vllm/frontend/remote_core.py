@@ -33,7 +33,7 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.trace import TraceContext
-from dynamo_lite.request_plane import FailoverClient
+from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.edge import current_context, http_error
 from dynamo_lite.vllm.frontend.request_trace import RequestTraces

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from dynamo_lite.overview import Overview
+from dynamo_lite.overview.model import Overview
 from dynamo_lite.protocol.errors import DynamoLiteError, Overloaded
 from dynamo_lite.runtime.tasks import end_tasks
 
