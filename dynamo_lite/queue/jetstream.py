@@ -8,9 +8,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
+import msgspec
 from nats import errors
+from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import ConsumerInfo
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from dynamo_lite.protocol.backlog import Lane
@@ -24,7 +25,7 @@ from dynamo_lite.queue.base import QueueConfig, QueueDepth
 from dynamo_lite.queue.incarnation import Incarnations
 from dynamo_lite.queue.job import JetStreamJob
 from dynamo_lite.queue.puller import Puller
-from dynamo_lite.queue.topology import Topology, consumer_name
+from dynamo_lite.queue.topology import API_TIMEOUT_S, Topology, identities
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.retry import retry_while_unavailable
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 10077
 _NO_SUCH_MESSAGE = (10037, 10043)
-_API_TIMEOUT_S = 2.0
 _REPAIR_INTERVAL_S = 0.1
 
 
@@ -95,7 +95,7 @@ class JetStreamQueue:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._connection)
             client = self._connection.client
-            self._js = client.jetstream(timeout=_API_TIMEOUT_S)
+            self._js = client.jetstream(timeout=API_TIMEOUT_S)
             try:
                 await retry_while_unavailable(self._ensure)
             except BrokerUnavailable as exc:
@@ -149,7 +149,7 @@ class JetStreamQueue:
     async def delete(self, sequence: int) -> bool:
         with self._errors("delete"):
             try:
-                async with asyncio.timeout(_API_TIMEOUT_S):
+                async with asyncio.timeout(API_TIMEOUT_S):
                     return await self._connected_js().delete_msg(self._topology.stream, sequence)
             except NotFoundError:
                 return False
@@ -159,31 +159,17 @@ class JetStreamQueue:
                 raise
 
     async def depth(self) -> QueueDepth:
-        lanes = self._config.lanes
-        asked = await asyncio.gather(*map(self._consumer_info, lanes), return_exceptions=True)
-        infos: list[ConsumerInfo] = []
-        for info in asked:
-            if isinstance(info, BaseException):
-                raise info
-            if info is None:
-                self._missing.set()
-                return QueueDepth(waiting=0, in_flight=0)
-            infos.append(info)
-        if {lane: info.created for lane, info in zip(lanes, infos, strict=True)} != self._consumers:
-            self._missing.set()  # a consumer was lost and created again
-        return QueueDepth(
-            waiting=sum(info.num_pending or 0 for info in infos),
-            in_flight=sum(info.num_ack_pending or 0 for info in infos),
-        )
-
-    async def _consumer_info(self, lane: Lane) -> ConsumerInfo | None:
-        """Returns None when there is no such consumer. Raises BrokerUnavailable."""
         with self._errors("depth"):
-            try:
-                name = consumer_name(lane)
-                return await self._connected_js().consumer_info(self._topology.stream, name)
-            except NotFoundError:
-                return None
+            consumers = await self._topology.consumers(self._connected_client())
+        incomplete = len(consumers) < len(self._config.lanes)
+        if incomplete or identities(consumers) != self._consumers:
+            self._missing.set()  # a consumer was lost, and maybe created again
+        if incomplete:
+            return QueueDepth(waiting=0, in_flight=0)
+        return QueueDepth(
+            waiting=sum(consumer.num_pending for consumer in consumers.values()),
+            in_flight=sum(consumer.num_ack_pending for consumer in consumers.values()),
+        )
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
@@ -226,9 +212,14 @@ class JetStreamQueue:
     async def _ensure(self) -> None:
         async with self._ensuring:
             with self._errors("creating the queue"):
-                found = await self._topology.ensure(self._connected_js())
+                found = await self._topology.ensure(self._connected_client())
         self._consumers = found.consumers
         self._incarnations.seen(found.stream)
+
+    def _connected_client(self) -> Client:
+        if not self._connection.connected:
+            raise BrokerUnavailable("NATS is disconnected")
+        return self._connection.client
 
     def _connected_js(self) -> JetStreamContext:
         if self._js is None or not self._connection.connected:
@@ -239,6 +230,6 @@ class JetStreamQueue:
     def _errors(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (errors.Error, OSError, TimeoutError) as exc:
+        except (errors.Error, OSError, TimeoutError, msgspec.DecodeError) as exc:
             reason = str(exc) or type(exc).__name__
             raise BrokerUnavailable(f"{what}: {reason}") from exc

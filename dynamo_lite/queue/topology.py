@@ -3,7 +3,10 @@
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
@@ -15,7 +18,7 @@ from nats.js.api import (
     StreamConfig,
     StreamInfo,
 )
-from nats.js.errors import BadRequestError, NotFoundError
+from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import StartupError
@@ -23,6 +26,8 @@ from dynamo_lite.queue.base import QueueConfig
 
 _NAME_IN_USE = 10058
 _DUPLICATE_WINDOW_S = 120.0
+#: Longest wait for one answer of JetStream's API.
+API_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,28 @@ class Found:
 
     stream: Hashable
     consumers: Mapping[Lane, Hashable]
+
+
+class ConsumerState(msgspec.Struct, frozen=True):
+    """One consumer in the broker's answer to CONSUMER.LIST."""
+
+    name: str
+    #: When it was created; identifies it. The text of the broker: it has nanoseconds.
+    created: str
+    #: Jobs that were never delivered.
+    num_pending: int = 0
+    #: Jobs that were delivered and not answered.
+    num_ack_pending: int = 0
+
+
+class _ConsumerList(msgspec.Struct, frozen=True):
+    """`consumers` is null in the answer of a stream without consumers."""
+
+    consumers: list[ConsumerState] | None = None
+    error: dict[str, Any] | None = None
+
+
+_decode_list = msgspec.json.Decoder(_ConsumerList).decode
 
 
 class Topology:
@@ -54,11 +81,12 @@ class Topology:
         self.config = config
         self._wall = wall
 
-    async def ensure(self, js: JetStreamContext) -> "Found":
+    async def ensure(self, client: Client) -> "Found":
         """Idempotent. Raises StartupError if the queue exists with another configuration.
 
         Errors of the client pass through.
         """
+        js = client.jetstream(timeout=API_TIMEOUT_S)
         stream = await self._stream(js)
         if stream is None:
             try:
@@ -68,11 +96,28 @@ class Topology:
                     raise
                 stream = await js.stream_info(self.stream)
         self._check(stream.config.metadata or {})
-        consumers = {
-            lane: (await js.add_consumer(self.stream, self._consumer_config(lane))).created
-            for lane in self.config.lanes
-        }
-        return Found((stream.created, stream.config.first_seq), consumers)
+        for lane in self.config.lanes:
+            await js.add_consumer(self.stream, self._consumer_config(lane))
+        consumers = await self.consumers(client)
+        return Found((stream.created, stream.config.first_seq), identities(consumers))
+
+    async def consumers(self, client: Client) -> dict[Lane, ConsumerState]:
+        """The queue's consumers that the broker has; none if it does not have the stream.
+
+        One request for all lanes. The answer has no second page: the consumers of a work queue
+        have disjoint subjects, so there are no more of them than lanes. Errors of the client
+        pass through; raises msgspec.DecodeError if the answer is malformed.
+        """
+        subject = f"$JS.API.CONSUMER.LIST.{self.stream}"
+        answer = _decode_list((await client.request(subject, timeout=API_TIMEOUT_S)).data)
+        if answer.error is not None:
+            try:
+                APIError.from_error(answer.error)
+            except NotFoundError:
+                return {}
+        by_name = {consumer.name: consumer for consumer in answer.consumers or ()}
+        names = ((lane, consumer_name(lane)) for lane in self.config.lanes)
+        return {lane: by_name[name] for lane, name in names if name in by_name}
 
     def subject_of(self, lane: Lane) -> str:
         return self.subject if lane is Lane.LONG else f"{self.subject}.{lane.value}"
@@ -122,6 +167,11 @@ class Topology:
             max_deliver=-1,
             max_ack_pending=-1,
         )
+
+
+def identities(consumers: Mapping[Lane, ConsumerState]) -> dict[Lane, Hashable]:
+    """What `Found` compares of consumers."""
+    return {lane: consumer.created for lane, consumer in consumers.items()}
 
 
 def consumer_name(lane: Lane) -> str:

@@ -12,6 +12,8 @@ from dynamo_lite.simulation.servers.nats_protocol import header
 API = "$JS.API."
 _ACK = "$JS.ACK."
 _NS = 1e9
+#: Most consumers in one answer.
+_PAGE = 256
 
 _Answer = Mapping[str, Any]
 
@@ -25,7 +27,6 @@ class _Refused(Exception):
 
 
 _NO_STREAM = (404, 10059, "stream not found")
-_NO_CONSUMER = (404, 10014, "consumer not found")
 _NAME_IN_USE = (400, 10058, "stream name already in use with a different configuration")
 _OVERLAP = (400, 10065, "subjects overlap with an existing stream")
 _NO_MESSAGE = (400, 10043, "sequence not found")
@@ -46,7 +47,7 @@ class JetStreamApi:
             "STREAM.CREATE": self._create_stream,
             "STREAM.DELETE": self._delete_stream,
             "STREAM.MSG.DELETE": self._delete_message,
-            "CONSUMER.INFO": self._consumer_info,
+            "CONSUMER.LIST": self._list_consumers,
             "CONSUMER.DURABLE.CREATE": self._create_consumer,
         }
 
@@ -158,12 +159,10 @@ class JetStreamApi:
         stream.remove(sequence)
         return {"success": True}
 
-    def _consumer_info(self, names: list[str], _: bytes) -> _Answer:
+    def _list_consumers(self, names: list[str], _: bytes) -> _Answer:
         stream = self._stream(names[0])
-        consumer = stream.consumers.get(names[1])
-        if consumer is None:
-            raise _Refused(*_NO_CONSUMER)
-        return _consumer_facts(stream, consumer)
+        found = [_consumer_facts(stream, c) for _, c in sorted(stream.consumers.items())]
+        return {"total": len(found), "offset": 0, "limit": _PAGE, "consumers": found}
 
     def _create_consumer(self, names: list[str], payload: bytes) -> _Answer:
         stream = self._stream(names[0])
