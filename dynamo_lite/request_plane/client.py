@@ -55,12 +55,14 @@ class RemoteGenerateClient:
 
     async def __aexit__(self, *_: object) -> None:
         self._closed = True
-        await end_tasks(*self._connecting.values())
-        links = list(self._links.values())
-        for link in links:
-            link.leave()
-        for link in links:
-            await link.closed
+        try:
+            await end_tasks(*self._connecting.values())
+        finally:
+            closed = [link.closed for link in self._links.values()]
+            for link in list(self._links.values()):
+                link.leave()
+        if closed:  # `wait`, because a cancel must not cancel the futures of the connections
+            await asyncio.wait(closed)
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
         address = member.transport.stream
@@ -99,7 +101,11 @@ class RemoteGenerateClient:
             connecting = asyncio.create_task(self._connect(address), name=f"connect {address}")
             self._connecting[address] = connecting
             connecting.add_done_callback(lambda task: self._connected(address, task))
-        return await asyncio.shield(connecting)
+        # `wait`, because a cancel of this caller must not end the attempt of the others.
+        await asyncio.wait([connecting])
+        if connecting.cancelled():
+            raise Unavailable("the client is closed")
+        return connecting.result()
 
     async def _connect(self, address: str) -> Connection:
         self._connections_made += 1
@@ -115,7 +121,11 @@ class RemoteGenerateClient:
         if exc := task.exception():
             logger.warning("worker at %s: connecting failed: %s", address, exc)
             return
-        link = self._links[address] = task.result()
+        link = task.result()
+        if self._closed:
+            link.leave()
+            return
+        self._links[address] = link
         link.closed.add_done_callback(lambda _: self._forget(address, link))
 
     def _forget(self, address: str, link: Connection) -> None:
