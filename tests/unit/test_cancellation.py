@@ -1,0 +1,465 @@
+"""A request whose owner is cancelled at any await leaves nothing behind, and the next one works.
+
+Each test cancels one owner of the request path at its first suspension, its second and so on,
+until it ends by itself: as it begins to wait, and when what it waits for has just come.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Self
+
+import pytest
+
+from dynamo_lite.policy.migration import Continue
+from dynamo_lite.policy.routing import RoundRobin, Selection
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.errors import Unavailable
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
+from dynamo_lite.request_plane import (
+    FailoverClient,
+    GenerateServer,
+    OnDeltas,
+    OnLost,
+    RemoteGenerateClient,
+    WorkerSelector,
+)
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.services.frontend.router_client import RemoteRouter
+from dynamo_lite.simulation.loop.loop import VirtualLoop
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.contract.generating import FakeEngine, Outputs, request_of, tokens
+from tests.sim.servers import SimNats
+from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
+
+NAMESPACE = "t"
+
+
+async def soon(condition: Callable[[], Any], within_s: float = 5.0) -> None:
+    """Virtual seconds."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def network() -> Network:
+    """The network of the running loop; this process has the name "world" in it."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return Network(loop)
+
+
+async def delivered() -> None:
+    """Every message that is on its way arrives."""
+    await asyncio.sleep(0.1)
+
+
+async def all_closed(network: Network) -> None:
+    """No connection of this process is open."""
+    await soon(lambda: not network.ends_of(network.loop.world))
+
+
+# The request plane: workers' servers and a client of them
+
+
+class Worker:
+    """A worker's generate endpoint; its engine is scripted. room: how many requests it takes."""
+
+    def __init__(self, messaging: Messaging, lease_id: int = 1, room: int = 1):
+        self.lease_id, self.subject = lease_id, f"{NAMESPACE}.generate-{lease_id}"
+        self.engine = FakeEngine()
+        self.server = GenerateServer(messaging, self.engine, max_in_flight=room)
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self.server)
+        await self._stack.enter_async_context(self.server.serve(self.subject))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def record(self) -> EndpointRecord:
+        return endpoint_record("VllmWorker", "generate", self.lease_id, self.server.stream_address)
+
+    async def idle(self) -> None:
+        """No request is left, in the server or in the engine."""
+        await delivered()
+        await soon(lambda: not (self.server.in_flight or self.server.waiting_tokens))
+        await soon(lambda: not self.engine.running)
+        assert await self.server.wait_idle(5.0)
+
+    def answer(self) -> list[Any]:
+        """Every running request gets its last tokens. Returns the deltas."""
+        deltas = [tokens(request_id, 1, 2, finish="stop") for request_id in self.engine.running]
+        self.engine.running.clear()
+        self.server.deliver(deltas)
+        return deltas
+
+
+def endpoint_record(
+    component: str, endpoint: str, lease_id: int, stream: str | None = None
+) -> EndpointRecord:
+    subject = f"{NAMESPACE}.{endpoint}-{lease_id}"
+    return EndpointRecord(
+        component=component,
+        endpoint=endpoint,
+        namespace=NAMESPACE,
+        lease_id=lease_id,
+        transport=EndpointTransport(nats_tcp=subject, stream=stream),
+    )
+
+
+class Endpoint:
+    """One worker, and a client of it. kind: "memory" or "nats", the messaging between them."""
+
+    def __init__(self, kind: str = "memory", room: int = 1):
+        self.network, self.outputs, self._room = network(), Outputs(), room
+        self._url = SimNats(self.network).url if kind == "nats" else ""
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Self]:
+        async with NatsMessaging(self._url) if self._url else MemoryMessaging() as messaging:
+            self.worker = Worker(messaging, room=self._room)
+            async with self.worker as worker:
+                self.client = RemoteGenerateClient(
+                    messaging, "front", self.outputs.on_deltas, self.outputs.on_lost
+                )
+                async with self.client:
+                    yield self
+                await soon(lambda: not worker.server.has_client("front.1"))
+                await worker.idle()
+            if isinstance(messaging, MemoryMessaging):
+                assert repr(messaging) == "MemoryMessaging(subjects=0, connected=True)"
+        await all_closed(self.network)
+
+    async def submit(self, request_id: str) -> None:
+        await self.client.submit(self.worker.record, request_of(request_id))
+
+    async def works(self) -> None:
+        """The one slot of the server is free, and a request gets its tokens."""
+        await self.submit("next")
+        answer = self.worker.answer()
+        await soon(lambda: self.outputs.batches[-1:] == [answer])
+
+
+@pytest.mark.parametrize("kind", ["memory", "nats"])
+@both_moments
+def test_submit_of_a_generate_client(woken: bool, kind: str):
+    async def script(cancel: Cancel) -> None:
+        async with Endpoint(kind).open() as endpoint:
+            await cancel.owner(endpoint.submit("a"))
+            if not cancel.place:
+                await endpoint.client.abort(["a"])
+            await endpoint.worker.idle()
+            assert endpoint.outputs.deltas == [] and endpoint.outputs.lost == []
+            await endpoint.works()
+
+    cancel_everywhere(script, at_least=2, woken=woken)
+
+
+@at_every_await(at_least=1)
+async def test_submit_while_another_one_connects(cancel: Cancel):
+    """Both wait for the same connection: the other one gets it."""
+    async with Endpoint(room=2).open() as endpoint:
+        other = asyncio.create_task(endpoint.submit("b"))
+        await asyncio.sleep(0)
+        await cancel.owner(endpoint.submit("a"))
+        await other
+        if not cancel.place:
+            await endpoint.client.abort(["a"])
+        await soon(lambda: set(endpoint.worker.engine.running) == {"b"})
+        await endpoint.client.abort(["b"])
+        await endpoint.worker.idle()
+        await endpoint.works()
+
+
+@at_every_await(at_least=2)
+async def test_the_end_of_a_generate_client(cancel: Cancel):
+    """With a request that runs, and one whose connection is being made."""
+    net, messaging = network(), MemoryMessaging()
+    outputs = Outputs()
+    async with Worker(messaging, 1) as first, Worker(messaging, 2) as second:
+        client = RemoteGenerateClient(messaging, "front", outputs.on_deltas, outputs.on_lost)
+        await client.submit(first.record, request_of("a"))
+        connecting = asyncio.create_task(client.submit(second.record, request_of("b")))
+        await asyncio.sleep(0)
+        await cancel.owner(client.__aexit__())
+        with pytest.raises(Unavailable):
+            await connecting
+        for worker in (first, second):
+            await worker.idle()
+        assert outputs.deltas == [] and outputs.lost == []
+        await all_closed(net)
+
+
+@at_every_await(at_least=2)
+async def test_the_end_of_a_generate_client_at_any_moment_of_a_submit(cancel: Cancel):
+    """Not the submit is cancelled; the client is closed under it."""
+    net, messaging = network(), MemoryMessaging()
+    outputs, closing = Outputs(), list[asyncio.Task[None]]()
+    async with Worker(messaging) as worker:
+        client = RemoteGenerateClient(messaging, "front", outputs.on_deltas, outputs.on_lost)
+        cancel.action = lambda: closing.append(asyncio.create_task(client.__aexit__()))
+        submitting = asyncio.create_task(
+            cancel.step(client.submit(worker.record, request_of("a")))
+        )
+        await asyncio.wait([submitting])
+        assert not submitting.cancelled()
+        if submitting.exception() is not None:
+            assert isinstance(submitting.exception(), Unavailable)
+        await asyncio.gather(*closing or [client.__aexit__()])
+        await worker.idle()
+        await all_closed(net)
+
+
+@at_every_await(at_least=1)
+async def test_a_worker_that_takes_a_request(cancel: Cancel):
+    """The worker's handler is cancelled, as when its messaging is closed."""
+    async with Endpoint().open() as endpoint:
+        server, engine = endpoint.worker.server, endpoint.worker.engine
+        await endpoint.submit("a")
+        await endpoint.client.abort(["a"])
+        await endpoint.worker.idle()
+        engine.gate = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, engine.gate.set)
+        session = server.open_session("local", _Sink())
+        await cancel.owner(server.admit(session, request_of("b")))
+        if not cancel.place:
+            server.cancel(session, ["b"])
+        engine.gate.set()
+        await endpoint.worker.idle()
+        assert "b" in engine.aborted
+        server.close_session(session)
+        await endpoint.works()
+
+
+class _Sink:
+    def deliver(self, deltas: list[Any]) -> list[str]:
+        return []
+
+    def closed(self, request_ids: list[str], why: str) -> None: ...
+
+
+@at_every_await(at_least=1)
+async def test_the_end_of_a_generate_server(cancel: Cancel):
+    """With a request that runs; the engine takes its time to abort it."""
+    net, messaging, outputs = network(), MemoryMessaging(), Outputs()
+    worker = Worker(messaging)
+    await worker.server.__aenter__()
+    async with worker.server.serve(worker.subject):
+        async with RemoteGenerateClient(
+            messaging, "front", outputs.on_deltas, outputs.on_lost
+        ) as client:
+            await client.submit(worker.record, request_of("a"))
+            await cancel.owner(worker.server.__aexit__())
+            await soon(lambda: bool(outputs.lost))
+            assert outputs.lost == [(["a"], outputs.lost[0][1])]
+            await worker.idle()
+            await all_closed(net)
+
+
+# The failover client, with the client of a Router
+
+
+class Routing:
+    """The Router: it sends requests to the candidates in turn, and knows what it placed."""
+
+    def __init__(self, messaging: Messaging):
+        self._messaging, self._count = messaging, 0
+        self.placed: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        self._stack = contextlib.AsyncExitStack()
+        enter = self._stack.enter_async_context
+        await enter(self._messaging.serve(f"{NAMESPACE}.pick-9", self._pick))
+        await enter(self._messaging.serve(names.fates_subject(NAMESPACE, 9), self._outcomes))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _pick(self, payload: bytes) -> bytes:
+        request = decode_pick_request(payload)
+        self.placed.add(request.request_id)
+        await asyncio.sleep(0.01)
+        return encode(Chosen(lease_id=min(request.candidates), reason="test"))
+
+    async def _outcomes(self, payload: bytes) -> None:
+        self.placed.difference_update(decode_fates(payload).released)
+
+
+class Front:
+    """Two workers, the Router, and a failover client that asks it."""
+
+    def __init__(self) -> None:
+        self.network, self.messaging, self.store = network(), MemoryMessaging(), MemoryStore()
+        self.routing = Routing(self.messaging)
+        self.workers = [Worker(self.messaging, lease_id) for lease_id in (1, 2)]
+        self.outputs, self.ended = Outputs(), list[tuple[str, Exception]]()
+        #: Set by a test that interrupts migrations.
+        self.interrupts: Cancel | None = None
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Self]:
+        key = names.endpoint_key(NAMESPACE, "Router", "pick", 9)
+        await self.store.put(key, encode_json(endpoint_record("Router", "pick", 9)))
+        async with contextlib.AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            for worker in self.workers:
+                await enter(worker)
+            await enter(self.routing)
+            routers = await enter(
+                Roster(self.store, names.endpoint_prefix(NAMESPACE, "Router", "pick"))
+            )
+            router = RemoteRouter(
+                self.messaging, routers, namespace=NAMESPACE, lease_id=8, fallback=RoundRobin()
+            )
+            selector = _InterruptedSelector(await enter(router), self)
+            self.client = FailoverClient(
+                lambda on_deltas, on_lost: _InterruptedTransport(self, on_deltas, on_lost),
+                members=lambda: [worker.record for worker in self.workers],
+                picker=selector,
+                on_deltas=self.outputs.on_deltas,
+                on_ended=lambda request_id, error: self.ended.append((request_id, error)),
+                messaging=self.messaging,
+            )
+            async with self.client:
+                yield self
+            await soon(lambda: not self.routing.placed)
+        assert repr(self.messaging) == "MemoryMessaging(subjects=0, connected=True)"
+        await all_closed(self.network)
+
+    async def submit(self, request_id: str, timeout_s: float | None = None) -> None:
+        request = request_of(request_id, timeout_s=timeout_s)
+        await self.client.submit(request, movable=Continue(reason="test"))
+
+    async def nothing_left(self) -> None:
+        """No request is left, here, in the Router, in the workers or in their engines."""
+        empty = "<FailoverClient requests=0 attempts=0 tasks=0>"
+        await soon(lambda: repr(self.client) == empty)
+        for worker in self.workers:
+            await worker.idle()
+        await soon(lambda: not self.routing.placed)
+
+    async def works(self) -> None:
+        """Both workers have room again."""
+        ids = ["next 1", "next 2"]
+        for request_id in ids:
+            await self.submit(request_id)
+        for worker in self.workers:
+            assert len(worker.answer()) == 1
+        await soon(
+            lambda: sorted(d.request_id for d in self.outputs.deltas if d.finish_reason) == ids
+        )
+        await self.nothing_left()
+
+
+class _InterruptedTransport(RemoteGenerateClient):
+    def __init__(self, front: Front, on_deltas: OnDeltas, on_lost: OnLost):
+        super().__init__(front.messaging, "front", on_deltas, on_lost)
+        self._front = front
+
+    async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
+        work = super().submit(member, request)
+        interrupts = self._front.interrupts
+        await (work if interrupts is None else interrupts.step(work))
+
+
+class _InterruptedSelector(WorkerSelector):
+    def __init__(self, router: RemoteRouter, front: Front):
+        self._router, self._front = router, front
+
+    async def choose(
+        self, members: Sequence[EndpointRecord], request: GenerateRequest
+    ) -> Selection:
+        work = self._router.choose(members, request)
+        interrupts = self._front.interrupts
+        return await (work if interrupts is None else interrupts.step(work))
+
+    def answered(self, request_id: str) -> None:
+        self._router.answered(request_id)
+
+    def released(self, request_id: str) -> None:
+        self._router.released(request_id)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
+@both_moments
+def test_submit_of_a_failover_client(woken: bool, timeout_s: float | None):
+    """The first worker is busy, the second one takes the request."""
+
+    async def script(cancel: Cancel) -> None:
+        async with Front().open() as front:
+            await front.submit("other")
+            await cancel.owner(front.submit("a", timeout_s))
+            assert set(front.workers[0].engine.running) == {"other~1"}
+            await front.client.abort(["other"] if cancel.place else ["other", "a"])
+            await front.nothing_left()
+            assert front.outputs.deltas == [] and front.ended == []
+            await front.works()
+
+    cancel_everywhere(script, at_least=5, woken=woken)
+
+
+@at_every_await(at_least=3)
+async def test_an_abort_at_any_moment_of_a_migration(cancel: Cancel):
+    async with Front().open() as front:
+        await front.submit("a")
+
+        def abort() -> None:
+            aborting = front.client.abort(["a"])
+            with pytest.raises(StopIteration):  # it does not wait for anything
+                aborting.send(None)
+
+        cancel.action, front.interrupts = abort, cancel
+        lost, left = front.workers
+        lost.server.disconnect_all("test")
+        await soon(lambda: cancel.place or left.engine.running)
+        front.interrupts = None
+        if not cancel.place:
+            await front.client.abort(["a"])
+        await front.nothing_left()
+        assert front.outputs.deltas == [] and front.ended == []
+        await front.submit("next")
+        assert len(left.answer()) == 1
+        await soon(lambda: bool(front.outputs.deltas))
+
+
+@at_every_await(at_least=3)
+async def test_the_end_of_a_failover_client_at_any_moment_of_a_submit(cancel: Cancel):
+    async with Front().open() as front:
+        closing: list[asyncio.Task[None]] = []
+        cancel.action = lambda: closing.append(
+            asyncio.create_task(front.client.__aexit__(None, None, None))
+        )
+        submitting = asyncio.create_task(cancel.step(front.submit("a")))
+        await asyncio.wait([submitting])
+        assert not submitting.cancelled()
+        if submitting.exception() is not None:
+            assert isinstance(submitting.exception(), Unavailable)
+        if not closing:
+            await front.client.abort(["a"])
+        await asyncio.gather(*closing)
+        await front.nothing_left()
+
+
+@at_every_await(at_least=1)
+async def test_the_end_of_a_failover_client_that_migrates(cancel: Cancel):
+    async with Front().open() as front:
+        await front.submit("a")
+        lost, left = front.workers
+        left.engine.gate = asyncio.Event()
+        lost.server.disconnect_all("test")
+        await soon(lambda: left.server.in_flight == 1)
+        await cancel.owner(front.client.__aexit__(None, None, None))
+        left.engine.gate.set()
+        await front.nothing_left()
+        assert front.outputs.deltas == [] and front.ended == []
