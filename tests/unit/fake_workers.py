@@ -76,6 +76,7 @@ class Worker:
     tokens_per_step: int = 1
     accepts_after_s: float = 0.0
     answer_tokens: int = ANSWER_TOKENS
+    logprobs: bool = True
     refusal: DynamoLiteError | None = None
     asked: list[GenerateRequest] = field(default_factory=list)
     running: dict[str, GenerateRequest] = field(default_factory=dict)
@@ -95,8 +96,10 @@ class Worker:
             token_ids=token_ids,
             finish_reason="length" if end == self.answer_tokens else None,
             prefill=PrefillCounts(len(request.prompt_token_ids), 0, 0) if first else None,
-            logprobs=rows_of(token_ids) if token_ids else None,
-            prompt_logprobs=rows_of(request.prompt_token_ids) if first else None,
+            logprobs=rows_of(token_ids) if self.logprobs and token_ids else None,
+            prompt_logprobs=(
+                rows_of(request.prompt_token_ids) if self.logprobs and first else None
+            ),
         )
 
 

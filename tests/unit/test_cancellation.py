@@ -6,11 +6,14 @@ until it ends by itself: as it begins to wait, and when what it waits for has ju
 
 import asyncio
 import contextlib
+import functools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.policy.migration import Continue
 from dynamo_lite.policy.routing import RoundRobin, Selection
 from dynamo_lite.protocol import names
@@ -37,6 +40,10 @@ from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.contract.generating import FakeEngine, Outputs, request_of, tokens
 from tests.sim.servers import SimNats
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
+from tests.unit.fake_workers import FakeWorkers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 NAMESPACE = "t"
 
@@ -463,3 +470,90 @@ async def test_the_end_of_a_failover_client_that_migrates(cancel: Cancel):
         left.engine.gate.set()
         await front.nothing_left()
         assert front.outputs.deltas == [] and front.ended == []
+
+
+# The Frontend's engine client
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> "VllmConfig":
+    from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
+    from tests.vllm.front_half import flags, write_model
+
+    return frontend_config(parse_args(flags(write_model(tmp_path_factory.mktemp("model")))))
+
+
+class Served:
+    """The Frontend's engine client, over workers that take half a second to accept a request."""
+
+    def __init__(self, vllm_config: "VllmConfig", fake: FakeWorkers):
+        from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
+        from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
+
+        self.fake, deliveries = fake, Deliveries()
+        self.admission = Admission(Limits(in_flight=4))
+        self.failover = FailoverClient(
+            fake.connected,
+            members=fake.members,
+            picker=RoundRobin(),
+            on_deltas=deliveries.on_deltas,
+            on_ended=deliveries.on_ended,
+        )
+        open_core = functools.partial(
+            RemoteCore,
+            self.failover,
+            deliveries,
+            members=fake.members,
+            admission=self.admission,
+            refused=Counter(),
+        )
+        self.engine = RemoteEngineClient(
+            vllm_config, open_core, log_stats=False, log_requests=False
+        )
+
+    async def generate(self, request_id: str, n: int) -> dict[int, int]:
+        """Returns how many tokens each sequence got."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=n, max_tokens=8, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        got: Counter[int] = Counter()
+        outputs = self.engine.generate(tokens_input([1, 2, 3]), params, request_id)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                for part in output.outputs:
+                    got[part.index] += len(part.token_ids)
+        return got
+
+    async def nothing_left(self) -> None:
+        """Not in vLLM's part, not among the admitted, not in the failover client or at a worker."""
+        await soon(lambda: repr(self.failover).endswith("requests=0 attempts=0 tasks=0>"))
+        assert self.engine.get_num_unfinished_requests() == 0
+        assert not self.engine.output_processor.parent_requests
+        assert self.admission.in_flight == 0
+        assert self.fake.running() == {}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@both_moments
+def test_a_request_of_the_frontends_engine_client(woken: bool, n: int, vllm_config: "VllmConfig"):
+    """Also one of several sequences, while only some of them have a worker."""
+
+    async def script(cancel: Cancel) -> None:
+        async with FakeWorkers(2) as fake:
+            for worker in fake.workers.values():
+                worker.accepts_after_s, worker.logprobs = 0.5, False
+            served = Served(vllm_config, fake)
+            async with served.failover:
+                served.engine.start()
+                got = await cancel.owner(served.generate("a", n))
+                assert cancel.place or got == {index: 8 for index in range(n)}
+                await served.nothing_left()
+                assert await served.generate("next", n) == {index: 8 for index in range(n)}
+                await served.nothing_left()
+                await served.engine.close()
+
+    cancel_everywhere(script, at_least=n, woken=woken)
