@@ -71,7 +71,9 @@ class Task:
 
 
 class Pair:
-    """A decode engine, and a prefill engine with its jobs."""
+    """A decode engine, and a prefill engine with its jobs. runners: how many jobs at a time."""
+
+    runners = 2
 
     def __init__(self, stack: AsyncExitStack, wire: Wire, assembly: Assembly, **config: Any):
         self.stack, self.assembly = stack, assembly
@@ -170,8 +172,9 @@ class Pair:
             lease_id=2,
             verdict=lambda: (True, ""),
         )
-        works = (self._read(), self.prefill.run_prefills(), self.jobs.run(), self.jobs.run())
-        self.driving = [asyncio.create_task(work) for work in (*works, beat.run())]
+        jobs = [self.jobs.run() for _ in range(self.runners)]
+        works = (self._read(), self.prefill.run_prefills(), *jobs, beat.run())
+        self.driving = [asyncio.create_task(work) for work in works]
         for task in self.driving:
             self.stack.push_async_callback(_end, task)
         await asyncio.sleep(1.0)

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
+from dynamo_lite.runtime.tasks import end_tasks
 from tests.unit import virtual
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ class Cancel:
     def __init__(self, at: int, *, woken: bool):
         self.at, self.woken = at, woken
         self.suspensions = 0
+        self._over = False
         #: What is done instead of the cancel, if set: by another task, so a callback calls it.
         self.action: Callable[[], object] | None = None
         #: Where the task was when it was cancelled; empty if it had ended before.
@@ -34,11 +36,22 @@ class Cancel:
         when = "its result being there" if self.woken else "as it began to wait"
         return f"cancelled at suspension {self.at}, {when}, {self.place or 'nowhere'}"
 
-    async def owner(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Returns the result of `work`, or None after the cancel. The cancel must end `work`."""
+    async def owner(
+        self, work: Coroutine[Any, Any, T], until: Coroutine[Any, Any, None] | None = None
+    ) -> T | None:
+        """Returns the result of `work`, or None after the cancel. The cancel must end `work`.
+
+        until: for work that does not end by itself: it is not cancelled any more when this ends.
+        """
         task = asyncio.create_task(self.step(work), name="owner")
+        others = [] if until is None else [asyncio.create_task(until, name="until")]
+        await asyncio.wait([task, *others], return_when=asyncio.FIRST_COMPLETED)
+        if not self.place and not task.done():
+            self._over = True
+            task.cancel()
         await asyncio.wait([task])
-        if self.place:
+        await end_tasks(*others)
+        if self.place or self._over:
             assert task.cancelled(), f"a cancel was dropped, the end is {task}"
             return None
         return task.result()
@@ -52,8 +65,8 @@ class Cancel:
     def _suspended(
         self, work: Coroutine[Any, Any, Any], waits_for: Any, task: asyncio.Task[Any]
     ) -> None:
-        self.suspensions += 1
-        if self.suspensions != self.at:
+        self.suspensions += not self._over
+        if self._over or self.suspensions != self.at:
             return
         if self.woken and isinstance(waits_for, asyncio.Future):
             # Called before the task's own callback, which is added after this.
@@ -62,7 +75,7 @@ class Cancel:
             self._cancel(work, task)
 
     def _cancel(self, work: Coroutine[Any, Any, Any], task: asyncio.Task[Any]) -> None:
-        if task.done():
+        if task.done() or self._over:
             return
         self.place = _place(work)
         if self.action is None:

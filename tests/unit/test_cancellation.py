@@ -8,20 +8,33 @@ import asyncio
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from dynamo_lite.disagg.prefill.peer_links import PeerLinks
+from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.policy.migration import Continue
 from dynamo_lite.policy.routing import RoundRobin, Selection
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.prefill import ClaimRefused, decode_listen
+from dynamo_lite.protocol.records import (
+    EndpointRecord,
+    EndpointTransport,
+    EngineMetadata,
+    encode_engine,
+)
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
+from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
+from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.request_plane import (
     FailoverClient,
     GenerateServer,
@@ -30,17 +43,31 @@ from dynamo_lite.request_plane import (
     RemoteGenerateClient,
     WorkerSelector,
 )
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.messaging import Handler, Messaging, OnConnection
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.process.host import Host
+from dynamo_lite.runtime.tasks import end_tasks, running
 from dynamo_lite.services.frontend.router_client import RemoteRouter
+from dynamo_lite.simulation.engine.assembly import Assembly
+from dynamo_lite.simulation.engine.model import first_wrong
+from dynamo_lite.simulation.engine.mover import Wire
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from dynamo_lite.simulation.servers.memory_store import MemoryWatch
+from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.contract.generating import FakeEngine, Outputs, request_of, tokens
+from tests.sim.pair import GREEDY, QUEUE, Pair
+from tests.sim.pair import tokens as random_tokens
 from tests.sim.servers import SimNats
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
 from tests.unit.fake_workers import FakeWorkers
+from tests.unit.test_decode_link import TIMEOUT_S, WRITER, prompt
+from tests.unit.test_decode_session import Scene, Twins
+from tests.unit.test_prefill_jobs import metadata as engine_metadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -215,9 +242,7 @@ async def test_the_end_of_a_generate_client_at_any_moment_of_a_submit(cancel: Ca
     async with Worker(messaging) as worker:
         client = RemoteGenerateClient(messaging, "front", outputs.on_deltas, outputs.on_lost)
         cancel.action = lambda: closing.append(asyncio.create_task(client.__aexit__()))
-        submitting = asyncio.create_task(
-            cancel.step(client.submit(worker.record, request_of("a")))
-        )
+        submitting = asyncio.create_task(cancel.step(client.submit(worker.record, request_of("a"))))
         await asyncio.wait([submitting])
         assert not submitting.cancelled()
         if submitting.exception() is not None:
@@ -557,3 +582,345 @@ def test_a_request_of_the_frontends_engine_client(woken: bool, n: int, vllm_conf
                 await served.engine.close()
 
     cancel_everywhere(script, at_least=n, woken=woken)
+
+
+# A remote prefill: the job's owner, in a prefill worker
+
+
+class RemotePrefill(Pair):
+    """A decode and a prefill engine with simulated KV; nothing runs jobs but the test."""
+
+    runners = 0
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls) -> AsyncIterator["RemotePrefill"]:
+        async with contextlib.AsyncExitStack() as stack:
+            pair = cls(stack, Wire(fastest_s=0.01, slowest_s=0.05), Assembly(), num_blocks=160)
+            await pair.start()
+            yield pair
+
+    async def answered(self, request_id: str, prompt: list[int]) -> None:
+        await self.until(lambda: request_id in self.ended)
+        assert first_wrong(prompt, GREEDY, self.got[request_id]) is None
+
+    async def takes_over(self, prompt: list[int]) -> None:
+        """Another job loop of the worker ends what was left, and serves the next request."""
+        async with running(self.jobs.run(), name="jobs"):
+            await self.until(lambda: "a" in self.ended)
+            await self.until(lambda: self.jobs.idle.is_set())
+            await asyncio.sleep(1.0)  # the decode engine sees that the worker is there
+            before = self.counts.get("remote/committed", 0)
+            await self.submit("next", prompt, GREEDY)
+            await self.answered("next", prompt)
+            assert self.counts["remote/committed"] > before
+            await self.nothing_left()
+
+    async def blocks_free(self) -> None:
+        """No attempt is left in the decode engine, and every block of both is free."""
+        decode, prefill = (self.engines[name] for name in ("decode", "prefill"))
+        await self.until(lambda: cast("Any", decode.halves).unsettled() is None)
+        await self.until(lambda: not (decode.core.scheduler.has_work or prefill.core.pool.taken()))
+        self.check_idle()
+
+    async def nothing_left(self) -> None:
+        """No attempt, claim or job; every block of both engines is free."""
+        await self.until(lambda: not self.jobs.working)
+        assert self.jobs.claimed == [] and self.jobs.idle.is_set()
+        queue = self.servers.queue(QUEUE)
+        async with queue:
+            async with asyncio.timeout(30):
+                while (await queue.depth()).total:
+                    await asyncio.sleep(0.05)
+        await self.blocks_free()
+
+
+@at_every_await(at_least=4)
+async def test_the_job_loop_of_a_prefill_worker(cancel: Cancel):
+    """Another loop of the worker takes the job over, or the engine computes the prompt."""
+    first, second = random_tokens(1, 60), random_tokens(2, 60)
+    async with RemotePrefill.open() as pair:
+        await pair.submit("a", first, GREEDY)
+        await cancel.owner(pair.jobs.run(), until=pair.answered("a", first))
+        await pair.takes_over(second)
+        assert first_wrong(first, GREEDY, pair.got["a"]) is None
+
+
+@at_every_await(at_least=4)
+async def test_the_job_loop_of_a_prefill_worker_that_leaves(cancel: Cancel):
+    """The engine computes the prompt; its blocks are free when the writer is certainly dead. The
+    job is left to the worker that comes back, which is refused."""
+    first, second = random_tokens(1, 60), random_tokens(2, 60)
+    async with RemotePrefill.open() as pair:
+        await pair.submit("a", first, GREEDY)
+        await cancel.owner(pair.jobs.run(), until=pair.answered("a", first))
+        store, key = pair.servers.store(), names.endpoint_key("t", "PrefillWorker", "prefill", 2)
+        record = await store.get(key)
+        assert record is not None
+        pair.alive = False
+        await store.delete(key)
+        await pair.answered("a", first)
+        await pair.blocks_free()
+        pair.alive = True
+        await store.put(key, record)
+        await pair.takes_over(second)
+
+
+class LinkTests:
+    """A prefill engine whose link tests take half a second, and the host of its links."""
+
+    def __init__(self) -> None:
+        self.spec = SimpleNamespace(namespace=NAMESPACE)
+        self.lease = SimpleNamespace(id=2)
+        self.messaging, self.store = MemoryMessaging(), MemoryStore()
+        self.registry, self.clock = CollectorRegistry(), SYSTEM_CLOCK
+        self.spawned: list[Coroutine[Any, Any, None]] = []
+        self.asked_for_s: list[float] = []
+        self.testing = 0
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self.spawned.append(work)
+
+    async def hold(self, key: str, value: bytes, *, within_s: float) -> None:
+        await asyncio.sleep(0.01)
+        await self.store.put(key, value)
+
+    async def release(self, key: str) -> None:
+        await self.store.delete(key)
+
+    async def preflight(self, target: EngineMetadata) -> LinkReport:
+        self.testing += 1
+        try:
+            await asyncio.sleep(1.5)
+        finally:
+            self.testing -= 1
+        return LinkReport(None, 1, 0.1, 0.1)
+
+    def forget(self, engine_ids: Sequence[str]) -> None: ...
+
+    async def on_listen(self, payload: bytes) -> bytes:
+        self.asked_for_s.append(decode_listen(payload).for_s)
+        return b""
+
+
+@at_every_await(at_least=4)
+async def test_the_test_of_a_link(cancel: Cancel):
+    """The decode engine is not left listening."""
+    tests = LinkTests()
+    links = PeerLinks(cast("Host", tests), tests, MetadataDirectory(tests.store, NAMESPACE))
+
+    target = engine_metadata()
+    async with tests.messaging.serve(
+        names.listen_subject(NAMESPACE, target.engine_id), tests.on_listen
+    ):
+        asking = asyncio.create_task(links.usable(target))
+        await asyncio.sleep(0)
+        [work] = tests.spawned
+        await cancel.owner(work, until=_recorded(tests))
+        await end_tasks(asking)
+        assert tests.testing == 0
+        # A first question without its answer is not taken back: it holds for some seconds only.
+        assert tests.asked_for_s in ([], [3.0]) or tests.asked_for_s[-1] == 0
+
+
+async def _recorded(tests: LinkTests) -> None:
+    await soon(lambda: "keys=1" in repr(tests.store))
+    await asyncio.sleep(1.0)
+
+
+class SlowStore(MemoryStore):
+    async def get(self, key: str) -> bytes | None:
+        await asyncio.sleep(0.1)
+        return await super().get(key)
+
+
+@at_every_await(at_least=1)
+async def test_a_load_of_metadata(cancel: Cancel):
+    store, target = SlowStore(), engine_metadata()
+    await store.put(names.nixl_metadata_key(NAMESPACE, target.engine_id), encode_engine(target))
+    directory = MetadataDirectory(store, NAMESPACE)
+    owner = asyncio.create_task(cancel.owner(directory.get(target.engine_id)))
+    await asyncio.sleep(0)
+    other = asyncio.create_task(directory.get(target.engine_id))
+    await owner
+    assert await other == target
+    assert await directory.get(target.engine_id) == target
+
+
+# The prefill queue
+
+
+@contextlib.asynccontextmanager
+async def open_queue(kind: str) -> AsyncIterator[PrefillQueue]:
+    if kind == "memory":
+        queue: PrefillQueue = MemoryQueue(MemoryBroker(), stream="s", subject="s.jobs")
+    else:
+        queue = JetStreamQueue(SimNats(network()).url, stream="s", subject="s.jobs")
+    async with queue:
+        yield queue
+
+
+@pytest.mark.parametrize("kind", ["memory", "nats"])
+@both_moments
+def test_a_pull_of_a_job(woken: bool, kind: str):
+    async def script(cancel: Cancel) -> None:
+        async with open_queue(kind) as queue:
+
+            async def push() -> None:
+                await asyncio.sleep(0.05)
+                await queue.push(b"job", message_id="m")
+
+            async with running(push(), name="push"):
+                job = await cancel.owner(queue.pull(timeout_s=5.0))
+                job = job or await queue.pull(timeout_s=5.0)
+                assert job is not None and job.payload == b"job" and job.deliveries == 1
+                await job.ack()
+                assert (await queue.depth()).total == 0
+
+    cancel_everywhere(script, at_least=1 if kind == "memory" else 3, woken=woken)
+
+
+@both_moments
+def test_a_push_and_an_answer_of_a_job(woken: bool):
+    """Both are repeated, and the job is there once, then not at all."""
+
+    async def script(cancel: Cancel) -> None:
+        async with open_queue("nats") as queue:
+            pulled: list[Job] = []
+
+            async def push_and_answer() -> None:
+                await queue.push(b"job", message_id="m")
+                job = await queue.pull(timeout_s=5.0)
+                assert job is not None
+                pulled.append(job)
+                await job.ack()
+
+            await cancel.owner(push_and_answer())
+            await queue.push(b"job", message_id="m")
+            if not pulled:
+                job = await queue.pull(timeout_s=5.0)
+                assert job is not None
+                pulled.append(job)
+            await pulled[0].ack()
+            assert (await queue.depth()).total == 0
+
+    cancel_everywhere(script, at_least=5, woken=woken)
+
+
+# A remote prefill: the decode engine's network side
+
+
+@at_every_await(at_least=2)
+async def test_the_push_of_a_decode_engine(cancel: Cancel):
+    """The prompt is not parked for ever, and a job that is queued after all gets no claim."""
+    scene = Scene()
+    scene.decode.messaging = SlowMessaging()
+    scene.decode.net._outside = SlowTwins(scene.decode, scene.store)
+    async with scene.open(WRITER):
+        decode = scene.decode
+        assert decode.admit(prompt("a", 10)) > 0
+        [attempt] = decode.half.build_step().expect
+        submitted, decode.bridge.submitted = decode.bridge.submitted, []
+
+        async def network() -> None:
+            for work in submitted:
+                await work
+
+        await cancel.owner(network())
+        for work in submitted:
+            work.close()
+        await scene.given_up_within(TIMEOUT_S + 1.0, attempt)
+        decode.output(failed=["a"])
+        decode.finish("a")
+        await asyncio.sleep(0.1)
+        decode.assert_clean()
+        assert isinstance(await decode.claim(attempt), ClaimRefused)
+        await works(scene)
+
+
+async def works(scene: Scene) -> None:
+    """A remote prefill succeeds, and nothing of it is left."""
+    decode = scene.decode
+    attempt = await scene.ask("next", claimed_by=WRITER)
+    decode.output("next")
+    await decode.done(attempt)
+    decode.finish("next")
+    await asyncio.sleep(0.1)
+    decode.assert_clean()
+
+
+class SlowQueue(MemoryQueue):
+    """The broker takes its time before it has a job, and before it has confirmed it."""
+
+    async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:
+        await asyncio.sleep(0.01)
+        sequence = await super().push(payload, message_id=message_id, lane=lane)
+        await asyncio.sleep(0.01)
+        return sequence
+
+
+class SlowTwins(Twins):
+    def queue(self, config: QueueConfig) -> MemoryQueue:
+        broker = self._decode.broker
+        return SlowQueue(broker, stream="s", subject="s.jobs", config=config)
+
+
+class CountedStore(MemoryStore):
+    """watches: how many are open."""
+
+    watches = 0
+
+    @contextlib.asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[MemoryWatch]:
+        async with super().watch(prefix) as events:
+            self.watches += 1
+            try:
+                await asyncio.sleep(0.01)
+                yield events
+            finally:
+                self.watches -= 1
+
+
+class SlowMessaging(MemoryMessaging):
+    """Takes 10 ms to subscribe and to publish. listeners: how many there are of its connection."""
+
+    listeners = 0
+
+    @contextlib.contextmanager
+    def watch_connection(self, callback: OnConnection) -> Iterator[None]:
+        with super().watch_connection(callback):
+            self.listeners += 1
+            try:
+                yield
+            finally:
+                self.listeners -= 1
+
+    @contextlib.asynccontextmanager
+    async def serve(self, subject: str, handler: Handler) -> AsyncIterator[None]:
+        async with super().serve(subject, handler):
+            await asyncio.sleep(0.01)
+            yield
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        await asyncio.sleep(0.01)
+        await super().publish(subject, payload)
+
+
+@at_every_await(at_least=15)
+async def test_the_session_of_a_decode_engine(cancel: Cancel):
+    """As it is opened, while it is open, and as it is closed."""
+    scene, store, messaging = Scene(), CountedStore(), SlowMessaging()
+    scene.store, scene.decode.messaging = store, messaging
+    scene.decode.net._outside = Twins(scene.decode, store)
+    await scene.join(WRITER)
+
+    async def session() -> None:
+        async with scene.decode.net.session():
+            await asyncio.sleep(1.0)
+
+    await cancel.owner(session())
+    assert repr(messaging) == "MemoryMessaging(subjects=0, connected=True)"
+    assert store.watches == messaging.listeners == 0
+    assert scene.decode.broker.users == []
+    async with scene.open():
+        await works(scene)
