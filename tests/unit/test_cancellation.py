@@ -35,14 +35,11 @@ from dynamo_lite.protocol.records import (
 from dynamo_lite.protocol.routing import Chosen, decode_fates, decode_pick_request
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.request_plane import (
-    FailoverClient,
-    GenerateServer,
-    OnDeltas,
-    OnLost,
-    RemoteGenerateClient,
-    WorkerSelector,
-)
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
+from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.placement import WorkerSelector
+from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Handler, Messaging, OnConnection
