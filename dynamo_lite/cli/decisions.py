@@ -8,11 +8,7 @@ from dynamo_lite.cli.listing import Place, open_store
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
-from dynamo_lite.protocol.errors import (
-    DeadlineExceeded,
-    NoResponders,
-    ProtocolError,
-)
+from dynamo_lite.protocol.errors import DeadlineExceeded, NoResponders, ProtocolError
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamo_lite.cli.listing import as_time
-from dynamo_lite.overview.model import Latency, Overview, Worker
+from dynamo_lite.overview.model import Latency, Overview
 
 _NOTHING = "-"
 _STATES = {"ready": "green", "ok": "green", "starting": "yellow", "draining": "yellow"}
@@ -46,8 +46,9 @@ def _workers(seen: Overview) -> RenderableType:
     numbers = ("RUNNING", "WAITING", "KV USE")
     table = _table(("WORKER", "LEASE", "STATE", "MODEL", *numbers), numbers)
     for worker in seen.workers:
+        instance = _NOTHING if worker.instance is None else worker.instance
         table.add_row(
-            _name(worker),
+            f"{worker.component}-{instance}",
             worker.lease,
             _state(worker.state),
             worker.model or _NOTHING,
@@ -56,10 +57,6 @@ def _workers(seen: Overview) -> RenderableType:
             _NOTHING if worker.kv_usage is None else f"{worker.kv_usage:.0%}",
         )
     return table
-
-
-def _name(worker: Worker) -> str:
-    return f"{worker.component}-{_NOTHING if worker.instance is None else worker.instance}"
 
 
 def _flow(seen: Overview) -> RenderableType:

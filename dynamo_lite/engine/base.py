@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.kv_events.publisher import Holdings
+from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.kv import KvChange
 from dynamo_lite.protocol.prefill import EngineStatus, Listen, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.request_plane.base import GenerateHandler
 
 
 @dataclass(frozen=True)
@@ -52,42 +54,28 @@ class LinkReport:
     round_trip_s: float = 0.0
 
 
-class KvEvents(Protocol):
+class KvEvents(Holdings, Protocol):
     """Which blocks an engine holds, by their chain hashes (`policy/kv_chain.py`)."""
-
-    @property
-    def block_size_tokens(self) -> int: ...
 
     def changes(self) -> AsyncIterator[list[KvChange]]:
         """One list per engine step that changed anything, without end. Only one reader."""
         ...
 
-    def held(self) -> Sequence[int]:
-        """Blocks that are held after all changes so far."""
-        ...
 
-    def cuts(self) -> Sequence[int]:
-        """Blocks that are not held, although some of their descendants are."""
-        ...
-
-
-class DecodeEngine(Protocol):
-    """Generates, and decides by itself which prompts are prefilled remotely."""
+class Engine(Protocol):
+    """What both kinds of engines have."""
 
     @property
     def model(self) -> str: ...
 
     @property
-    def load(self) -> EngineLoad: ...
-
-    @property
-    def metadata(self) -> EngineMetadata | None:
-        """The KV pool as writers see it; None if the engine takes no remote KV."""
+    def load(self) -> EngineLoad:
+        """A new object after each step that the component has received."""
         ...
 
     @property
-    def kv_events(self) -> KvEvents | None:
-        """None if the engine does not publish its blocks."""
+    def metadata(self) -> EngineMetadata | None:
+        """The KV pool as other engines see it; None if it exchanges no KV with others."""
         ...
 
     async def describe(self) -> EngineStatus:
@@ -97,19 +85,20 @@ class DecodeEngine(Protocol):
         """
         ...
 
+
+class DecodeEngine(Engine, GenerateHandler, Protocol):
+    """Generates, and decides by itself which prompts are prefilled remotely."""
+
+    @property
+    def kv_events(self) -> KvEvents | None:
+        """None if the engine does not publish its blocks."""
+        ...
+
     async def listen(self, listen: Listen) -> None:
         """A prefill worker tests its link. Only with metadata.
 
         Raises Unavailable or DeadlineExceeded.
         """
-        ...
-
-    async def submit(self, request: GenerateRequest) -> None:
-        """Raises Refused when the request is not acceptable to this engine."""
-        ...
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Unknown and finished ids are ignored. No delta follows for these requests."""
         ...
 
     def steps(self) -> AsyncIterator[list[TokenDelta]]:
@@ -120,21 +109,8 @@ class DecodeEngine(Protocol):
         ...
 
 
-class PrefillEngine(Protocol):
+class PrefillEngine(Engine, Protocol):
     """Computes prompts and writes their KV into other engines' blocks."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def load(self) -> EngineLoad: ...
-
-    @property
-    def metadata(self) -> EngineMetadata | None: ...
-
-    async def describe(self) -> EngineStatus:
-        """As `DecodeEngine.describe`."""
-        ...
 
     async def run_prefills(self) -> None:
         """Drives the engine; must run while `prefill` is awaited. Raises EngineDied."""

@@ -60,7 +60,9 @@ class GenerateHandler(Protocol):
     """The engine behind a GenerateServer."""
 
     async def submit(self, request: GenerateRequest) -> None:
-        """Raises Refused."""
+        """Raises Refused when the request is not acceptable to this engine."""
         ...
 
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Unknown and finished ids are ignored. No delta follows for these requests."""
+        ...

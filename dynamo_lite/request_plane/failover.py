@@ -165,7 +165,7 @@ class FailoverClient:
         if self._closed:
             raise Unavailable("the client is closed")
         if deadline is not None and not flight.over:
-            flight.timer = loop.call_at(deadline, self._expire, flight)
+            flight.timer = loop.call_at(deadline, lambda: self._end(flight, _expired(request)))
 
     def _check(self, request: GenerateRequest) -> None:
         request_id = request.request_id
@@ -265,9 +265,6 @@ class FailoverClient:
             self._end(flight, WorkerLost(f"{gone}; it could not be migrated"))
 
     # Ends
-
-    def _expire(self, flight: MigratingRequest) -> None:
-        self._end(flight, _expired(flight.request))
 
     def _end(self, flight: MigratingRequest, error: DynamoLiteError) -> None:
         """Ends a request with an error: aborts it at its worker and calls `on_ended`."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
@@ -21,21 +21,10 @@ from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from dynamo_lite.request_plane.session import DeltaSink, Session
+    from dynamo_lite.request_plane.server import GenerateServer
+    from dynamo_lite.request_plane.session import Session
 
 logger = logging.getLogger(__name__)
-
-
-class _Sessions(Protocol):
-    def open_session(self, client_id: str, outlet: "DeltaSink") -> "Session":
-        """Raises ProtocolError when the client has one already."""
-        ...
-
-    def close_session(self, session: "Session") -> None: ...
-
-    def cancel(self, session: "Session", request_ids: "Sequence[str]") -> None: ...
 
 
 class _ConnectionSink:
@@ -71,7 +60,7 @@ class _ConnectionSink:
 class Listener:
     """Accepts connections. Each one becomes a session with its Hello."""
 
-    def __init__(self, sessions: _Sessions, bind_host: str, on_drop: OnDrop = uncounted):
+    def __init__(self, sessions: "GenerateServer", bind_host: str, on_drop: OnDrop = uncounted):
         self._sessions = sessions
         self._on_drop = on_drop
         self._bind_host = bind_host

@@ -1,6 +1,7 @@
 """Submits a request to one worker after another until one accepts it or its time is up."""
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -114,7 +115,9 @@ class Placement:
                 raise failure
             # `wake` is set when the broker or a worker is back; other causes need a retry.
             is_woken = not self._connected or isinstance(failure, NoWorkers)
-            await _wait(flight.wake, left_s if is_woken else min(left_s, pause_s))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s if is_woken else min(left_s, pause_s)):
+                    await flight.wake.wait()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     @property
@@ -213,11 +216,3 @@ class Placement:
         request are still on their way."""
         self._sends += 1
         return f"{flight.request_id}~{self._sends}"
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        pass

@@ -157,8 +157,4 @@ def advertised_address(bind_host: str, port: int) -> str:
 
 def host_port(host: str, port: int) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
-    return f"{_bracketed(host)}:{port}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -7,6 +7,8 @@ client uses gRPC: a supervisor that forks must not have gRPC's threads.
 
 import asyncio
 import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
@@ -24,29 +26,17 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
 
 async def problems(servers: Servers) -> list[str]:
     """One sentence for each server that cannot be used."""
-    found = await asyncio.gather(_check_nats(servers.nats), _check_etcd(servers.etcd))
-    return [problem for problem in found if problem]
-
-
-async def _check_nats(url: str | None) -> str:
+    from dynamo_lite.runtime.etcd.store import EtcdStore
     from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
-    if url is None:
-        return ""
+    clients = ((servers.nats, NatsMessaging), (servers.etcd, EtcdStore))
+    checks = (_problem(connect, url) for url, connect in clients if url is not None)
+    return [problem for problem in await asyncio.gather(*checks) if problem]
+
+
+async def _problem(connect: Callable[..., AbstractAsyncContextManager[object]], url: str) -> str:
     try:
-        async with NatsMessaging(url, connect_timeout_s=_CONNECT_TIMEOUT_S):
-            return ""
-    except (ConfigError, StartupError) as exc:
-        return str(exc)
-
-
-async def _check_etcd(url: str | None) -> str:
-    from dynamo_lite.runtime.etcd.store import EtcdStore
-
-    if url is None:
-        return ""
-    try:
-        async with EtcdStore(url, connect_timeout_s=_CONNECT_TIMEOUT_S):
+        async with connect(url, connect_timeout_s=_CONNECT_TIMEOUT_S):
             return ""
     except (ConfigError, StartupError) as exc:
         return str(exc)

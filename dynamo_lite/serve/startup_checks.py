@@ -22,12 +22,7 @@ from dynamo_lite.runtime.address import (
     redact,
 )
 from dynamo_lite.serve.access import Servers
-from dynamo_lite.serve.config import (
-    GraphConfig,
-    ServiceConfig,
-    accepted_keys,
-    child_environment,
-)
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys, child_environment
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import unknown_key
 from dynamo_lite.serve.ports import http_address

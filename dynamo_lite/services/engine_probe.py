@@ -10,12 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
-from dynamo_lite.engine.base import EngineLoad
+from dynamo_lite.engine.base import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError, EngineDied
 from dynamo_lite.protocol.prefill import EngineStatus
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.members.heartbeat import Verdict
 from dynamo_lite.runtime.messaging import Messaging
@@ -41,20 +40,6 @@ NOT_LOADED: Mapping[str, Any] = MappingProxyType(
 )
 
 
-class Described(Protocol):
-    """The part of an engine that is observed."""
-
-    @property
-    def load(self) -> EngineLoad:
-        """A new object after each step that the component has received."""
-        ...
-
-    @property
-    def metadata(self) -> EngineMetadata | None: ...
-
-    async def describe(self) -> EngineStatus: ...
-
-
 class EngineProbe:
     """busy: whether the engine has requests of this worker. step_timeout_s: an engine that has work
     has failed after this time without a step. on_status: called with each `EngineStatus`.
@@ -64,7 +49,7 @@ class EngineProbe:
 
     def __init__(
         self,
-        engine: Described,
+        engine: Engine,
         messaging: Messaging,
         clock: Clock,
         *,

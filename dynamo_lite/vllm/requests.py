@@ -20,11 +20,7 @@ from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from dynamo_lite.vllm.migratable import is_causal, migration_plan
-from dynamo_lite.vllm.wire import (
-    KV_TRANSFER_PARAMS,
-    sampling_from_bytes,
-    sampling_to_bytes,
-)
+from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS, sampling_from_bytes, sampling_to_bytes
 
 
 def generate_request(

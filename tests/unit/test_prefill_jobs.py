@@ -114,7 +114,7 @@ class NotedQueue(MemoryQueue):
 
 
 class ScriptedEngine:
-    """A Prefiller that ends an attempt as told: at once, or when it is let go."""
+    """A PrefillEngine that ends an attempt as told: at once, or when it is let go."""
 
     def __init__(self) -> None:
         self.attempts: list[str] = []

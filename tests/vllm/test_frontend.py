@@ -12,8 +12,9 @@ import pytest
 
 from dynamo_lite.protocol.errors import ConfigError, DeadlineExceeded, Refused, StartupError
 from dynamo_lite.protocol.generate import LogprobRows
+from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.services.config import ProcessorConfig
-from dynamo_lite.services.frontend.http import HttpServer, bind, url_of
+from dynamo_lite.services.frontend.http import HttpServer, url_of
 from dynamo_lite.services.frontend.processor import Processor
 from dynamo_lite.vllm.frontend.openai_app import frontend_config, parse_args
 from dynamo_lite.vllm.http_options import HttpOptions

@@ -22,9 +22,9 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.services.frontend.frontend import Frontend
-from dynamo_lite.services.frontend.http import bind
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.vllm.front_half import flags, write_model
 

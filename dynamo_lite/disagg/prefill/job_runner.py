@@ -2,13 +2,14 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Histogram
 
 from dynamo_lite.disagg.prefill.claims import Claims
 from dynamo_lite.disagg.prefill.job_trace import JobTrace
-from dynamo_lite.engine.base import AttemptOutcome
+from dynamo_lite.disagg.prefill.peer_links import PeerLinks
+from dynamo_lite.engine.base import AttemptOutcome, PrefillEngine
 from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
@@ -24,24 +25,6 @@ from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
-
-
-class Prefiller(Protocol):
-    """The part of a prefill engine that jobs need; see `PrefillEngine`."""
-
-    async def prefill(
-        self, job: RemotePrefillRequest, target: EngineMetadata
-    ) -> AttemptOutcome: ...
-
-    async def abandon(self, attempt: str) -> None: ...
-
-
-class JobLinks(Protocol):
-    """The part of the links to decode engines that jobs need; see `PeerLinks`."""
-
-    async def usable(self, target: EngineMetadata) -> str | None: ...
-
-    def retest(self, engine_id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,11 +46,11 @@ class JobRunner:
     def __init__(
         self,
         *,
-        engine: Prefiller,
+        engine: PrefillEngine,
         directory: MetadataDirectory,
         claims: Claims,
         registry: CollectorRegistry,
-        links: JobLinks | None,
+        links: PeerLinks | None,
         clock: Clock,
     ):
         self._engine, self._directory, self._claims = engine, directory, claims

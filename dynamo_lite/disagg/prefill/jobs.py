@@ -14,19 +14,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter
 
 from dynamo_lite.disagg.prefill.claims import Claims
-from dynamo_lite.disagg.prefill.job_runner import JobLinks, JobRunner, Prefiller
+from dynamo_lite.disagg.prefill.job_runner import JobRunner
 from dynamo_lite.disagg.prefill.job_trace import trace_job
+from dynamo_lite.disagg.prefill.peer_links import PeerLinks
+from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.protocol.backlog import Lane
-from dynamo_lite.protocol.errors import (
-    DynamoLiteError,
-    ProtocolError,
-    Unavailable,
-)
-from dynamo_lite.protocol.prefill import (
-    RemotePrefillRequest,
-    decode_cancel_attempt,
-    decode_job,
-)
+from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
+from dynamo_lite.protocol.prefill import RemotePrefillRequest, decode_cancel_attempt, decode_job
 from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
@@ -59,12 +53,12 @@ class PrefillJobs:
         lease_id: int,
         ack_wait_s: float,
         queue: PrefillQueue,
-        engine: Prefiller,
+        engine: PrefillEngine,
         directory: MetadataDirectory,
         messaging: Messaging,
         registry: CollectorRegistry,
         fit: Callable[[], bool] = lambda: True,
-        links: JobLinks | None = None,
+        links: PeerLinks | None = None,
         clock: Clock = SYSTEM_CLOCK,
         on_drop: OnDrop = uncounted,
         tracer: Tracer | None = None,

@@ -8,12 +8,11 @@ link is tested again with a growing delay; a link to an incompatible engine is n
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator
 
 from prometheus_client import Counter
 
-from dynamo_lite.engine.base import LinkReport
+from dynamo_lite.engine.base import LinkReport, PrefillEngine
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json, encode_sealed
@@ -41,14 +40,6 @@ _STORE_PAUSE_S = 1.0
 _BACKOFF = Backoff(first_s=1.0, longest_s=60.0)
 
 
-class LinkTester(Protocol):
-    """The part of a prefill engine that links need; see `PrefillEngine`."""
-
-    async def preflight(self, target: EngineMetadata) -> LinkReport: ...
-
-    def forget(self, engine_ids: Sequence[str]) -> None: ...
-
-
 class _PeerLink:
     """The link to one decode engine."""
 
@@ -72,7 +63,7 @@ class _PeerLink:
 class PeerLinks:
     """host: runs the tasks and holds the link records in the store."""
 
-    def __init__(self, host: Host, engine: LinkTester, directory: MetadataDirectory):
+    def __init__(self, host: Host, engine: PrefillEngine, directory: MetadataDirectory):
         self._host, self._engine, self._directory = host, engine, directory
         self._namespace, self._lease_id = host.spec.namespace, host.lease.id
         self._prefix = names.nixl_metadata_prefix(self._namespace)

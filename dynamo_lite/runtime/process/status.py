@@ -61,7 +61,7 @@ class StatusServer:
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the address cannot be bound."""
-        listener = bind_listener(self._host, self._port)
+        listener = bind(self._host, self._port)
         self._port = listener.getsockname()[1]
         app = Starlette(routes=self._routes())
         config = uvicorn.Config(
@@ -155,12 +155,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind_listener(host: str, port: int) -> socket.socket:
-    """A bound, not yet listening TCP socket. Raises StartupError naming the address."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound, not yet listening TCP socket. Raises StartupError naming the address.
+
+    shared: other processes of this user may listen on the same port (SO_REUSEPORT); the kernel
+    gives each new connection to one of them.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
     except OSError as exc:
         listener.close()

@@ -93,7 +93,7 @@ class Canaries:
             self._active_at[lease_id] = _now()
 
     async def run(self) -> None:
-        self._roster.on_change(lambda *_: self._retain())
+        self._roster.on_change(lambda *_: self._transport.retain(self._roster.members))
         async with self._transport:
             with self._messaging.watch_connection(self._on_connection):
                 await self._test_all()
@@ -106,9 +106,6 @@ class Canaries:
             else:
                 await self._test(member)
                 await asyncio.sleep(60 / self._options.max_per_minute)
-
-    def _retain(self) -> None:
-        self._transport.retain(self._roster.members)
 
     def _on_connection(self, _connected: bool) -> None:
         self._connection_changes += 1

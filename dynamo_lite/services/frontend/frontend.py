@@ -26,11 +26,12 @@ from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.services.frontend.canaries import start_canaries
 from dynamo_lite.services.frontend.dashboard.app import Dashboard, is_loopback
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
-from dynamo_lite.services.frontend.http import HttpServer, Probed, bind, url_of
+from dynamo_lite.services.frontend.http import HttpServer, Probed, url_of
 from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.frontend.router_client import RemoteRouter

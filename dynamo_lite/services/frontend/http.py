@@ -36,25 +36,6 @@ _REFRESH_S = 5.0
 _DISCONNECT_S = 3.0
 
 
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Raises StartupError when the port is in use or the address is not of this host.
-
-    shared: other processes of this user may listen on the same port (SO_REUSEPORT); the kernel
-    gives each new connection to one of them.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind((host, port))
-    except OSError as exc:
-        sock.close()
-        raise StartupError(f"cannot listen on {host_port(host, port)}: {exc.strerror}") from exc
-    return sock
-
-
 def url_of(sock: socket.socket, *, tls: bool = False) -> str:
     """The server's URL for a client on this host."""
     host, port = sock.getsockname()[:2]

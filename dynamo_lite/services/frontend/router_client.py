@@ -10,12 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 from dynamo_lite.policy.routing import Picker, Selection
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
-from dynamo_lite.protocol.errors import (
-    DeadlineExceeded,
-    NoWorkers,
-    ProtocolError,
-    Unavailable,
-)
+from dynamo_lite.protocol.errors import DeadlineExceeded, NoWorkers, ProtocolError, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.routing import Chosen, PickRequest, RequestOutcomes, decode_pick_reply

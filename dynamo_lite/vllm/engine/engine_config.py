@@ -7,11 +7,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dynamo_lite.disagg.engine_config import (
-    ENGINE_CONFIG_FILE,
-    DecodeEngineConfig,
-    EngineConfig,
-)
+from dynamo_lite.disagg.engine_config import ENGINE_CONFIG_FILE, DecodeEngineConfig, EngineConfig
 from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
 from dynamo_lite.vllm.engine.short_first import let_short_pass
 from dynamo_lite.vllm.engine.supported import check_args, check_config

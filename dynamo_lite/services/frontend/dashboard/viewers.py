@@ -9,11 +9,10 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 import msgspec
 
-from dynamo_lite.overview.model import Overview
+from dynamo_lite.overview.observer import Observer
 from dynamo_lite.protocol.errors import DynamoLiteError, Overloaded
 from dynamo_lite.runtime.tasks import end_tasks
 
@@ -23,10 +22,6 @@ _MOST = 16
 _PERIOD_S = 1.0
 _LINGER_S = 10.0
 _RETRY_S = 2.0
-
-
-class Observing(Protocol):
-    async def look(self) -> Overview: ...
 
 
 class Viewers:
@@ -40,7 +35,7 @@ class Viewers:
 
     def __init__(
         self,
-        open_observer: Callable[[], AbstractAsyncContextManager[Observing]],
+        open_observer: Callable[[], AbstractAsyncContextManager[Observer]],
         *,
         most: int = _MOST,
         period_s: float = _PERIOD_S,
@@ -122,7 +117,7 @@ class Viewers:
             if self._wanted():
                 await asyncio.sleep(_RETRY_S)
 
-    async def _make_frames(self, observer: Observing) -> None:
+    async def _make_frames(self, observer: Observer) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while self._wanted():
