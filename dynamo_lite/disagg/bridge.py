@@ -66,7 +66,9 @@ class ThreadBridge:
     def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """See `Bridge`. Failures are logged."""
         try:
-            self._loop.call_soon_threadsafe(self._own, coroutine)
+            self._loop.call_soon_threadsafe(
+                lambda: self._tasks.start(coroutine, name="bridge work")
+            )
         except RuntimeError:  # the loop is closed: the process shuts down
             coroutine.close()
 
@@ -74,9 +76,6 @@ class ThreadBridge:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(_JOIN_S)
-
-    def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._tasks.start(coroutine, name="bridge work")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -61,7 +61,7 @@ class RoundRobin(_Forgetful):
         if not members:
             raise NoWorkers("no live worker")
         later = [member for member in members if member.lease_id > self._last]
-        member = min(later or members, key=_lease_id)
+        member = min(later or members, key=lambda member: member.lease_id)
         self._last = member.lease_id
         return Selection(member, f"round-robin among {len(members)}")
 
@@ -79,7 +79,3 @@ class Random(_Forgetful):
         if not members:
             raise NoWorkers("no live worker")
         return Selection(members[self._below(len(members))], f"random among {len(members)}")
-
-
-def _lease_id(member: EndpointRecord) -> int:
-    return member.lease_id

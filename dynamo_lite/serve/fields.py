@@ -57,7 +57,8 @@ def fill(
         for error in exc.errors(include_url=False):
             where = (*path, *(kebab(str(step)) for step in error["loc"]))
             got = json.dumps(error["input"], default=str)
-            document.complain(where, f"{_lower(error['msg'])}, got {got}")
+            message = error["msg"]
+            document.complain(where, f"{message[:1].lower()}{message[1:]}, got {got}")
         return {}
     return dataclasses.asdict(value)
 
@@ -78,7 +79,3 @@ def _snake(
         else:
             result[name] = value
     return result
-
-
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]

@@ -157,7 +157,7 @@ class NixlMover:
             raise TransferError(peer, f"{what} not started: {exc}") from exc
         wanted = bool(notice) and memory == ("DRAM", "DRAM")
         address, length = int(remote[0, 0]), int(remote[0, 1])
-        ended = partial(self._confirm, peer, address, length) if wanted else _nothing
+        ended = partial(self._confirm, peer, address, length) if wanted else lambda: None
         return NixlTransfer(self._agent, peer, handle, status, what, ended)
 
     def notices(self) -> list[bytes]:
@@ -205,7 +205,3 @@ class NixlMover:
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(registration)
         self._registrations.clear()
-
-
-def _nothing() -> None:
-    """No-op for transfers that need no confirmation."""

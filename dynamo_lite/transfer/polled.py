@@ -35,14 +35,6 @@ _FENCED_S = 0.005
 CLOSE_S = 5.0
 
 
-def _always() -> bool:
-    return True
-
-
-def _nothing() -> None:
-    return None
-
-
 class PolledTransfer:
     """Implements Transfer. inner: the wrapped mover's transfer."""
 
@@ -94,9 +86,9 @@ class PolledMover:
         self,
         inner: Mover,
         *,
-        alive: Callable[[], bool] = _always,
+        alive: Callable[[], bool] = lambda: True,
         listen_s: float = LISTEN_S,
-        enter: Callable[[], None] = _nothing,
+        enter: Callable[[], None] = lambda: None,
     ):
         self._inner, self._alive, self._enter = inner, alive, enter
         self._listen_s, self._listen_until = listen_s, 0.0

@@ -137,7 +137,7 @@ class _Process:
             drops=drops,
             tracer=tracer,
         )
-        self.host.probes = probes = Probes(self._live, self._ready_for_work)
+        self.host.probes = probes = Probes(lambda: liveness(self._facts()), self._ready_for_work)
         add_gauges(registry, self._spec, lease, messaging)
         stack.enter_context(count_reconnects(registry, messaging))
         status = await stack.enter_async_context(
@@ -233,9 +233,6 @@ class _Process:
         except Exception as exc:
             # A component that is still starting may not have its state yet.
             return {"ok": False, "error": f"{type(exc).__name__}: {exc}"}
-
-    def _live(self) -> Answer:
-        return liveness(self._facts())
 
     def _ready_for_work(self) -> Answer:
         host = self.host

@@ -128,7 +128,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         index, role = rank_index(self._vllm_config), self._link.role
         device = next(iter(kv_caches.values())).device
         prefill = isinstance(role, PrefillEngineConfig)
-        alive = FenceReader(Path(role.fence_path)).open if prefill else _always_open
+        alive = FenceReader(Path(role.fence_path)).open if prefill else lambda: True
         self._mover = mover = open_mover(self._link, index, device, alive)
         # Registers memory: must come before `mover.metadata` is read.
         self._scratch = scratch = make_scratch(mover, device)
@@ -311,10 +311,6 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             self._mover.stop()
         if self._rank is not None:
             self._rank.close()
-
-
-def _always_open() -> bool:
-    return True
 
 
 def _is_transferable(request: Any) -> bool:

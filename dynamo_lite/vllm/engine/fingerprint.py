@@ -119,8 +119,8 @@ def check_peer(own: EngineMetadata, peer: EngineMetadata) -> bool:
     """
     differences = {
         name: f"{name}: {mine!r} here, {theirs!r} there"
-        for name, mine, theirs in _pairs(own.fingerprint, peer.fingerprint)
-        if mine != theirs
+        for name in sorted({*own.fingerprint, *peer.fingerprint})
+        if (mine := own.fingerprint.get(name)) != (theirs := peer.fingerprint.get(name))
     }
     if differences.keys() - _OF_BLOCKS:
         raise IncompatiblePeer(peer.engine_id, "; ".join(differences.values()))
@@ -139,9 +139,3 @@ def check_peer(own: EngineMetadata, peer: EngineMetadata) -> bool:
             peer.engine_id, "; ".join([*differences.values(), exc.detail])
         ) from exc
     return not any(lane.staged for mine in lanes.values() for lane in mine)
-
-
-def _pairs(
-    own: Mapping[str, str], peer: Mapping[str, str]
-) -> list[tuple[str, str | None, str | None]]:
-    return [(name, own.get(name), peer.get(name)) for name in sorted({*own, *peer})]

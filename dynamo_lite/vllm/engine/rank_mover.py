@@ -29,9 +29,5 @@ def open_mover(
         # A prefill rank gets no notifications: polling its own transfers is enough.
         listen_s=LISTEN_S if isinstance(link.role, DecodeEngineConfig) else 0.0,
         # UCX's CUDA transports work in the calling thread's context.
-        enter=partial(torch.cuda.set_device, device) if on_gpu else _nothing,
+        enter=partial(torch.cuda.set_device, device) if on_gpu else lambda: None,
     )
-
-
-def _nothing() -> None:
-    return None

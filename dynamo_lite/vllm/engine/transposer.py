@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from dynamo_lite.transfer.digest import Span
-from dynamo_lite.transfer.transpose import Layout, Move, Place, Units
+from dynamo_lite.transfer.transpose import Layout, Place, Units
 from dynamo_lite.vllm.engine.device_reads import memory_reader
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class TorchTransposer:
         """On CUDA it runs on a separate stream, so the engine's next step does not wait for it."""
         if self._stream is None:
             self._copy(layout, units, offset)
-            return _at_once
+            return lambda: True
         event = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             self._copy(layout, units, offset)
@@ -63,7 +63,8 @@ class TorchTransposer:
         for move in layout.moves:
             base = max(start for start in self._storages if start <= move.source.start)
             start = move.source.start - base
-            shape = (most, per_block, *_of_unit(move, layout.word_bytes))
+            unit = (move.heads, move.groups, move.items, move.item_bytes // layout.word_bytes)
+            shape = (most, per_block, *unit)
             source = _view(self._storages[base], start, move.source, shape, layout.word_bytes)
             found = source[blocks, numbers]
             if units.padding:
@@ -72,10 +73,6 @@ class TorchTransposer:
             shape = (count, layout.target_units, *shape[2:])
             target = _view(staging, start, move.target, shape, layout.word_bytes)
             target.copy_(found.view(target.shape))
-
-
-def _of_unit(move: Move, word_bytes: int) -> tuple[int, ...]:
-    return move.heads, move.groups, move.items, move.item_bytes // word_bytes
 
 
 def _view(
@@ -102,7 +99,3 @@ def _kernel(staging: torch.Tensor) -> Copy | None:
         logger.warning("no Triton, so blocks are converted by slower copies: %s", exc)
         return None
     return KernelCopy(staging)
-
-
-def _at_once() -> bool:
-    return True
