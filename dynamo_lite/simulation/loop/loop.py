@@ -126,7 +126,6 @@ class VirtualLoop(Scheduler):
         else:
             process = context.get(PROCESS, self.world)
         task.process = process
-        process.tasks_made.add(task)
         if process.state is State.DEAD:
             self._hide(task)
         return task
@@ -173,6 +172,12 @@ class VirtualLoop(Scheduler):
         return self.network
 
     # Processes
+
+    def tasks_of(self, process: SimProcess) -> list[SimTask[Any]]:
+        """Those of its tasks that are not done, oldest first."""
+        known = (*asyncio.all_tasks(self), *self._dead_tasks)
+        tasks = (task for task in known if isinstance(task, SimTask))
+        return sorted((t for t in tasks if t.process is process and not t.done()), key=hash)
 
     def process_changed(self, process: SimProcess) -> None:
         super().process_changed(process)

@@ -6,7 +6,6 @@ whoever made it, so whatever a process's code starts belongs to that process.
 
 import contextvars
 import enum
-import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,7 +35,7 @@ class SimProcess:
     process's handles are dropped: no `finally` and no `except` of it runs.
 
     host: processes of one host share its wall clock, and reach each other always.
-    ready, idle, tasks_made: the loop's business. idle: running, and nothing is ready.
+    ready, idle: the loop's business. idle: running, and nothing is ready.
     """
 
     def __init__(self, loop: "VirtualLoop", name: str, incarnation: int, host: str):
@@ -47,7 +46,6 @@ class SimProcess:
         self.state = State.RUNNING
         self.ready: deque[SimHandle] = deque()
         self.idle = True
-        self.tasks_made: weakref.WeakSet[SimTask[Any]] = weakref.WeakSet()
         self.clock = Clock(monotonic=loop.time, wall=self.wall, boottime=loop.time)
         self.context = contextvars.Context()
         self.context.run(PROCESS.set, self)
@@ -102,7 +100,7 @@ class SimProcess:
 
     def tasks(self) -> list["SimTask[Any]"]:
         """Its tasks that are not done, oldest first; of a dead one those that it left."""
-        return sorted((task for task in self.tasks_made if not task.done()), key=hash)
+        return self.loop.tasks_of(self)
 
     def _become(self, state: State) -> None:
         self.state = state

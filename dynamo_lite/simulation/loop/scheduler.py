@@ -33,6 +33,8 @@ class Scheduler(asyncio.BaseEventLoop):
     """
 
     world: SimProcess
+    #: Set by asyncio's `stop`.
+    _stopping: bool
 
     def __init__(self, rng: random.Random):
         super().__init__()
@@ -46,6 +48,9 @@ class Scheduler(asyncio.BaseEventLoop):
         self._handles_at_instant = 0
         self._active: list[SimProcess] = []  # running, something is ready, not taken
         self._taken: SimProcess | None = None  # whose turn it is
+
+    #: Called for every future and every task. It is always False; `bool` needs no Python frame.
+    get_debug = staticmethod(bool)  # pyright: ignore[reportAssignmentType]
 
     def time(self) -> float:
         return self._now
@@ -105,14 +110,24 @@ class Scheduler(asyncio.BaseEventLoop):
                 process.idle = True
 
     def _run_once(self) -> None:
-        """One turn of one process, or a jump of the clock."""
-        active = self._active
-        if not active:
-            self._advance()
-            return
-        place = int(self.rng.random() * len(active)) if len(active) > 1 else 0
-        active[place], active[-1] = active[-1], active[place]
-        process = self._taken = active.pop()
+        """Turns of processes and jumps of the clock until the loop is stopped.
+
+        asyncio calls this again and again. One call for all turns is cheaper.
+        """
+        active, random = self._active, self.rng.random
+        while True:
+            if active:
+                place = int(random() * len(active)) if len(active) > 1 else 0
+                active[place], active[-1] = active[-1], active[place]
+                self._run_turn(active.pop())
+            else:
+                self._advance()
+            if self._stopping:
+                return
+
+    def _run_turn(self, process: SimProcess) -> None:
+        """Runs the handles of `process` that are ready now."""
+        self._taken = process
         ready = process.ready
         turn = len(ready)
         for _ in range(turn):
@@ -135,7 +150,7 @@ class Scheduler(asyncio.BaseEventLoop):
         self._taken = None
         if process.state is State.RUNNING:
             if ready:
-                active.append(process)
+                self._active.append(process)
             else:
                 process.idle = True
 
