@@ -12,6 +12,8 @@ from tests.unit import virtual
 
 T = TypeVar("T")
 
+#: Names of tasks that the work of an owner starts for others: they may outlive it a little.
+_OF_OTHERS = ("handle ", "connect ", "generate-abort", "abort ", "pump ", "other")
 #: More suspensions than any scene has: a coroutine that never ends fails its test.
 _MOST = 500
 
@@ -43,6 +45,7 @@ class Cancel:
 
         until: for work that does not end by itself: it is not cancelled any more when this ends.
         """
+        before = asyncio.all_tasks()
         task = asyncio.create_task(self.step(work), name="owner")
         others = [] if until is None else [asyncio.create_task(until, name="until")]
         await asyncio.wait([task, *others], return_when=asyncio.FIRST_COMPLETED)
@@ -53,6 +56,7 @@ class Cancel:
         await end_tasks(*others)
         if self.place or self._over:
             assert task.cancelled(), f"a cancel was dropped, the end is {task}"
+            await _no_tasks_but(before)
             return None
         return task.result()
 
@@ -111,6 +115,14 @@ class _Stepped(Awaitable[T], Generic[T]):
                     waits_for = steps.send(sent)
         except StopIteration as end:
             return end.value
+
+
+async def _no_tasks_but(before: set[asyncio.Task[Any]]) -> None:
+    for _ in range(20):  # tasks that were just cancelled need a few turns to end
+        await asyncio.sleep(0)
+    left = [task for task in asyncio.all_tasks() - before if not task.done()]
+    left = [task for task in left if not task.get_name().startswith(_OF_OTHERS)]
+    assert not left, f"left running by its owner: {left}"
 
 
 def _place(work: Any) -> str:

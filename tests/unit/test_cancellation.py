@@ -23,7 +23,7 @@ from dynamo_lite.policy.routing import RoundRobin, Selection
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode, encode_json
-from dynamo_lite.protocol.errors import Unavailable
+from dynamo_lite.protocol.errors import NoResponders, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.prefill import ClaimRefused, decode_listen
 from dynamo_lite.protocol.records import (
@@ -158,6 +158,8 @@ class Endpoint:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Self]:
         async with NatsMessaging(self._url) if self._url else MemoryMessaging() as messaging:
+            with pytest.raises(NoResponders):  # the client of NATS starts the task of its inbox
+                await messaging.request("nothing", b"", timeout_s=1.0)
             self.worker = Worker(messaging, room=self._room)
             async with self.worker as worker:
                 self.client = RemoteGenerateClient(
@@ -186,6 +188,9 @@ class Endpoint:
 def test_submit_of_a_generate_client(woken: bool, kind: str):
     async def script(cancel: Cancel) -> None:
         async with Endpoint(kind).open() as endpoint:
+            engine = endpoint.worker.engine
+            engine.gate = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.05, engine.gate.set)
             await cancel.owner(endpoint.submit("a"))
             if not cancel.place:
                 await endpoint.client.abort(["a"])
@@ -348,10 +353,12 @@ class Front:
             routers = await enter(
                 Roster(self.store, names.endpoint_prefix(NAMESPACE, "Router", "pick"))
             )
-            router = RemoteRouter(
-                self.messaging, routers, namespace=NAMESPACE, lease_id=8, fallback=RoundRobin()
+            self.router = await enter(
+                RemoteRouter(
+                    self.messaging, routers, namespace=NAMESPACE, lease_id=8, fallback=RoundRobin()
+                )
             )
-            selector = _InterruptedSelector(await enter(router), self)
+            selector = _InterruptedSelector(self.router, self)
             self.client = FailoverClient(
                 lambda on_deltas, on_lost: _InterruptedTransport(self, on_deltas, on_lost),
                 members=lambda: [worker.record for worker in self.workers],
@@ -436,6 +443,30 @@ def test_submit_of_a_failover_client(woken: bool, timeout_s: float | None):
             await front.works()
 
     cancel_everywhere(script, at_least=5, woken=woken)
+
+
+@at_every_await(at_least=2)
+async def test_a_choice_of_the_client_of_a_router(cancel: Cancel):
+    """The first router does not answer, the second one chooses."""
+    async with Front().open() as front:
+        key = names.endpoint_key(NAMESPACE, "Router", "pick", 7)
+        await front.store.put(key, encode_json(endpoint_record("Router", "pick", 7)))
+        silent = asyncio.Event()
+
+        async def never(payload: bytes) -> bytes:
+            await silent.wait()
+            return b""
+
+        async with front.messaging.serve(f"{NAMESPACE}.pick-7", never):
+            await asyncio.sleep(0)
+            members = [worker.record for worker in front.workers]
+            await cancel.owner(front.router.choose(members, request_of("a")))
+            if not cancel.place:
+                front.router.released("a")
+            await delivered()
+            assert front.routing.placed == set()
+            silent.set()
+        await front.works()
 
 
 @at_every_await(at_least=3)
@@ -738,7 +769,7 @@ async def test_a_load_of_metadata(cancel: Cancel):
     directory = MetadataDirectory(store, NAMESPACE)
     owner = asyncio.create_task(cancel.owner(directory.get(target.engine_id)))
     await asyncio.sleep(0)
-    other = asyncio.create_task(directory.get(target.engine_id))
+    other = asyncio.create_task(directory.get(target.engine_id), name="other")
     await owner
     assert await other == target
     assert await directory.get(target.engine_id) == target
