@@ -15,8 +15,6 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.serve.run_state import RunState
 
 _FIND_S = 10.0
@@ -26,11 +24,11 @@ _PROMPT_TOKENS = 40
 class DirectClient:
     """Use `direct_client`."""
 
-    def __init__(self, member: EndpointRecord, messaging: Messaging):
+    def __init__(self, member: EndpointRecord):
         self._member = member
         self._running: dict[str, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
-        self.transport = RemoteGenerateClient(messaging, "bench", self._on_deltas, self._on_lost)
+        self.transport = RemoteGenerateClient("bench", self._on_deltas, self._on_lost)
 
     async def generate(self, tokens: int) -> None:
         """One request, to its last delta. Raises RuntimeError when the worker is lost."""
@@ -61,9 +59,8 @@ async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClie
     async with (
         EtcdStore(run.etcd) as store,
         Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
-        NatsMessaging(run.nats) as messaging,
     ):
         (member,) = await roster.wait(lambda members: len(members) == 1, _FIND_S)
-        client = DirectClient(member, messaging)
+        client = DirectClient(member)
         async with client.transport:
             yield client

@@ -1,10 +1,10 @@
 """Messages of the generate endpoint.
 
-A frontend opens one TCP connection to each decode worker and introduces itself (`Hello`). It then
-sends each request over NATS. The worker answers at once (`Accepted` or `RequestRefused`), and
-streams the engine's output over the TCP connection, one `Deltas` frame per engine step. Cancels
-travel on the same connection in the other direction. Closing the connection cancels all its
-requests.
+A frontend opens one TCP connection to each decode worker and introduces itself (`Hello`). It sends
+its requests on that connection (`Submit`). The worker answers each one (`SubmitReply`) and streams
+the engine's output, one `Deltas` frame per engine step. `Cancel` ends requests early. Closing the
+connection cancels all its requests. The worker also takes a `GenerateRequest` over NATS from a
+client with an open connection; its reply comes over NATS, its deltas on the connection.
 """
 
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (`n > 1` is fanned out before)."""
 
     request_id: RequestId
-    #: The `Hello` of the connection that takes the deltas.
+    #: From the `Hello` of the connection that takes the deltas.
     client_id: str
     prompt_token_ids: list[TokenId]
     #: The engine's own sampling parameters, msgpack; opaque here.
@@ -56,7 +56,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker has the request; deltas follow on the stream."""
+    """The worker has the request; deltas follow on the connection."""
 
 
 class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -187,8 +187,27 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_ids: list[RequestId]
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Worker to frontend: the `Hello` was accepted."""
+
+    #: The worker takes `Submit` frames. Earlier workers disconnect a client that sends one.
+    takes_requests: bool = False
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Frontend to worker: a request."""
+
+    request_id: RequestId
+    #: The `GenerateRequest`, encoded as it is over NATS. A malformed one is refused by itself; a
+    #: malformed frame ends its connection.
+    request: bytes
+
+
+class SubmitReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Worker to frontend: what became of a `Submit`."""
+
+    request_id: RequestId
+    reply: Accepted | RequestRefused
 
 
 class Deltas(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -199,5 +218,7 @@ class Deltas(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 decode_generate_request: Decoder[GenerateRequest] = Decoder(GenerateRequest)
 decode_generate_reply: Decoder[Accepted | RequestRefused] = Decoder(Accepted | RequestRefused)
-decode_client_frame: Decoder[Hello | Cancel] = Decoder(Hello | Cancel)
-decode_worker_frame: Decoder[Welcome | Deltas] = Decoder(Welcome | Deltas)
+decode_client_frame: Decoder[Hello | Submit | Cancel] = Decoder(Hello | Submit | Cancel)
+decode_worker_frame: Decoder[Welcome | SubmitReply | Deltas] = Decoder(
+    Welcome | SubmitReply | Deltas
+)

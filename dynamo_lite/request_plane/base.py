@@ -15,9 +15,6 @@ OnDeltas = Callable[[list[TokenDelta]], None]
 #: Takes the ids of accepted requests that get no further delta, and the reason.
 OnLost = Callable[[list[str], str], None]
 
-#: The reason of a refusal when the worker has no open stream for the request's client id.
-NO_STREAM = "no stream from this client"
-
 
 class GenerateClient(Protocol):
     """An async context manager. Leaving it aborts running requests, without `on_lost`.
@@ -34,8 +31,8 @@ class GenerateClient(Protocol):
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
         """Submits `request` to `member`, with this client's own `client_id`.
 
-        Raises NoResponders, DeadlineExceeded, Unavailable or Refused. If it raises or is
-        cancelled, no delta of the request is passed on, before or after.
+        Raises DeadlineExceeded, Unavailable or Refused. If it raises or is cancelled, no delta of
+        the request is passed on, before or after.
         """
         ...
 
@@ -44,7 +41,8 @@ class GenerateClient(Protocol):
         ...
 
     def retain(self, members: Iterable[EndpointRecord]) -> None:
-        """Sets the live members. Connections to other workers are closed when they are idle."""
+        """Sets the live members, and connects to them. Connections to other workers are closed
+        when they are idle."""
         ...
 
     def drop(self, member: EndpointRecord, why: str) -> None:

@@ -1,4 +1,4 @@
-"""The frontend's side: one connection per worker, requests over NATS."""
+"""The frontend's side: one connection per worker, for its requests and their tokens."""
 
 import asyncio
 import logging
@@ -11,7 +11,6 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.connection import Connection
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
@@ -21,8 +20,7 @@ class RemoteGenerateClient:
     """GenerateClient of workers in other processes.
 
     client_id: at most 100 characters, unique among the worker's clients. Each connection gets
-        an id of its own, derived from this one: so a request only runs while the connection
-        that it was submitted with is open.
+        an id of its own, derived from this one.
     on_deltas, on_lost: see `base.py`.
     connect_timeout_s: timeout of the TCP connection to a worker and of its Welcome.
     request_timeout_s: timeout of a worker's reply to a request.
@@ -30,7 +28,6 @@ class RemoteGenerateClient:
 
     def __init__(
         self,
-        messaging: Messaging,
         client_id: str,
         on_deltas: OnDeltas,
         on_lost: OnLost,
@@ -38,7 +35,6 @@ class RemoteGenerateClient:
         request_timeout_s: float = 5.0,
         on_drop: OnDrop = uncounted,
     ):
-        self._messaging = messaging
         self._client_id = client_id
         self._on_deltas = on_deltas
         self._on_lost = on_lost
@@ -68,21 +64,22 @@ class RemoteGenerateClient:
         address = member.transport.stream
         if not address:
             raise Unavailable(f"worker {member.lease_id:x} has no token stream")
+        link = await self._link(address)
         if any(link.runs(request.request_id) for link in self._links.values()):
             raise Refused(f"request {request.request_id} is already running", elsewhere=False)
-        link = await self._link(address)
-        await link.submit(
-            self._messaging, member.transport.nats_tcp, request, self._request_timeout_s
-        )
+        await link.submit(request, self._request_timeout_s)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for link in list(self._links.values()):
             link.cancel(request_ids)
 
     def retain(self, members: Iterable[EndpointRecord]) -> None:
-        live = {member.transport.stream for member in members}
+        live = {member.transport.stream for member in members if member.transport.stream}
         for address, link in list(self._links.items()):
             link.set_retired(address not in live)
+        if not self._closed:
+            for address in sorted(live):
+                self._open_link(address)
 
     def drop(self, member: EndpointRecord, why: str) -> None:
         link = self._links.get(member.transport.stream or "")
@@ -93,19 +90,26 @@ class RemoteGenerateClient:
         """Returns the open connection to `address`. Concurrent callers share one attempt."""
         if self._closed:
             raise Unavailable("the client is closed")
+        found = self._open_link(address)
+        if isinstance(found, Connection):
+            return found
+        # `wait`, because a cancel of this caller must not end the attempt of the others.
+        await asyncio.wait([found])
+        if found.cancelled():
+            raise Unavailable("the client is closed")
+        return found.result()
+
+    def _open_link(self, address: str) -> "Connection | asyncio.Task[Connection]":
+        """Returns the open connection, or the task that opens it."""
         link = self._links.get(address)
-        if link is not None and not link.closed.done():
+        if link is not None and link.is_open:
             return link
         connecting = self._connecting.get(address)
         if connecting is None:
             connecting = asyncio.create_task(self._connect(address), name=f"connect {address}")
             self._connecting[address] = connecting
             connecting.add_done_callback(lambda task: self._connected(address, task))
-        # `wait`, because a cancel of this caller must not end the attempt of the others.
-        await asyncio.wait([connecting])
-        if connecting.cancelled():
-            raise Unavailable("the client is closed")
-        return connecting.result()
+        return connecting
 
     async def _connect(self, address: str) -> Connection:
         self._connections_made += 1

@@ -6,29 +6,30 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, encode
 from dynamo_lite.protocol.errors import (
     DeadlineExceeded,
-    NoResponders,
+    DynamoLiteError,
     ProtocolError,
     Refused,
     Unavailable,
 )
 from dynamo_lite.protocol.generate import (
+    Accepted,
     Cancel,
     Deltas,
     GenerateRequest,
     Hello,
     RequestRefused,
+    Submit,
+    SubmitReply,
+    TokenDelta,
     Welcome,
-    decode_generate_reply,
     decode_worker_frame,
 )
-from dynamo_lite.request_plane.base import NO_STREAM, OnDeltas, OnLost
+from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.framing import FrameConnection, frame, parse_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
-from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ RETIRED_SILENCE_S = 60.0
 class Connection:
     """One TCP connection to a worker, and the state of the requests on it.
 
-    A request is pending from `submit` until the worker has accepted it, then running. Both the
-    worker's reply over NATS and the first delta over TCP show acceptance; either may come first.
+    A request is pending from `submit` until the worker's reply, then running. An engine may give
+    tokens before it has confirmed a request, so a delta also shows acceptance.
     """
 
     def __init__(
@@ -52,22 +53,34 @@ class Connection:
         on_drop: OnDrop = uncounted,
     ):
         self._address = address
-        self._on_drop = on_drop
         self._client_id = client_id
         self._on_deltas = on_deltas
         self._on_lost = on_lost
         #: Ids of pending and running requests.
         self._wanted: set[str] = set()
-        #: Ids of requests that the worker has not accepted yet.
-        self._pending: set[str] = set()
+        #: Pending requests. The result is the error that `submit` raises, or None.
+        self._pending: dict[str, asyncio.Future[DynamoLiteError | None]] = {}
+        #: Held while a request waits for room in the write buffer: one request is queued at a
+        #: time, in the order of their submits.
+        self._sending = asyncio.Lock()
         #: Set while the worker is not registered.
         self._retired = False
         self._silence: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self._connection = FrameConnection(self, on_drop=on_drop)
-        self._welcomed: asyncio.Future[None] = loop.create_future()
+        self._welcomed: asyncio.Future[Welcome] = loop.create_future()
         #: Done when the connection is closed; the result is the reason.
         self.closed: asyncio.Future[str] = loop.create_future()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Connection {self._address} pending={len(self._pending)}"
+            f" running={len(self._wanted) - len(self._pending)}>"
+        )
+
+    @property
+    def is_open(self) -> bool:
+        return self._connection.is_open
 
     def runs(self, request_id: str) -> bool:
         return request_id in self._wanted
@@ -94,76 +107,68 @@ class Connection:
                 self._connection.abort("no Welcome from the worker")
         if self.closed.done():
             raise Unavailable(f"the worker at {self._address} disconnected: {self.closed.result()}")
+        if not self._welcomed.result().takes_requests:
+            self._connection.abort("the worker takes no requests on its connections")
+            raise Unavailable(
+                f"the worker at {self._address} takes requests over NATS only: it runs an earlier"
+                " version of dynamo-lite; upgrade workers before frontends"
+            )
 
-    async def submit(
-        self, messaging: Messaging, subject: str, request: GenerateRequest, timeout_s: float
-    ) -> None:
-        """See GenerateClient.submit."""
+    async def submit(self, request: GenerateRequest, timeout_s: float) -> None:
+        """See GenerateClient.submit. timeout_s: includes the wait for room in the write buffer."""
         request_id = request.request_id
+        data = self._frame_of(request)
         if self.closed.done():
-            raise Unavailable(f"the worker's stream broke: {self.closed.result()}")
-        payload = encode(msgspec.structs.replace(request, client_id=self._client_id))
+            raise self._broken()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        replied = self._pending[request_id] = loop.create_future()
         self._wanted.add(request_id)
-        self._pending.add(request_id)
         try:
-            await self._request(messaging, subject, payload, timeout_s)
-            if self.closed.done():
-                raise Unavailable(f"the worker's stream broke: {self.closed.result()}")
-        except (NoResponders, Refused):
-            if request_id in self._pending:
-                self._wanted.discard(request_id)
-                raise
-        except (Unavailable, DeadlineExceeded):
-            # The worker may have accepted the request. It has, if a delta has arrived.
-            if request_id in self._pending:
-                self.cancel([request_id])
-                raise
+            await self._send(request_id, data, deadline)
+            await asyncio.wait({replied}, timeout=max(deadline - loop.time(), 0.0))
         except BaseException:
             self.cancel([request_id])
             raise
-        finally:
-            self._pending.discard(request_id)
-            self._close_if_retired()
+        if not replied.done():
+            self.cancel([request_id])
+            raise DeadlineExceeded(f"request to the worker at {self._address}", timeout_s)
+        if (error := replied.result()) is not None:
+            raise error
 
-    async def _request(
-        self, messaging: Messaging, subject: str, payload: bytes, timeout_s: float
-    ) -> None:
-        """Returns when the worker has accepted or the connection is closed."""
-        asking = asyncio.create_task(messaging.request(subject, payload, timeout_s=timeout_s))
-        try:
-            await asyncio.wait({asking, self.closed}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await end_tasks(asking)
-            if not asking.cancelled():
-                asking.exception()  # retrieved also when the caller was cancelled
-        if asking.cancelled():
-            return
-        try:
-            answer = asking.result()
-        except ProtocolError as exc:  # above the broker's size limit
-            raise Refused(str(exc), elsewhere=False) from exc
-        try:
-            reply = decode_generate_reply(answer)
-        except ProtocolError as exc:
-            self._on_drop("generate_reply")
-            raise Unavailable(f"malformed reply of the worker: {exc}") from exc
-        if isinstance(reply, RequestRefused):
-            if reply.reason == NO_STREAM:
-                self._connection.abort("the worker has no such stream")
-                raise Unavailable(f"the worker at {self._address} has no such stream")
+    def _frame_of(self, request: GenerateRequest) -> bytes:
+        """Raises Refused when the request is too large for a frame."""
+        request = msgspec.structs.replace(request, client_id=self._client_id)
+        payload = encode(Submit(request_id=request.request_id, request=encode(request)))
+        if len(payload) > MAX_MESSAGE_BYTES:
             raise Refused(
-                reply.reason,
-                elsewhere=reply.elsewhere,
-                busy=reply.busy,
-                retry_after_s=reply.retry_after_s,
+                f"the request has {len(payload)} bytes, and a message to a worker at most"
+                f" {MAX_MESSAGE_BYTES}",
+                elsewhere=False,
             )
+        return frame(payload)
+
+    async def _send(self, request_id: str, data: bytes, deadline: float) -> None:
+        """Queues the frame as soon as the worker reads; not after `deadline`, and not if the
+        request has been cancelled meanwhile."""
+        try:
+            async with asyncio.timeout_at(deadline), self._sending:
+                await self._connection.wait_writable()
+                if request_id in self._wanted:
+                    self._connection.send(data)
+        except TimeoutError:
+            pass
+
+    def _broken(self) -> Unavailable:
+        return Unavailable(f"the worker's stream broke: {self.closed.result()}")
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Drops these requests and sends a Cancel for those that are on this connection."""
         mine = [i for i in request_ids if i in self._wanted]
         if mine:
             self._wanted.difference_update(mine)
-            self._pending.difference_update(mine)
+            for request_id in mine:
+                self._resolve(request_id, None)
             self._connection.send(frame(encode(Cancel(request_ids=mine))))
             self._close_if_retired()
 
@@ -190,20 +195,41 @@ class Connection:
     # FrameReceiver
 
     def frame_received(self, connection: FrameConnection, payload: bytes) -> None:
-        message = decode_worker_frame(payload)
-        if isinstance(message, Welcome):
-            if not self._welcomed.done():
-                self._welcomed.set_result(None)
-            return
-        self._receive_deltas(message)
+        match decode_worker_frame(payload):
+            case Deltas(deltas=deltas):
+                self._receive_deltas(deltas)
+            case SubmitReply(request_id=request_id, reply=reply):
+                self._receive_reply(request_id, reply)
+            case Welcome() as welcome:
+                if not self._welcomed.done():
+                    self._welcomed.set_result(welcome)
 
-    def _receive_deltas(self, message: Deltas) -> None:
+    def _receive_reply(self, request_id: str, reply: Accepted | RequestRefused) -> None:
+        if request_id not in self._pending:
+            return  # it was cancelled, or a delta has shown its acceptance
+        if isinstance(reply, Accepted):
+            self._resolve(request_id, None)
+            return
+        self._wanted.discard(request_id)
+        self._resolve(
+            request_id,
+            Refused(
+                reply.reason,
+                elsewhere=reply.elsewhere,
+                busy=reply.busy,
+                retry_after_s=reply.retry_after_s,
+            ),
+        )
+        self._close_if_retired()
+
+    def _receive_deltas(self, received: list[TokenDelta]) -> None:
         wanted = self._wanted
-        deltas = [delta for delta in message.deltas if delta.request_id in wanted]
+        deltas = [delta for delta in received if delta.request_id in wanted]
         if not deltas:
             return
         if self._pending:
-            self._pending.difference_update([delta.request_id for delta in deltas])
+            for delta in deltas:
+                self._resolve(delta.request_id, None)
         for delta in deltas:
             if delta.finish_reason is not None:
                 wanted.discard(delta.request_id)
@@ -216,11 +242,19 @@ class Connection:
         lost = sorted(i for i in self._wanted if i not in self._pending)
         self._wanted.clear()
         self.closed.set_result(why)
+        for request_id in list(self._pending):
+            self._resolve(request_id, self._broken())
         if lost:
             logger.warning(
                 "worker at %s: disconnected, %d requests lost: %s", self._address, len(lost), why
             )
             self._on_lost(lost, why)
+
+    def _resolve(self, request_id: str, error: DynamoLiteError | None) -> None:
+        """Ends the wait of a pending request's `submit`. Ignored when it is not pending."""
+        replied = self._pending.pop(request_id, None)
+        if replied is not None:
+            replied.set_result(error)
 
     # Retirement
 

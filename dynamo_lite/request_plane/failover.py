@@ -27,7 +27,6 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import MakeTransport, OnDeltas
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.placement import LocalSelector, Placement, WorkerSelector
-from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
@@ -64,9 +63,8 @@ class FailoverClient:
     on_ended: see OnEnded; it may call `abort`.
     on_tokens: called with the lease id of a worker whenever it gives tokens, and with whether
         first tokens of a request were among them.
-    messaging: shows whether the broker is connected; without it no request waits for the broker.
     max_moves: losses of a worker that a request survives.
-    hold_s, move_wait_s: how long a request waits for the broker, and for another worker.
+    move_wait_s: how long a request that lost its worker waits for another one.
     """
 
     def __init__(
@@ -78,9 +76,7 @@ class FailoverClient:
         on_deltas: OnDeltas,
         on_ended: OnEnded,
         on_tokens: OnTokens = lambda lease_id, first: None,
-        messaging: Messaging | None = None,
         max_moves: int = 3,
-        hold_s: float = 30.0,
         move_wait_s: float = 15.0,
     ):
         self.stats = FailoverStats()
@@ -94,15 +90,12 @@ class FailoverClient:
             self.transport,
             members,
             self._chooser,
-            messaging,
-            hold_s=hold_s,
             move_wait_s=move_wait_s,
         )
         self._attempts = self._placer.attempts
         self._flights: dict[str, MigratingRequest] = {}
         self._tasks = OwnedTasks()
         self._closed = False
-        self._messaging = messaging
         self._stack = AsyncExitStack()
 
     def __repr__(self) -> str:
@@ -120,8 +113,6 @@ class FailoverClient:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.transport)
             stack.push_async_callback(self._close)
-            if self._messaging is not None:
-                stack.enter_context(self._messaging.watch_connection(self._connection_changed))
             self._stack = stack.pop_all()
         return self
 
@@ -303,11 +294,6 @@ class FailoverClient:
     async def _abort(self, wire_ids: Sequence[str]) -> None:
         if wire_ids:
             await self.transport.abort(wire_ids)
-
-    def _connection_changed(self, connected: bool) -> None:
-        if connected:
-            self._placer.reconnected()
-            self.members_changed()
 
 
 def _is_late(flight: MigratingRequest) -> bool:

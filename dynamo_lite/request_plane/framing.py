@@ -1,4 +1,4 @@
-"""The direct TCP token plane: frames, their parser, and one connection.
+"""The TCP connections between frontends and workers: frames, their parser, and one connection.
 
 A frame is a 4-byte big-endian length followed by that many bytes of msgpack. This
 module owns framing, back-pressure and liveness; its users own the meaning of the frames.
@@ -124,6 +124,8 @@ class FrameConnection(asyncio.Protocol):
         self._bytes_flushed = 0
         #: Set while the transport's write buffer is full.
         self._paused = False
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._closed = False
         #: The first reason of `close` or `abort`.
         self._why = ""
@@ -135,7 +137,8 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and not self._closed
+        """Whether what is sent may arrive."""
+        return self._transport is not None and not self._closed and not self._transport.is_closing()
 
     @property
     def frames_received(self) -> int:
@@ -149,6 +152,10 @@ class FrameConnection(asyncio.Protocol):
         self._bytes_sent += len(data)
         if self._paused and self._unsent() > self._max_unsent_bytes:
             self.abort(f"the peer is too slow: {self._unsent()} bytes are unread")
+
+    async def wait_writable(self) -> None:
+        """Returns when the write buffer is not full, or the connection is closed."""
+        await self._writable.wait()
 
     def close(self, why: str) -> None:
         """Sends what is queued, then closes. A peer that does not read is disconnected."""
@@ -196,16 +203,19 @@ class FrameConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
+        self._writable.set()
         self._cancel_timer()
         why = self._why or (f"connection lost: {exc}" if exc else "the peer closed the connection")
         self._receiver.connection_closed(self, why)
 
     def pause_writing(self) -> None:
         self._paused = True
+        self._writable.clear()
         self._watch_stall()
 
     def resume_writing(self) -> None:
         self._paused = False
+        self._writable.set()
         if self._transport is not None and not self._transport.is_closing():
             self._cancel_timer()
 

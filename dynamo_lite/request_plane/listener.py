@@ -2,15 +2,20 @@
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.protocol.generate import (
     MAX_DELTA_BYTES,
+    Accepted,
     Cancel,
     Deltas,
     Hello,
+    RequestRefused,
+    Submit,
+    SubmitReply,
     TokenDelta,
     Welcome,
     decode_client_frame,
@@ -21,8 +26,14 @@ from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynamo_lite.request_plane.intake import Reply
     from dynamo_lite.request_plane.server import GenerateServer
     from dynamo_lite.request_plane.session import Session
+
+    #: Takes a session, a request's id, the encoded request, and where its reply goes.
+    Submits = Callable[[Session, str, bytes, Reply], None]
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +71,15 @@ class _ConnectionSink:
 class Listener:
     """Accepts connections. Each one becomes a session with its Hello."""
 
-    def __init__(self, sessions: "GenerateServer", bind_host: str, on_drop: OnDrop = uncounted):
+    def __init__(
+        self,
+        sessions: "GenerateServer",
+        submit: "Submits",
+        bind_host: str,
+        on_drop: OnDrop = uncounted,
+    ):
         self._sessions = sessions
+        self._submit = submit
         self._on_drop = on_drop
         self._bind_host = bind_host
         self._server: asyncio.Server | None = None
@@ -114,12 +132,19 @@ class Listener:
                 self._connections[connection] = self._sessions.open_session(
                     client_id, _ConnectionSink(connection)
                 )
-                connection.send(frame(encode(Welcome())))
+                connection.send(frame(encode(Welcome(takes_requests=True))))
+            case Submit(request_id=request_id, request=request):
+                reply = partial(_reply, connection, request_id)
+                self._submit(self._greeted(connection), request_id, request, reply)
             case Cancel(request_ids=request_ids):
-                session = self._connections.get(connection)
-                if session is None:
-                    raise ProtocolError("a Cancel before the Hello")
-                self._sessions.cancel(session, request_ids)
+                self._sessions.cancel(self._greeted(connection), request_ids)
+
+    def _greeted(self, connection: FrameConnection) -> "Session":
+        """Raises ProtocolError before the Hello."""
+        session = self._connections.get(connection)
+        if session is None:
+            raise ProtocolError("a frame before the Hello")
+        return session
 
     def connection_closed(self, connection: FrameConnection, why: str) -> None:
         session = self._connections.pop(connection, None)
@@ -128,3 +153,7 @@ class Listener:
             self._sessions.close_session(session)
         if not self._connections:
             self._all_closed.set()
+
+
+def _reply(connection: FrameConnection, request_id: str, reply: Accepted | RequestRefused) -> None:
+    connection.send(frame(encode(SubmitReply(request_id=request_id, reply=reply))))

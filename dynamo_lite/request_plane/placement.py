@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from dynamo_lite.policy.routing import Picker, Selection
 from dynamo_lite.protocol.errors import (
-    BrokerUnavailable,
     DeadlineExceeded,
     DynamoLiteError,
     NoWorkers,
@@ -20,13 +19,8 @@ from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import GenerateClient
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
-from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
-
-#: Failures within this time after a reconnect are not final: workers may reconnect later than
-#: this process, and replies that were lost end only by their timeout.
-SETTLE_S = 6.0
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
@@ -67,7 +61,6 @@ class LocalSelector(WorkerSelector):
 class Placement:
     """Submits requests to workers.
 
-    hold_s: how long a request waits while the broker is disconnected.
     move_wait_s: how long a request that lost its worker waits for another one.
     """
 
@@ -76,9 +69,7 @@ class Placement:
         transport: GenerateClient,
         members: Callable[[], Sequence[EndpointRecord]],
         chooser: WorkerSelector,
-        messaging: Messaging | None,
         *,
-        hold_s: float,
         move_wait_s: float,
     ):
         #: The requests that were submitted, by the id of their attempt.
@@ -86,15 +77,8 @@ class Placement:
         self._transport = transport
         self._members = members
         self._chooser = chooser
-        self._messaging = messaging
-        self._hold_s = hold_s
         self._move_wait_s = move_wait_s
         self._sends = 0
-        self._settled_at = 0.0
-
-    def reconnected(self) -> None:
-        """To be called when the broker is connected again."""
-        self._settled_at = asyncio.get_running_loop().time() + SETTLE_S
 
     async def place(self, flight: MigratingRequest, *, moving: bool) -> None:
         """Returns when a worker has accepted it, it has ended, or another call migrates it.
@@ -103,37 +87,23 @@ class Placement:
         Unavailable, or DeadlineExceeded.
         """
         loop = asyncio.get_running_loop()
-        started, pause_s = loop.time(), _FIRST_PAUSE_S
+        until = loop.time() + (self._move_wait_s if moving else 0.0)
+        pause_s = _FIRST_PAUSE_S
         turn = flight.moves
         while flight.is_at(turn):
             flight.wake.clear()
             failure = await self._try_members(flight, turn)
             if failure is None:
                 return
-            left_s = started + self._patience_s(failure, moving) - loop.time()
+            left_s = until - loop.time()
             if left_s <= 0:
                 raise failure
-            # `wake` is set when the broker or a worker is back; other causes need a retry.
-            is_woken = not self._connected or isinstance(failure, NoWorkers)
+            # `wake` is set when a worker is back; other causes need a retry.
+            is_woken = isinstance(failure, NoWorkers)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s if is_woken else min(left_s, pause_s)):
                     await flight.wake.wait()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    @property
-    def _connected(self) -> bool:
-        return self._messaging is None or self._messaging.connected
-
-    def _patience_s(self, failure: DynamoLiteError, moving: bool) -> float:
-        """How many seconds after its start a placement is retried after this failure."""
-        patience_s = self._move_wait_s if moving else 0.0
-        if not moving and isinstance(failure, NoWorkers | Overloaded):
-            return patience_s
-        now = asyncio.get_running_loop().time()
-        unsettled = not self._connected or now < self._settled_at
-        if self._messaging and (unsettled or isinstance(failure, BrokerUnavailable)):
-            return max(patience_s, self._hold_s)
-        return patience_s
 
     async def _try_members(self, flight: MigratingRequest, turn: int) -> DynamoLiteError | None:
         """Submits to each live member at most once. Returns None when it needs no worker any more.
@@ -150,9 +120,6 @@ class Placement:
             tried.add(picked.member.lease_id)
             try:
                 await self._send(flight, picked.member)
-            except BrokerUnavailable as exc:
-                self._chooser.released(flight.request_id)
-                return exc  # it would be the same with every worker
             except Refused as exc:
                 if not exc.elsewhere and flight.is_at(turn):
                     raise

@@ -1,8 +1,8 @@
 """The worker's side: which session a request belongs to, and where its deltas go.
 
-Requests come in over NATS and name their session (a TCP connection, or a client in the same
-process). Deltas go out through the session, one frame per engine step and session. When a
-session ends, its requests are aborted.
+A session is a TCP connection, or a client in the same process. Requests come in on the connection,
+or over NATS with the id of their session. Deltas go out through the session, one frame per engine
+step and session. When a session ends, its requests are aborted.
 """
 
 import asyncio
@@ -12,16 +12,10 @@ from contextlib import asynccontextmanager
 from typing import Self
 
 from dynamo_lite.policy.admission import Limits
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode
-from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Refused
-from dynamo_lite.protocol.generate import (
-    Accepted,
-    GenerateRequest,
-    RequestRefused,
-    TokenDelta,
-    decode_generate_request,
-)
-from dynamo_lite.request_plane.base import NO_STREAM, GenerateHandler
+from dynamo_lite.protocol.errors import ProtocolError, Refused
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.request_plane.base import GenerateHandler
+from dynamo_lite.request_plane.intake import NO_STREAM, Intake
 from dynamo_lite.request_plane.listener import Listener
 from dynamo_lite.request_plane.session import AdmittedRequests, DeltaSink, Session
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
@@ -56,7 +50,8 @@ class GenerateServer:
         self._messaging = messaging
         self._handler = handler
         self._on_drop = on_drop
-        self._listener = Listener(self, bind_host, on_drop)
+        self._intake = Intake(self, handler, on_drop)
+        self._listener = Listener(self, self._intake.submit, bind_host, on_drop)
         self._sessions: dict[str, Session] = {}
         self._owned = AdmittedRequests(
             Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire
@@ -83,10 +78,11 @@ class GenerateServer:
                 "timeout after %g s: closed while the engine still accepts or aborts requests",
                 _CLOSE_TIMEOUT_S,
             )
+        await self._intake.end()
 
     @property
     def stream_address(self) -> str:
-        """HOST:PORT of the token stream, for the endpoint's record."""
+        """HOST:PORT for the clients' connections, for the endpoint's record."""
         return self._listener.address
 
     @property
@@ -99,9 +95,9 @@ class GenerateServer:
         """Prompt tokens of the requests without a first token."""
         return self._owned.admission.waiting_tokens
 
-    def has_client(self, client_id: str) -> bool:
-        """Whether this client has an open session."""
-        return client_id in self._sessions
+    def session(self, client_id: str) -> Session | None:
+        """The open session of this client, if it has one."""
+        return self._sessions.get(client_id)
 
     def limit(self, limits: Limits) -> None:
         """Sets the limits for new requests."""
@@ -129,7 +125,7 @@ class GenerateServer:
     @asynccontextmanager
     async def serve(self, subject: str) -> AsyncIterator[None]:
         """Serves requests on `subject` while the context lasts."""
-        handler = counted(self._on_request, "generate", self._on_drop)
+        handler = counted(self._intake.on_request, "generate", self._on_drop)
         async with self._messaging.serve(subject, handler):
             yield
 
@@ -174,6 +170,8 @@ class GenerateServer:
         if self._sessions.get(session.client_id) is session:
             del self._sessions[session.client_id]
             self.cancel(session, sorted(session.request_ids))
+            for task in session.handing_over:
+                task.cancel()
 
     def _disconnect(self, session: Session, why: str) -> None:
         running = sorted(session.request_ids)
@@ -200,24 +198,32 @@ class GenerateServer:
 
     async def admit(self, session: Session, request: GenerateRequest) -> None:
         """Raises Refused, or the handler's exception; then the request does not run here."""
-        request_id = request.request_id
-        self._check(session, request)
-        self._owned.enter(session, request)
-        self._submitting.add(request_id)
+        self.begin(session, request)
         try:
             await self._handler.submit(request)
-            # Neither finished nor cancelled requests have an owner here; aborting a finished
-            # one does nothing.
-            if request_id not in self._owners:
-                self._abort_soon([request_id])
         except BaseException as exc:
-            self._owned.release(request_id)
-            if isinstance(exc, asyncio.CancelledError):
-                self._abort_soon([request_id])
+            self.handed_over(request.request_id, exc)
             raise
-        finally:
-            self._submitting.discard(request_id)
-            self._update_idle()
+        self.handed_over(request.request_id, None)
+
+    def begin(self, session: Session, request: GenerateRequest) -> None:
+        """From now on the request is in flight. Raises Refused."""
+        self._check(session, request)
+        self._owned.enter(session, request)
+        self._submitting.add(request.request_id)
+        self._update_idle()
+
+    def handed_over(self, request_id: str, failure: BaseException | None) -> None:
+        """The engine has accepted the request, or has not."""
+        self._submitting.discard(request_id)
+        if failure is not None:
+            self._owned.release(request_id)
+        # Neither finished nor cancelled requests have an owner here; aborting a finished one does
+        # nothing.
+        ended = failure is None and request_id not in self._owners
+        if ended or isinstance(failure, asyncio.CancelledError):
+            self._abort_soon([request_id])
+        self._update_idle()
 
     def _check(self, session: Session, request: GenerateRequest) -> None:
         request_id = request.request_id
@@ -227,9 +233,6 @@ class GenerateServer:
             raise Refused(NO_STREAM, elsewhere=False)
         if self._knows(request_id):
             raise Refused(f"request {request_id} is already running here", elsewhere=True)
-        if request_id in session.early_cancels:
-            del session.early_cancels[request_id]
-            raise Refused(f"request {request_id} was cancelled", elsewhere=True)
 
     def _expire(self, request_id: str) -> None:
         """Ends a request after its timeout. Its client does the same, unless it is stuck."""
@@ -238,36 +241,6 @@ class GenerateServer:
         session.outlet.deliver(
             [TokenDelta(request_id=request_id, token_ids=[], finish_reason="abort")]
         )
-
-    # Requests over NATS
-
-    async def _on_request(self, payload: bytes) -> bytes:
-        request = decode_generate_request(payload)
-        try:
-            await self._admit_remote(request)
-        except Refused as exc:
-            return encode(
-                RequestRefused(
-                    reason=exc.reason,
-                    elsewhere=exc.elsewhere,
-                    busy=exc.busy,
-                    retry_after_s=exc.retry_after_s,
-                )
-            )
-        except DynamoLiteError as exc:
-            return encode(RequestRefused(reason=str(exc), elsewhere=True))
-        except Exception:
-            logger.exception("request %s: could not be started", request.request_id)
-            return encode(RequestRefused(reason="internal error of the worker", elsewhere=True))
-        return encode(Accepted())
-
-    async def _admit_remote(self, request: GenerateRequest) -> None:
-        if request.wire_version != WIRE_VERSION:
-            raise Refused(f"unsupported wire version {request.wire_version}", elsewhere=True)
-        session = self._sessions.get(request.client_id)
-        if session is None:
-            raise Refused(NO_STREAM, elsewhere=False)
-        await self.admit(session, request)
 
     # Bookkeeping
 

@@ -32,7 +32,9 @@ class Session:
         self.outlet = outlet
         #: Requests in flight.
         self.request_ids: set[str] = set()
-        #: Requests that were cancelled before they arrived, oldest first.
+        #: Tasks that hand requests of this session's connection to the engine.
+        self.handing_over: set[asyncio.Task[Exception | None]] = set()
+        #: Requests that were cancelled before they arrived over NATS, oldest first.
         self.early_cancels: dict[str, None] = {}
 
 

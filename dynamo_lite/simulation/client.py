@@ -76,17 +76,11 @@ class SimFrontend:
         )
         self.client = client = await enter(
             FailoverClient(
-                partial(
-                    RemoteGenerateClient,
-                    host.messaging,
-                    f"{host.lease.id:x}",
-                    request_timeout_s=_REQUEST_S,
-                ),
+                partial(RemoteGenerateClient, f"{host.lease.id:x}", request_timeout_s=_REQUEST_S),
                 members=lambda: health.members_or_all,
                 picker=RoundRobin(),
                 on_deltas=self._on_deltas,
                 on_ended=self._on_ended,
-                messaging=host.messaging,
             )
         )
         self._stack.enter_context(

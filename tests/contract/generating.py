@@ -117,7 +117,7 @@ def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> Token
 async def open_setup(
     kind: str, stack: AsyncExitStack, nats_url: str, namespace: str, **limits: Any
 ) -> Setup:
-    """kind: "nats", "memory" or "local"."""
+    """kind: "tcp", "nats" (TCP, with a real broker beside it), or "local"."""
     messaging: Messaging = MemoryMessaging()
     if kind == "nats":
         messaging = await stack.enter_async_context(NatsMessaging(nats_url))
@@ -137,7 +137,7 @@ async def set_up(
         client = LocalGenerateClient(server, outputs.on_deltas, outputs.on_lost)
     else:
         client = RemoteGenerateClient(
-            messaging, "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0
+            "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0
         )
     await stack.enter_async_context(client)
     member = member_at(server.stream_address, subject)

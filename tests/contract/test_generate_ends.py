@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 Open = Callable[..., Awaitable[Setup]]
 
 
-@pytest.fixture(params=["nats", "memory", "local"])
+@pytest.fixture(params=["tcp", "local"])
 async def opened(
     request: pytest.FixtureRequest, nats_url: str, namespace: str
 ) -> AsyncIterator[Open]:

@@ -12,7 +12,7 @@ from tests.sim import contract
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-globals().update(contract.tests_of(test_generate, "setup", "remote"))
+globals().update(contract.tests_of(test_generate, "setup", "remote", "over_nats"))
 globals().update(contract.tests_of(test_generate_ends, "opened"))
 
 
@@ -30,4 +30,9 @@ async def setup(opened: test_generate_ends.Open) -> Setup:
 
 @pytest.fixture
 def remote(setup: Setup) -> Setup:
+    return setup
+
+
+@pytest.fixture
+def over_nats(setup: Setup) -> Setup:
     return setup

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol.errors import (
-    BrokerUnavailable,
     DynamoLiteError,
     NoResponders,
     Refused,
@@ -22,7 +21,6 @@ from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillC
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
 
 STEP_S = 1.0
 ANSWER_TOKENS = 8
@@ -112,7 +110,6 @@ class FakeWorkers:
 
     def __init__(self, count: int):
         self.workers = {i: Worker(i) for i in range(1, count + 1)}
-        self.messaging = MemoryMessaging()
         self.deltas: dict[str, list[TokenDelta]] = {}
         self.ends: list[tuple[str, str]] = []
         self.errors: dict[str, DynamoLiteError] = {}
@@ -121,11 +118,13 @@ class FakeWorkers:
         self.deaf: set[str] = set()  # attempts that nobody listens to any more
         self.finished: list[str] = []
         self.pumps: set[asyncio.Task[None]] = set()
+        self.closed = False
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.closed = True
         for pump in self.pumps:
             pump.cancel()
 
@@ -157,8 +156,6 @@ class FakeWorkers:
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
         worker = self.workers[member.lease_id]
         worker.asked.append(request)
-        if not self.messaging.connected:
-            raise BrokerUnavailable("no broker")
         if worker.dead:
             raise NoResponders(f"worker {worker.lease_id} is not there")
         if worker.accepts_after_s:
@@ -166,7 +163,7 @@ class FakeWorkers:
         while worker.frozen and not worker.dead:
             worker.thawed.clear()
             await worker.thawed.wait()
-        if worker.dead:
+        if worker.dead or self.closed:
             raise Unavailable("the worker's stream broke")
         if worker.refusal is not None:
             raise worker.refusal
@@ -251,7 +248,6 @@ async def cluster(
             picker=RoundRobin(),
             on_deltas=fake.on_deltas,
             on_ended=fake.on_ended,
-            messaging=fake.messaging,
             **options,
         )
         async with client:

@@ -67,8 +67,6 @@ class Life:
                 self.ask()
             case "leave":
                 await self.leave()
-            case "broker":
-                self.fake.messaging.set_connected(not self.fake.messaging.connected)
             case _:
                 self.happens_to(self.rng.choice(list(self.fake.workers.values())), what)
 
@@ -99,12 +97,11 @@ class Life:
                 self.fake.drop(record(lease_id), "silent")
             worker.refusal = None
             self.fake.thaw(lease_id)
-        self.fake.messaging.set_connected(True)
         self.fake.changed()
         await asyncio.sleep(300)
 
 
-EVENTS = "ask ask ask kill kill start leave freeze drop thaw slow full broker".split()
+EVENTS = "ask ask ask kill kill start leave freeze drop thaw slow full".split()
 
 
 async def life(seed: int, events: list[tuple[str, float]]) -> None:

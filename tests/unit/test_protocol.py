@@ -33,6 +33,8 @@ from dynamo_lite.protocol.generate import (
     LogprobRows,
     PrefillCounts,
     RequestRefused,
+    Submit,
+    SubmitReply,
     TokenDelta,
     Welcome,
 )
@@ -389,6 +391,28 @@ GOLDEN = [
         Welcome(),
         generate.decode_worker_frame,
         b"\x81\xa4type\xa7Welcome",
+    ),
+    (
+        Welcome(takes_requests=True),
+        generate.decode_worker_frame,
+        b"\x82\xa4type\xa7Welcome\xaetakes_requests\xc3",
+    ),
+    (
+        Submit(request_id="r1", request=b"\x8f"),
+        generate.decode_client_frame,
+        b"\x83\xa4type\xa6Submit\xaarequest_id\xa2r1\xa7request\xc4\x01\x8f",
+    ),
+    (
+        SubmitReply(request_id="r1", reply=Accepted()),
+        generate.decode_worker_frame,
+        b"\x83\xa4type\xabSubmitReply\xaarequest_id\xa2r1\xa5reply\x81\xa4type\xa8Accepted",
+    ),
+    (
+        SubmitReply(request_id="r1", reply=RequestRefused(reason="full", elsewhere=True)),
+        generate.decode_worker_frame,
+        b"\x83\xa4type\xabSubmitReply\xaarequest_id\xa2r1"
+        b"\xa5reply\x85\xa4type\xaeRequestRefused\xa6reason\xa4full\xa9elsewhere\xc3"
+        b"\xa4busy\xc2\xadretry_after_s\xcb?\xf0\x00\x00\x00\x00\x00\x00",
     ),
     (
         Cancel(request_ids=["r1", "r2"]),
@@ -757,6 +781,13 @@ def test_the_largest_message_is_read_and_a_larger_one_is_not():
         (generate.decode_client_frame, Hello(client_id="c"), {"client_id": ""}),
         (generate.decode_client_frame, Hello(client_id="c"), {"client_id": "c" * 129}),
         (generate.decode_client_frame, Cancel(request_ids=["r"]), {"request_ids": [""]}),
+        (generate.decode_client_frame, Submit(request_id="r", request=b""), {"request_id": ""}),
+        (generate.decode_client_frame, Submit(request_id="r", request=b""), {"request": 1}),
+        (
+            generate.decode_worker_frame,
+            SubmitReply(request_id="r", reply=Accepted()),
+            {"reply": {"type": "Welcome"}},
+        ),
         (prefill.decode_job, JOB, {"attempt": ""}),
         (prefill.decode_job, JOB, {"attempt": "a" * 65}),
         (prefill.decode_job, JOB, {"engine_id": ""}),

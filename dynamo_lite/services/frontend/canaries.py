@@ -2,7 +2,8 @@
 
 Decides which worker is tested when, within a budget. A worker that fails a canary is marked
 unhealthy, as after missing heartbeats, until it produces tokens again. Canaries use their own
-connections, and count neither for the Frontend's admission nor for a router.
+connections, and count neither for the Frontend's admission nor for a router. They go on while NATS
+is out of reach, when heartbeats show nothing.
 """
 
 import asyncio
@@ -12,15 +13,13 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from dynamo_lite.protocol.errors import BrokerUnavailable, DynamoLiteError, Refused
+from dynamo_lite.protocol.errors import DynamoLiteError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import MakeTransport
 from dynamo_lite.request_plane.client import RemoteGenerateClient
-from dynamo_lite.request_plane.placement import SETTLE_S
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.services.config import CanaryOptions
 
@@ -51,28 +50,22 @@ class Canaries:
         options: CanaryOptions,
         roster: Roster,
         health: HealthMonitor,
-        messaging: Messaging,
         make: MakeCanary,
         make_transport: MakeTransport,
         registry: CollectorRegistry,
     ):
         self._options, self._make = options, make
-        self._roster, self._health, self._messaging = roster, health, messaging
+        self._roster, self._health = roster, health
         self._transport = make_transport(self.take_deltas, self.take_lost)
         #: Lease id to the loop time of its last tokens or canary.
         self._active_at: dict[int, float] = {}
         # Request ids must be unique over all Frontends.
         self._name, self._number = f"canary-{uuid.uuid4().hex[:12]}", 0
-        #: How often the connection to NATS was lost or restored.
-        self._connection_changes = 0
-        #: Loop time from which workers count as reconnected to NATS.
-        self._settled_at = 0.0
         #: The canary in flight: its id, and the future of its end.
         self._in_flight: tuple[str, asyncio.Future[None]] | None = None
         self._count = Counter(
             "dynamo_lite_canaries",
-            "Canary requests: ok, failed, or skipped (worker busy, NATS disconnected, or this"
-            " process blocked)",
+            "Canary requests: ok, failed, or skipped (worker busy, or this process blocked)",
             ["outcome"],
             registry=registry,
         )
@@ -95,8 +88,7 @@ class Canaries:
     async def run(self) -> None:
         self._roster.on_change(lambda *_: self._transport.retain(self._roster.members))
         async with self._transport:
-            with self._messaging.watch_connection(self._on_connection):
-                await self._test_all()
+            await self._test_all()
 
     async def _test_all(self) -> None:
         while True:
@@ -107,35 +99,28 @@ class Canaries:
                 await self._test(member)
                 await asyncio.sleep(60 / self._options.max_per_minute)
 
-    def _on_connection(self, _connected: bool) -> None:
-        self._connection_changes += 1
-        self._settled_at = _now() + SETTLE_S
-
     def _due(self) -> EndpointRecord | None:
-        """The due worker that was idle for longest; None if none is due or NATS is disconnected."""
+        """The due worker that was idle for longest; None if none is due."""
         now = _now()
         members = {m.lease_id: m for m in self._roster.members}
         self._active_at = {lease: self._active_at.get(lease, now) for lease in members}
         due = {lease: at + self._interval_s(lease) for lease, at in self._active_at.items()}
         late = [i for i in members if due[i] <= now and self._health.has_good_heartbeats(i)]
-        if not late or not self._messaging.connected or now < self._settled_at:
-            return None
-        return members[min(late, key=due.__getitem__)]
+        return members[min(late, key=due.__getitem__)] if late else None
 
     def _interval_s(self, lease_id: int) -> float:
         interval_s = self._options.interval_s
         return interval_s if self._health.is_responsive(lease_id) else min(interval_s, _RETRY_S)
 
     async def _test(self, member: EndpointRecord) -> None:
-        began, changes = _now(), self._connection_changes
+        began = _now()
         try:
             await self._send_canary(member)
         except (DynamoLiteError, TimeoutError, _Failed) as exc:
             busy = isinstance(exc, Refused) and exc.busy
             streams = self._active_at.get(member.lease_id, began) > began
             blocked = _now() - began > self._options.timeout_s + _BLOCKED_S
-            offline = isinstance(exc, BrokerUnavailable) or changes != self._connection_changes
-            if busy or streams or blocked or offline:
+            if busy or streams or blocked:
                 self._count.labels("skipped").inc()
                 return
             self._count.labels("failed").inc()
@@ -196,14 +181,11 @@ def start_canaries(
     """Starts canaries until the process ends."""
     make_transport = partial(
         RemoteGenerateClient,
-        host.messaging,
         f"{host.lease.id:x}-canary",
         request_timeout_s=options.timeout_s,
         on_drop=host.drops,
     )
-    canaries = Canaries(
-        options, roster, health, host.messaging, make, make_transport, host.registry
-    )
+    canaries = Canaries(options, roster, health, make, make_transport, host.registry)
     host.spawn(canaries.run(), "canaries")
     return canaries
 

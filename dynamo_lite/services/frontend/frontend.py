@@ -147,7 +147,6 @@ class Frontend:
             FailoverClient(
                 partial(
                     RemoteGenerateClient,
-                    host.messaging,
                     f"{host.lease.id:x}",
                     request_timeout_s=self._config.request_timeout_s,
                     on_drop=host.drops,
@@ -157,7 +156,6 @@ class Frontend:
                 on_deltas=on_deltas,
                 on_ended=on_ended,
                 on_tokens=self._start_canaries(host),
-                messaging=host.messaging,
                 max_moves=self._config.max_moves,
             )
         )
