@@ -1,6 +1,7 @@
 """FailoverClient over real token streams: workers with null engines are killed under it."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -16,6 +17,7 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.framing import parse_address
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
@@ -25,8 +27,15 @@ from tests.servers import PrivateServer
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 ANSWER_TOKENS = 40
+FROZEN_S = 4.0
+#: RemoteGenerateClient's, to a Welcome.
+CONNECT_S = 2.0
 CONTINUE = Continue(reason="test")
 REPLAY = Replay(reason="test")
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def token_at(prompt: list[int], position: int) -> int:
@@ -107,12 +116,11 @@ class Cluster:
             await worker.start()
             self.workers.append(worker)
         self.client = FailoverClient(
-            partial(RemoteGenerateClient, self.messaging, "front"),
+            partial(RemoteGenerateClient, "front", request_timeout_s=2.0),
             members=lambda: [worker.record for worker in self.workers],
             picker=RoundRobin(),
             on_deltas=self._on_deltas,
             on_ended=self._on_ended,
-            messaging=self.messaging,
         )
         await stack.enter_async_context(self.client)
         return self.client
@@ -126,6 +134,9 @@ class Cluster:
     async def have(self, count: int, requests: int) -> None:
         """Each of so many requests has at least `count` tokens."""
         await self.until(lambda: sum(len(ids) >= count for ids in self.tokens.values()) == requests)
+
+    async def ended(self, request_id: str) -> None:
+        await self.until(lambda: any(i == request_id for i, _ in self.ends))
 
     def run_freely(self) -> None:
         for worker in self.workers:
@@ -231,18 +242,84 @@ async def test_a_deadline_ends_the_request_everywhere(messaging: Messaging, name
         assert client.in_flight == 0
 
 
-async def test_nats_may_be_killed_and_come_back(nats_server: PrivateServer, namespace: str):
+#: A request without the broker may take this much longer than the work itself.
+ADDED_S = 0.5
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+async def test_requests_start_and_stream_without_the_broker(
+    nats_server: PrivateServer, namespace: str, fault: str
+):
+    """Before the clients have noticed that it is frozen, and afterwards."""
     async with NatsMessaging(nats_server.url) as messaging, AsyncExitStack() as stack:
         cluster = Cluster(messaging, namespace)
         client = await cluster.open(stack, 2)
-        await client.submit(request_of(1), movable=CONTINUE)
-        await nats_server.kill()
-        held = asyncio.create_task(client.submit(request_of(2), movable=CONTINUE))
         cluster.run_freely()
-        await cluster.until(lambda: bool(cluster.ends))  # tokens do not need it
-        assert not held.done()
-        await nats_server.restart()
-        async with asyncio.timeout(10):
-            await held
-        await cluster.until(lambda: len(cluster.ends) == 2)
-        assert cluster.tokens == {f"r{n}": answer_to(n) for n in (1, 2)}
+        await client.submit(request_of(0), movable=CONTINUE)
+        if fault == "killed":
+            await nats_server.kill()
+        else:
+            nats_server.freeze()
+        began, took = now(), list[float]()
+        number = 0
+        while now() - began < FROZEN_S:
+            number += 1
+            asked = now()
+            await client.submit(request_of(number), movable=CONTINUE)
+            await cluster.ended(f"r{number}")
+            took.append(now() - asked)
+            cluster.run_freely()
+            await asyncio.sleep(0.05)
+        assert not messaging.connected
+        await client.submit(request_of(number + 1), movable=CONTINUE)
+        if fault == "killed":
+            await nats_server.restart()
+        else:
+            nats_server.thaw()
+        await messaging.wait_connected(10)
+        await client.submit(request_of(number + 2), movable=CONTINUE)
+        await cluster.until(lambda: len(cluster.ends) == number + 3)
+        assert max(took) < ADDED_S
+        assert cluster.tokens == {f"r{n}": answer_to(n) for n in range(number + 3)}
+        assert {how for _, how in cluster.ends} == {"length"}
+        assert client.stats.moved == {} and client.stats.lost == 0
+
+
+@pytest.mark.parametrize("dead", ["killed", "unreachable"])
+async def test_without_the_broker_a_dead_worker_costs_a_request_no_more_than_its_connecting(
+    nats_server: PrivateServer, namespace: str, dead: str
+):
+    """No heartbeat tells the two apart, and both stay registered."""
+    async with NatsMessaging(nats_server.url) as messaging, AsyncExitStack() as stack:
+        cluster = Cluster(messaging, namespace)
+        client = await cluster.open(stack, 2)
+        client.transport.retain([worker.record for worker in cluster.workers])
+        await client.submit(request_of(0), movable=CONTINUE)
+        nats_server.freeze()
+        if dead == "killed":
+            await cluster.workers[1].kill()
+        else:
+            cluster.workers[1] = await stack.enter_async_context(_mute(cluster.workers[1]))
+        cluster.run_freely()
+        for number in (1, 2):  # by turns: one of them meets it first
+            began = now()
+            await client.submit(request_of(number), movable=CONTINUE)
+            assert now() - began < (ADDED_S if dead == "killed" else CONNECT_S + ADDED_S)
+        await cluster.until(lambda: len(cluster.ends) == 3)
+        assert cluster.tokens == {f"r{n}": answer_to(n) for n in range(3)}
+        nats_server.thaw()
+
+
+@contextlib.asynccontextmanager
+async def _mute(worker: Worker) -> AsyncIterator[Worker]:
+    """It at an address where connections are accepted, as a stopped process's kernel does, and
+    nothing is said."""
+    await worker.kill()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(hang, *parse_address(worker.server.stream_address))
+    async with server:
+        yield worker
