@@ -22,17 +22,18 @@ from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
-#: Timeout of a pick request.
+#: How long a request waits for routers, in total.
 ANSWER_S = 0.5
-#: After a failure a router gets no pick requests for this time.
-REST_S = 1.0
+#: How often a router that has failed is probed.
+PROBE_S = 1.0
 
 
 class RemoteRouter(WorkerSelector):
     """Sends pick requests to the first router of the roster that responds.
 
-    All Frontends use the same order, so one router knows all requests. Async context manager;
-    the roster must be open.
+    All Frontends use the same order, so one router knows all requests. A router that fails gets
+    probes in the background instead of pick requests, until it answers one: while NATS is out of
+    reach, at most the first requests wait. Async context manager; the roster must be open.
 
     Args:
         lease_id: of this Frontend.
@@ -64,10 +65,8 @@ class RemoteRouter(WorkerSelector):
         #: Router to the ids (answered, released) that were not published yet.
         self._outcomes: dict[int, tuple[list[str], list[str]]] = {}
         self._has_outcomes = asyncio.Event()
-        #: Router to the loop time until which it gets no requests.
-        self._paused_until: dict[int, float] = {}
-        #: Routers whose failure was logged.
-        self._silent: set[int] = set()
+        #: Routers that have failed and are probed.
+        self._failed: dict[int, asyncio.Task[None]] = {}
         self._tasks = OwnedTasks()
 
     async def __aenter__(self) -> Self:
@@ -77,40 +76,67 @@ class RemoteRouter(WorkerSelector):
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.end()
 
+    @property
+    def failed(self) -> frozenset[int]:
+        """The lease ids of routers that have failed and have not answered since."""
+        return frozenset(self._failed)
+
     async def choose(
         self, members: Sequence[EndpointRecord], request: GenerateRequest
     ) -> Selection:
         if not members:
             raise NoWorkers("no live worker")
-        for router in self._usable():
+        until = _now() + ANSWER_S
+        for router in self._routers.members:
+            if router.lease_id in self._failed or (left_s := until - _now()) <= 0:
+                continue
             try:
-                picked = await self._request_pick(router, members, request)
+                return await self._request_pick(router, members, request, left_s)
             except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
-                self._paused_until[router.lease_id] = _now() + REST_S
-                known = router.lease_id in self._silent
-                self._silent.add(router.lease_id)
-                logger.log(
-                    logging.DEBUG if known else logging.WARNING,
-                    "request %s: router %x failed: %s; it gets no requests for %g s",
-                    request.request_id,
-                    router.lease_id,
-                    exc,
-                    REST_S,
-                )
-            else:
-                self._silent.discard(router.lease_id)
-                return picked
+                self._fail(router, f"request {request.request_id}: {exc}")
         self._fallbacks.inc()
         return self._fallback.pick(members, request)
 
-    def _usable(self) -> list[EndpointRecord]:
-        """The routers to try, in order. A killed one stays registered until its lease
-        expires, before its replacement in the order."""
-        routers, now = self._routers.members, _now()
-        live = {router.lease_id for router in routers}
-        self._paused_until = {k: v for k, v in self._paused_until.items() if k in live and v > now}
-        self._silent &= live
-        return [router for router in routers if router.lease_id not in self._paused_until]
+    def _fail(self, router: EndpointRecord, why: str) -> None:
+        """A killed router stays registered until its lease expires, before its replacement in the
+        order."""
+        if router.lease_id in self._failed:
+            return
+        logger.warning("router %x failed, it is probed until it answers: %s", router.lease_id, why)
+        name = f"probe router {router.lease_id:x}"
+        self._failed[router.lease_id] = self._tasks.start(self._probe(router), name=name)
+
+    async def _probe(self, router: EndpointRecord) -> None:
+        """Ends when the router answers, or is not registered any more."""
+        try:
+            while True:
+                await asyncio.sleep(PROBE_S)
+                if self._routers.get(router.lease_id) is None or await self._answers(router):
+                    return
+        finally:
+            del self._failed[router.lease_id]
+
+    async def _answers(self, router: EndpointRecord) -> bool:
+        """Whether it replies to a request without candidates, for which it books nothing."""
+        self._sent += 1
+        probe = PickRequest(
+            client=self._lease_id,
+            request_id=f"probe~{self._sent}",
+            prompt_token_ids=[],
+            candidates=[],
+        )
+        try:
+            reply = await self._messaging.request(
+                router.transport.nats_tcp, encode(probe), timeout_s=ANSWER_S
+            )
+            decode_pick_reply(reply)
+        except ProtocolError:
+            self._on_drop("pick_reply")
+            return False
+        except (Unavailable, DeadlineExceeded):
+            return False
+        logger.info("router %x answers again", router.lease_id)
+        return True
 
     def answered(self, request_id: str) -> None:
         if (placed := self._placed.get(request_id)) is not None:
@@ -125,7 +151,11 @@ class RemoteRouter(WorkerSelector):
         self._fallback.released(request_id)
 
     async def _request_pick(
-        self, router: EndpointRecord, members: Sequence[EndpointRecord], request: GenerateRequest
+        self,
+        router: EndpointRecord,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        timeout_s: float,
     ) -> Selection:
         """Raises Unavailable, DeadlineExceeded, ProtocolError.
 
@@ -146,7 +176,7 @@ class RemoteRouter(WorkerSelector):
         self._placed[request.request_id] = router.lease_id, own_id
         try:
             reply = await self._messaging.request(
-                router.transport.nats_tcp, encode(message), timeout_s=ANSWER_S
+                router.transport.nats_tcp, encode(message), timeout_s=timeout_s
             )
             return self._selection(reply, members)
         except ProtocolError:
