@@ -25,6 +25,7 @@ from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.simulation.engine.model import sampling_to_bytes
 from dynamo_lite.simulation.scenario import Ask
+from dynamo_lite.simulation.shipped import Shipped
 
 #: How long a worker may take to accept a request.
 _REQUEST_S = 5.0
@@ -34,11 +35,15 @@ _REQUEST_S = 5.0
 class Story:
     """What one caller was told; times by the loop's clock.
 
-    ends: every end that it was told of: "length", an error's text, "cancelled".
+    ends: every end that it was told of: "length", an error's text, "cancelled". placed_at: when a
+    worker had accepted the request. workers_up: whether this client and all decode workers had
+    been ready for a while when it began.
     """
 
     ask: Ask
     began_at: float
+    placed_at: float | None = None
+    workers_up: bool = False
     tokens: list[int] = field(default_factory=list[int])
     prompts_told: int = 0
     ends: list[str] = field(default_factory=list[str])
@@ -51,15 +56,10 @@ class Story:
 
 
 class SimFrontend:
-    """Component. on_story: sees each request as it begins. timeout_s: what time it is given."""
+    """Component. on_story: sees each request as it begins."""
 
-    def __init__(
-        self,
-        spec: ProcessSpec,
-        on_story: Callable[[Story], None],
-        timeout_s: Callable[[Ask], float | None],
-    ):
-        self._spec, self._on_story, self._timeout_s = spec, on_story, timeout_s
+    def __init__(self, spec: ProcessSpec, on_story: Callable[[Story], None], shipped: Shipped):
+        self._spec, self._on_story, self._shipped = spec, on_story, shipped
         self._stack = AsyncExitStack()
         self._open: dict[str, tuple[Story, asyncio.Future[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,7 +76,12 @@ class SimFrontend:
         )
         self.client = client = await enter(
             FailoverClient(
-                partial(RemoteGenerateClient, f"{host.lease.id:x}", request_timeout_s=_REQUEST_S),
+                self._shipped.transport(
+                    partial(
+                        RemoteGenerateClient, f"{host.lease.id:x}", request_timeout_s=_REQUEST_S
+                    ),
+                    host.messaging,
+                ),
                 members=lambda: health.members_or_all,
                 picker=RoundRobin(),
                 on_deltas=self._on_deltas,
@@ -132,6 +137,7 @@ class SimFrontend:
             self._open[ask.request_id] = story, ended
             await self.client.submit(self._message(ask), movable=plan(_facts(ask)))
             submitted = True
+            story.placed_at = _now()
             await ended
         except DynamoLiteError as exc:
             story.end(f"{type(exc).__name__}: {exc}", _now(), exc)
@@ -152,7 +158,7 @@ class SimFrontend:
             sampling=sampling_to_bytes(ask.sampling),
             arrival_time=0.0,
             priority=_priority(ask),
-            timeout_s=self._timeout_s(ask),
+            timeout_s=self._shipped.timeout_s(ask),
         )
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:

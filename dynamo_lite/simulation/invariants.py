@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
-from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
 from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
 from dynamo_lite.queue.base import Job
 from dynamo_lite.services.prefill_worker import PrefillWorker
@@ -31,6 +31,8 @@ from dynamo_lite.simulation.tally import Wait, Waits
 _LATE_S = 0.1
 #: So long may a cancel be on its way to a prefill worker while nothing is broken.
 _CANCEL_S = 1.0
+#: So long may a request be on its way to a worker while no host or process but the broker fails.
+_PLACING_S = 0.1
 #: Violations beyond these are only counted.
 _MOST_TOLD = 20
 
@@ -38,11 +40,13 @@ _MOST_TOLD = 20
 @dataclass
 class Judge:
     """say: takes each violation, for the trace. now: virtual time. faultless: nothing is
-    broken. counts: what happened, by name; shows whether a run reached what matters."""
+    broken. only_broker_fails: or nothing does. counts: what happened, by name; shows whether a
+    run reached what matters."""
 
     now: Callable[[], float]
     say: Callable[[str], None]
     faultless: bool = False
+    only_broker_fails: bool = False
     violations: list[str] = field(default_factory=list[str])
     counts: Counter[str] = field(default_factory=Counter[str])
     stories: list[tuple[str, Story]] = field(default_factory=list[tuple[str, Story]])
@@ -222,6 +226,9 @@ class Judge:
             self.counts[f"request {_kind(story)}"] += 1
             for text in _wrongs(story):
                 self.violate(f"request {story.ask.request_id} of {client}: {text}")
+            if self.only_broker_fails and story.workers_up:
+                for text in _held_up(story):
+                    self.violate(f"request {story.ask.request_id} of {client}: {text}")
             if story.ended_at is None or story.ends[0] == "client died":
                 continue
             held_up = held_up_s(client, story.began_at, story.ended_at)
@@ -313,6 +320,17 @@ def _kind(story: Story) -> str:
     if story.error is not None:
         return type(story.error).__name__
     return story.ends[0] if story.ends else "without an end"
+
+
+def _held_up(story: Story) -> list[str]:
+    """What went wrong with a request whose workers were up all the time."""
+    out: list[str] = []
+    placed_at = story.ended_at if story.placed_at is None else story.placed_at
+    if placed_at is not None and placed_at - story.began_at > _PLACING_S:
+        out.append(f"it waited {placed_at - story.began_at:.3f} s for a worker, and all were up")
+    if isinstance(story.error, Unavailable):
+        out.append(f"it ended with {story.ends[0]!r}, and all workers were up")
+    return out
 
 
 def _wrongs(story: Story) -> list[str]:

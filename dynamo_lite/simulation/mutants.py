@@ -20,15 +20,18 @@ from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger, Refusal
 from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.prefill import decode_job
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion
+from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
 from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.queue.job import JetStreamJob
+from dynamo_lite.request_plane.base import GenerateClient, MakeTransport, OnDeltas, OnLost
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.etcd.watch import EtcdWatch
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.services.backend import WorkerBackend
@@ -296,6 +299,24 @@ class _LeaseFromAnswerStore(EtcdStore):
             yield lease
 
 
+class WaitsForBroker(Shipped):
+    """A request to a decode worker waits while NATS is away."""
+
+    def transport(self, make: MakeTransport, messaging: Messaging) -> MakeTransport:
+        def make_waiting(on_deltas: OnDeltas, on_lost: OnLost) -> GenerateClient:
+            client = make(on_deltas, on_lost)
+            submit = client.submit
+
+            async def submit_connected(member: EndpointRecord, request: GenerateRequest) -> None:
+                await messaging.wait_connected(30.0)
+                await submit(member, request)
+
+            client.submit = submit_connected
+            return client
+
+        return make_waiting
+
+
 #: By the name that the command line takes.
 MUTANTS: dict[str, type[Shipped]] = {
     "ack-on-dequeue": AckOnDequeue,
@@ -311,4 +332,5 @@ MUTANTS: dict[str, type[Shipped]] = {
     "redelivery-lost": RedeliveryLost,
     "late-resume": LateResume,
     "lease-from-answer": LeaseFromAnswer,
+    "waits-for-broker": WaitsForBroker,
 }

@@ -115,6 +115,11 @@ class Scenario:
         return 1 + self.seed // 3 % 3
 
     @property
+    def only_broker_fails(self) -> bool:
+        """Also where nothing fails."""
+        return all(fault.kind in (Kind.BROKER_CRASH, Kind.BROKER_PAUSE) for fault in self.faults)
+
+    @property
     def slots(self) -> list[str]:
         """Names of the supervised processes, in the order in which they are drained."""
         counted = (("client", self.clients), ("decode", self.decode), ("prefill", self.prefill))

@@ -5,8 +5,10 @@ from typing import Any
 
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.request_plane.base import MakeTransport
 from dynamo_lite.runtime.etcd.backend import EtcdBackend
 from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.prefill_worker import PrefillWorker
@@ -40,3 +42,7 @@ class Shipped(Assembly):
     def timeout_s(self, ask: Ask) -> float | None:
         """The time that a request is given on its way."""
         return ask.timeout_s
+
+    def transport(self, make: MakeTransport, messaging: Messaging) -> MakeTransport:
+        """A client's connections to the decode workers."""
+        return make

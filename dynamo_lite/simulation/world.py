@@ -1,6 +1,7 @@
 """One simulated cluster: servers, supervised components, engines, the wire between them."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -40,6 +41,8 @@ _GRACE_S = 20.0
 _LOCAL_TOKENS, _SHORT_TOKENS = 12, 30
 #: One block: whatever can be read is.
 _READ_TOKENS = 4
+#: A process that has been ready for this long is known to all others.
+_KNOWN_S = 1.0
 #: How often a wiped etcd has the cluster id of before, and how often one that is started
 #: again with its data has forgotten its history.
 _SAME_CLUSTER, _COMPACTED = 0.7, 0.3
@@ -135,6 +138,7 @@ class World:
             lambda: loop.time(),
             lambda text: loop.trace.add(text),
             faultless=not scenario.faults,
+            only_broker_fails=scenario.only_broker_fails,
         )
         self.fabric = Fabric(
             loop.stream("fabric"),
@@ -148,7 +152,8 @@ class World:
         self.slots = {name: Slot(loop, name, self.judge, self._main) for name in scenario.slots}
         self.clients: dict[str, SimFrontend] = {}
         self.prefill: dict[str, PrefillWorker] = {}
-        self.ready: set[str] = set()
+        #: Ready processes, and since when.
+        self.ready: dict[str, float] = {}
         self.sabotage = Sabotage(
             self.network,
             self.slots,
@@ -178,7 +183,7 @@ class World:
 
     def unsettled(self) -> str | None:
         """What is not as it was before the first request; None when all is."""
-        if waiting := sorted(set(self.slots) - self.ready):
+        if waiting := sorted(self.slots.keys() - self.ready.keys()):
             return f"{', '.join(waiting)} not ready"
         if stories := self.judge.open_stories():
             return f"{len(stories)} requests have not ended: {stories[0].ask.request_id}"
@@ -220,7 +225,7 @@ class World:
                 f"{told['state']} {told.get('reason', told.get('error', told.get('detail', '')))}"
             )
             if told["state"] == "ready":
-                self.ready.add(slot.name)
+                self.ready[slot.name] = self.loop.time()
             elif told.get("reason") == "lease revoked" and slot.host is not None:
                 self.judge.lease_revoked(slot.name, slot.host.lease.id, self.etcd.revoked)
 
@@ -239,7 +244,7 @@ class World:
         scenario = self.scenario
         if kind == "client":
             on_story = self._on_story(slot.name)
-            client = SimFrontend(spec, on_story, self.shipped.timeout_s)
+            client = SimFrontend(spec, on_story, self.shipped)
             self.clients[slot.name] = client
             return client
         parts = SimParts(
@@ -281,6 +286,13 @@ class World:
     def _on_story(self, name: str) -> Any:
         def on_story(story: Story) -> None:
             self.loop.trace.add(f"request {story.ask.request_id} comes")
+            workers = [slot for slot in self.slots if slot.startswith("decode")]
+            known = self.loop.time() - _KNOWN_S
+            story.workers_up = all(
+                self.ready.get(slot, math.inf) <= known for slot in (name, *workers)
+            )
+            if story.workers_up and self.nats.process.state is not State.RUNNING:
+                self.judge.counts["requests without the broker"] += 1
             self.judge.story(name, story)
 
         return on_story
@@ -299,7 +311,7 @@ class World:
     def _changed(self, name: str, state: State) -> None:
         if state is not State.DEAD:
             return
-        self.ready.discard(name)
+        self.ready.pop(name, None)
         client = self.clients.pop(name, None)
         if client is not None:
             self.judge.client_died(name)

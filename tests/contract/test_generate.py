@@ -530,8 +530,10 @@ class RawWorker:
             yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-def client_of(outputs: Outputs, **timeouts: float) -> RemoteGenerateClient:
-    return RemoteGenerateClient("impatient", outputs.on_deltas, outputs.on_lost, **timeouts)
+def client_of(outputs: Outputs, request_timeout_s: float = 5.0) -> RemoteGenerateClient:
+    return RemoteGenerateClient(
+        "impatient", outputs.on_deltas, outputs.on_lost, request_timeout_s=request_timeout_s
+    )
 
 
 async def test_a_worker_that_does_not_read_gets_no_second_large_request():

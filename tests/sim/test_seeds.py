@@ -34,5 +34,6 @@ def _check_coverage(tally: Tally) -> None:
     outcomes += ("refused", "writer_failed", "writer_lost", "writer_silent")
     assert not [name for name in outcomes if not counts[f"remote/{name}"]]
     assert counts["writes landed in quarantine"] and counts["fenced_writes"]
+    assert counts["requests without the broker"]
     # Some requests waited until their deadline; the judge lets none wait longer.
     assert tally.waits.latest is not None and tally.waits.latest.over_s > -0.1
