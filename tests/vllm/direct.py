@@ -18,7 +18,6 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.vllm.wire import sampling_to_bytes
 from tests.vllm.graph import NAMESPACE
 
@@ -32,10 +31,8 @@ class Direct:
     request ids, in the order in which they ended.
     """
 
-    def __init__(
-        self, nats_url: str, etcd_url: str, namespace: str = NAMESPACE, *, lease: str = ""
-    ):
-        self._nats_url, self._etcd_url = nats_url, etcd_url
+    def __init__(self, etcd_url: str, namespace: str = NAMESPACE, *, lease: str = ""):
+        self._etcd_url = etcd_url
         self._prefix = names.endpoint_prefix(namespace, "VllmWorker", "generate") + lease
         self._numbers = itertools.count()
         self._tokens: dict[str, list[int]] = {}
@@ -47,8 +44,7 @@ class Direct:
             store = await stack.enter_async_context(EtcdStore(self._etcd_url))
             [record] = (await store.get_prefix(self._prefix)).values()
             self._member = decode_json(record, EndpointRecord)
-            messaging = await stack.enter_async_context(NatsMessaging(self._nats_url))
-            client = RemoteGenerateClient(messaging, "direct", self._take, self._lost)
+            client = RemoteGenerateClient("direct", self._take, self._lost)
             self._client = await stack.enter_async_context(client)
             self._stack = stack.pop_all()
         return self

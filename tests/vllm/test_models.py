@@ -72,14 +72,14 @@ def workers(
 
 @pytest.mark.parametrize("model", list(OPTIONS))
 async def test_a_remote_prefill_goes_on_as_the_decode_worker_alone(
-    workers, nats_url: str, etcd_url: str, model: str
+    workers, etcd_url: str, model: str
 ):
     """The last token of the remote prompt is the first one that was generated alone, so
     that both compute it as a decoded token: vLLM's CPU kernels for MLA give the last token
     of a prompt other values. Nor do they bear several prompts in one step."""
     decode, prefill = workers[model]
     prompts = [prompt_ids(tokens - 1, seed=1100 + tokens) for tokens in LENGTHS]
-    async with Direct(nats_url, etcd_url, model) as direct:
+    async with Direct(etcd_url, model) as direct:
         alone = [await direct.tokens(prompt, local=True, max_tokens=13) for prompt in prompts]
         asked = [[*prompt, first] for prompt, (first, *_) in zip(prompts, alone, strict=True)]
         got = [await direct.tokens(prompt, max_tokens=12) for prompt in asked]
