@@ -8,9 +8,7 @@ its first event the status of its error.
 import asyncio
 import json
 import math
-from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +25,7 @@ from dynamo_lite.protocol.trace import TraceContext
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.http_trace import trace_http
 from dynamo_lite.vllm.frontend.refusal import header, json_head, refuse
+from dynamo_lite.vllm.frontend.request_context import RequestContext
 
 TIMEOUT_HEADER = "x-request-timeout"
 SESSION_HEADER = "x-session-id"
@@ -39,23 +38,6 @@ _RETRYABLE = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _EARLY = frozenset({*_RETRYABLE, HTTPStatus.GATEWAY_TIMEOUT})
 #: How vLLM's app begins an error event.
 _ERROR_EVENT = b'data: {"error":'
-
-
-@dataclass
-class RequestContext:
-    """One HTTP request."""
-
-    timeout_s: float
-    #: End of the request's time, by the event loop's clock.
-    deadline: float
-    #: `Retry-After` if the request is refused.
-    retry_after_s: float = 1.0
-    #: The client's session id.
-    session: str | None = None
-    #: None if the request is not traced.
-    trace: TraceContext | None = None
-    #: Called each time before a sequence is sent to a worker.
-    on_placing: Callable[[], None] = lambda: None
 
 
 #: Inherited by the tasks that the app starts for a request.

@@ -10,6 +10,7 @@ from vllm.tracing import SpanAttributes
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.trace import TraceContext
 from dynamo_lite.runtime.tracing.tracer import Tracer, record_child
+from dynamo_lite.vllm.frontend.request_context import RequestContext
 
 
 @dataclass
@@ -29,17 +30,19 @@ class RequestTraces:
         self._open: dict[str, _Open] = {}
 
     def begin(
-        self, request: GenerateRequest, params: SamplingParams | None, above: TraceContext | None
+        self,
+        request: GenerateRequest,
+        params: SamplingParams | None,
+        http: RequestContext | None,
     ) -> GenerateRequest:
         """Opens the span of a sequence; returns the message with the trace headers for workers.
 
-        above: the span of its HTTP request; None if that is not traced.
+        http: the HTTP request of the sequence; None without one.
         """
-        if above is None:
+        if http is None or (above := http.trace) is None:
             return msgspec.structs.replace(request, trace_headers=None)
-        entry = self._open[request.request_id] = _Open(
-            above.child(), above.span_id, time.monotonic()
-        )
+        context, parent = (above.child(), above.span_id) if http.http_span else (above, "")
+        entry = self._open[request.request_id] = _Open(context, parent, time.monotonic())
         entry.attributes[SpanAttributes.GEN_AI_REQUEST_ID] = request.request_id
         entry.attributes[SpanAttributes.GEN_AI_USAGE_PROMPT_TOKENS] = len(request.prompt_token_ids)
         if params is not None:

@@ -1,0 +1,159 @@
+"""What both edges do with a request: admission, refusals, traces, and the failover client.
+
+The edge in Python and the edge in Rust differ in how a request arrives and how its tokens
+leave. Which requests are taken, how refusals are counted and what is traced is decided here.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from vllm.v1.engine import EngineCoreRequest
+
+from dynamo_lite.policy.admission import Admission, Busy
+from dynamo_lite.policy.lanes import ClientPriority, granted_priority
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    DynamoLiteError,
+    NoWorkers,
+    Overloaded,
+    Refused,
+)
+from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.vllm.frontend.request_context import RequestContext
+from dynamo_lite.vllm.frontend.request_trace import RequestTraces
+from dynamo_lite.vllm.requests import generate_request
+
+#: A timer may fire this much before its deadline.
+_ROUNDING_S = 0.01
+
+
+class Intake:
+    """The requests of one Frontend.
+
+    failover: submits and aborts requests. members: the live workers. admission: the limits of
+    this process. causal: whether the model is, see `is_causal`.
+    refused: counts requests that were not taken, by reason: "limit" (this process is at its
+    limit), "busy" (all workers are), "no_worker" (no worker is registered or answers), "late"
+    (timeout before a worker took it) and "rejected" (not acceptable to the engine).
+    client_priority: the priorities that clients may ask for. tracer: None without tracing.
+    """
+
+    def __init__(
+        self,
+        failover: FailoverClient,
+        *,
+        members: Callable[[], Sequence[EndpointRecord]],
+        admission: Admission,
+        refused: Counter[str],
+        causal: bool,
+        client_priority: ClientPriority = "lower-only",
+        tracer: Tracer | None = None,
+    ):
+        self._failover, self._members = failover, members
+        self._admission, self._refused = admission, refused
+        self._causal = causal
+        self._client_priority: ClientPriority = client_priority
+        self._traces = None if tracer is None else RequestTraces(tracer)
+
+    def check(self, n: int) -> None:
+        """Raises NoWorkers without a worker, Overloaded if `n` more requests are too many."""
+        if not self._members():
+            raise self._refusal(NoWorkers("No worker is available. Please try again later."))
+        if (busy := self._admission.busy(prompt_tokens=1, requests=n)) is not None:
+            raise self._refusal(_overloaded(busy), "limit")
+
+    async def submit(self, request: EngineCoreRequest, context: RequestContext | None) -> None:
+        """Returns when a worker has the request.
+
+        context: of the HTTP request; None for a request without a time limit.
+        Raises VLLMValidationError for a request that cannot be sent; Refused, Overloaded,
+        NoWorkers, another Unavailable or DeadlineExceeded for one that is not taken.
+        """
+        request.priority = granted_priority(request.priority, self._client_priority)
+        try:
+            timeout_s = None if context is None else _time_left_s(context)
+        except DeadlineExceeded as exc:
+            raise self._refusal(exc, "late") from exc
+        session = None if context is None else context.session
+        message, plan = generate_request(request, timeout_s, session, causal=self._causal)
+        verdict = self._admission.enter(message.request_id, len(message.prompt_token_ids))
+        if isinstance(verdict, Busy):
+            raise self._refusal(_overloaded(verdict), "limit")
+        if self._traces is not None:
+            message = self._traces.begin(message, request.sampling_params, context)
+        if context is not None:
+            context.on_placing()
+        try:
+            await self._failover.submit(message, movable=plan)
+        except DynamoLiteError as exc:
+            self.leave(message.request_id, "refused", str(exc))
+            raise self._refusal(exc, late=_is_late(context)) from exc
+        except BaseException:
+            self.leave(message.request_id, "abort")
+            raise
+        if self._traces is not None:
+            self._traces.placed(message.request_id)
+
+    def delivered(self, delta: TokenDelta) -> None:
+        """A worker has sent this delta."""
+        if self._traces is not None:
+            self._traces.delivered(delta)
+        if delta.finish_reason is not None:
+            self._admission.leave(delta.request_id)
+        else:
+            self._admission.answered(delta.request_id)
+
+    def leave(self, request_id: str, reason: str, error: str = "") -> None:
+        """The request has ended without a last delta. Unknown ids are ignored."""
+        self._admission.leave(request_id)
+        if self._traces is not None:
+            self._traces.ended(request_id, reason, error)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Cancels requests; no delta of them follows."""
+        for request_id in request_ids:
+            self.leave(request_id, "abort")
+        if request_ids:
+            await self._failover.abort(request_ids)
+
+    def _refusal(
+        self, error: DynamoLiteError, reason: str = "", *, late: bool = False
+    ) -> DynamoLiteError:
+        """Counts the error as `reason` and returns the error for the client.
+
+        late: the request has no time left.
+        """
+        if isinstance(error, DeadlineExceeded) and not (late or reason == "late"):
+            # A worker timed out; the request itself has time left.
+            error = NoWorkers(str(error))
+        if not reason:
+            if isinstance(error, Refused):
+                reason = "rejected"
+            elif isinstance(error, Overloaded):
+                reason = "busy"
+            else:
+                reason = "late" if isinstance(error, DeadlineExceeded) else "no_worker"
+        self._refused[reason] += 1
+        return error
+
+
+def _time_left_s(context: RequestContext) -> float:
+    """Raises DeadlineExceeded if none is left."""
+    left_s = context.deadline - asyncio.get_running_loop().time()
+    if left_s <= 0:
+        raise DeadlineExceeded("the request", context.timeout_s)
+    return left_s
+
+
+def _is_late(context: RequestContext | None) -> bool:
+    return context is not None and (
+        asyncio.get_running_loop().time() >= context.deadline - _ROUNDING_S
+    )
+
+
+def _overloaded(busy: Busy) -> Overloaded:
+    return Overloaded(busy.reason, retry_after_s=busy.retry_after_s)

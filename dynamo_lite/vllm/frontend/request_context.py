@@ -1,0 +1,26 @@
+"""What an edge knows about an HTTP request beyond its body."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dynamo_lite.protocol.trace import TraceContext
+
+
+@dataclass
+class RequestContext:
+    """One HTTP request."""
+
+    timeout_s: float
+    #: End of the request's time, by the event loop's clock.
+    deadline: float
+    #: `Retry-After` if the request is refused.
+    retry_after_s: float = 1.0
+    #: The client's session id.
+    session: str | None = None
+    #: None if the request is not traced.
+    trace: TraceContext | None = None
+    #: Whether `trace` is the span of the HTTP request, which somebody else records. Otherwise it
+    #: is the span of the only sequence.
+    http_span: bool = True
+    #: Called each time before a sequence is sent to a worker.
+    on_placing: Callable[[], None] = lambda: None
