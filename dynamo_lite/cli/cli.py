@@ -102,6 +102,7 @@ def serve(
     from dynamo_lite.serve.command import ServeRequest, run
     from dynamo_lite.serve.config import resolve
     from dynamo_lite.serve.document import read_document
+    from dynamo_lite.serve.edge import settle_edge
     from dynamo_lite.serve.graphs import load_graph
     from dynamo_lite.serve.startup_checks import check_url_syntax, check_vllm_arguments
 
@@ -110,6 +111,10 @@ def serve(
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
     check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
+    if not document.mistakes:
+        config, note = settle_edge(config, document)
+        if note:
+            print(note, file=sys.stderr)
     document.raise_mistakes()
     if dry_run:
         print(_as_yaml(graph, config), end="")

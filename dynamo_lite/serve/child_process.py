@@ -18,7 +18,8 @@ from typing import Any, Self
 import msgspec
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.serve.processes import death_signal_hook, signal_group
+from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.serve.processes import signal_group
 
 logger = logging.getLogger(__name__)
 

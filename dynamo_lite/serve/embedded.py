@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Self
 
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.serve.processes import can_listen, death_signal_hook, free_port, signal_group
+from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.serve.processes import can_listen, free_port, signal_group
 
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0

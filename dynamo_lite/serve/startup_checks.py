@@ -21,12 +21,13 @@ from dynamo_lite.runtime.address import (
     parse_nats_url,
     redact,
 )
+from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.serve.access import Servers
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys, child_environment
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import unknown_key
 from dynamo_lite.serve.ports import http_address
-from dynamo_lite.serve.processes import can_listen, death_signal_hook, signal_group
+from dynamo_lite.serve.processes import can_listen, signal_group
 from dynamo_lite.serve.run_state import write_private
 from dynamo_lite.services.services import Service
 from dynamo_lite.vllm.args import UNKNOWN_KEY, Mistake, rules, vllm_version

@@ -53,12 +53,17 @@ class CanaryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendConfig(AdmissionOptions):
-    """The HTTP edge: vLLM's OpenAI app."""
+    """The HTTP edge: vLLM's OpenAI app in Python, or vLLM's frontend in Rust."""
 
     #: Address to listen on.
     host: str = "127.0.0.1"
     #: Port to listen on; 0 takes a free one.
     port: Annotated[int, at.Ge(0), at.Le(65535)] = 8000
+    #: Which of vLLM's HTTP frontends serves; auto: Rust where nothing configured needs Python.
+    edge: Literal["python", "rust", "auto"] = "python"
+    #: Path of `vllm-rs`, the program of the Rust frontend; None: found beside the vLLM package, or
+    #: in the environment variable DYNAMO_LITE_VLLM_RS.
+    edge_binary: str | None = None
     #: How a decode worker is chosen; `component` asks the graph's Router.
     router: Literal["round-robin", "random", "kv", "component"] = "round-robin"
     #: Used with `router: kv`.

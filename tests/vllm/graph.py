@@ -26,10 +26,11 @@ from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EndpointRecord, decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
-from dynamo_lite.serve.processes import death_signal_hook, free_port, is_alive
+from dynamo_lite.serve.processes import free_port, is_alive
 from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
 from dynamo_lite.vllm.args import engine_flags
 

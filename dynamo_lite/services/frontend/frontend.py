@@ -1,4 +1,4 @@
-"""The Frontend: vLLM's OpenAI app over the live decode workers."""
+"""The Frontend: one of vLLM's HTTP frontends over the live decode workers."""
 
 import asyncio
 import random
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +17,7 @@ from dynamo_lite.policy.admission import Admission
 from dynamo_lite.policy.kv_routing import KvPicker
 from dynamo_lite.policy.routing import Picker, Random, RoundRobin
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.live_options import FrontendLiveOptions, LiveValues
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas
@@ -31,7 +33,8 @@ from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.services.frontend.canaries import start_canaries
 from dynamo_lite.services.frontend.dashboard.app import Dashboard, is_loopback
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
-from dynamo_lite.services.frontend.http import HttpServer, Probed, url_of
+from dynamo_lite.services.frontend.http import HttpServer, Probed, local_address, url_of
+from dynamo_lite.services.frontend.http_relay import HttpRelay
 from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.frontend.router_client import RemoteRouter
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
+    from dynamo_lite.vllm.frontend.rust_edge import RustEdge
 
 
 class Frontend:
@@ -57,7 +61,8 @@ class Frontend:
         self._roster: Roster | None = None
         self._workers: HealthMonitor | None = None
         self._picker: Picker | WorkerSelector = RoundRobin()
-        self._app: OpenAiApp | None = None
+        self._app: OpenAiApp | RustEdge | None = None
+        self._rust: RustEdge | None = None
         self._server: HttpServer | None = None
         self._options: ComponentOptions | None = None
         self._viewers: Viewers | None = None
@@ -72,15 +77,33 @@ class Frontend:
         self._stack.callback(sock.close)
         await self._watch_workers(host)
         self._picker = await self._open_picker(host)
-        host.progress("loading the tokenizer and the OpenAI app")
-        self._app = await self._open_app(host)
         address = advertised_address(self._config.host, sock.getsockname()[1])
-        await host.register("http", stream=address)
-        await self._serve_processor(host, self._app)
-        # Last: a failure after this would break accepted requests.
-        url = await self._serve_http(host, self._app, sock, address)
+        if self._config.edge == "rust":
+            url = await self._start_rust(host, sock, address)
+        else:
+            url = await self._start_python(host, sock, address)
+        assert self._app is not None
         asks_key = self._app.api_key is not None
         return {"url": url, "model": self._app.served_model, "asks_key": asks_key}
+
+    async def _start_python(self, host: Host, sock: socket.socket, address: str) -> str:
+        """Returns the URL."""
+        host.progress("loading the tokenizer and the OpenAI app")
+        self._app = app = await self._open_app(host)
+        await host.register("http", stream=address)
+        await self._serve_processor(host, app.asgi, app)
+        # Last: a failure after this would break accepted requests.
+        return await self._serve_http(host, app, sock, address)
+
+    async def _start_rust(self, host: Host, sock: socket.socket, address: str) -> str:
+        """Returns the URL."""
+        host.progress("starting vLLM's Rust frontend")
+        url = url_of(sock)
+        self._app = self._rust = rust = await self._open_rust(host, sock, url)
+        host.spawn(rust.process.run(), "vLLM's Rust frontend")
+        await host.register("http", stream=address)
+        await self._serve_processor(host, HttpRelay(*local_address(sock)), rust)
+        return url
 
     async def _watch_workers(self, host: Host) -> None:
         namespace, component = self._spec.namespace, self._spec.watch_component
@@ -105,9 +128,50 @@ class Frontend:
         from dynamo_lite.vllm.frontend.openai_app import open_app
         from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 
-        config = self._config
         deliveries = Deliveries()
-        failover = await self._open_failover(host, deliveries.on_deltas, deliveries.on_ended)
+        failover, intake = await self._open_intake(host, deliveries.on_deltas, deliveries.on_ended)
+        config = self._config
+        return await self._stack.enter_async_context(
+            open_app(
+                self._spec.engine_args,
+                partial(RemoteCore, failover, deliveries, **intake),
+                default_timeout_s=config.default_request_timeout_s,
+                max_timeout_s=config.max_request_timeout_s,
+                max_body_bytes=config.max_body_bytes,
+                tracer=host.tracer,
+            )
+        )
+
+    async def _open_rust(self, host: Host, sock: socket.socket, url: str) -> "RustEdge":
+        await asyncio.to_thread(__import__, "dynamo_lite.vllm.frontend.rust_edge")
+        from dynamo_lite.vllm.frontend.intake import Intake
+        from dynamo_lite.vllm.frontend.rust_core import RustCore
+        from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
+
+        config = self._config
+        if config.edge_binary is None:
+            raise StartupError("Frontend.edge-binary: `edge: rust` needs the path of vllm-rs")
+        timeout_s = min(config.default_request_timeout_s, config.max_request_timeout_s)
+        core = RustCore(timeout_s=timeout_s, tracer=host.tracer)
+        failover, intake = await self._open_intake(host, core.on_deltas, core.on_ended)
+        return await self._stack.enter_async_context(
+            open_rust_edge(
+                self._spec.engine_args,
+                Path(config.edge_binary),
+                sock,
+                url,
+                core,
+                lambda causal: Intake(failover, causal=causal, **intake),
+                grace_s=self._spec.grace_s,
+            )
+        )
+
+    async def _open_intake(
+        self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
+    ) -> tuple[FailoverClient, dict[str, Any]]:
+        """Returns the failover client, and the arguments of `Intake` for both edges."""
+        config = self._config
+        failover = await self._open_failover(host, on_deltas, on_ended)
         admission = Admission(limits(config, FrontendLiveOptions()))
         refused: Counter[str] = Counter()
 
@@ -119,25 +183,13 @@ class Frontend:
         self._options = options = ComponentOptions(host, config, FrontendLiveOptions(), apply)
         await self._stack.enter_async_context(options.following)
         host.registry.register(RequestMetrics(failover.stats, refused, admission))
-        return await self._stack.enter_async_context(
-            open_app(
-                self._spec.engine_args,
-                partial(
-                    RemoteCore,
-                    failover,
-                    deliveries,
-                    members=self._candidates,
-                    admission=admission,
-                    refused=refused,
-                    client_priority=config.client_priority,
-                    tracer=host.tracer,
-                ),
-                default_timeout_s=config.default_request_timeout_s,
-                max_timeout_s=config.max_request_timeout_s,
-                max_body_bytes=config.max_body_bytes,
-                tracer=host.tracer,
-            )
-        )
+        return failover, {
+            "members": self._candidates,
+            "admission": admission,
+            "refused": refused,
+            "client_priority": config.client_priority,
+            "tracer": host.tracer,
+        }
 
     async def _open_failover(
         self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
@@ -244,10 +296,10 @@ class Frontend:
             app, lambda: [m for m in frontends.members if m.transport.stream == address]
         )
 
-    async def _serve_processor(self, host: Host, app: "OpenAiApp") -> None:
-        processor = Processor(
-            self._processor_config, app.asgi, api_key=app.api_key, on_drop=host.drops
-        )
+    async def _serve_processor(
+        self, host: Host, asgi: "ASGIApp", app: "OpenAiApp | RustEdge"
+    ) -> None:
+        processor = Processor(self._processor_config, asgi, api_key=app.api_key, on_drop=host.drops)
         for endpoint in ENDPOINTS:
             subject = names.endpoint_subject(
                 self._spec.namespace, "Processor", endpoint, host.lease.id
@@ -265,27 +317,27 @@ class Frontend:
                 closing.create_task(self._viewers.close())
             if self._server is not None:
                 closing.create_task(self._server.stop(grace_s))
+            if self._rust is not None:
+                closing.create_task(self._rust.process.drain(grace_s))
 
     async def close(self) -> None:
         await self._stack.aclose()
 
     def health(self) -> dict[str, Any]:
-        client = self._app.client if self._app is not None else None
-        broken = client is not None and client.errored
+        app = self._app
+        trouble = app.trouble if app is not None else ""
         workers = len(self._roster.members) if self._roster is not None else 0
         responsive = len(self._workers.responsive) if self._workers is not None else 0
         return {
-            "ok": client is not None and not broken,
-            "dead": "the task that delivers tokens to requests has ended; see the log"
-            if broken
-            else "",
+            "ok": app is not None and not trouble,
+            "dead": trouble,
             "checks": {
-                "model": "" if client is not None else "the tokenizer is not loaded yet",
+                "model": "" if app is not None else "the tokenizer is not loaded yet",
                 "workers": _workers_trouble(workers, responsive),
             },
             "workers": workers,
             "responsive": responsive,
-            "requests": client.get_num_unfinished_requests() if client is not None else 0,
+            "requests": app.in_flight if app is not None else 0,
             "options": self._options.facts() if self._options is not None else {},
         }
 

@@ -59,6 +59,11 @@ class Intake:
         self._client_priority: ClientPriority = client_priority
         self._traces = None if tracer is None else RequestTraces(tracer)
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return self._admission.in_flight
+
     def check(self, n: int) -> None:
         """Raises NoWorkers without a worker, Overloaded if `n` more requests are too many."""
         if not self._members():

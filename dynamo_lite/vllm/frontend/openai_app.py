@@ -64,6 +64,18 @@ class OpenAiApp:
     #: Options of the HTTP server.
     http: HttpOptions
 
+    @property
+    def trouble(self) -> str:
+        """Why no request can be answered any more; empty if nothing is wrong."""
+        if self.client.errored:
+            return "the task that delivers tokens to requests has ended; see the log"
+        return ""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return self.client.get_num_unfinished_requests()
+
 
 def parse_args(flags: Sequence[str]) -> Namespace:
     """The flags of `vllm serve`. Raises ConfigError for wrong ones."""

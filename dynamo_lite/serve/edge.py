@@ -1,0 +1,77 @@
+"""Settles which HTTP edge the Frontend runs: `edge: python | rust | auto`."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
+from dynamo_lite.serve.document import Document
+from dynamo_lite.services.config import FrontendConfig
+from dynamo_lite.vllm.args import vllm_version
+from dynamo_lite.vllm.edge_choice import check_version, find_program, obstacles
+
+_VARIABLE = "DYNAMO_LITE_VLLM_RS"
+_GET = "run `scripts/get_vllm_rs`, or set edge-binary"
+
+
+def settle_edge(config: GraphConfig, document: Document) -> tuple[GraphConfig, str]:
+    """Returns the configuration with `edge: python` or `edge: rust` and the path of the program,
+    and why `auto` takes Python, "" otherwise.
+
+    What keeps `edge: rust` from serving is added to the document's mistakes.
+    """
+    services: list[ServiceConfig] = []
+    note = ""
+    for service in config.services:
+        if service.service.config is FrontendConfig and service.options["edge"] != "python":
+            service, note = _settle(service, document, traced=config.shared.tracing is not None)
+        services.append(service)
+    return replace(config, services=tuple(services)), note
+
+
+def _settle(
+    service: ServiceConfig, document: Document, *, traced: bool
+) -> tuple[ServiceConfig, str]:
+    name, auto = service.service.name, service.options["edge"] == "auto"
+    found = [(obstacle.key, obstacle.reason) for obstacle in _obstacles(service)]
+    if auto and traced:
+        found.append(("Graph.otlp-endpoint", "a client's traceparent is not continued"))
+    program = None
+    if not found:
+        try:
+            program = _program(service)
+        except StartupError as exc:
+            found.append(("edge", str(exc)))
+    if program is not None:
+        return _with(service, edge="rust", edge_binary=str(program)), ""
+    if auto:
+        key, reason = found[0]
+        return _with(service, edge="python"), f"{name}.edge: auto takes Python: {key}: {reason}"
+    for key, reason in found:
+        text = reason if key == "edge" else f"not with `edge: rust`: {reason}"
+        document.complain((name, *key.split(".")), text)
+    return service, ""
+
+
+def _obstacles(service: ServiceConfig) -> Any:
+    return obstacles(
+        service.options,
+        asdict(FrontendConfig()),
+        service.flags,
+        key_in_environment=any(child_environment(env).get("VLLM_API_KEY") for env in service.env),
+    )
+
+
+def _program(service: ServiceConfig) -> Path:
+    """Raises StartupError."""
+    given = service.options["edge_binary"] or child_environment({}).get(_VARIABLE) or None
+    program = find_program(given)
+    if program is None:
+        raise StartupError(f"vllm-rs is not installed beside vLLM: {_GET}")
+    check_version(program, vllm_version())
+    return program
+
+
+def _with(service: ServiceConfig, **options: str) -> ServiceConfig:
+    return replace(service, options={**service.options, **options})

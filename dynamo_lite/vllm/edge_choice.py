@@ -1,0 +1,117 @@
+"""Whether vLLM's Rust frontend can serve a configuration, and where its program is.
+
+It has a part of the options of vLLM's Python frontend, and ignores some that it does not
+know. So the options that it has are listed here; every other one is an obstacle. Imports
+nothing heavy: the command line uses this before anything is started.
+"""
+
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dynamo_lite.protocol.errors import StartupError
+
+PROGRAM = "vllm-rs"
+
+_VERSION_S = 20.0
+
+#: vLLM's arguments that the Rust frontend carries out, or that describe the model.
+_CARRIED = frozenset(
+    {
+        *("model", "served-model-name", "dtype", "max-model-len", "generation-config"),
+        *("chat-template", "chat-template-content-format", "default-chat-template-kwargs"),
+        *("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser", "max-logprobs"),
+        *("stream-interval", "disable-log-stats", "enable-log-requests"),
+        *("enable-prompt-tokens-details", "enable-request-id-headers"),
+        *("allowed-origins", "allowed-methods", "allowed-headers", "allow-credentials"),
+    }
+)
+_NOT_THERE = "vLLM's Rust frontend does not have it"
+_KEYS = "vLLM's Rust frontend leaves /tokenize, /detokenize and /load open to everyone"
+_TLS = "TLS is served by the Python edge only"
+_REASONS = {
+    "api-key": _KEYS,
+    **dict.fromkeys(
+        (
+            *("ssl-certfile", "ssl-keyfile", "ssl-ca-certs"),
+            *("ssl-cert-reqs", "ssl-ciphers", "enable-ssl-refresh"),
+        ),
+        _TLS,
+    ),
+    "disable-uvicorn-access-log": "vLLM's Rust frontend has no access log; remove it",
+    "disable-access-log-for-endpoints": "vLLM's Rust frontend has no access log; remove it",
+}
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """A configured option that only the Python edge carries out."""
+
+    #: In kebab-case.
+    key: str
+    reason: str
+
+
+def obstacles(
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    *,
+    key_in_environment: bool,
+) -> list[Obstacle]:
+    """What keeps the Rust frontend from serving this configuration.
+
+    options, defaults: of the Frontend, in snake_case. flags: vLLM's arguments in kebab-case.
+    key_in_environment: whether VLLM_API_KEY is set for the Frontend.
+    """
+    found = [
+        Obstacle(key, _REASONS.get(key, _NOT_THERE))
+        for key, value in flags.items()
+        if key not in _CARRIED and value is not None
+    ]
+    if key_in_environment:
+        found.append(Obstacle("ServiceArgs.env.VLLM_API_KEY", _KEYS))
+    if options["dashboard"]:
+        found.append(Obstacle("dashboard", "/dashboard is served by the Python edge only"))
+    if options["max_body_bytes"] is not None:
+        found.append(Obstacle("max-body-bytes", "vLLM's Rust frontend has a limit of its own"))
+    if options["max_request_timeout_s"] != defaults["max_request_timeout_s"]:
+        reason = "vLLM's Rust frontend does not read the header x-request-timeout"
+        found.append(Obstacle("max-request-timeout-s", reason))
+    return found
+
+
+def find_program(given: str | None) -> Path | None:
+    """The path of the Rust frontend's program. given: a configured path; None if there is none.
+
+    Raises StartupError if the configured file cannot be run.
+    """
+    if given is not None:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise StartupError(f"there is no file {path}")
+        return path.resolve()
+    spec = find_spec("vllm")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return next((path for f in folders if (path := Path(f) / PROGRAM).is_file()), None)
+
+
+def check_version(program: Path, vllm: str) -> None:
+    """Raises StartupError unless the program has the version of the installed vLLM.
+
+    vllm: name and version, as of `vllm_version`.
+    """
+    try:
+        said = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as exc:
+        raise StartupError(f"{program} --version failed: {exc}") from exc
+    if len(said) != 2 or said[0] != PROGRAM:
+        raise StartupError(f"{program} is not {PROGRAM}: --version prints {' '.join(said[:4])!r}")
+    wanted = vllm.partition(" ")[2].partition("+")[0]
+    if said[1] != wanted:
+        raise StartupError(f"{program} has version {said[1]}, the installed vLLM {wanted}")

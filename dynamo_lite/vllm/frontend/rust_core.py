@@ -1,0 +1,197 @@
+"""The engine-core protocol towards vLLM's Rust frontend; the workers take the engine's place.
+
+Frames with requests become `GenerateRequest`s, frames with aborts become cancels. The deltas
+that arrive in one frame of a worker leave in one frame. A delta that has only tokens is sent
+as it is: as msgpack, it is equal to vLLM's `EngineCoreOutput`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from vllm.exceptions import VLLMError
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+)
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, bytestr
+
+from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
+from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.vllm.frontend.intake import Intake
+from dynamo_lite.vllm.frontend.request_context import RequestContext
+from dynamo_lite.vllm.wire import output_from_delta
+
+logger = logging.getLogger(__name__)
+
+#: Sends one message to the Rust frontend.
+SendFrames = Callable[[Sequence[bytestr]], None]
+
+_ADD, _ABORT = EngineCoreRequestType.ADD.value, EngineCoreRequestType.ABORT.value
+_UTILITY = EngineCoreRequestType.UTILITY.value
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+_decode_ids = msgspec.msgpack.Decoder(list[str]).decode
+
+
+class RustCore:
+    """The engine of one Rust frontend. An async context manager: leaving it ends its tasks.
+
+    timeout_s: time limit of a request, from its frame to its last token. tracer: None without
+    tracing. `on_deltas` and `on_ended` are the failover client's callbacks.
+    """
+
+    def __init__(self, *, timeout_s: float, tracer: Tracer | None = None):
+        self._timeout_s, self._tracer = timeout_s, tracer
+        self._intake: Intake | None = None
+        self._send: SendFrames = _drop
+        self._requests = MsgpackDecoder(EngineCoreRequest)
+        self._arrays = MsgpackEncoder()
+        self._tasks = OwnedTasks()
+
+    def open(self, intake: Intake, send: SendFrames) -> None:
+        """Begins to take requests. send: never blocks."""
+        self._intake, self._send = intake, send
+
+    async def __aenter__(self) -> "RustCore":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._send = _drop
+        await self._tasks.end()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return 0 if self._intake is None else self._intake.in_flight
+
+    # From the Rust frontend
+
+    def take(self, frames: Sequence[bytes]) -> None:
+        """One message: its type, msgpack, and arrays that the msgpack refers to."""
+        kind, body = frames[0], frames[1:]
+        if kind == _ADD:
+            self._add(body)
+        elif kind == _ABORT:
+            self._tasks.start(self._abort(_decode_ids(body[0])), name="abort")
+        elif kind == _UTILITY:
+            self._refuse_utility(body[0])
+        else:
+            logger.error("the Rust frontend sent a message of an unknown type %r", kind)
+
+    def _add(self, body: Sequence[bytes]) -> None:
+        try:
+            request = self._requests.decode(body)
+        except (msgspec.DecodeError, VLLMError, TypeError, ValueError) as exc:
+            request_id = _decode(body[0])[0]
+            logger.warning("request %s was refused: it cannot be decoded: %s", request_id, exc)
+            self._fail(request_id)
+            return
+        self._tasks.start(self._submit(request), name=f"request {request.request_id}")
+
+    async def _submit(self, request: EngineCoreRequest) -> None:
+        assert self._intake is not None
+        request_id = request.request_id
+        if request.abort_immediately:
+            return
+        if request.sampling_params is not None:
+            # It says that it wants a watermark in each request, whether or not the client does.
+            # vLLM's Python frontend resolves this to False where none is configured.
+            request.sampling_params.watermarking = False
+        try:
+            await self._intake.submit(request, self._context(request))
+        except (DynamoLiteError, VLLMError) as exc:
+            logger.info("request %s was refused: %s", request_id, exc)
+            self._fail(request_id)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            self._fail(request_id)
+
+    def _context(self, request: EngineCoreRequest) -> RequestContext:
+        now = asyncio.get_running_loop().time()
+        return RequestContext(
+            self._timeout_s,
+            deadline=now + self._timeout_s,
+            session=request.session_id,
+            trace=None if self._tracer is None else self._tracer.begin(None),
+            http_span=False,
+        )
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        assert self._intake is not None
+        await self._intake.abort(request_ids)
+
+    def _refuse_utility(self, body: bytes) -> None:
+        _, call_id, method, *_ = _decode(body)
+        failure = f"{method} is not served here: there is no single engine behind this server"
+        output = UtilityOutput(call_id=call_id, failure_message=failure)
+        self._send([_encode(EngineCoreOutputs(utility_output=output))])
+
+    # To the Rust frontend
+
+    def on_deltas(self, deltas: list[TokenDelta]) -> None:
+        assert self._intake is not None
+        now = time.monotonic()
+        arrays = False
+        outputs: list[TokenDelta | EngineCoreOutput] = []
+        for delta in deltas:
+            self._intake.delivered(delta)
+            if _has_only_tokens(delta):
+                outputs.append(delta)
+            else:
+                output = self._output(delta, now)
+                arrays = arrays or output.new_logprobs is not None
+                arrays = arrays or output.new_prompt_logprobs_tensors is not None
+                outputs.append(output)
+        # Both classes have the same msgpack.
+        step = EngineCoreOutputs(outputs=outputs, timestamp=now)  # type: ignore[arg-type]
+        self._send(self._arrays.encode(step) if arrays else [_encode(step)])
+
+    def on_ended(self, request_id: str, error: DynamoLiteError) -> None:
+        """The reason is in the log: the Rust frontend answers with a text of its own."""
+        assert self._intake is not None
+        self._intake.leave(request_id, "error", str(error))
+        logger.info("request %s ended: %s", request_id, error)
+        self._fail(request_id)
+
+    def _output(self, delta: TokenDelta, now: float) -> EngineCoreOutput:
+        """The delta as vLLM's output; an error if the delta is malformed."""
+        try:
+            output = output_from_delta(delta, now)
+        except ProtocolError as exc:
+            logger.error("request %s: %s", delta.request_id, exc)
+            output = _error(delta.request_id)
+        if output.finish_reason is FinishReason.ERROR:
+            self._tasks.start(self._abort([delta.request_id]), name=f"abort {delta.request_id}")
+        return output
+
+    def _fail(self, request_id: str) -> None:
+        self._send([_encode(EngineCoreOutputs(outputs=[_error(request_id)]))])
+
+
+def _has_only_tokens(delta: TokenDelta) -> bool:
+    return (
+        delta.finish_reason is None
+        and delta.prefill is None
+        and delta.logprobs is None
+        and delta.prompt_logprobs is None
+    )
+
+
+def _error(request_id: str) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR
+    )
+
+
+def _drop(frames: Sequence[bytestr]) -> None:
+    """There is no Rust frontend any more, or not yet."""

@@ -1,0 +1,172 @@
+"""The process of vLLM's Rust frontend (`vllm-rs`): start, log lines, readiness, drain, end."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import socket
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.runtime.tasks import OwnedTasks
+
+logger = logging.getLogger(__name__)
+
+_READY_S = 300.0
+_END_S = 3.0
+_LINE_BYTES = 1 << 20
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+#: `(RustFrontend pid=9) INFO 11-22 13:34:20 [hf.rs:227] text`
+_LINE = re.compile(
+    r"(?:\([^)]*\) )?(TRACE|DEBUG|INFO|WARN(?:ING)?|ERROR) \d\d-\d\d \d\d:\d\d:\d\d (.*)"
+)
+_LEVELS = {
+    "TRACE": logging.DEBUG,
+    "DEBUG": logging.DEBUG,
+    "WARN": logging.WARNING,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+}
+
+
+class RustProcess:
+    """Async context manager; leaving it kills the process. It dies with this process, too.
+
+    binary: `vllm-rs`. http: the bound socket of the HTTP server. inputs, outputs: listening
+    sockets for the engine-core protocol. arguments: of `vllm serve`, by name in snake_case.
+    """
+
+    def __init__(
+        self,
+        binary: Path,
+        *,
+        http: socket.socket,
+        inputs: socket.socket,
+        outputs: socket.socket,
+        arguments: Mapping[str, Any],
+    ):
+        self._sockets = (http, inputs, outputs)
+        self._command = [
+            str(binary),
+            "frontend",
+            *(f"--listen-fd={http.fileno()}",),
+            *(f"--input-listener-fd={inputs.fileno()}",),
+            *(f"--output-listener-fd={outputs.fileno()}",),
+            *("--args-json", json.dumps(arguments)),
+        ]
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks = OwnedTasks()
+        self._last_lines: deque[str] = deque(maxlen=5)
+        self._draining = False
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process is not None and self._process.returncode is not None
+
+    async def __aenter__(self) -> Self:
+        """Raises StartupError if the program cannot be started."""
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                limit=_LINE_BYTES,
+                pass_fds=[sock.fileno() for sock in self._sockets],
+                preexec_fn=death_signal_hook(signal.SIGKILL),
+            )
+        except OSError as exc:
+            raise StartupError(f"cannot start {self._command[0]}: {exc}") from exc
+        self._tasks.start(self._log(self._process), name="log of vllm-rs")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._draining = True
+        if self._process is not None:
+            if not self.ended:
+                # Not by `send_signal`, which may reap the process before asyncio does.
+                os.kill(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        await self._tasks.end()
+
+    async def wait_ready(self, url: str) -> None:
+        """Returns when it answers HTTP requests at `url`. Raises StartupError."""
+        assert self._process is not None
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        ended = asyncio.ensure_future(self._process.wait())
+        answered = asyncio.ensure_future(_get_health(host.strip("[]"), int(port)))
+        try:
+            await asyncio.wait(
+                {ended, answered}, timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self.ended:
+                raise StartupError(f"vllm-rs ended with code {self._process.returncode}: {self}")
+            if not answered.done():
+                raise StartupError(f"vllm-rs was not ready within {_READY_S:g} s: {self}")
+            if (answer := answered.result()) != b"200":
+                raise StartupError(f"vllm-rs answered {answer!r} on /health: {self}")
+        finally:
+            ended.cancel()
+            answered.cancel()
+
+    async def run(self) -> None:
+        """Returns at the end of a drain. Raises RuntimeError if the process ends by itself."""
+        assert self._process is not None
+        code = await self._process.wait()
+        if not self._draining:
+            raise RuntimeError(f"vllm-rs ended with code {code}: {self}")
+
+    async def drain(self, grace_s: float) -> None:
+        """It accepts no connection; open answers may finish within `grace_s`."""
+        assert self._process is not None
+        self._draining = True
+        if self.ended:
+            return
+        os.kill(self._process.pid, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s + _END_S):
+                await self._process.wait()
+        except TimeoutError:
+            logger.warning("vllm-rs did not end within %g s; it is killed", grace_s + _END_S)
+
+    def __str__(self) -> str:
+        return "; ".join(self._last_lines) or "it has logged nothing"
+
+    async def _log(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while True:
+            try:
+                raw = await process.stdout.readline()
+            except ValueError:
+                continue  # the reader has dropped a line over the limit
+            if not raw:
+                return
+            line = _COLOURS.sub("", raw.decode(errors="replace")).rstrip()
+            if line:
+                self._last_lines.append(line)
+                found = _LINE.fullmatch(line)
+                level = logging.INFO if found is None else _LEVELS.get(found[1], logging.INFO)
+                logger.log(level, "vllm-rs: %s", line if found is None else found[2])
+
+
+async def _get_health(host: str, port: int) -> bytes:
+    """The status; the connection waits in the socket's backlog until the process accepts it."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        line = await reader.readline()
+        return line.split(b" ")[1] if line.count(b" ") > 1 else line
+    finally:
+        writer.close()
