@@ -12,7 +12,7 @@ from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import check_version, find_program, obstacles
 
 _VARIABLE = "DYNAMO_LITE_VLLM_RS"
-_GET = "run `scripts/get_vllm_rs`, or set edge-binary"
+_GET = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
 
 
 def settle_edge(config: GraphConfig, document: Document) -> tuple[GraphConfig, str]:

@@ -98,11 +98,13 @@ class Frontend:
     async def _start_rust(self, host: Host, sock: socket.socket, address: str) -> str:
         """Returns the URL."""
         host.progress("starting vLLM's Rust frontend")
-        url = url_of(sock)
+        url, local = url_of(sock), local_address(sock)
         self._app = self._rust = rust = await self._open_rust(host, sock, url)
+        # Its process has a copy. With this one open, connections during a drain would wait here.
+        sock.close()
         host.spawn(rust.process.run(), "vLLM's Rust frontend")
         await host.register("http", stream=address)
-        await self._serve_processor(host, HttpRelay(*local_address(sock)), rust)
+        await self._serve_processor(host, HttpRelay(*local), rust)
         return url
 
     async def _watch_workers(self, host: Host) -> None:

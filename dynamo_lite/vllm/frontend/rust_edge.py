@@ -90,18 +90,18 @@ async def open_rust_edge(
             http=sock,
             inputs=link.inputs,
             outputs=link.outputs,
-            arguments=_arguments(args, config, grace_s),
+            arguments=rust_arguments(args, config, grace_s),
         )
         taking = running(link.run(core.take), name="requests of vllm-rs")
         async with core, process, taking as requests:
             core.open(intake, link.send)
-            await link.connect(_ready(config))
+            await link.connect(as_engine(config))
             await process.wait_ready(url)
             served_model = (args.served_model_name or [args.model])[0]
             yield RustEdge(process, requests, core, served_model)
 
 
-def _arguments(args: Namespace, config: VllmConfig, grace_s: float) -> dict[str, Any]:
+def rust_arguments(args: Namespace, config: VllmConfig, grace_s: float) -> dict[str, Any]:
     """The arguments in the form in which vLLM passes them to its Rust frontend."""
     return {
         **jsonify_non_default_args(args),
@@ -113,7 +113,7 @@ def _arguments(args: Namespace, config: VllmConfig, grace_s: float) -> dict[str,
     }
 
 
-def _ready(config: VllmConfig) -> EngineCoreReadyResponse:
+def as_engine(config: VllmConfig) -> EngineCoreReadyResponse:
     """What an engine says of itself. There are no blocks here; the Rust frontend shows these
     numbers and takes only the model's length from them."""
     model, scheduler = config.model_config, config.scheduler_config

