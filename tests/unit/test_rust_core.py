@@ -28,7 +28,7 @@ from dynamo_lite.protocol.generate import (
 )
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.protocol.trace import TraceContext, new_trace
-from dynamo_lite.request_plane import FailoverClient
+from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.rust_core import RustCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
