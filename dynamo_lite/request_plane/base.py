@@ -1,7 +1,7 @@
 """The interfaces of the generate endpoint.
 
-Implementations of GenerateClient: `client.py` (another process) and `local.py`
-(the same process). Both pass `tests/contract/test_generate.py`.
+`client.py` implements GenerateClient. `tests/contract/test_generate.py` tests it, and a client in
+the worker's own process (`tests/contract/local_client.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,8 +1,8 @@
 """The worker's side: which session a request belongs to, and where its deltas go.
 
-A session is a TCP connection, or a client in the same process. Requests come in on the connection,
-or over NATS with the id of their session. Deltas go out through the session, one frame per engine
-step and session. When a session ends, its requests are aborted.
+A session is a TCP connection. Requests come in on the connection, or over NATS with the id of
+their session. Deltas go out through the session, one frame per engine step and session. When a
+session ends, its requests are aborted.
 """
 
 import asyncio

@@ -9,7 +9,6 @@ partitioned cannot extend the deadline, so the fence closes without any message.
 
 import mmap
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -28,23 +27,6 @@ class Fence(Protocol):
     def close(self) -> None:
         """Closes the fence for good."""
         ...
-
-
-class MemoryFence:
-    """Both ends within one process. now: a clock in seconds, as `boottime`."""
-
-    def __init__(self, now: Callable[[], float] = boottime):
-        self._now = now
-        self._deadline = 0.0
-
-    def extend(self, remaining_s: float) -> None:
-        self._deadline = self._now() + remaining_s if remaining_s > 0 else 0.0
-
-    def open(self) -> bool:
-        return self._now() < self._deadline
-
-    def close(self) -> None:
-        self._deadline = 0.0
 
 
 class FenceHolder:

@@ -17,7 +17,7 @@ from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig, QueueOptions
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop
-from dynamo_lite.runtime.fence import Fence, MemoryFence
+from dynamo_lite.runtime.fence import Fence
 from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
@@ -32,6 +32,7 @@ from dynamo_lite.simulation.engine.mover import Fabric
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.servers.fence import MemoryFence
 from dynamo_lite.simulation.servers.nats_server import URL
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.supervisor import Slot

@@ -10,11 +10,11 @@ from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.base import GenerateClient
 from dynamo_lite.request_plane.client import RemoteGenerateClient
-from dynamo_lite.request_plane.local import LocalGenerateClient
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from tests.contract.local_client import LocalGenerateClient
 
 SUBJECT = "generate-test.generate-1"
 
