@@ -28,7 +28,7 @@ class Dispatcher:
         self._handler = handler
         self._context = contextvars.copy_context()
         self._slots = asyncio.Semaphore(limit)
-        self._tasks = OwnedTasks()
+        self._tasks = OwnedTasks(on_end=self._slots.release)
         self._cancelled = False
         self._log_limit = LogLimit()
 
@@ -43,12 +43,11 @@ class Dispatcher:
     async def submit(self, payload: bytes, reply: Reply | None) -> None:
         """Starts the handler on `payload`; waits while `limit` handlers run."""
         await self._slots.acquire()
-        task = self._tasks.start(
+        self._tasks.start(
             self._run(payload, reply),
             name=f"handle {self._subject}",
             context=self._context.copy(),
         )
-        task.add_done_callback(lambda _: self._slots.release())
 
     async def join(self) -> None:
         """Waits for the running handlers. If the wait is cancelled, so are they."""

@@ -51,10 +51,13 @@ class OwnedTasks:
     """The tasks of one owner. An async context manager: leaving it ends them, as does `end`.
 
     on_failure: called in the event loop as soon as a task has failed; the others go on.
+    on_end: called in the event loop whenever a task has ended.
     """
 
-    def __init__(self, on_failure: OnFailure = log_failure):
-        self._on_failure = on_failure
+    def __init__(
+        self, on_failure: OnFailure = log_failure, *, on_end: Callable[[], None] | None = None
+    ):
+        self._on_failure, self._on_end = on_failure, on_end
         # A dict and not a set: tasks are ended in the order of their start.
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
@@ -107,6 +110,8 @@ class OwnedTasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
+        if self._on_end is not None:
+            self._on_end()
         if not task.cancelled() and (exc := task.exception()) is not None:
             self._on_failure(task, exc)
 

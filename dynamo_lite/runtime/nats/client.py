@@ -14,8 +14,7 @@ It works around these faults of nats-py:
 """
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
+from secrets import token_hex
 from typing import Any
 
 from nats import errors
@@ -62,17 +61,44 @@ class PersistentClient(Client):
             await self._error_cb(ProtocolError(f"malformed headers: {exc!r}"))
             return None
 
-    async def request(self, *args: Any, **options: Any) -> Msg:
-        with _keeping_cancels():
-            return await super().request(*args, **options)
+    async def _request_new_style(
+        self,
+        subject: str,
+        payload: bytes,
+        timeout: float = 1,
+        headers: dict[str, Any] | None = None,
+    ) -> Msg:
+        """As nats-py's, but awaits the reply without `asyncio.wait_for`, which loses cancels."""
+        if self.is_draining_pubs:
+            raise errors.ConnectionDrainingError
+        if not self._resp_sub_prefix:
+            await self._init_request_sub()
+        assert self._resp_sub_prefix is not None
+        token = (self._nuid.next() + token_hex(2).encode()).decode()
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._resp_map[token] = answer
+        try:
+            inbox = self._resp_sub_prefix.decode() + token
+            await self.publish(subject, payload, reply=inbox, headers=headers)
+            async with asyncio.timeout(timeout):
+                return await answer
+        except TimeoutError as exc:
+            raise errors.TimeoutError from exc
+        finally:
+            self._resp_map.pop(token, None)
 
     async def flush(self, *args: Any, **options: Any) -> None:
-        with _keeping_cancels():
-            await super().flush(*args, **options)
+        task, before = _cancels()
+        await super().flush(*args, **options)
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
 
     async def _flush_pending(self, *args: Any, **options: Any) -> Any:
-        with _keeping_cancels():
-            return await super()._flush_pending(*args, **options)
+        task, before = _cancels()
+        flushed = await super()._flush_pending(*args, **options)
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+        return flushed
 
     async def _attempt_reconnect(self) -> None:
         self._abort_transport()
@@ -127,12 +153,9 @@ class PersistentClient(Client):
             writer.transport.abort()
 
 
-@contextlib.contextmanager
-def _keeping_cancels() -> Iterator[None]:
-    """Raises CancelledError at its end if a cancel of the task was lost inside."""
+def _cancels() -> tuple[asyncio.Task[Any], int]:
+    """The current task, and how often it was cancelled so far. If that number has grown after a
+    call of nats-py returns, the call has lost a cancel."""
     task = asyncio.current_task()
     assert task is not None
-    before = task.cancelling()
-    yield
-    if task.cancelling() > before:
-        raise asyncio.CancelledError
+    return task, task.cancelling()
