@@ -88,9 +88,12 @@ class Scheduler:
             self._failed.discard(request_id)
             self._finish(request, parked=parked)
 
-    def cache(self, request: SimRequest, tokens: int) -> None:
-        """The request's blocks of its first so many tokens are shared from now on."""
-        for index in range(tokens // self._size):
+    def cache(self, request: SimRequest, tokens: int, *, start: int = 0) -> None:
+        """Shares the blocks of the request's first `tokens` tokens from now on.
+
+        start: those of the tokens before it are shared already.
+        """
+        for index in range(start // self._size, tokens // self._size):
             self.pool.cache(request.blocks[index], request.states[(index + 1) * self._size - 1])
 
     def schedule(self, now: float) -> Plan:
@@ -272,5 +275,5 @@ class Scheduler:
                 return False
             request.blocks = request.blocks + new
         if cache:
-            self.cache(request, tokens)
+            self.cache(request, tokens, start=request.num_computed_tokens)
         return True

@@ -56,7 +56,7 @@ class StreamTransport(asyncio.Transport):
         data = bytes(data)
         self._unread += len(data)
         self._end.send((self, data))
-        if not self._writing_paused and self.get_write_buffer_size() > _HIGH_WATER_BYTES:
+        if self._unread > _WINDOW_BYTES + _HIGH_WATER_BYTES and not self._writing_paused:
             self._writing_paused = True
             self._protocol.pause_writing()
 
@@ -84,7 +84,7 @@ class StreamTransport(asyncio.Transport):
     def taken(self, size: int) -> None:
         """The peer has read so many bytes."""
         self._unread -= size
-        if self._lost:
+        if self._lost or not (self._closing or self._writing_paused):
             return
         unsent = self.get_write_buffer_size()
         if self._closing:

@@ -5,6 +5,7 @@ messages, de-duplication by message id, durable consumers with explicit acks, pu
 requests for one message. `jetstream_api.py` reads the requests.
 """
 
+import datetime
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.servers.nats_protocol import status
 
 _NS = 1e9
+
+
+def _time_text(wall_s: float) -> str:
+    """A time as in JetStream's answers: RFC 3339 in UTC."""
+    when = datetime.datetime.fromtimestamp(wall_s, datetime.UTC)
+    return when.isoformat().replace("+00:00", "Z")
 
 
 class Sender(Protocol):
@@ -47,12 +54,12 @@ class Message:
 class Stream:
     """Messages in their order until they are acknowledged, deleted or too old.
 
-    config: as the client sent it. created: wall time of the server, in seconds.
+    config: as the client sent it. created: wall time of the server, as text.
     """
 
     def __init__(self, config: Mapping[str, Any], process: SimProcess, sender: Sender):
         self.config = config
-        self.created = process.wall()
+        self.created = _time_text(process.wall())
         self.name: str = config["name"]
         self.consumers: dict[str, Consumer] = {}
         self._process = process
@@ -162,7 +169,7 @@ class Consumer:
         self, stream: Stream, config: Mapping[str, Any], process: SimProcess, sender: Sender
     ):
         self.config = config
-        self.created = process.wall()
+        self.created = _time_text(process.wall())
         self.name: str = config["durable_name"]
         self.subject: str = config["filter_subject"]
         self._stream, self._process, self._sender = stream, process, sender

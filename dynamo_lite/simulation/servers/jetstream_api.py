@@ -1,6 +1,5 @@
 """What clients say to JetStream, by subject: requests to its API, acks, messages for streams."""
 
-import datetime
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,12 +42,12 @@ class JetStreamApi:
     def __init__(self, jetstream: JetStream, sender: Sender):
         self._jetstream, self._sender = jetstream, sender
         self._requests: dict[str, Callable[[list[str], bytes], _Answer]] = {
-            "STREAM.INFO": self._stream_info,
-            "STREAM.CREATE": self._create_stream,
-            "STREAM.DELETE": self._delete_stream,
-            "STREAM.MSG.DELETE": self._delete_message,
-            "CONSUMER.LIST": self._list_consumers,
-            "CONSUMER.DURABLE.CREATE": self._create_consumer,
+            "CONSUMER.LIST.": self._list_consumers,
+            "CONSUMER.DURABLE.CREATE.": self._create_consumer,
+            "STREAM.INFO.": self._stream_info,
+            "STREAM.CREATE.": self._create_stream,
+            "STREAM.DELETE.": self._delete_stream,
+            "STREAM.MSG.DELETE.": self._delete_message,
         }
 
     def take(self, subject: str, reply: str, headers: bytes, payload: bytes) -> bool:
@@ -107,8 +106,8 @@ class JetStreamApi:
         if what.startswith("CONSUMER.MSG.NEXT."):
             return self._pull(what.split("."), reply, payload)
         for name, answer in self._requests.items():
-            if what.startswith(name + "."):
-                arguments = what[len(name) + 1 :].split(".")
+            if what.startswith(name):
+                arguments = what[len(name) :].split(".")
                 try:
                     told = answer(arguments, payload)
                 except _Refused as exc:
@@ -179,7 +178,7 @@ def _stream_facts(stream: Stream) -> _Answer:
     messages = stream.messages
     return {
         "config": stream.config,
-        "created": _time(stream.created),
+        "created": stream.created,
         "state": {
             "messages": len(messages),
             "bytes": sum(len(message.payload) for message in messages.values()),
@@ -196,13 +195,8 @@ def _consumer_facts(stream: Stream, consumer: Consumer) -> _Answer:
         "stream_name": stream.name,
         "name": consumer.name,
         "config": consumer.config,
-        "created": _time(consumer.created),
+        "created": consumer.created,
         "num_pending": consumer.waiting,
         "num_ack_pending": consumer.unacknowledged,
         "num_waiting": consumer.requests,
     }
-
-
-def _time(wall_s: float) -> str:
-    when = datetime.datetime.fromtimestamp(wall_s, datetime.UTC)
-    return when.isoformat().replace("+00:00", "Z")

@@ -54,6 +54,8 @@ def _split(pattern: str) -> tuple[str, list[str]]:
 
 
 def _matches(pattern: list[str], rest: str) -> bool:
+    if len(pattern) == 1:  # as those of inboxes
+        return pattern[0] == ">" or "." not in rest
     tokens = rest.split(".")
     if pattern[-1] == ">":
         pattern = pattern[:-1]
