@@ -1,4 +1,4 @@
-"""Plays one seed: starts its cluster, lets happen what shall, and judges how it ended."""
+"""Plays one seed: starts its cluster, runs the scenario, and checks the invariants."""
 
 import asyncio
 import logging
@@ -13,15 +13,15 @@ from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.tally import Played, Waits
 from dynamo_lite.simulation.world import World
 
-#: After the last fault, and the last request's deadline, everything must be settled
-#: within this time: leases and quarantines run out, backoffs end.
+#: Everything must be settled within this time after the last fault and the last request's
+#: deadline: leases and quarantines expire, backoffs end.
 _SETTLE_S = 60.0
 _LOOK_S = 0.25
 _STOP_S = 40.0
 
 
 def play(seed: int, *, shipped: Shipped | None = None, trace: Trace | None = None) -> Played:
-    """violations of what is returned: empty when every invariant held."""
+    """`violations` of the result is empty when every invariant held."""
     return play_scenario(draw(seed), shipped=shipped, trace=trace)
 
 
@@ -30,8 +30,8 @@ def play_scenario(
 ) -> Played:
     trace = trace or Trace()
     with VirtualLoop(scenario.seed, trace=trace) as loop, log_to(trace, logging.INFO):
-        # In a call of its own: the loop collects its garbage as it closes, and the
-        # world must be garbage by then.
+        # A separate call: the loop collects garbage when it closes, and the world must be
+        # garbage by then.
         return _judged(loop, scenario, shipped or Shipped(), trace)
 
 
@@ -102,11 +102,11 @@ async def _settle(world: World) -> None:
 
 
 async def _stop(world: World) -> None:
-    """As the supervisor does: callers before callees."""
+    """Stops the components as the supervisor does: callers before callees."""
     for kind in ("client", "decode", "prefill"):
         names = [name for name in world.slots if name.startswith(kind)]
         await world.stop(names, _STOP_S)
-    # Whoever was killed has left its keys to its lease.
+    # The keys of killed processes go with their leases.
     for _ in range(8):
         if not world.etcd.keys():
             return

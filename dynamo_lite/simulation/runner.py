@@ -1,4 +1,4 @@
-"""Plays ranges of seeds in processes of their own; what comes out does not depend on how many."""
+"""Plays ranges of seeds in several processes; the outcomes do not depend on their number."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from dynamo_lite.simulation.tally import Played
 
 #: Seeds that a worker gets at a time.
 _PORTION = 8
-#: A seed takes a tenth of a second of real time; one that takes so long will not end.
+#: A seed takes some tenths of a second of real time. After this long it counts as endless.
 _SEED_S = 120.0
 _JOIN_S = 5.0
 
@@ -34,19 +34,22 @@ class Lost:
 
 @dataclass(eq=False)
 class _Worker:
-    """left: the seeds that it has and has not played. since: when it began the first of them."""
+    """A process that plays seeds."""
 
     process: BaseProcess
     pipe: Connection
+    #: Assigned seeds that it has not played yet.
     left: deque[int] = field(default_factory=deque[int])
+    #: Monotonic time at which it began the first of them.
     since: float = 0.0
+    #: Whether it has started: its first message has arrived.
     greeted: bool = False
 
     @classmethod
     def start(cls, mutant: str | None) -> "_Worker":
         here, there = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=worker.work, args=(there, mutant), daemon=True)
-        # A Ctrl-C while it starts is for us alone: it begins with that blocked.
+        # A Ctrl-C while it starts must interrupt this process only: it starts with it blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
@@ -60,7 +63,7 @@ class _Worker:
         self.left, self.since = deque(seeds), time.monotonic()
 
     def take(self) -> Played | None:
-        """What it says next; None for its greeting. Raises EOFError when it is dead."""
+        """Its next outcome; None for its first message. Raises EOFError when it is dead."""
         try:
             raw = self.pipe.recv_bytes()
         except OSError as exc:
@@ -99,9 +102,10 @@ def play_many(
 
 
 class _Crew:
-    """The workers of one run. ended: outcomes that nobody has taken yet, by seed."""
+    """The workers of one run."""
 
     def __init__(self, seeds: range, jobs: int, mutant: str | None):
+        #: Outcomes that `play_many` has not given yet, by seed.
         self.ended: dict[int, Played | Lost] = {}
         self._mutant = mutant
         self._portions = deque(
@@ -111,7 +115,7 @@ class _Crew:
         self._workers: list[_Worker] = []
         try:
             for _ in range(jobs):
-                self._hire()
+                self._start_worker()
         except BaseException:
             self.close()
             raise
@@ -122,11 +126,11 @@ class _Crew:
         for each in list(self._workers):
             try:
                 if each.pipe in ready:
-                    self._hear(each)
+                    self._receive(each)
                 elif each.greeted and each.left and time.monotonic() - each.since > _SEED_S:
                     self._replace(each, f"no end after {_SEED_S:g} s, ended by", each.left[0])
             except (EOFError, BrokenPipeError):
-                self._bury(each)
+                self._replace_dead(each)
 
     def close(self) -> None:
         for each in self._workers:
@@ -135,17 +139,17 @@ class _Crew:
             each.end()
         self._workers.clear()
 
-    def _hire(self) -> None:
+    def _start_worker(self) -> None:
         self._workers.append(_Worker.start(self._mutant))
 
-    def _hear(self, each: _Worker) -> None:
+    def _receive(self, each: _Worker) -> None:
         if (played := each.take()) is not None:
             self.ended[played.seed] = played
         if not each.left and self._portions:
             each.give(self._portions[0])
             self._portions.popleft()
 
-    def _bury(self, each: _Worker) -> None:
+    def _replace_dead(self, each: _Worker) -> None:
         if not each.greeted:
             raise StartupError(f"a process that plays seeds did not start: {each.end()}")
         if each.left:
@@ -154,7 +158,7 @@ class _Crew:
             self._replace(each, "", None)
 
     def _replace(self, each: _Worker, why: str, seed: int | None) -> None:
-        """Another one goes on behind the seed that was too much for this one."""
+        """A new worker continues after the seed that ended or blocked this one."""
         how = each.end()
         self._workers.remove(each)
         if seed is not None:
@@ -162,4 +166,4 @@ class _Crew:
             rest = range(seed + 1, each.left[-1] + 1)
             if rest:
                 self._portions.appendleft(rest)
-        self._hire()
+        self._start_worker()

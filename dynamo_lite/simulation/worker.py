@@ -19,7 +19,7 @@ decode_range = msgspec.msgpack.Decoder(tuple[int, int]).decode
 
 
 def work(pipe: Connection, mutant: str | None) -> None:
-    """Plays (first, end) after (first, end) until nobody asks any more."""
+    """Plays (first, end) after (first, end) until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     shipped = MUTANTS[mutant]() if mutant else None

@@ -86,7 +86,7 @@ def test_a_busy_loop_is_an_error():
         while True:
             await asyncio.sleep(0)
 
-    with pytest.raises(SimulationStuck, match="time does not go on"):
+    with pytest.raises(SimulationStuck, match="time does not advance"):
         run(main)
 
 

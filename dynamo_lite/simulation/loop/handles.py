@@ -1,4 +1,4 @@
-"""Handles and tasks of the virtual loop: each knows whose it is."""
+"""Handles and tasks of the virtual loop: each has a reference to its process."""
 
 import asyncio
 import contextvars
@@ -13,10 +13,16 @@ T = TypeVar("T")
 
 
 class SimHandle(asyncio.Handle):
-    """As asyncio's, without debug mode; `process` is whose it is, `timed` whether it
-    waits for its time."""
+    """As asyncio's, without debug mode."""
 
     __slots__ = ("process", "timed", "when_s")
+
+    #: The process whose code it runs.
+    process: "SimProcess"
+    #: Whether it is a timer that is not due yet; written by the loop.
+    timed: bool
+    #: Loop time at which a timer is due.
+    when_s: float
 
     def __init__(
         self,
@@ -50,15 +56,16 @@ class SimHandle(asyncio.Handle):
 
 
 class SimTask(asyncio.Task[T]):
-    """A task that knows whose it is, and whose place in a set is the same in every run."""
+    """A task of a simulated process. Its place in a set is the same in every run."""
 
     __slots__ = ("number", "process")
 
+    #: Counts the loop's tasks from 1; also the hash.
     number: int
     process: "SimProcess"
 
     def __hash__(self) -> int:
-        # Asked for the first time by asyncio's own registry of tasks, as it is made.
+        # First called by asyncio's own registry of tasks while the task is constructed.
         try:
             return self.number
         except AttributeError:

@@ -43,8 +43,6 @@ class VirtualLoop(Scheduler):
     While it is open the cyclic garbage collector is off, so that no `finally` of a
     forgotten coroutine runs at a moment that depends on the memory's state.
 
-    failures: what asyncio would have logged: callbacks that raised, tasks whose
-    exception nobody took.
     """
 
     def __init__(self, seed: int = 0, *, trace: Trace | None = None):
@@ -53,6 +51,8 @@ class VirtualLoop(Scheduler):
         self.trace = trace or Trace()
         self.trace.loop = self
         self.network: Network | None = None  # set by the one that is made for this loop
+        #: What asyncio would have logged: callbacks that raised, exceptions of tasks that were
+        #: never retrieved.
         self.failures: list[str] = []
         self.tasks_made = 0
         self._wall_jumps: dict[str, float] = {}
@@ -90,7 +90,7 @@ class VirtualLoop(Scheduler):
         return self._processes
 
     def current_process(self) -> SimProcess:
-        """Whose code is running; the process "world" outside of all others."""
+        """The process whose code is running; "world" outside of all others."""
         return PROCESS.get(self.world)
 
     def wall(self, host: str) -> float:
@@ -98,7 +98,7 @@ class VirtualLoop(Scheduler):
         return self._now - START_S + EPOCH_S + self._wall_jumps.get(host, 0.0)
 
     def jump_wall(self, host: str, seconds: float) -> None:
-        """Sets the clock of `host` forward, or back; nobody's monotonic time changes."""
+        """Sets the wall clock of `host` forward or back; monotonic time does not change."""
         self._wall_jumps[host] = self._wall_jumps.get(host, 0.0) + seconds
 
     def stream(self, name: str) -> random.Random:
@@ -182,15 +182,15 @@ class VirtualLoop(Scheduler):
     def process_changed(self, process: SimProcess) -> None:
         super().process_changed(process)
         if process.state is State.DEAD:
-            # What is never to run must not be forgotten either: a coroutine that nobody
-            # refers to any more is closed, and closing runs its `finally`.
+            # The tasks must stay referenced: a coroutine without references is closed, and
+            # closing runs its `finally`.
             for task in process.tasks():
                 self._hide(task)
             self._dead_handles.append(process.ready)
             process.ready = deque(maxlen=0)
 
     def _hide(self, task: SimTask[Any]) -> None:
-        """A dead process's: kept, and not to be found by anybody who waits for all tasks."""
+        """Keeps a task of a dead process, and removes it from asyncio's list of all tasks."""
         self._dead_tasks.append(task)
         asyncio.tasks._unregister_task(task)
 

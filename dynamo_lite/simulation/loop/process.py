@@ -1,7 +1,7 @@
 """A simulated process: which handles of the loop are its own, and whether they may run.
 
-A process is a value of a context variable. Every handle carries the context of
-whoever made it, so whatever a process's code starts belongs to that process.
+A process is a value of a context variable. Every handle carries the context in which it was
+made, so everything that a process's code starts belongs to that process.
 """
 
 import contextvars
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class State(enum.Enum):
-    """What a process is at."""
+    """The state of a simulated process."""
 
     RUNNING = "running"
     PAUSED = "paused"  # as by SIGSTOP: nothing of it runs, everything is kept
@@ -35,7 +35,6 @@ class SimProcess:
     process's handles are dropped: no `finally` and no `except` of it runs.
 
     host: processes of one host share its wall clock, and reach each other always.
-    ready, idle: the loop's business. idle: running, and nothing is ready.
     """
 
     def __init__(self, loop: "VirtualLoop", name: str, incarnation: int, host: str):
@@ -44,7 +43,9 @@ class SimProcess:
         self.host = host
         self.incarnation = incarnation
         self.state = State.RUNNING
+        #: Handles that may run now, oldest first; written by the loop.
         self.ready: deque[SimHandle] = deque()
+        #: Whether it is running and nothing is ready; written by the loop.
         self.idle = True
         self.clock = Clock(monotonic=loop.time, wall=self.wall, boottime=loop.time)
         self.context = contextvars.Context()
@@ -99,7 +100,7 @@ class SimProcess:
         return left
 
     def tasks(self) -> list["SimTask[Any]"]:
-        """Its tasks that are not done, oldest first; of a dead one those that it left."""
+        """Its tasks that are not done, oldest first; of a dead process those that it left."""
         return self.loop.tasks_of(self)
 
     def _become(self, state: State) -> None:
@@ -109,5 +110,5 @@ class SimProcess:
             watcher(self, state)
 
 
-#: Whose code is running. Unset in the code that drives the simulation.
+#: The process whose code is running. Unset in the code that drives the simulation.
 PROCESS: contextvars.ContextVar[SimProcess] = contextvars.ContextVar("dynamo_lite_sim_process")

@@ -1,6 +1,6 @@
-"""Time and order in a simulation: who runs next, and what time it is then.
+"""Time and order in a simulation: which process runs next, and at what time.
 
-Nothing waits: when no handle is ready the clock jumps to the next timer. Handles of
+Nothing waits in real time: when no handle is ready the clock jumps to the next timer. Handles of
 one process run in the order in which they became ready, as asyncio code expects;
 between processes that are ready at the same time a seeded choice decides.
 """
@@ -15,23 +15,20 @@ from typing import Any
 from dynamo_lite.simulation.loop.handles import SimHandle, SimTask
 from dynamo_lite.simulation.loop.process import PROCESS, SimProcess, State
 
-#: So many handles without time going on are a loop that never ends.
+#: More handles than this at one instant of virtual time are an endless loop.
 _MAX_HANDLES_PER_INSTANT = 500_000
-#: Virtual monotonic time starts here: code that mistakes 0 for "never" shall show.
+#: Virtual monotonic time starts here, not at 0: code may mistake 0 for "never".
 START_S = 1000.0
 
 
 class SimulationStuck(RuntimeError):
-    """Nothing will ever happen again, or time does not go on."""
+    """No timer and no ready handle is left, or virtual time does not advance."""
 
 
 class Scheduler(asyncio.BaseEventLoop):
-    """The part of the loop that runs handles.
+    """The part of the loop that runs handles."""
 
-    world: whose handles are that belong to no process. handles_run: so far.
-    cancelled_timers: those that still lie among the timers; told by their handles.
-    """
-
+    #: The process of handles that belong to no other.
     world: SimProcess
     #: Set by asyncio's `stop`.
     _stopping: bool
@@ -40,14 +37,18 @@ class Scheduler(asyncio.BaseEventLoop):
         super().__init__()
         self.set_debug(False)
         self.rng = rng
+        #: Handles run so far; cancelled ones count.
         self.handles_run = 0
+        #: Cancelled timers that are still in `_timers`; incremented by their handles.
         self.cancelled_timers = 0
         self._now = START_S
         self._timers: list[tuple[float, int, SimHandle]] = []
         self._timer_number = 0
         self._handles_at_instant = 0
-        self._active: list[SimProcess] = []  # running, something is ready, not taken
-        self._taken: SimProcess | None = None  # whose turn it is
+        #: Running processes with ready handles, without `_taken`.
+        self._active: list[SimProcess] = []
+        #: The process whose handles run now.
+        self._taken: SimProcess | None = None
 
     #: Called for every future and every task. It is always False; `bool` needs no Python frame.
     get_debug = staticmethod(bool)  # pyright: ignore[reportAssignmentType]
@@ -99,7 +100,7 @@ class Scheduler(asyncio.BaseEventLoop):
         return handle
 
     def process_changed(self, process: SimProcess) -> None:
-        """A process was paused, goes on, or is dead."""
+        """To be called when a process was paused, resumed or killed."""
         if process in self._active:
             self._active.remove(process)
         process.idle = False
@@ -146,7 +147,7 @@ class Scheduler(asyncio.BaseEventLoop):
         self.handles_run += turn
         self._handles_at_instant += turn
         if self._handles_at_instant > _MAX_HANDLES_PER_INSTANT:
-            raise SimulationStuck(f"time does not go on; {process} is busy")
+            raise SimulationStuck(f"time does not advance; {process} is busy")
         self._taken = None
         if process.state is State.RUNNING:
             if ready:
@@ -164,7 +165,7 @@ class Scheduler(asyncio.BaseEventLoop):
             heapq.heappop(timers)
             self.cancelled_timers -= 1
         if not timers:
-            raise SimulationStuck(f"nothing is left to happen; waiting: {self._waiting()}")
+            raise SimulationStuck(f"no timer and no ready handle; waiting: {self._waiting()}")
         now = timers[0][0]
         if now > self._now:
             self._now = now

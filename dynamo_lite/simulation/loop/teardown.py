@@ -1,4 +1,4 @@
-"""The end of a run: what is left of it is forgotten, and nobody hears of it."""
+"""The end of a run: everything left of it is dropped without logs or warnings."""
 
 import asyncio
 import gc
@@ -12,13 +12,13 @@ from typing import Any
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """What coroutines protest when they are closed in the middle is nobody's."""
+    """Suppresses the errors and logs of coroutines that are closed before their end."""
     hook, disabled = sys.unraisablehook, logging.root.manager.disable
     sys.unraisablehook = lambda _: None
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
-            # Some of them have never begun.
+            # Of coroutines that were never started.
             warnings.simplefilter("ignore", RuntimeWarning)
             yield
     finally:
@@ -27,16 +27,16 @@ def silence() -> Iterator[None]:
 
 
 def sweep() -> None:
-    """Collects what outlived its run because a finaliser held it; call it between runs.
+    """Collects objects that outlived their run because of a finaliser; call it between runs.
 
-    Each run hides from the collector what was there before it.
+    The collector ignores the objects that existed before a run.
     """
     with silence():
         gc.collect()
 
 
 def bury(tasks: list[asyncio.Task[Any]]) -> None:
-    """Closes what `tasks` were at, empties the list, and collects the garbage."""
+    """Closes the coroutines of `tasks`, empties the list, and collects the garbage."""
     for task in tasks:
         task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
         try:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Trace:
     """Lines of (loop time, process, text); costs one comparison while it is off.
 
-    Text must not hold what differs between equal runs: addresses of objects, pids.
-    keep: how many lines are kept, the newest ones; all of them count for `digest`.
+    Text must not contain anything that differs between equal runs: addresses of objects, pids.
+    keep: how many of the newest lines are kept; `digest` is over all of them.
     """
 
     def __init__(self, *, on: bool = False, keep: int | None = None):
@@ -27,7 +27,7 @@ class Trace:
         self._digest = hashlib.blake2b(digest_size=8)
 
     def add(self, text: str, process: str | None = None) -> None:
-        """process: whose line it is; who is running if None."""
+        """process: the name in the line; that of the running process if None."""
         if not self.on or self.loop is None:
             return
         name = process or str(self.loop.current_process())

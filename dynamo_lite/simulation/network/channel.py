@@ -1,7 +1,7 @@
-"""One connection between two simulated processes: its two ends, in order and without gaps.
+"""One connection between two simulated processes: ordered, without gaps.
 
-While the two are cut off from each other what is sent waits, and goes on when they
-reach each other again, or is lost when an end gives up.
+While the two are partitioned, sent items wait. They are delivered when the partition ends, or
+lost when an end gives up.
 """
 
 import contextvars
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dynamo_lite.simulation.loop.handles import SimHandle
     from dynamo_lite.simulation.network.network import Network
 
-#: A connection whose peer is out of reach breaks after a time in this range.
+#: Range of seconds after which a connection breaks when its peer is unreachable.
 CUT_BREAKS_S = (6.0, 15.0)
 _MOST_RETRANSMIT_S = 0.4
 
@@ -26,23 +26,19 @@ class _Fin:
 
 
 class End:
-    """A process's end of a connection. States: open -> closed.
-
-    on_item: called with what the peer sent; until it is set items wait.
-    on_closed: called once, with the reason, unless this end itself closed; "" when
-    the peer closed in good order.
-    silence_s: range of seconds after which this end closes a connection whose peer
-    does not answer, be it paused or out of reach; None: only the network itself
-    breaks it, when it is cut (see CUT_BREAKS_S).
-    """
+    """A process's end of a connection. States: open -> closed."""
 
     def __init__(self, network: "Network", process: SimProcess, context: contextvars.Context):
         self.network = network
         self.process = process
         self.context = context
         self.is_open = True
+        #: Called with each item of the peer. While it is None, items wait.
         self.on_item: Callable[[Any], None] | None = None
+        #: Called once with the reason, unless this end itself closed; "" for an orderly close.
         self.on_closed: Callable[[str], None] | None = None
+        #: Range of seconds after which this end closes the connection when the peer is paused or
+        #: unreachable. None: only a partition breaks it (see CUT_BREAKS_S).
         self.silence_s: tuple[float, float] | None = None
         self.peer: End
         self._waiting: deque[Any] = deque()  # arrived before there was an on_item
@@ -68,31 +64,31 @@ class End:
         self._send(item)
 
     def close(self) -> None:
-        """After what was sent, the peer is told."""
+        """Closes in order: the peer sees it after everything that was sent."""
         self._close("", fin=_Fin(""))
 
     def abort(self) -> None:
-        """The peer is told that the connection was reset."""
+        """Closes with a reset."""
         self._close("", fin=_Fin("connection reset by peer"))
 
     def start(
         self, on_item: Callable[[Any], None], on_closed: Callable[[str], None] | None = None
     ) -> None:
-        """Sets both callbacks, and hands over what waits."""
+        """Sets both callbacks, and delivers the items that wait."""
         self.on_item, self.on_closed = on_item, on_closed
         while self._waiting and self.is_open:
             self._take(self._waiting.popleft())
 
-    # The network's business
+    # Called by the network
 
     def owner_died(self) -> None:
-        """What it has sent still arrives; then its kernel closes, or resets if it had
-        something unread."""
+        """What it has sent still arrives. Then its kernel closes, or resets if it had unread
+        data."""
         unread = self.network.random() < 0.5
         self._close("", fin=_Fin("connection reset by peer" if unread else ""))
 
     def reconsider(self) -> None:
-        """Who reaches whom has changed, or who is paused."""
+        """To be called when partitions have changed, or a process was paused or resumed."""
         cut = self.network.is_cut(self.process.host, self.peer.process.host)
         if not cut and self._held:
             self._flush()

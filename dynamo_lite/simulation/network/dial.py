@@ -1,4 +1,4 @@
-"""How a simulated connection comes about: who listens, and an attempt to reach them."""
+"""How a simulated connection is made: listeners, and attempts to connect to them."""
 
 import contextvars
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from dynamo_lite.simulation.network.channel import End
 if TYPE_CHECKING:
     from dynamo_lite.simulation.network.network import Network
 
-#: While the two are cut off from each other, SYNs go out so often, and so many.
+#: Seconds between two SYNs during a partition, and how many are sent.
 _RETRY_S = 1.0
 _TRIES = 60
 
@@ -47,7 +47,8 @@ class Dial:
         self._on_error = on_error
         self._context = contextvars.copy_context()
         self._tries = 0
-        self._end: End | None = None  # until somebody has it
+        #: The open connection until `on_open` has it.
+        self._end: End | None = None
         self._timer = network.call_at(network.loop.time() + network.delay_s(), self._reach)
 
     def cancel(self) -> None:

@@ -1,8 +1,8 @@
 """gRPC over the simulated network: the client's channel, and the errors of both sides.
 
 `SimChannel` behaves as a `grpc.aio.Channel` as far as etcd's stubs need it. Requests and
-responses are the stubs' own protobuf messages. They are not serialised: nobody changes a
-message that was sent.
+responses are the stubs' own protobuf messages. They are not serialised: a message is never
+changed after it was sent.
 """
 
 import asyncio
@@ -104,8 +104,11 @@ class SimChannel:
             self._calls.pop(number, None)
 
     def begin(self, call: "_Call", kind: str, method: str, what: Any) -> int:
-        """Sends (kind, number, method, what), now or when the channel is connected. The
-        number is the call's, whose end is told to it unless it is dropped before."""
+        """Sends (kind, number, method, what), now or when the channel is connected.
+
+        Returns the call's number. `call.on_error` is called at its end unless it is dropped
+        before.
+        """
         self._last_number += 1
         number = self._last_number
         if self._state is State.READY:
@@ -250,7 +253,7 @@ class _Streaming:
 
 
 class _Answers:
-    """A stream whose requests are given beforehand, and each is answered by one response."""
+    """A stream with all requests given at the start; each is answered by one response."""
 
     def __init__(
         self, channel: SimChannel, method: str, requests: Iterable[Any], timeout_s: float | None

@@ -97,7 +97,7 @@ class Network:
 
     def heal_all(self) -> None:
         if self._cuts or self._isolated:
-            self.loop.trace.add("network: everybody reaches everybody")
+            self.loop.trace.add("network: all partitions end")
         self._cuts.clear()
         self._isolated.clear()
         self._reconsider()
@@ -172,8 +172,8 @@ class Network:
         on_open: Callable[[End], None],
         on_error: Callable[[OSError], None],
     ) -> Dial:
-        """Connects to whoever listens on `port`; one of the two is called in the
-        current context, unless the returned attempt is cancelled before."""
+        """Connects to the listener on `port`. One of the two callbacks is called in the current
+        context, unless the returned attempt is cancelled before."""
         self.watch(process)
         return Dial(self, process, port, on_open, on_error)
 
@@ -237,7 +237,7 @@ class Network:
         return self._listeners.get(port)
 
     def call_at(self, when: float, function: Callable[..., Any], *args: Any) -> SimHandle:
-        """For what no process does itself: kernels and cables."""
+        """For what belongs to no process: kernels and cables."""
         return self.loop.call_at(when, function, *args, context=self._nobody)
 
     def add_end(self, end: End) -> None:

@@ -47,7 +47,7 @@ class StreamTransport(asyncio.Transport):
         self._protocol = protocol
 
     def is_closing(self) -> bool:
-        # A StreamWriter that a dead process has left asks when it is collected.
+        # Also called when the StreamWriter of a dead process is collected.
         return self._closing or self._loop.is_closed()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -82,7 +82,7 @@ class StreamTransport(asyncio.Transport):
         self._lose(None)
 
     def taken(self, size: int) -> None:
-        """The peer has read so many bytes."""
+        """The peer has read `size` bytes."""
         self._unread -= size
         if self._lost or not (self._closing or self._writing_paused):
             return

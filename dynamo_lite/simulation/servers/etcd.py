@@ -22,7 +22,7 @@ from dynamo_lite.simulation.servers.server import Connection, Server
 PORT = 2379
 
 _SHORTEST_TTL_S = 2
-#: The server looks for leases that are over so often.
+#: How often the server checks for expired leases.
 _EXPIRY_INTERVAL_S = 0.5
 _MEMBER_ID = 1
 
@@ -42,13 +42,15 @@ _TARGETS: dict[int, str] = {
 
 @dataclass
 class _Watch:
-    """from_revision: earlier changes are not told, also if they are yet to come."""
+    """A client's watch on a range of keys."""
 
     connection: Connection
+    #: Of the stream within the connection.
     number: int
     watch_id: int
     first: bytes
     end: bytes
+    #: Changes of earlier revisions are not sent, also if they are in the future.
     from_revision: int
 
     def wants(self, event: Any) -> bool:
@@ -57,12 +59,12 @@ class _Watch:
 
 
 class EtcdServer(Server):
-    """Runs as `process` on `data` until that dies. As etcd does, it gives every lease
-    its whole time-to-live anew when it starts.
+    """Runs as `process` on `data` until that dies. At its start every lease gets its whole
+    time-to-live again, as in etcd.
 
-    on_expiry: called with the id of each lease whose time is over, then and whenever it is to
-    be kept alive all the same. slowest_answer_s: what was asked for is done at once, and
-    answered after up to that time.
+    on_expiry: called with the id of each expired lease: when it expires, and at each later
+    attempt to refresh it. slowest_answer_s: calls are applied at once, and answered after up to
+    this time.
     """
 
     def __init__(
@@ -246,7 +248,7 @@ class EtcdServer(Server):
         return rpc.LeaseGrantResponse(header=self._header(), ID=lease_id, TTL=ttl_s)
 
     def _keep_alive(self, request: Any) -> Any:
-        """A lease whose time is over is not prolonged any more."""
+        """An expired lease is not refreshed."""
         lease_id, ttl_s = request.ID, 0
         if lease_id in self.data.expired:
             self._on_expiry(lease_id)

@@ -17,7 +17,7 @@ ETCD_URL = f"http://etcd:{PORT}"
 
 
 def etcd_backend(network: Network) -> EtcdBackend:
-    """Of the process whose code calls this. Hosts of the client's URL go by their ports."""
+    """For the process that is running. Hosts of the client's URL are found by their ports."""
     return EtcdBackend(
         open_channel=lambda host, _: SimChannel(network, host[1]),
         open_portal=_open_portal,

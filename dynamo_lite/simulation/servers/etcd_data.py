@@ -30,18 +30,18 @@ class StoredLease:
 
 @dataclass
 class EtcdData:
-    """Outlives the server's process.
+    """Outlives the server's process. `rpc.KeyValue` and `rpc.Event` are never changed once they
+    are in here."""
 
-    cluster: the id of the cluster. revision: of the last change. compacted: the first
-    revision that is still known. expired: leases whose time was over. `rpc.KeyValue` and
-    `rpc.Event` are never changed once they are in here.
-    """
-
+    #: Id of the cluster.
     cluster: int = 1
+    #: Of the last change.
     revision: int = 1
+    #: The first revision that is still known.
     compacted: int = 0
     keys: dict[bytes, Any] = field(default_factory=dict[bytes, Any])  # key -> rpc.KeyValue
     leases: dict[int, StoredLease] = field(default_factory=dict[int, StoredLease])
+    #: Ids of expired leases.
     expired: set[int] = field(default_factory=set[int])
     _events: list[Any] = field(default_factory=list[Any])  # rpc.Event, oldest first
     _before: dict[bytes, Any] = field(default_factory=dict[bytes, Any])  # before `_events`

@@ -42,23 +42,24 @@ class StreamFull(Exception):
 
 @dataclass
 class Message:
-    """A stored message. headers: as they were published. expires_at: loop time."""
+    """A stored message."""
 
     sequence: int
     subject: str
+    #: As they were published.
     headers: bytes
     payload: bytes
+    #: Loop time.
     expires_at: float
 
 
 class Stream:
-    """Messages in their order until they are acknowledged, deleted or too old.
-
-    config: as the client sent it. created: wall time of the server, as text.
-    """
+    """Messages in their order until they are acknowledged, deleted or too old."""
 
     def __init__(self, config: Mapping[str, Any], process: SimProcess, sender: Sender):
+        #: As the client sent it.
         self.config = config
+        #: Wall time of the server.
         self.created = _time_text(process.wall())
         self.name: str = config["name"]
         self.consumers: dict[str, Consumer] = {}
@@ -121,7 +122,7 @@ class Stream:
         return self.consumers[name]
 
     def close(self) -> None:
-        """Everything in it is gone; who waits is told."""
+        """Deletes everything, and answers the waiting pull requests."""
         for consumer in self.consumers.values():
             consumer.close()
 
@@ -139,9 +140,10 @@ class Stream:
 
 @dataclass
 class _Delivery:
-    """A message that somebody has. timer: gives it to somebody else; None: it waits for that."""
+    """A message that was delivered and not acknowledged."""
 
     count: int = 0
+    #: Delivers it again. None: it waits for a pull request.
     timer: SimHandle | None = None
 
     def stop(self) -> None:
@@ -152,9 +154,10 @@ class _Delivery:
 
 @dataclass(eq=False)
 class _Request:
-    """A pull request for one message. timer: its expiry."""
+    """A pull request for one message."""
 
     inbox: str
+    #: Ends it.
     timer: SimHandle
 
 
@@ -174,8 +177,8 @@ class Consumer:
         self.subject: str = config["filter_subject"]
         self._stream, self._process, self._sender = stream, process, sender
         self._ack_wait_s: float = config["ack_wait"] / _NS
-        self._new: dict[int, None] = {}  # nobody has had them yet
-        self._again: dict[int, None] = {}  # delivered before, and nobody has them now
+        self._new: dict[int, None] = {}  # never delivered
+        self._again: dict[int, None] = {}  # to be delivered again
         self._delivered: dict[int, _Delivery] = {}
         self._requests: deque[_Request] = deque()
         self.deliveries = 0
@@ -322,6 +325,6 @@ class JetStream:
         stream.close()
 
     def payloads(self, name: str) -> list[bytes]:
-        """Of all messages of a stream, for whoever checks it; none where there is no such one."""
+        """The payloads of all messages of a stream; empty if there is no such stream."""
         stream = self._streams.get(name)
         return [] if stream is None else [m.payload for m in stream.messages.values()]

@@ -1,4 +1,4 @@
-"""What clients say to JetStream, by subject: requests to its API, acks, messages for streams."""
+"""Messages to JetStream, by subject: requests to its API, acks, messages for streams."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ _Answer = Mapping[str, Any]
 
 
 class _Refused(Exception):
-    """code: as HTTP's. number: JetStream's own error code."""
+    """An error answer. code: as HTTP's. number: JetStream's own error code."""
 
     def __init__(self, code: int, number: int, text: str):
         super().__init__(text)
@@ -109,12 +109,12 @@ class JetStreamApi:
             if what.startswith(name):
                 arguments = what[len(name) :].split(".")
                 try:
-                    told = answer(arguments, payload)
+                    reply_data = answer(arguments, payload)
                 except _Refused as exc:
-                    told = exc.answer
+                    reply_data = exc.answer
                 except (msgspec.DecodeError, KeyError):
-                    told = _Refused(*_BAD_REQUEST).answer
-                self._sender.tell(reply, msgspec.json.encode(told))
+                    reply_data = _Refused(*_BAD_REQUEST).answer
+                self._sender.tell(reply, msgspec.json.encode(reply_data))
                 return True
         return False
 

@@ -61,7 +61,7 @@ class MemoryMessaging:
         self._check(subject, payload)
         servers = list(self._served.get(subject, ()))
         if not servers:
-            raise NoResponders(f"nobody serves {subject}")
+            raise NoResponders(f"no process serves {subject}")
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         async def reply(data: bytes) -> None:

@@ -92,7 +92,7 @@ class MemoryStore:
         self._leases[lease.id] = lease
 
     def expire_due(self) -> None:
-        """Ends the leases whose time is over."""
+        """Ends the expired leases."""
         for lease in list(self._leases.values()):
             _ = lease.loss
 

@@ -12,7 +12,7 @@ from dynamo_lite.queue.base import QueueConfig
 
 @dataclass
 class Entry:
-    """timer: gives the job to somebody else when its holder is silent."""
+    """A pulled job. timer: delivers it again when its holder neither answers nor extends."""
 
     sequence: int
     payload: bytes
@@ -31,7 +31,7 @@ class Entry:
 class Stream:
     """All state of one queue, shared by its users. number: how often it was made.
 
-    context: in which its timers run, whoever's call has set them.
+    context: in which its timers run, independent of the caller.
     """
 
     def __init__(self, config: QueueConfig, context: contextvars.Context):
@@ -67,7 +67,7 @@ class Stream:
         self.number += 1
 
     def wait_again(self, entry: Entry) -> None:
-        """Redeliveries come before jobs that nobody had yet."""
+        """Redeliveries come before new jobs."""
         entry.stop_timer()
         if self.entries.get(entry.sequence) is entry and not entry.waiting:
             entry.waiting = True

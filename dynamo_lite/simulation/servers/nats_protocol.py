@@ -36,9 +36,10 @@ class Subscribe(NamedTuple):
 
 
 class Unsubscribe(NamedTuple):
-    """limit: the subscription ends after so many messages since it began; 0: now."""
+    """UNSUB."""
 
     sid: str
+    #: The subscription ends after this many messages since its start; 0: now.
     limit: int
 
 

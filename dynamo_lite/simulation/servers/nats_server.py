@@ -21,11 +21,10 @@ _NO_RESPONDERS = wire.status(503)
 class NatsServer:
     """Runs as `process` until that dies, and with it every subscription and stream.
 
-    As with NATS every subscriber of a subject gets every message, once per
-    subscription, and a request that nobody subscribes to is answered at once. What
-    clients publish, and what they are delivered, may be lost, late or doubled, as the
-    network's weather is; what the server says on its own (PONG, a status, an answer of
-    JetStream's API) may not.
+    As with NATS every subscriber of a subject gets every message, once per subscription. A
+    request to a subject without subscribers is answered at once. Messages from and to clients
+    may be lost, late or duplicated, as the network's weather is. What the server sends on its own
+    (PONG, a status, an answer of JetStream's API) is always delivered.
     """
 
     def __init__(self, network: Network, process: SimProcess, port: int = PORT):
@@ -107,7 +106,7 @@ class _Subscription:
 
 
 class _Client(asyncio.Protocol):
-    """One client's connection. no_responders: it wants to know that nobody subscribes."""
+    """One client's connection."""
 
     def __init__(self, server: NatsServer):
         self._server = server
@@ -116,6 +115,7 @@ class _Client(asyncio.Protocol):
         self._subscriptions: dict[str, _Subscription] = {}
         self._transport: Any = None
         self._verbose = False
+        #: Whether it requested a status for requests to subjects without subscribers.
         self.no_responders = False
         self.unsent: list[bytes] = []
 
