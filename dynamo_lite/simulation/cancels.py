@@ -1,4 +1,4 @@
-"""Aborted requests: what they were at, and when the writers of their KV heard of it."""
+"""Aborted requests: their states, and how long cancels take to the writers of their KV."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,20 +13,20 @@ from dynamo_lite.simulation.engine.request import SimRequest, Status
 
 @dataclass
 class CancelWatch:
-    """Aborts in decode engines, and the cancels that follow from them.
+    """Aborts in decode engines, and the cancels that they cause."""
 
-    began_at: when the caller of a request lost interest; None when it did not.
-    longest_s: the longest way of a cancel from a caller to a prefill worker.
-    """
-
+    #: Virtual time.
     now: Callable[[], float]
+    #: When the caller of a request has cancelled it; None if it has not.
     began_at: Callable[[SimRequest], float | None]
     counts: Counter[str]
+    #: Longest time of a cancel from a caller to a prefill worker.
     longest_s: float = 0.0
+    #: Attempts with a cancel in flight, and when it began.
     _under_way: dict[str, float] = field(default_factory=dict[str, float])
 
     def aborting(self, engine: Engine, request_ids: Sequence[str]) -> None:
-        """Before these requests are aborted."""
+        """To be called before these requests are aborted."""
         halves = engine.halves
         if not isinstance(halves, DecodeHalves):
             return
@@ -43,7 +43,8 @@ class CancelWatch:
                 self._under_way[attempt] = self.now() if began is None else began
 
     def heard(self, payload: bytes) -> float | None:
-        """A prefill worker was told to stop. Returns how long that took, when it is news."""
+        """A prefill worker has received a cancel. Returns how long it took, None if it is a
+        repetition."""
         began = self._under_way.pop(decode_cancel_attempt(payload).attempt, None)
         if began is None:
             return None
@@ -54,12 +55,12 @@ class CancelWatch:
 
     @property
     def under_way(self) -> list[str]:
-        """Attempts whose writers have not heard yet."""
+        """Attempts with a cancel that has not reached the writer."""
         return list(self._under_way)
 
 
 def _place(request: SimRequest, state: AttemptState | None) -> str:
-    """A state of the ledger, or where in the engine a request is that it does not know."""
+    """The attempt's state in the ledger; without one, the request's state in the engine."""
     if state is not None:
         return state.value
     return "between" if request.status is Status.PARKED else request.status.value

@@ -1,7 +1,7 @@
 """The Frontend of a simulation: the shipped client side, and requests instead of HTTP.
 
-Each request runs as a task, as one of vLLM's app does; what its caller was told
-goes into a `Story`, which is judged outside.
+Each request runs as a task, as in vLLM's app. Everything that its caller receives is recorded in
+a `Story`, which `Judge` checks.
 """
 
 import asyncio
@@ -33,19 +33,18 @@ _REQUEST_S = 5.0
 
 @dataclass
 class Story:
-    """What one caller was told; times by the loop's clock.
-
-    ends: every end that it was told of: "length", an error's text, "cancelled". placed_at: when a
-    worker had accepted the request. workers_up: whether this client and all decode workers had
-    been ready for a while when it began.
-    """
+    """What one caller has received; times are loop time."""
 
     ask: Ask
     began_at: float
+    #: When a worker had accepted the request.
     placed_at: float | None = None
+    #: Whether this client and all decode workers had been ready for a while at the start.
     workers_up: bool = False
     tokens: list[int] = field(default_factory=list[int])
+    #: How many deltas had the prompt's counts.
     prompts_told: int = 0
+    #: Every end that it has received: "length", an error's text, "cancelled".
     ends: list[str] = field(default_factory=list[str])
     error: DynamoLiteError | None = None
     ended_at: float | None = None
@@ -56,7 +55,7 @@ class Story:
 
 
 class SimFrontend:
-    """Component. on_story: sees each request as it begins."""
+    """Component. on_story: called with each request at its start."""
 
     def __init__(self, spec: ProcessSpec, on_story: Callable[[Story], None], shipped: Shipped):
         self._spec, self._on_story, self._shipped = spec, on_story, shipped
@@ -113,7 +112,7 @@ class SimFrontend:
     # Callers. Their connections break with this process.
 
     def ask(self, ask: Ask) -> None:
-        """Begins a request, unless nobody listens here."""
+        """Starts a request, unless this Frontend does not accept any."""
         if not self._accepting:
             return
         story = Story(ask, _now())
@@ -125,7 +124,7 @@ class SimFrontend:
             asyncio.get_running_loop().call_later(ask.cancel_after_s, task.cancel)
 
     async def _run(self, story: Story) -> None:
-        """As vLLM's app does: submits, waits for the end, aborts when its caller has left."""
+        """As vLLM's app: submits, waits for the end, aborts when its caller has disconnected."""
         assert self.client is not None
         ask = story.ask
         submitted = False
@@ -194,5 +193,5 @@ def _now() -> float:
 
 
 def _priority(ask: Ask) -> int:
-    """Most are as usual; who asks again under the same id means the same."""
+    """Mostly 0; the same for the same request id."""
     return (0, 0, 0, -1, 1)[zlib.crc32(ask.request_id.encode()) % 5]

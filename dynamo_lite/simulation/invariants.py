@@ -1,9 +1,9 @@
-"""What must always hold, and who looks when.
+"""The invariants of a run, and when each is checked.
 
-A write lands only in blocks of its attempt, and only what is kept for it is read; every
-block comes back; every request ends once, in time, with the model's tokens or a stated
-error; every job ends, and its decode engine knows; nobody counts on a lease that etcd has
-given up; no task outlives its owner.
+A write lands only in blocks of its attempt. A read reads only blocks that are kept for its
+attempt. Every block is freed. Every request ends once, in time, with the model's tokens or a
+stated error. Every job ends, and its decode engine gets a report. No process relies on a lease
+that etcd has ended. No task outlives its owner.
 """
 
 from collections import Counter
@@ -27,11 +27,11 @@ from dynamo_lite.simulation.engine.request import SimRequest
 from dynamo_lite.simulation.loop.scheduler import START_S
 from dynamo_lite.simulation.tally import Wait, Waits
 
-#: A request may end so much later than its deadline: the next turn of its process.
+#: How much later than its deadline a request may end: the next turn of its process.
 _LATE_S = 0.1
-#: So long may a cancel be on its way to a prefill worker while nothing is broken.
+#: How long a cancel may take to a prefill worker in a run without faults.
 _CANCEL_S = 1.0
-#: So long may a request be on its way to a worker while no host or process but the broker fails.
+#: How long a request may take to a worker in a run with no faults but the broker's.
 _PLACING_S = 0.1
 #: Violations beyond these are only counted.
 _MOST_TOLD = 20
@@ -39,16 +39,20 @@ _MOST_TOLD = 20
 
 @dataclass
 class Judge:
-    """say: takes each violation, for the trace. now: virtual time. faultless: nothing is
-    broken. only_broker_fails: or nothing does. counts: what happened, by name; shows whether a
-    run reached what matters."""
+    """Checks the invariants of one run, and collects the violations."""
 
+    #: Virtual time.
     now: Callable[[], float]
+    #: Called with the text of each violation, for the trace.
     say: Callable[[str], None]
+    #: Whether the scenario has no faults.
     faultless: bool = False
+    #: Whether it has none but faults of the broker.
     only_broker_fails: bool = False
     violations: list[str] = field(default_factory=list[str])
+    #: Events by name; they show whether a run reached the states to be tested.
     counts: Counter[str] = field(default_factory=Counter[str])
+    #: Client and story of each request, in the order of their start.
     stories: list[tuple[str, Story]] = field(default_factory=list[tuple[str, Story]])
     waits: Waits = field(default_factory=Waits)
     _engines: dict[SimMover, Engine] = field(default_factory=dict[SimMover, Engine])
@@ -71,7 +75,7 @@ class Judge:
         engine.core.on_abort = lambda ids: self.cancels.aborting(engine, ids)
 
     def engine_died(self, engine: Engine) -> None:
-        """Whose memory is gone has no blocks to lose."""
+        """Its memory is gone: writes to it and its blocks are not checked any more."""
         self._engines.pop(engine.mover, None)
 
     def landing(self, landing: Landing) -> None:
@@ -91,7 +95,8 @@ class Judge:
             self.counts[f"writes landed {owned}"] += 1
 
     def reading(self, reader: SimMover, landing: Landing) -> None:
-        """As a copy is read: who may use it reads what its attempt may be sure of."""
+        """While a copy is read: a reader with a live lease reads only blocks that are kept for
+        its attempt."""
         engine, own = self._engines.get(landing.target), self._engines.get(reader)
         if engine is None or own is None or not own.setup.alive():
             return
@@ -105,7 +110,7 @@ class Judge:
                 return
 
     def stepped(self, engine: Engine, scheduled_at: float) -> None:
-        """After a step: whoever has waited for remote KV long enough waits no more."""
+        """After a step: no request waits for remote KV beyond its timeout."""
         role = engine.setup.link.role
         if not isinstance(role, DecodeEngineConfig):
             return
@@ -121,7 +126,7 @@ class Judge:
     # Leases
 
     def lease_expired(self, owner: str, lease_id: int, deadline: float) -> None:
-        """etcd gives a lease up. deadline: until when its owner counts on it."""
+        """etcd ends an expired lease. deadline: until when its owner relies on it."""
         self.counts["leases expired"] += 1
         if deadline > self.now():
             self.violate(
@@ -130,14 +135,14 @@ class Judge:
             )
 
     def lease_revoked(self, owner: str, lease_id: int, revoked: Container[int]) -> None:
-        """A process leaves because its lease was revoked, it says."""
+        """A process has left with the reason that its lease was revoked."""
         if lease_id not in revoked:
-            self.violate(f"{owner} takes its lease {lease_id:x} for revoked, and nobody did that")
+            self.violate(f"{owner} takes its lease {lease_id:x} for revoked, but it was not")
 
     # Jobs
 
     def broker_started(self) -> None:
-        """Its queue is empty: the jobs of the one before are on none."""
+        """Its queue is empty: the jobs of the former broker are lost."""
         self._deliveries.clear()
 
     def pulled(self, job: Job) -> None:
@@ -150,8 +155,8 @@ class Judge:
             self._ends_told.add(decode_writer_done(payload).attempt)
 
     def job_ended(self, job: Job, lease_id: int) -> None:
-        """A worker takes a job off the queue: nobody else will work on it, so its engine must
-        not go on waiting for somebody to claim it."""
+        """A worker removes a job from the queue. No other worker gets it, so its engine must not
+        continue to wait for a claim."""
         request = decode_job(job.payload)
         engine = self._engine(request.engine_id)
         if engine is None or request.attempt in self._ends_told:
@@ -160,11 +165,11 @@ class Judge:
         if engine.halves.awaits_claim(request.attempt, self.now()):
             self.violate(
                 f"{lease_id:x} took the job of attempt {request.attempt} off the queue, and"
-                f" {engine.setup.address} still waits for somebody to claim it"
+                f" {engine.setup.address} still waits for a claim"
             )
 
     def prefill_worker_died(self, worker: PrefillWorker, lease_id: int, queued: set[str]) -> None:
-        """What it worked on, and nobody else has had yet, must still be on the queue."""
+        """Its jobs that were delivered only once must still be on the queue."""
         if worker._jobs is None:
             return
         for attempt, job in worker._jobs.working.items():
@@ -176,7 +181,7 @@ class Judge:
                 self.violate(f"the job of attempt {attempt} was lost with its worker")
 
     def unsettled(self) -> str | None:
-        """What of the engines has not come to its end; None when all has."""
+        """The first engine with unfinished work, and which; None if there is none."""
         for engine in self._engines.values():
             what = _engine_unsettled(engine)
             if what is not None:
@@ -184,7 +189,7 @@ class Judge:
         return None
 
     def check_caches(self) -> None:
-        """What the prefix cache promises must lie in its blocks."""
+        """Each block of a prefix cache must contain the KV of its key."""
         for engine in self._engines.values():
             for block, key in engine.core.pool.cached():
                 if not engine.core.memory.ends_with(block, key):
@@ -195,7 +200,7 @@ class Judge:
     # Cancels
 
     def heard(self, subject: str, payload: bytes) -> None:
-        """A component is told something."""
+        """A message for a component has arrived."""
         if not subject.endswith(".cancel"):
             return
         took_s = self.cancels.heard(payload)
@@ -212,7 +217,7 @@ class Judge:
         self.stories.append((client, story))
 
     def client_died(self, client: str) -> None:
-        """Its callers' connections break: nobody tells them anything any more."""
+        """The connections of its callers break, which ends their requests."""
         for name, story in self.stories:
             if name == client and not story.ends:
                 story.end("client died", self.now())
@@ -271,7 +276,7 @@ class Judge:
 
 
 def _ownership(engine: Engine, attempt: str, block: int) -> str | None:
-    """In which state of the attempt a write into this block is right; None: in none."""
+    """The state of the attempt that allows a write into this block; None if it is not allowed."""
     halves = engine.halves
     if not isinstance(halves, DecodeHalves):
         return None
@@ -297,7 +302,7 @@ def _may_be_read(engine: Engine, attempt: str, block: int) -> bool:
 
 
 def _blocks(engine: Engine, landing: Landing) -> list[int]:
-    """Which blocks of the engine it lies in."""
+    """The ids of the engine's blocks that it covers."""
     memory = engine.core.memory
     at = landing.address - memory.base
     return [memory.block_at(i) for i in range(at, at + landing.length, memory.block_bytes)]

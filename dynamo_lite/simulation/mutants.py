@@ -1,4 +1,4 @@
-"""The shipped parts with one safety taken away: what the simulation must find.
+"""The shipped parts without one of their safeguards, which the simulation must detect.
 
 They show that its invariants can fail, and run nowhere else.
 """
@@ -45,7 +45,7 @@ from dynamo_lite.transfer.directory import MetadataDirectory
 
 
 class AckOnDequeue(Shipped):
-    """A job is acknowledged when it is pulled, not when it is over."""
+    """A job is acknowledged when it is pulled, not when it has ended."""
 
     @contextlib.asynccontextmanager
     async def queue(
@@ -65,7 +65,7 @@ class AckOnDequeue(Shipped):
 
 
 class NoClaim(Shipped):
-    """A writer is granted what it asks for, and nobody takes note of it."""
+    """A writer's claim is granted and not recorded."""
 
     def ledger(self, setup: EngineSetup) -> Ledger:
         return _NoClaim(setup.link.lease_ttl_s)
@@ -79,7 +79,7 @@ class _NoClaim(Ledger):
 
 
 class NoQuarantine(Shipped):
-    """Blocks of a withdrawn attempt are free at once, whoever may be writing."""
+    """Blocks of a withdrawn attempt are free at once, although its writer may still write."""
 
     def ledger(self, setup: EngineSetup) -> Ledger:
         return _NoQuarantine(setup.link.lease_ttl_s)
@@ -104,13 +104,13 @@ class _NoPrefixHold(DecodeScheduler):
 
 
 class NoPrefixHold(Shipped):
-    """Of a withdrawn attempt's blocks those are free that its writer may only read."""
+    """The blocks of a withdrawn attempt that its writer may only read are free at once."""
 
     decode_scheduler = _NoPrefixHold
 
 
 class NoFence(Shipped):
-    """A writer does not look whether its lease lives."""
+    """A writer does not check whether its lease is alive."""
 
     def prefill_rank(
         self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
@@ -121,8 +121,7 @@ class NoFence(Shipped):
 
 
 class MetadataByAddress(Shipped):
-    """The layout of a decode engine's memory is known by where that is, not by which
-    incarnation it is."""
+    """The memory layout of a decode engine is kept by its address, not by its incarnation."""
 
     def prefill_worker(
         self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
@@ -160,13 +159,13 @@ class _NoAttemptId(DecodeScheduler):
 
 
 class NoAttemptId(Shipped):
-    """A remote prefill goes by the caller's request id, however often that is tried."""
+    """A remote prefill has the caller's request id, also when the request is retried."""
 
     decode_scheduler = _NoAttemptId
 
 
 class NoDeadline(Shipped):
-    """A decode engine waits for remote KV as long as it takes."""
+    """A decode engine waits for remote KV without a timeout."""
 
     def ledger(self, setup: EngineSetup) -> Ledger:
         return _NoDeadline(setup.link.lease_ttl_s)
@@ -180,7 +179,7 @@ class _NoDeadline(Ledger):
 
 
 class SilentlyUsedUp(Shipped):
-    """A job that was delivered too often is dropped, and nobody is told."""
+    """A job that was delivered too often is dropped without a report to its engine."""
 
     def prefill_worker(
         self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
@@ -205,7 +204,7 @@ class _SilentWorker(PrefillWorker):
 
 
 class WallClockDeadline(Shipped):
-    """A worker drops jobs whose deadline is over by the wall clock of its own host."""
+    """A worker drops jobs that are past their deadline by its own host's wall clock."""
 
     @contextlib.asynccontextmanager
     async def queue(
@@ -240,13 +239,13 @@ class _RedeliveryLost(JetStreamQueue):
 
 
 class RedeliveryLost(Shipped):
-    """After a reconnect the client of a worker's queue drops what is delivered again."""
+    """After a reconnect the client of a worker's queue drops redelivered jobs."""
 
     queue_client = _RedeliveryLost
 
 
 class LateResume(Shipped):
-    """A watch that goes on after an outage begins one revision too late."""
+    """A watch that resumes after an outage starts one revision too late."""
 
     def store(self, backend: EtcdBackend) -> EtcdStore:
         return _LateResumeStore(ETCD_URL, backend=backend)
@@ -274,7 +273,7 @@ class _LateResumeStore(EtcdStore):
 
 
 class LeaseFromAnswer(Shipped):
-    """A lease counts from the answer to its refresh, not from the request."""
+    """A lease's deadline is computed from the answer to its refresh, not from the request."""
 
     def store(self, backend: EtcdBackend) -> EtcdStore:
         return _LeaseFromAnswerStore(ETCD_URL, backend=backend)

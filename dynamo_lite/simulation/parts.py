@@ -1,4 +1,4 @@
-"""What the shipped components run on in a simulation: parts, servers' clients, clocks."""
+"""The environment of the shipped components in a simulation: engines, clients, clocks."""
 
 import asyncio
 import random
@@ -40,7 +40,7 @@ from dynamo_lite.simulation.supervisor import Slot
 #: Takes a subject and a payload.
 Hear = Callable[[str, bytes], None]
 
-#: Opens the store for the process whose code is running.
+#: Opens the store for the running process.
 OpenStore = Callable[[], AbstractAsyncContextManager[Store]]
 
 #: How long a component's imports take.
@@ -74,7 +74,7 @@ class Outside:
 
 
 class Pulls:
-    """A worker's queue whose pulled jobs, and their ends, the judge sees."""
+    """A worker's queue that reports pulled jobs and their ends to the judge."""
 
     def __init__(
         self, opened: AbstractAsyncContextManager[PrefillQueue], judge: Judge, lease_id: int
@@ -184,8 +184,8 @@ class SimParts:
 
 
 class _HeardMessaging(NatsMessaging):
-    """Messaging whose every arriving message somebody sees first, with its subject, and
-    every published one when it has left."""
+    """Messaging that calls `hear` with each message before its handler, and `said` with each
+    message after it was published."""
 
     def __init__(self, url: str, hear: Hear, said: Hear, on_drop: OnDrop):
         super().__init__(url, on_drop=on_drop)
@@ -212,7 +212,7 @@ class _NoStatus:
 def surroundings(
     network: Network, process: SimProcess, open_store: OpenStore, hear: Hear, said: Hear
 ) -> ProcessEnvironment:
-    """hear: sees what the process is told, before it does. said: sees what it publishes."""
+    """hear: called with each message before its handler. said: with each published message."""
 
     @asynccontextmanager
     async def no_status(*_: Any) -> AsyncIterator[_NoStatus]:

@@ -27,7 +27,7 @@ class Kind(Enum):
     ENGINE_PAUSE = "engine pause"  # of an engine without its worker
     DRAIN = "drain"  # SIGTERM; its supervisor starts a new one
     REVOKE = "revoke"  # its lease is revoked from outside
-    ISOLATE = "isolate"  # a host reaches nobody
+    ISOLATE = "isolate"  # a host is partitioned from all others
     CUT = "cut"  # two hosts do not reach each other
     WEATHER = "weather"  # loss, duplication, reordering and delay of messages
     WALL_JUMP = "wall jump"  # a host's wall clock is set
@@ -62,29 +62,22 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request. cancel_after_s: when its client loses interest; None: never.
-
-    A client that is restarted asks again under the same ids.
-    """
+    """One request of a client."""
 
     at_s: float
     client: int
+    #: A client that is restarted may send the same id again.
     request_id: str
     prompt: tuple[int, ...]
     sampling: Sampling
     timeout_s: float
+    #: When its client cancels it; None: never.
     cancel_after_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Sizes and times of the cluster; see the options of the same names.
-
-    slowest_write_s: how long a write may be under way; below a lease's time to live.
-    quiet_at_s: from here on nothing goes wrong any more. clock_skews: hosts whose wall clocks
-    are wrong from the beginning, by so many seconds. slowest_store_answer_s: etcd does what it is
-    asked for at once, and answers after up to that time.
-    """
+    """Sizes and times of the cluster; see the options of the same names."""
 
     seed: int
     profile: str
@@ -96,22 +89,26 @@ class Scenario:
     remote_prefill_timeout_s: float
     ack_wait_s: float
     max_jobs: int
+    #: Longest time that a write is in flight; below a lease's time-to-live.
     slowest_write_s: float
     token_s: float
+    #: No fault lasts beyond this time.
     quiet_at_s: float
+    #: Longest time between etcd's application of a call and its answer.
     slowest_store_answer_s: float = 0.0
+    #: Hosts with a wrong wall clock, and by how many seconds it is ahead.
     clock_skews: tuple[tuple[str, float], ...] = ()
     faults: tuple[Fault, ...] = ()
     asks: tuple[Ask, ...] = field(default=(), repr=False)
 
     @property
     def kv_checksum_rate(self) -> float:
-        """None in every other run: a checksum hides from the client what went wrong."""
+        """0 in every other run: a checksum hides wrong KV from the client."""
         return 0.5 * (self.seed % 2)
 
     @property
     def max_deliver(self) -> int:
-        """In one run of three no job is delivered twice before it is used up."""
+        """In one run of three a job is used up after one delivery."""
         return 1 + self.seed // 3 % 3
 
     @property

@@ -1,4 +1,4 @@
-"""What the watches of simulated processes have told, beside what the store holds."""
+"""The contents that the watches of simulated processes have given, compared with the store."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -12,11 +12,11 @@ from dynamo_lite.simulation.servers.etcd_data import EtcdData
 
 
 class View(AsyncIterator[WatchEvent]):
-    """The events of one watch. entries: what those that were taken so far amount to; None:
-    nothing was taken."""
+    """The events of one watch."""
 
     def __init__(self, process: SimProcess, prefix: str, events: AsyncIterator[WatchEvent]):
         self.process, self.prefix = process, prefix
+        #: The content after the events received so far; None before the first one.
         self.entries: dict[str, bytes] | None = None
         self._events = events
 
@@ -38,7 +38,7 @@ class View(AsyncIterator[WatchEvent]):
 
 
 class Views:
-    """Of all watches that are open."""
+    """The views of all open watches."""
 
     def __init__(self) -> None:
         self._open: dict[View, None] = {}
@@ -47,7 +47,7 @@ class Views:
     async def seen(
         self, opened: AbstractAsyncContextManager[EtcdStore], process: SimProcess
     ) -> AsyncIterator[EtcdStore]:
-        """The store that `process` opens; its watches are noted here."""
+        """Opens the store of `process`, and records its watches here."""
         async with opened as store:
             watch = store.watch
 
@@ -65,7 +65,7 @@ class Views:
             yield store
 
     def differing(self, data: EtcdData) -> str | None:
-        """A watch that has told something else than what the store holds; None if all agree."""
+        """The first watch with another content than the store; None if all agree."""
         for view in self._open:
             if view.process.dead:
                 continue

@@ -39,17 +39,17 @@ from dynamo_lite.simulation.views import Views
 NAMESPACE = "sim"
 _GRACE_S = 20.0
 _LOCAL_TOKENS, _SHORT_TOKENS = 12, 30
-#: One block: whatever can be read is.
+#: One block: every prefix that can be read is read.
 _READ_TOKENS = 4
 #: A process that has been ready for this long is known to all others.
 _KNOWN_S = 1.0
-#: How often a wiped etcd has the cluster id of before, and how often one that is started
-#: again with its data has forgotten its history.
+#: How often a wiped etcd has the same cluster id as before, and how often an etcd that is
+#: restarted with its data has compacted its history.
 _SAME_CLUSTER, _COMPACTED = 0.7, 0.3
 
 
 class Nats:
-    """Implements the faults' Server. Its queues are in memory: they end with its process."""
+    """Implements the faults' Server. Its queues are in memory, and are lost with its process."""
 
     def __init__(self, network: Network, on_start: Callable[[], None]):
         self._network, self._on_start = network, on_start
@@ -61,11 +61,11 @@ class Nats:
         self._on_start()
 
     def attempts(self) -> set[str]:
-        """Whose jobs are on the queue, waiting or pulled."""
+        """The attempts with a job on the queue, waiting or pulled."""
         return {decode_job(payload).attempt for payload in self._payloads()}
 
     def jobs(self) -> int:
-        """On the prefill queue, waiting or pulled."""
+        """How many jobs are on the prefill queue, waiting or pulled."""
         return len(self._payloads())
 
     def _payloads(self) -> list[bytes]:
@@ -80,7 +80,7 @@ class Etcd:
         self._slowest_answer_s = slowest_answer_s
         self._random = network.loop.stream("etcd").random
         self.data = EtcdData()
-        #: Leases that the faults revoked, or that look revoked to their owners.
+        #: Leases that the faults have revoked, or that their owners must take for revoked.
         self.revoked: set[int] = set()
         self.start()
 
@@ -109,7 +109,7 @@ class Etcd:
 
 
 class Watched:
-    """A component that lets its slot know its host."""
+    """A component that gives its host to its slot."""
 
     def __init__(self, inner: Component, slot: Slot):
         self._inner, self._slot = inner, slot
@@ -129,7 +129,7 @@ class Watched:
 
 
 class World:
-    """Make it, and use it, outside of every simulated process."""
+    """To be made and used outside of every simulated process."""
 
     def __init__(self, loop: VirtualLoop, scenario: Scenario, shipped: Shipped):
         self.loop, self.scenario, self.shipped = loop, scenario, shipped
@@ -175,14 +175,14 @@ class World:
             self._keepers[name] = self.loop.create_task(slot.keep(), name=f"keep {name}")
 
     def ask(self, ask: Ask) -> None:
-        """The request reaches its client, when that runs."""
+        """Sends the request to its client, if that runs."""
         slot = self.slots[f"client-{ask.client}"]
         client = self.clients.get(slot.name)
         if client is not None and slot.process is not None and not slot.process.dead:
             self.loop.call_soon(client.ask, ask, context=slot.process.context.copy())
 
     def unsettled(self) -> str | None:
-        """What is not as it was before the first request; None when all is."""
+        """The first thing that is not as before the first request; None if there is none."""
         if waiting := sorted(self.slots.keys() - self.ready.keys()):
             return f"{', '.join(waiting)} not ready"
         if stories := self.judge.open_stories():
@@ -220,13 +220,12 @@ class World:
             watch_component="VllmWorker",
         )
 
-        def report(told: dict[str, Any]) -> None:
-            self.loop.trace.add(
-                f"{told['state']} {told.get('reason', told.get('error', told.get('detail', '')))}"
-            )
-            if told["state"] == "ready":
+        def report(status: dict[str, Any]) -> None:
+            reason = status.get("reason", status.get("error", status.get("detail", "")))
+            self.loop.trace.add(f"{status['state']} {reason}")
+            if status["state"] == "ready":
                 self.ready[slot.name] = self.loop.time()
-            elif told.get("reason") == "lease revoked" and slot.host is not None:
+            elif status.get("reason") == "lease revoked" and slot.host is not None:
                 self.judge.lease_revoked(slot.name, slot.host.lease.id, self.etcd.revoked)
 
         return await run_process(

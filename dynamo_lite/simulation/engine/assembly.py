@@ -31,7 +31,7 @@ from dynamo_lite.simulation.engine.memory import KvMemory
 from dynamo_lite.simulation.engine.mover import Fabric, SimMover
 from dynamo_lite.simulation.engine.pool import BlockPool
 
-#: An incarnation's memory begins up to so many blocks behind this address.
+#: An incarnation's memory begins at most this many blocks after this address.
 _BASE, _SHIFTS = 1 << 20, 4
 
 
@@ -65,7 +65,7 @@ class Engine:
     ready: bool = False
 
     async def main(self, on_ready: Callable[[], None]) -> None:
-        """The process: loads, then runs until the core is told to stop."""
+        """The process: loads, then runs until the core is stopped."""
         await asyncio.sleep(self.setup.config.load_s)
         try:
             async with self.halves.running():

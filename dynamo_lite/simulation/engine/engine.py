@@ -112,7 +112,7 @@ class SimEngine:
 
     @property
     def kv_events(self) -> None:
-        """Nobody routes by prefixes here."""
+        """No component routes by prefixes in a simulation."""
         return None
 
     async def describe(self) -> EngineStatus:

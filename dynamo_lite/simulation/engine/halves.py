@@ -82,7 +82,7 @@ class DecodeHalves:
         return self.scheduler.prefills.held().get(attempt, ())
 
     def waits_for(self, attempt: str, writer_lease_id: int) -> bool:
-        """Whether the attempt is wanted, and nobody but this writer could have claimed it."""
+        """Whether the attempt is wanted, and no writer but this one can have claimed it."""
         ledger = self.scheduler._book.ledger
         state = ledger.state(attempt)
         if state is AttemptState.QUEUED:
@@ -159,7 +159,7 @@ class DecodeHalves:
 
 
 class WatchedRank(PrefillRank):
-    """Names the attempt of each write and read to its mover, for whoever watches them."""
+    """Gives its mover the attempt of each write and read, for those that watch them."""
 
     watched: SimMover | None = None
 

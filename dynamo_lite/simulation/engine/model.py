@@ -76,8 +76,8 @@ def kv_words(states: Sequence[int]) -> Words:
 
 
 class Sampler:
-    """Draws one sequence's tokens. A seeded one starts anew with every sampler, as
-    an engine's generator does with every request."""
+    """Draws one sequence's tokens. A seeded sequence starts at its first draw with every sampler,
+    like an engine's generator with every request."""
 
     def __init__(self, sampling: Sampling, rng: random.Random):
         self._sampling, self._rng = sampling, rng

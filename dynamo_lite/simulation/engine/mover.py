@@ -208,7 +208,7 @@ class SimMover:
     """Implements Mover. One per engine, with one memory, and scratch memory beside it.
 
     name: unique per engine incarnation. address: its host. attempt: of the write
-    that is being started, for whoever watches landings.
+    that is being started, for those that watch landings.
     """
 
     def __init__(self, fabric: Fabric, name: str, address: str, memory: KvMemory):

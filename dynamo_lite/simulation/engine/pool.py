@@ -42,7 +42,7 @@ class BlockPool:
         return len(self._free)
 
     def taken(self) -> list[int]:
-        """Ids of the blocks that somebody holds."""
+        """Ids of the blocks with references."""
         return [b.block_id for b in self.blocks if b.ref_cnt]
 
     def cached(self) -> list[tuple[int, int]]:
@@ -82,7 +82,7 @@ class BlockPool:
                 self._free[block.block_id] = block
 
     def allocate(self, count: int) -> list[Block] | None:
-        """`count` blocks with one reference each, or None when so many are not free."""
+        """`count` blocks with one reference each, or None when fewer are free."""
         if count > len(self._free):
             return None
         taken: list[Block] = []

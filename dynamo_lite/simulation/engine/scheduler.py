@@ -48,8 +48,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Requests that are computed, wait, or whose blocks somebody still uses; and one
-        more step after each end, which tells of it."""
+        """Whether requests are computed, wait, or have blocks in use; also for one step after each
+        end, which reports it."""
         busy = self._connector is not None and self._connector.busy
         return bool(self.requests) or self._untold or busy
 
