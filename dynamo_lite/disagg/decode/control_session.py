@@ -139,10 +139,12 @@ class ControlSession:
                 watcher = self._tasks.create_task(self._watch_queue(), name="queue-view")
                 writers.on_change(self._on_writers)
                 health.on_change(self._on_health)
-                with self._queue.on_lost(self._on_queue_lost):
-                    yield
-                watcher.cancel()
-                self._tasks = None
+                try:
+                    with self._queue.on_lost(self._on_queue_lost):
+                        yield
+                finally:  # the roster and the links end later, and may still report changes
+                    watcher.cancel()
+                    self._tasks = None
 
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job. If the broker does not confirm it, the prompt is computed locally."""
