@@ -114,6 +114,8 @@ class Listener:
                     self._all_closed.clear()
                     await self._all_closed.wait()
         except TimeoutError:
+            pass
+        finally:  # also when this is cancelled
             for connection in list(self._connections):
                 connection.abort("the worker closed the stream")
 
