@@ -58,7 +58,10 @@ class GenerateHandler(Protocol):
     """The engine behind a GenerateServer."""
 
     async def submit(self, request: GenerateRequest) -> None:
-        """Raises Refused when the request is not acceptable to this engine."""
+        """Raises Refused when the request is not acceptable to this engine.
+
+        The server aborts a request whose `submit` was cancelled.
+        """
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

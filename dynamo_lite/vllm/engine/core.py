@@ -145,14 +145,16 @@ class VllmEngine:
             raise
 
     async def submit(self, request: GenerateRequest) -> None:
-        """Raises Refused if this engine cannot take the request."""
+        """Raises Refused if this engine cannot take the request. If it is cancelled, the caller
+        must abort the request."""
         made = requests.generation(request, self.config.model_config, timed=self._link is not None)
         made.request_id = self._ids.enter(request.request_id)
         try:
             await self._add(made)
-        except BaseException:
+        except Exception:
             self._ids.leave([request.request_id])
             raise
+        # After a cancel the engine's process may have the request: `abort` needs its name there.
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._abort(self._ids.leave(request_ids))
