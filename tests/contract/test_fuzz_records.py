@@ -17,8 +17,6 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import (
-    EndpointRecord,
-    EndpointTransport,
     EngineMetadata,
     KvRegion,
     RankMetadata,
@@ -31,6 +29,7 @@ from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.simulation.servers.memory import MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
+from tests.builders import endpoint_record, key_of
 from tests.hostile import Spoiler
 
 FUZZ = settings(deadline=None, derandomize=True, max_examples=100)
@@ -39,23 +38,12 @@ PREFIX = names.endpoint_prefix("t", "VllmWorker", "generate")
 BLOCKS, BLOCK_BYTES = 16, 64
 
 
-def record(lease_id: int) -> tuple[str, EndpointRecord]:
-    name = "t", "VllmWorker", "generate", lease_id
-    transport = EndpointTransport(nats_tcp=names.endpoint_subject(*name), stream="h:1")
-    return names.endpoint_key(*name), EndpointRecord(
-        namespace="t",
-        component="VllmWorker",
-        endpoint="generate",
-        lease_id=lease_id,
-        transport=transport,
-    )
-
-
 @FUZZ
 @given(rng=RNG)
 def test_hostile_records_neither_become_members_nor_hide_them(rng: Random):
     spoiler = Spoiler(rng)
-    true_key, true = record(7)
+    true = endpoint_record(7)
+    true_key = key_of(true)
 
     async def main() -> None:
         drops: Counter[str] = Counter()
@@ -63,17 +51,19 @@ def test_hostile_records_neither_become_members_nor_hide_them(rng: Random):
         await store.put(true_key, encode_json(true))
         async with Roster(store, PREFIX, lambda where: drops.update([where])) as roster:
             for _ in range(10):
-                key, foreign = record(rng.randint(8, 10))
+                foreign = endpoint_record(rng.randint(8, 10))
+                key = key_of(foreign)
                 key = rng.choice((key, PREFIX, f"{PREFIX}zz", f"{key}0"))
                 await store.put(key, spoiler.spoil(encode_json(foreign)))
-            key, last = record(11)
+            last = endpoint_record(11)
+            key = key_of(last)
             await store.put(key, encode_json(last))
             members = await roster.wait(lambda found: any(m.lease_id == 11 for m in found), 5)
             assert true in members
             for member in members:
-                assert record(member.lease_id)[0].startswith(PREFIX)
+                assert key_of(endpoint_record(member.lease_id)).startswith(PREFIX)
                 assert member.transport.nats_tcp.isascii() and " " not in member.transport.nats_tcp
-            kept = {record(m.lease_id)[0] for m in members}
+            kept = {key_of(endpoint_record(m.lease_id)) for m in members}
             stored = await store.get_prefix(PREFIX)
             assert drops["record"] >= len(stored.keys() - kept)
 

@@ -29,7 +29,6 @@ from dynamo_lite.protocol.prefill import (
     Leave,
     LinkTest,
     Listen,
-    RemotePrefillRequest,
     WriterDone,
     WriterStays,
     decode_cancel_attempt,
@@ -46,6 +45,7 @@ from dynamo_lite.simulation.engine.model import first_wrong
 from dynamo_lite.simulation.engine.mover import Wire
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
+from tests.builders import prefill_job
 from tests.hostile import SEAL_BYTES, Spoiler
 from tests.sim.pair import GREEDY, QUEUE, Pair, play, tokens
 
@@ -67,15 +67,7 @@ FOREIGN: tuple[tuple[str, Any], ...] = (
     ("poll", Listen(writer_lease_id=99, for_s=0.5)),
     (
         "job",
-        RemotePrefillRequest(
-            engine_id="e1",
-            request_id="foreign",
-            attempt="foreign",
-            prompt_token_ids=[1, 2, 3],
-            num_computed_tokens=0,
-            block_ids=[0, 1],
-            deadline=1e9,
-        ),
+        prefill_job("foreign", prompt_token_ids=[1, 2, 3], num_computed_tokens=0, block_ids=[0, 1]),
     ),
 )
 

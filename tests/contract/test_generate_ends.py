@@ -7,7 +7,8 @@ from contextlib import AsyncExitStack
 import pytest
 
 from dynamo_lite.protocol.errors import Refused
-from tests.contract.generating import Setup, open_setup, request_of, tokens
+from tests.builders import generate_request
+from tests.contract.generating import Setup, open_setup, tokens
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -24,9 +25,9 @@ async def opened(
 
 async def test_a_request_whose_time_is_up_ends_at_the_worker(opened: Open):
     setup = await opened()
-    await setup.client.submit(setup.member, request_of("a", timeout_s=0.05))
-    await setup.client.submit(setup.member, request_of("b", timeout_s=60.0))
-    await setup.client.submit(setup.member, request_of("c"))
+    await setup.client.submit(setup.member, generate_request("a", timeout_s=0.05))
+    await setup.client.submit(setup.member, generate_request("b", timeout_s=60.0))
+    await setup.client.submit(setup.member, generate_request("c"))
     setup.server.deliver([tokens("a", 1)])
     await setup.engine.until(lambda: setup.engine.aborted == ["a"])
     await setup.outputs.until(lambda: len(setup.outputs.deltas) == 2)
@@ -42,7 +43,7 @@ async def test_time_may_be_up_while_the_engine_is_taking_the_request(opened: Ope
     setup = await opened()
     setup.engine.gate = asyncio.Event()
     submitting = asyncio.create_task(
-        setup.client.submit(setup.member, request_of("a", timeout_s=0.05))
+        setup.client.submit(setup.member, generate_request("a", timeout_s=0.05))
     )
     await setup.outputs.until(lambda: setup.outputs.deltas == [tokens("a", finish="abort")])
     setup.engine.gate.set()
@@ -55,7 +56,7 @@ async def test_time_may_be_up_while_the_engine_is_taking_the_request(opened: Ope
 async def test_a_request_without_time_is_not_begun(opened: Open):
     setup = await opened()
     with pytest.raises(Refused, match="time") as caught:
-        await setup.client.submit(setup.member, request_of("a", timeout_s=0.0))
+        await setup.client.submit(setup.member, generate_request("a", timeout_s=0.0))
     assert not caught.value.elsewhere
     assert setup.server.in_flight == 0 and setup.engine.running == {}
 
@@ -63,37 +64,37 @@ async def test_a_request_without_time_is_not_begun(opened: Open):
 async def test_beyond_its_limit_of_requests_a_worker_is_busy(opened: Open):
     setup = await opened(max_in_flight=2)
     for request_id in ("a", "b"):
-        await setup.client.submit(setup.member, request_of(request_id))
+        await setup.client.submit(setup.member, generate_request(request_id))
     with pytest.raises(Refused, match="2 requests") as caught:
-        await setup.client.submit(setup.member, request_of("c"))
+        await setup.client.submit(setup.member, generate_request("c"))
     assert caught.value.busy and caught.value.elsewhere and caught.value.retry_after_s > 0
-    await setup.client.submit(setup.member, request_of("moved", moved=True))
+    await setup.client.submit(setup.member, generate_request("moved", moved=True))
     await setup.client.abort(["a", "moved"])
     await setup.engine.until(lambda: sorted(setup.engine.aborted) == ["a", "moved"])
-    await setup.client.submit(setup.member, request_of("c"))
+    await setup.client.submit(setup.member, generate_request("c"))
     assert setup.server.in_flight == 2
 
 
 async def test_beyond_its_limit_of_waiting_prompts_a_worker_is_busy(opened: Open):
     setup = await opened(max_prompt_tokens=8)  # each prompt has 3
-    await setup.client.submit(setup.member, request_of("a"))
-    await setup.client.submit(setup.member, request_of("b"))
+    await setup.client.submit(setup.member, generate_request("a"))
+    await setup.client.submit(setup.member, generate_request("b"))
     with pytest.raises(Refused, match="wait") as caught:
-        await setup.client.submit(setup.member, request_of("c"))
+        await setup.client.submit(setup.member, generate_request("c"))
     assert caught.value.busy
     setup.server.deliver([tokens("a", 1)])
-    await setup.client.submit(setup.member, request_of("c"))
+    await setup.client.submit(setup.member, generate_request("c"))
     setup.engine.refusal = Refused("too long", elsewhere=False)
     setup.server.deliver([tokens("b", 1)])
     for _ in range(3):  # what the engine refuses does not count
         with pytest.raises(Refused, match="too long"):
-            await setup.client.submit(setup.member, request_of("d"))
+            await setup.client.submit(setup.member, generate_request("d"))
 
 
 async def test_a_link_that_is_cut_loses_what_runs_on_it(opened: Open):
     setup = await opened()
     for request_id in ("a", "b"):
-        await setup.client.submit(setup.member, request_of(request_id))
+        await setup.client.submit(setup.member, generate_request(request_id))
     setup.server.deliver([tokens("b", 1, finish="stop")])
     await setup.outputs.until(lambda: bool(setup.outputs.deltas))
     setup.client.drop(setup.member, "it is silent")
@@ -101,7 +102,7 @@ async def test_a_link_that_is_cut_loses_what_runs_on_it(opened: Open):
     assert setup.outputs.lost == [(["a"], "it is silent")]
     await setup.engine.until(lambda: setup.engine.aborted == ["a"])
     setup.server.deliver([tokens("a", 2)])
-    await setup.client.submit(setup.member, request_of("c"))
+    await setup.client.submit(setup.member, generate_request("c"))
     setup.server.deliver([tokens("c", 3, finish="stop")])
     await setup.outputs.until(lambda: len(setup.outputs.deltas) == 2)
     assert setup.outputs.deltas[1] == tokens("c", 3, finish="stop")
@@ -111,4 +112,4 @@ async def test_a_cut_fails_what_was_not_accepted_yet(opened: Open):
     setup = await opened()
     setup.client.drop(setup.member, "nothing runs there")
     assert setup.outputs.lost == []
-    await setup.client.submit(setup.member, request_of("a"))
+    await setup.client.submit(setup.member, generate_request("a"))

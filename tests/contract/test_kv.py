@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Self, cast
 
@@ -16,9 +16,8 @@ from dynamo_lite.kv_events.publisher import KvPublisher
 from dynamo_lite.policy.kv_chain import BlockHashes, chain_hashes, root_hash
 from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import BrokerUnavailable
-from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.kv import (
     KvChange,
     KvCleared,
@@ -28,11 +27,11 @@ from dynamo_lite.protocol.kv import (
     Load,
     decode_kv_notice,
 )
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.builders import endpoint_record, eventually, generate_request, register
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -103,17 +102,8 @@ class Worker:
         await self._stack.enter_async_context(self.publisher.serve())
         task = asyncio.create_task(self.publisher.run())
         self._stack.push_async_callback(end, task)
-        name = (self._namespace, COMPONENT, "generate", self.lease_id)
-        record = EndpointRecord(
-            component=COMPONENT,
-            endpoint="generate",
-            namespace=self._namespace,
-            lease_id=self.lease_id,
-            transport=EndpointTransport(nats_tcp=names.endpoint_subject(*name)),
-            model="m",
-        )
-        self._key = names.endpoint_key(*name)
-        await self._store.put(self._key, encode_json(record))
+        record = endpoint_record(self.lease_id, COMPONENT, namespace=self._namespace, model="m")
+        self._key = await register(self._store, record)
         self._stack.push_async_callback(self.leave)
         return self
 
@@ -213,12 +203,6 @@ class Router:
         )
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_what_workers_hold_is_known(
     messaging: Messaging, store: MemoryStore, namespace: str
 ) -> None:
@@ -234,9 +218,9 @@ async def test_what_workers_hold_is_known(
                 worker.compute(prompt)
             for _ in range(8):
                 worker.evict(rng)
-        await until(lambda: all(router.sees(worker) for worker in workers))
+        await eventually(lambda: all(router.sees(worker) for worker in workers))
         workers[0].clear()
-        await until(lambda: all(router.sees(worker) for worker in workers))
+        await eventually(lambda: all(router.sees(worker) for worker in workers))
 
 
 async def test_a_late_router_gets_all_of_it_at_once(
@@ -262,14 +246,14 @@ async def test_a_gap_is_noticed_and_repaired(
         Worker(messaging, store, namespace, 7) as worker,
     ):
         worker.compute(PROMPTS[0])
-        await until(lambda: router.sees(worker))
+        await eventually(lambda: router.sees(worker))
         worker.messaging.losing = True
         worker.compute(PROMPTS[5])
-        await until(lambda: worker.messaging.lost > 0)
+        await eventually(lambda: worker.messaging.lost > 0)
         assert not router.sees(worker)
         worker.messaging.losing = False
         # Nothing more changes: the worker's next sign of life shows it.
-        await until(lambda: router.sees(worker))
+        await eventually(lambda: router.sees(worker))
         assert router.count("gap") >= 1
         assert router.snapshots >= 2
 
@@ -287,7 +271,7 @@ async def test_a_large_snapshot_comes_in_parts_while_it_changes(
                 worker.evict(rng)
                 worker.compute(rng.choice(PROMPTS))
                 await asyncio.sleep(0.001)
-            await until(lambda: router.sees(worker))
+            await eventually(lambda: router.sees(worker))
 
 
 async def test_a_dead_workers_blocks_go_with_it(
@@ -296,11 +280,11 @@ async def test_a_dead_workers_blocks_go_with_it(
     async with Router(messaging, store, namespace) as router:
         async with Worker(messaging, store, namespace, 7) as worker:
             worker.compute(PROMPTS[0])
-            await until(lambda: router.sees(worker))
-        await until(lambda: router.follower.shard(7) is None)
+            await eventually(lambda: router.sees(worker))
+        await eventually(lambda: router.follower.shard(7) is None)
         assert [len(index) for index in router.follower.indexes] == [0]
         async with Worker(messaging, store, namespace, 8) as worker:
-            await until(lambda: router.sees(worker))
+            await eventually(lambda: router.sees(worker))
 
 
 async def test_bad_notices_are_dropped_and_counted(
@@ -318,21 +302,21 @@ async def test_bad_notices_are_dropped_and_counted(
         Worker(messaging, store, namespace, 7) as worker,
     ):
         worker.compute(PROMPTS[0])
-        await until(lambda: router.sees(worker) and router.count("applied") >= 1)
+        await eventually(lambda: router.sees(worker) and router.count("applied") >= 1)
         await messaging.publish(subject, forged(99, 1))
-        await until(lambda: router.count("unknown") == 1)
+        await eventually(lambda: router.count("unknown") == 1)
         await messaging.publish(subject, forged(7, 0))
-        await until(lambda: router.count("late") == 1)
+        await eventually(lambda: router.count("late") == 1)
         for garbage in (b"", b"\xc1", encode(Load()), forged(7, 1)[:-3]):
             await messaging.publish(subject, garbage)
-        await until(lambda: router.drops == ["kv_notice"] * 4)
+        await eventually(lambda: router.drops == ["kv_notice"] * 4)
         assert router.sees(worker)
         # From the future: it is not believed, and what is true is asked for.
         await messaging.publish(subject, forged(7, 1 << 40))
-        await until(lambda: router.count("gap") == 1 and not router.follower.unsettled)
+        await eventually(lambda: router.count("gap") == 1 and not router.follower.unsettled)
         assert router.sees(worker)
         worker.compute(PROMPTS[9])
-        await until(lambda: router.sees(worker))
+        await eventually(lambda: router.sees(worker))
 
 
 async def test_loads_are_told_when_they_change_and_not_more_often_than_that(
@@ -350,7 +334,7 @@ async def test_loads_are_told_when_they_change_and_not_more_often_than_that(
                 worker.load = Load(running=running)
                 worker.publisher.load_changed()
                 await asyncio.sleep(0.004)
-            await until(lambda: bool(told) and told[-1][1].running == 100)
+            await eventually(lambda: bool(told) and told[-1][1].running == 100)
         times = [at for at, _ in told]
         assert len(told) <= 2 + (times[-1] - times[0]) / publisher.LOAD_PERIOD_S
 
@@ -378,7 +362,7 @@ async def test_random_losses_and_restarts(
                     await asyncio.sleep(rng.choice([0, 0.001, 0.003]))
                 for worker in workers:
                     worker.messaging.losing = False
-                await until(lambda r=router: all(r.sees(worker) for worker in workers))
+                await eventually(lambda r=router: all(r.sees(worker) for worker in workers))
 
 
 async def test_a_broker_that_comes_back(
@@ -391,13 +375,13 @@ async def test_a_broker_that_comes_back(
         Router(ours, store, namespace) as router,
     ):
         worker.compute(PROMPTS[0])
-        await until(lambda: router.sees(worker))
+        await eventually(lambda: router.sees(worker))
         await nats_server.kill()
-        await until(lambda: not theirs.connected and not ours.connected)
+        await eventually(lambda: not theirs.connected and not ours.connected)
         with contextlib.suppress(BrokerUnavailable):
             worker.compute(PROMPTS[5])
         await nats_server.restart()
-        await until(lambda: router.sees(worker), 20)
+        await eventually(lambda: router.sees(worker), 20)
 
 
 async def test_a_restarted_router_routes_right_within_a_second(
@@ -423,12 +407,6 @@ async def test_a_restarted_router_routes_right_within_a_second(
                 router.follower.on_load(picker.reported)
                 for worker in workers:
                     prompt = PROMPTS[worker.lease_id]
-                    request = GenerateRequest(
-                        request_id=f"r{worker.lease_id}",
-                        client_id="",
-                        prompt_token_ids=[*prompt, 1],
-                        sampling=b"",
-                        arrival_time=1.0,
-                    )
+                    request = generate_request(f"r{worker.lease_id}", prompt_token_ids=[*prompt, 1])
                     picked = picker.pick(router.roster.members, request)
                     assert picked.member.lease_id == worker.lease_id

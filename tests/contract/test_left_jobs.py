@@ -16,13 +16,11 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.unit.test_prefill_jobs import (
-    ENGINE,
-    NAMESPACE,
+from tests.builders import ENGINE, NAMESPACE, prefill_job
+from tests.unit.prefill_rig import (
+    TARGET,
     ScriptedEngine,
     ScriptedLinks,
-    job,
-    metadata,
 )
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -34,7 +32,7 @@ JOBS, FIT, UNFIT = 12, 0xF, 0xBAD
 async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str, order: str):
     messaging, store = MemoryMessaging(), MemoryStore()
     config = QueueConfig(order=order)
-    await store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(metadata()))
+    await store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(TARGET))
     told: list[tuple[str, int, str]] = []
     came = asyncio.Event()
 
@@ -84,7 +82,9 @@ async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str,
             came.clear()
             began = time.monotonic()
             attempt = f"a{number}"
-            await decode.push(encode_sealed(job(attempt)), message_id=attempt, lane=_lane(config))
+            await decode.push(
+                encode_sealed(prefill_job(attempt)), message_id=attempt, lane=_lane(config)
+            )
             async with asyncio.timeout(10):
                 await came.wait()
             slowest_s = max(slowest_s, time.monotonic() - began)

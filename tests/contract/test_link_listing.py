@@ -4,37 +4,21 @@ from dynamo_lite.cli.listing import Place, link_rows
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.records import (
-    EndpointRecord,
-    EndpointTransport,
-    EngineMetadata,
     LinkRecord,
     encode_engine,
 )
 from dynamo_lite.runtime.etcd.store import EtcdStore
+from tests.builders import endpoint_record, engine_metadata, register
 
 
 async def test_pairs_are_those_of_live_workers(etcd_url: str, namespace: str):
     place = Place(etcd_url=etcd_url, namespace=namespace)
     assert await link_rows(place) == []
     async with EtcdStore(etcd_url) as store, store.lease(10.0) as lease:
-        worker = EndpointRecord(
-            component="PrefillWorker",
-            endpoint="prefill",
-            namespace=namespace,
-            lease_id=lease.id,
-            transport=EndpointTransport(nats_tcp="s"),
-        )
-        key = names.endpoint_key(namespace, "PrefillWorker", "prefill", lease.id)
-        await store.put(key, encode_json(worker), lease=lease)
+        worker = endpoint_record(lease.id, "PrefillWorker", "prefill", namespace=namespace)
+        await register(store, worker, lease=lease)
         for number in (1, 2):
-            engine = EngineMetadata(
-                engine_id=f"d{number}",
-                lease_id=number,
-                fingerprint={},
-                block_size_tokens=4,
-                num_blocks=8,
-                ranks=(),
-            )
+            engine = engine_metadata(f"d{number}", number)
             await store.put(names.nixl_metadata_key(namespace, f"d{number}"), encode_engine(engine))
         await store.put(names.nixl_metadata_key(namespace, "d3"), b"{}")
         link = LinkRecord(

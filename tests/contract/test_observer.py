@@ -14,13 +14,14 @@ from dynamo_lite.overview.observer import Observer
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_json
 from dynamo_lite.protocol.kv import KvNotice, Load
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord
+from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.builders import endpoint_record, register
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -43,16 +44,10 @@ class Cluster:
 
     async def register(self, component: str, endpoint: str, status_url: str) -> Lease:
         lease = await self.stack.enter_async_context(self.store.lease(30.0))
-        record = EndpointRecord(
-            component=component,
-            endpoint=endpoint,
-            namespace=self.namespace,
-            lease_id=lease.id,
-            transport=EndpointTransport(nats_tcp="s"),
-            status_url=status_url,
+        record = endpoint_record(
+            lease.id, component, endpoint, namespace=self.namespace, status_url=status_url
         )
-        key = names.endpoint_key(self.namespace, component, endpoint, lease.id)
-        await self.store.put(key, encode_json(record), lease=lease)
+        await register(self.store, record, lease=lease)
         return lease
 
     async def tell(self, lease_id: int, load: Load) -> None:

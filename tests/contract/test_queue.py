@@ -6,7 +6,7 @@ import contextvars
 import gc
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,7 @@ from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.serve.embedded import EmbeddedNats
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from tests.builders import eventually
 from tests.servers import PrivateServer, Server
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -67,13 +68,6 @@ async def pull(queue: PrefillQueue, timeout_s: float = 5.0) -> Job:
     job = await queue.pull(timeout_s=timeout_s)
     assert job is not None
     return job
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Acks and naks take effect in the broker a moment after they are sent."""
-    async with asyncio.timeout(5):
-        while not await condition():
-            await asyncio.sleep(0.005)
 
 
 async def until_total(queue: PrefillQueue, total: int) -> None:

@@ -7,13 +7,14 @@ import pytest
 
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded
-from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, endpoint_subject
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.names import endpoint_prefix
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members import roster as roster_module
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.simulation.servers.memory import MemoryStore
+from tests.builders import endpoint_record, key_of
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -28,20 +29,9 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
             yield etcd
 
 
-def record(namespace: str, lease_id: int, model: str = "") -> tuple[str, EndpointRecord]:
-    name = (namespace, "Worker", "generate", lease_id)
-    return endpoint_key(*name), EndpointRecord(
-        component="Worker",
-        endpoint="generate",
-        namespace=namespace,
-        lease_id=lease_id,
-        transport=EndpointTransport(nats_tcp=endpoint_subject(*name)),
-        model=model,
-    )
-
-
 async def put(store: Store, namespace: str, lease_id: int, model: str = "") -> EndpointRecord:
-    key, member = record(namespace, lease_id, model)
+    member = endpoint_record(lease_id, "Worker", namespace=namespace, model=model)
+    key = key_of(member)
     await store.put(key, encode_json(member))
     return member
 
@@ -59,7 +49,7 @@ async def test_members_join_change_and_leave(store: Store, namespace: str) -> No
         assert roster.get(0x2B) == second
         changed = await put(store, namespace, 0x2B, model="m")
         await roster.wait(lambda members: changed in members, 5)
-        await store.delete(record(namespace, 0x1A)[0])
+        await store.delete(key_of(endpoint_record(0x1A, "Worker", namespace=namespace)))
         await roster.wait(lambda members: len(members) == 1, 5)
         assert roster.get(0x1A) is None
     assert changes == [({0x2B}, set()), (set(), {0x1A})]
@@ -69,12 +59,12 @@ async def test_malformed_records_are_skipped_and_counted(store: Store, namespace
     drops: list[str] = []
     prefix = endpoint_prefix(namespace, "Worker", "generate")
     await store.put(f"{prefix}1", b"\xff{")
-    await store.put(f"{prefix}2", encode_json(record(namespace, 0x3)[1]))
+    await store.put(f"{prefix}2", encode_json(endpoint_record(0x3, "Worker", namespace=namespace)))
     async with Roster(store, prefix, drops.append) as roster:
         assert roster.members == ()
         good = await put(store, namespace, 0x4)
         assert await roster.wait(bool, 5) == (good,)
-        await store.put(record(namespace, 0x4)[0], b"{}")
+        await store.put(key_of(endpoint_record(0x4, "Worker", namespace=namespace)), b"{}")
         assert await roster.wait(lambda members: not members, 5) == ()
     assert drops == ["record"] * 3
 
@@ -133,7 +123,7 @@ async def test_members_have_a_while_to_come_back_to_a_store_that_lost_its_data(
         await roster.wait(lambda found: len(found) == 4, 5)
         assert roster.members[:3] == tuple(members)
         assert left == [set()]
-        await store.put(record("n", 2)[0], b"nonsense")
+        await store.put(key_of(endpoint_record(2, "Worker", namespace="n")), b"nonsense")
         await roster.wait(lambda found: members[1] not in found, 5)
         await roster.wait(lambda found: members[2] not in found, 5)
         assert [member.lease_id for member in roster.members] == [1, 4]

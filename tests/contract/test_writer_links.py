@@ -1,8 +1,6 @@
 """The links to one decode engine, as it follows them on every store."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,10 +9,11 @@ from dynamo_lite.disagg.decode.writer_links import WriterLinks
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StoreUnavailable
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord
+from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.simulation.servers.memory import MemoryStore
+from tests.builders import endpoint_record, eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -29,12 +28,6 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
     else:
         async with EtcdStore(request.getfixturevalue("etcd_url")) as etcd:
             yield etcd
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def record(
@@ -59,27 +52,28 @@ async def record(
     return key
 
 
-def member(lease_id: int) -> EndpointRecord:
-    transport = EndpointTransport(nats_tcp="s")
-    fields = {"component": "PrefillWorker", "endpoint": "prefill", "namespace": "t"}
-    return EndpointRecord(lease_id=lease_id, transport=transport, **fields)
-
-
 async def test_only_a_failed_link_makes_a_worker_unusable(store: Store, namespace: str):
     links, turned = WriterLinks(namespace, ENGINE), list[int]()
     await record(store, namespace, A, ok=False)
     await record(store, namespace, B, ok=True)
     async with links.follow(store, lambda: turned.append(1)):
         assert links.trouble(A) == "broken from 1a", "known when the context is entered"
-        untried, members = 0x3C, (member(A), member(B), member(0x3C))
+        untried, members = (
+            0x3C,
+            (
+                endpoint_record(A, "PrefillWorker", "prefill"),
+                endpoint_record(B, "PrefillWorker", "prefill"),
+                endpoint_record(0x3C, "PrefillWorker", "prefill"),
+            ),
+        )
         assert [m.lease_id for m in links.usable(members)] == [B, untried]
         await record(store, namespace, A, ok=True)
-        await until(lambda: not links.trouble(A))
+        await eventually(lambda: not links.trouble(A))
         key = await record(store, namespace, B, ok=False)
-        await until(lambda: links.trouble(B))
+        await eventually(lambda: links.trouble(B))
         assert [m.lease_id for m in links.usable(members)] == [A, untried]
         await store.delete(key)
-        await until(lambda: not links.trouble(B))
+        await eventually(lambda: not links.trouble(B))
         assert len(turned) == 3
 
 
@@ -93,13 +87,13 @@ async def test_links_of_others_and_malformed_ones_count_for_nothing(store: Store
     async with links.follow(store, lambda: None):
         assert not links.trouble(A) and dropped == []
         failed = await record(store, namespace, A, ok=False)
-        await until(lambda: links.trouble(A))
+        await eventually(lambda: links.trouble(A))
         # What was known of that worker holds no more: its record cannot be read.
         await store.put(failed, b"\xff{")
-        await until(lambda: not links.trouble(A))
+        await eventually(lambda: not links.trouble(A))
         stolen = LinkRecord(prefill_lease_id=B, engine_id=ENGINE, decode_lease_id=7, ok=False)
         await store.put(failed, encode_json(stolen))
-        await until(lambda: len(dropped) == 2)
+        await eventually(lambda: len(dropped) == 2)
         assert not links.trouble(A) and not links.trouble(B)
 
 
@@ -108,10 +102,10 @@ async def test_a_worker_takes_its_links_along(store: Store, namespace: str):
     async with links.follow(store, lambda: None):
         async with store.lease(10.0) as lease:
             await record(store, namespace, lease.id, ok=False, lease=lease)
-            await until(lambda: links.trouble(lease.id))
-        await until(lambda: not links.trouble(lease.id))
+            await eventually(lambda: links.trouble(lease.id))
+        await eventually(lambda: not links.trouble(lease.id))
         await record(store, namespace, A, ok=False)
-        await until(lambda: links.trouble(A))
+        await eventually(lambda: links.trouble(A))
         links.forget(frozenset({A, B}))
         assert not links.trouble(A)
 
@@ -125,12 +119,12 @@ async def test_what_a_store_has_lost_is_still_known():
         async with links.follow(store, lambda: turned.append(1)):
             store.wipe()
             await record(store, "t", B, ok=True)
-            await until(lambda: not links.trouble(B))
+            await eventually(lambda: not links.trouble(B))
             assert links.trouble(A)
             store.set_available(False)
             assert links.trouble(A)
             store.set_available(True)  # a new listing of what is there
-            await until(lambda: not links.trouble(A))
+            await eventually(lambda: not links.trouble(A))
         assert len(turned) == 2
 
 
@@ -144,20 +138,26 @@ async def test_without_a_first_listing_it_does_not_begin(monkeypatch: pytest.Mon
 
 
 async def test_that_no_live_worker_is_usable_is_said_once(caplog: pytest.LogCaptureFixture):
-    links, members = WriterLinks("t", ENGINE), (member(A), member(B))
+    links, members = (
+        WriterLinks("t", ENGINE),
+        (
+            endpoint_record(A, "PrefillWorker", "prefill"),
+            endpoint_record(B, "PrefillWorker", "prefill"),
+        ),
+    )
     caplog.set_level("INFO")
     async with MemoryStore() as store:
         async with links.follow(store, lambda: links.warn_if_none_usable(members)):
             await record(store, "t", A, ok=False)
             await record(store, "t", B, ok=False)
-            await until(lambda: links.trouble(B))
+            await eventually(lambda: links.trouble(B))
             links.warn_if_none_usable(members)
             [warning] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
             assert "all 2 live prefill workers" in warning
             assert "link of worker 1a: broken from 1a" in warning and "ps --links" in warning
             await record(store, "t", B, ok=True)
-            await until(lambda: not links.trouble(B))
+            await eventually(lambda: not links.trouble(B))
             assert caplog.records[-1].getMessage() == "2 live prefill workers, 1 usable"
             await record(store, "t", B, ok=False)
-            await until(lambda: links.trouble(B))
+            await eventually(lambda: links.trouble(B))
     assert sum(r.levelname == "WARNING" for r in caplog.records) == 1, "once a minute at most"

@@ -16,13 +16,12 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.status import StatusServer
+from tests.builders import ManualClock, endpoint_record, register
 from tests.process.command import PATIENCE_S, ROOT, run
-from tests.unit.test_decode_link import Clock, Decode, prompt
+from tests.unit.decode_engine import Decode, prompt
 
 LENGTH, SIZE = "VllmWorker.max-local-prefill-length", "VllmWorker.max-prefill-queue-size"
 
@@ -147,16 +146,8 @@ async def test_who_follows_is_told(place: tuple[str, ...], etcd_url: str, namesp
         EtcdStore(etcd_url) as store,
         store.lease(30) as lease,
     ):
-        name = (namespace, "VllmWorker", "generate", lease.id)
-        record = EndpointRecord(
-            component="VllmWorker",
-            endpoint="generate",
-            namespace=namespace,
-            lease_id=lease.id,
-            transport=EndpointTransport(nats_tcp=names.endpoint_subject(*name)),
-            status_url=server.url,
-        )
-        await store.put(names.endpoint_key(*name), encode_json(record), lease=lease)
+        record = endpoint_record(lease.id, namespace=namespace, status_url=server.url)
+        await register(store, record, lease=lease)
         for version, count in ((1, 1), (2, 0)):
             result = await run_async("config", "set", f"{LENGTH}={version}", *place)
             assert result.returncode == 0
@@ -176,7 +167,7 @@ async def engine(
     place: tuple[str, ...], etcd_url: str, nats_url: str, namespace: str
 ) -> AsyncIterator[DecisionLog]:
     """A decode engine's decisions, at its subject; and another engine, which has died."""
-    log = Decode(Clock()).half
+    log = Decode(ManualClock()).half
     for name, tokens in (("0_cmpl-a-0-0a1b2c3d#1", 3), ("chatcmpl-b-0a1b2c3d#2", 3)):
         log.num_new_matched_tokens(prompt(name, tokens), 0)
         log.state_after_alloc(prompt(name, tokens), [], 0)

@@ -18,10 +18,9 @@ from dynamo_lite.disagg.engine_config import (
 )
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import DisaggOptions
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, encode_engine
+from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import counted
@@ -38,6 +37,7 @@ from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from dynamo_lite.transfer.directory import MetadataDirectory
+from tests.builders import endpoint_record, register
 
 QUEUE = QueueConfig(ack_wait_s=5.0)
 
@@ -136,7 +136,7 @@ class Pair:
 
     async def start(self) -> None:
         store = self.servers.store()
-        await _register(store, "PrefillWorker", "prefill", 2)
+        await register(store, endpoint_record(2, "PrefillWorker", "prefill"))
         role = DecodeEngineConfig(
             options=DisaggOptions(max_local_prefill_length=12, remote_prefill_timeout_s=10.0),
             prefill_component="PrefillWorker",
@@ -211,18 +211,6 @@ class Pair:
         for engine in self.engines.values():
             assert engine.core.pool.taken() == []
             assert not engine.core.scheduler.has_work
-
-
-async def _register(store: MemoryStore, component: str, endpoint: str, lease_id: int) -> None:
-    record = EndpointRecord(
-        component=component,
-        endpoint=endpoint,
-        namespace="t",
-        lease_id=lease_id,
-        transport=EndpointTransport(nats_tcp="x"),
-    )
-    key = names.endpoint_key("t", component, endpoint, lease_id)
-    await store.put(key, encode_json(record))
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -15,8 +15,9 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.services.config import CanaryOptions
 from dynamo_lite.services.frontend.canaries import Canaries
+from tests.builders import loop_time
 from tests.unit.fake_workers import request_of
-from tests.unit.test_rotation import A, B, Frontend, now
+from tests.unit.test_rotation import A, B, Frontend
 from tests.unit.virtual import virtual
 
 #: What a worker does with a canary: how it ends ("" never), or what it raises.
@@ -44,7 +45,7 @@ class Transport:
         self.closed = True
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
-        self.asked.append((now(), member.lease_id))
+        self.asked.append((loop_time(), member.lease_id))
         fate = self.fates.get(member.lease_id, "length")
         if isinstance(fate, DynamoLiteError):
             raise fate
@@ -168,7 +169,7 @@ async def test_a_canary_that_hangs_ends_at_its_deadline_and_its_worker_is_out() 
         while it.health.is_responsive(A):
             await asyncio.sleep(0.1)
         [began] = it.transport.of(A)
-        assert 4.0 <= now() - began < 4.2
+        assert 4.0 <= loop_time() - began < 4.2
         assert it.transport.aborted[-1].startswith("canary-")
         assert it.health.trouble(A) == "a canary failed: timeout after 4 s"
         assert [m.lease_id for m in it.health.members_or_all] == [B]
@@ -176,10 +177,10 @@ async def test_a_canary_that_hangs_ends_at_its_deadline_and_its_worker_is_out() 
         assert [lease for lease, _, _ in it.frontend.transport.dropped] == [A], "as after silence"
         assert not it.health.is_responsive(A), "good beats do not heal it"
         it.transport.fates[A] = "stop"
-        began = now()
+        began = loop_time()
         while not it.health.is_responsive(A):
             await asyncio.sleep(0.1)
-        assert now() - began < 10, "it is tried more often than the others"
+        assert loop_time() - began < 10, "it is tried more often than the others"
         assert it.health.trouble(A) == ""
 
 
@@ -226,6 +227,6 @@ async def test_who_does_not_beat_is_not_tried() -> None:
         await it.frontend.stop(A)
         while it.health.is_responsive(A):
             await asyncio.sleep(0.1)
-        began = now()
+        began = loop_time()
         await asyncio.sleep(40)
         assert all(at < began for at in it.transport.of(A)) and it.transport.of(B)

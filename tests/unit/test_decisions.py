@@ -27,24 +27,23 @@ from dynamo_lite.protocol.decisions import (
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.prefill import Granted
-from tests.unit.test_decode_link import (
-    ENGINE,
+from tests.builders import ENGINE, ManualClock
+from tests.unit.decode_engine import (
     LIMIT,
     QUEUE_SIZE,
     TIMEOUT_S,
-    Clock,
     Decode,
     prompt,
 )
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-async def decode(clock: Clock):
+async def decode(clock: ManualClock):
     decode = Decode(clock)
     async with decode.queue:
         yield decode
@@ -57,7 +56,7 @@ def told(decode: Decode, **wanted: Any) -> list[Decision]:
     return answer.decisions
 
 
-async def test_a_local_prompt_says_what_it_was_decided_from(decode: Decode, clock: Clock):
+async def test_a_local_prompt_says_what_it_was_decided_from(decode: Decode, clock: ManualClock):
     decode.sees(jobs=2)
     clock.now += 0.5
     decode.admit(prompt("r1", 12), 8)
@@ -83,11 +82,11 @@ async def test_a_verdict_without_blocks_is_no_decision(decode: Decode):
 
 async def test_options_that_change_move_the_next_decisions(decode: Decode):
     decode.admit(prompt("r1", 10))
-    decode.net._tuning.change(VllmWorkerLiveOptions(max_local_prefill_length=20), 7)
+    decode.tune(VllmWorkerLiveOptions(max_local_prefill_length=20), 7)
     decode.admit(prompt("r2", 10))
-    decode.net._tuning.change(VllmWorkerLiveOptions(max_prefill_queue_size=0), 8)
+    decode.tune(VllmWorkerLiveOptions(max_prefill_queue_size=0), 8)
     decode.admit(prompt("r3", 10))
-    decode.net._tuning.change(VllmWorkerLiveOptions(), 9)
+    decode.tune(VllmWorkerLiveOptions(), 9)
     decode.admit(prompt("r4", 10))
     assert [(d.verdict, d.reason, d.thresholds.version) for d in told(decode)] == [
         ("remote", "long", 0),
@@ -98,18 +97,18 @@ async def test_options_that_change_move_the_next_decisions(decode: Decode):
 
 
 async def test_a_changed_timeout_and_number_of_tries_hold_for_new_prompts(
-    decode: Decode, clock: Clock
+    decode: Decode, clock: ManualClock
 ):
-    decode.net._tuning.change(VllmWorkerLiveOptions(remote_prefill_timeout_s=1.5), 1)
+    decode.tune(VllmWorkerLiveOptions(remote_prefill_timeout_s=1.5), 1)
     decode.admit(prompt("r1", 10))
     job = await decode.job_of_step()
     assert job.deadline == clock.wall() + 1.5
-    decode.net._tuning.change(VllmWorkerLiveOptions(remote_prefill_timeout_s=60.0), 2)
+    decode.tune(VllmWorkerLiveOptions(remote_prefill_timeout_s=60.0), 2)
     clock.now += 1.6
     assert decode.half.build_step().give_up == [(job.attempt, "r1")]
 
 
-async def test_a_remote_prefill_is_told_with_its_stages(decode: Decode, clock: Clock):
+async def test_a_remote_prefill_is_told_with_its_stages(decode: Decode, clock: ManualClock):
     request = prompt("r1", 101)
     decode.admit(request)
     [attempt] = decode.half.build_step().expect
@@ -142,7 +141,9 @@ async def test_a_remote_prefill_is_told_with_its_stages(decode: Decode, clock: C
     assert said.local_s is None
 
 
-async def test_one_that_came_to_nothing_is_told_as_far_as_it_came(decode: Decode, clock: Clock):
+async def test_one_that_came_to_nothing_is_told_as_far_as_it_came(
+    decode: Decode, clock: ManualClock
+):
     decode.admit(prompt("r1", 10))
     [attempt] = decode.half.build_step().expect
     clock.now += 1
@@ -174,8 +175,8 @@ async def test_what_a_writer_says_of_its_failure_is_told(decode: Decode):
     assert "  its writer  write ended in state ERR!" in decision_view.as_text(remote)
 
 
-async def test_what_is_computed_here_is_measured(decode: Decode, clock: Clock):
-    decode.net._tuning.change(VllmWorkerLiveOptions(max_local_prefill_length=1000), 1)
+async def test_what_is_computed_here_is_measured(decode: Decode, clock: ManualClock):
+    decode.tune(VllmWorkerLiveOptions(max_local_prefill_length=1000), 1)
     decode.admit(prompt("r1", 100))
     for tokens in (60, 40):
         decode.half.build_step((), {"r1": tokens, "other": 5})
@@ -258,7 +259,7 @@ def test_rates_follow_what_changes():
 
 
 async def test_the_oldest_are_forgotten(
-    decode: Decode, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    decode: Decode, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ):
     for number in range(10):
         decode.admit(prompt(f"r{number}", 2))
@@ -300,7 +301,7 @@ def taken(decode: Decode) -> list[PastDecision]:
     return [PastDecision(time.time() - d.age_s, 1, d) for d in told(decode)]
 
 
-async def test_decisions_are_readable(decode: Decode, clock: Clock):
+async def test_decisions_are_readable(decode: Decode, clock: ManualClock):
     decode.admit(prompt("r1", 10))
     decode.admit(prompt("r2", 3))
     remote, local = taken(decode)
@@ -314,7 +315,7 @@ async def test_decisions_are_readable(decode: Decode, clock: Clock):
     assert told_json["worker"] == "1" and told_json["asked"]["outcome"] == ""
 
 
-async def test_a_dry_run_takes_past_decisions_with_new_values(decode: Decode, clock: Clock):
+async def test_a_dry_run_takes_past_decisions_with_new_values(decode: Decode, clock: ManualClock):
     for number, tokens in enumerate((3, 10, 20)):
         clock.now += 0.1
         decode.admit(prompt(f"r{number}", tokens))

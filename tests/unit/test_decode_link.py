@@ -6,298 +6,48 @@ by the test, over the queue's and the messaging's in-process twins.
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from dynamo_lite.disagg.decode import control_session
 from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers
-from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
-from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
-from dynamo_lite.disagg.messages import DecodeStep, RankResults
+from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
-    Claim,
     ClaimRefused,
     Granted,
     Leave,
-    RemotePrefillRequest,
     StayAccepted,
     StayRefused,
-    WriterDone,
-    WriterStays,
-    decode_cancel_attempt,
-    decode_claim_reply,
-    decode_engine_status,
-    decode_job,
-    decode_stay_reply,
 )
-from dynamo_lite.protocol.records import EngineMetadata
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.simulation.servers.memory import MemoryMessaging
-from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from dynamo_lite.queue.base import QueueDepth
+from tests.builders import ENGINE, NAMESPACE, ManualClock, engine_metadata, eventually
+from tests.unit.decode_engine import (
+    DEPTH,
+    POOL,
+    QUEUE_SIZE,
+    TIMEOUT_S,
+    TTL_S,
+    WRITER,
+    Decode,
+    prompt,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-NAMESPACE, ENGINE, WRITER = "t", "e1", 0xA
-BLOCK, POOL = 4, 256
-LIMIT, QUEUE_SIZE, TIMEOUT_S, TTL_S, DEPTH = 4, 5, 20.0, 10.0, 64
 
-
-class Clock:
-    """Both clocks of the engine's process, moved by the test."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return self.now + 1e9
-
-
-class Bridge:
-    """Keeps what is submitted until the test runs it."""
-
-    def __init__(self, _session: Any):
-        self.submitted: list[Coroutine[Any, Any, None]] = []
-
-    def start(self, timeout_s: float) -> None: ...
-
-    def close(self) -> None: ...
-
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self.submitted.append(coroutine)
-
-
-class Nowhere:
-    """No servers: the tests put twins in their place."""
-
-    def messaging(self) -> Any: ...
-
-    def store(self) -> Any: ...
-
-    def queue(self, config: QueueConfig) -> Any: ...
-
-
-class Pool:
-    """vLLM's block pool, as far as it is used: blocks with reference counts."""
-
-    num_gpu_blocks = POOL
-
-    def __init__(self) -> None:
-        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0, is_null=False) for i in range(POOL)]
-
-    def touch(self, blocks: Sequence[Any]) -> None:
-        for block in blocks:
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks: Any) -> None:
-        for block in blocks:
-            assert block.ref_cnt > 0
-            block.ref_cnt -= 1
-
-    def get_num_free_blocks(self) -> int:
-        return sum(block.ref_cnt == 0 for block in self.blocks)
-
-    @property
-    def used(self) -> int:
-        return POOL - self.get_num_free_blocks()
-
-
-def prompt(request_id: str, tokens: int, **fields: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "request_id": request_id,
-        "prompt_token_ids": list(range(100, 100 + tokens)),
-        "num_prompt_tokens": tokens,
-        "skip_reading_prefix_cache": False,
-        "mm_features": [],
-        "lora_request": None,
-        "prompt_embeds": None,
-        "block_hashes": [f"{request_id}/{i}" for i in range(tokens // BLOCK)],
-        "priority": 0,
-        "cache_salt": None,
-        "kv_transfer_params": None,
-        "trace_headers": None,
-    }
-    return SimpleNamespace(**{**defaults, **fields})
-
-
-class Writers:
-    """Who is registered, and what ails them: the roster and the monitor in one."""
-
-    def __init__(self) -> None:
-        self.members: tuple[int, ...] = (WRITER,)
-        self.ails: dict[int, str] = {}
-        self.alive: list[int] = []
-
-    @property
-    def responsive(self) -> tuple[Any, ...]:
-        return tuple(SimpleNamespace(lease_id=w) for w in self.members if w not in self.ails)
-
-    def get(self, writer: int) -> int | None:
-        return writer if writer in self.members else None
-
-    def trouble(self, writer: int) -> str:
-        return self.ails.get(writer, "")
-
-    def shows_life(self, writer: int) -> None:
-        self.alive.append(writer)
-
-
-class Decode:
-    """A decode engine: its scheduler half, its pool, and the network that it sees."""
-
-    def __init__(
-        self, clock: Clock, max_local: int = LIMIT, *, hash_block_size: int | None = BLOCK
-    ):
-        self.clock, self.pool, self.taken = clock, Pool(), {}
-        self.broker, self.messaging = MemoryBroker(), MemoryMessaging()
-        self.queue_config = QueueConfig(max_jobs=DEPTH)
-        self.queue = MemoryQueue(
-            self.broker, stream="s", subject="s.jobs", config=self.queue_config
-        )
-        role = DecodeEngineConfig(
-            options=DisaggOptions(
-                max_local_prefill_length=max_local,
-                max_prefill_queue_size=QUEUE_SIZE,
-                remote_prefill_timeout_s=TIMEOUT_S,
-                queue_view_max_age_s=2.0,
-            ),
-            prefill_component="PrefillWorker",
-            queue=self.queue_config,
-        )
-        self.half = DecodeScheduler(
-            EngineConfig(
-                namespace=NAMESPACE,
-                engine_id=ENGINE,
-                lease_id=1,
-                lease_ttl_s=TTL_S,
-                nats_url="",
-                etcd_url="",
-                role=role,
-            ),
-            BLOCK,
-            outside=Nowhere(),
-            open_bridge=Bridge,
-            clock=clock,  # type: ignore[arg-type]
-            hash_block_size=hash_block_size,
-        )
-        self.half.bind_block_pool(self.pool)
-        self.bridge: Any = self.half.bridge
-        self.net: Any = self.half._net
-        self.net._queue, self.net._messaging = self.queue, self.messaging
-        self.writers = self.net._writers = self.net._health = Writers()
-        self.cancelled: list[CancelAttempt] = []
-        self.sees()
-
-    def sees(self, jobs: int = 0, prefill_workers: int = 1) -> None:
-        """The bridge reads the queue."""
-        self.net.view = QueueView(jobs, prefill_workers, self.clock.now)
-
-    def admit(self, request: Any, cached: int = 0) -> int:
-        """vLLM's scheduler takes a waiting request. Returns its external tokens."""
-        external, waits = self.half.num_new_matched_tokens(request, cached)
-        assert waits == (external > 0)
-        count = -(-request.num_prompt_tokens // BLOCK)
-        blocks = [b for b in self.pool.blocks if b.ref_cnt == 0][:count]
-        self.pool.touch(blocks)
-        self.taken[request.request_id] = blocks
-        ids = [block.block_id for block in blocks]
-        self.half.state_after_alloc(request, ids, external)
-        return external
-
-    def finish(self, request_id: str) -> None:
-        """vLLM ends a request: it asks the connector, then frees the blocks."""
-        self.half.request_finished(request_id)
-        self.pool.free_blocks(self.taken.pop(request_id))
-
-    def output(self, *received: str, failed: Sequence[str] = ()) -> None:
-        self.half.worker_output(RankResults(received=set(received), lost=set(failed)))
-
-    async def network(self) -> None:
-        """Runs what the scheduler half has submitted."""
-        submitted, self.bridge.submitted = self.bridge.submitted, []
-        for coroutine in submitted:
-            await coroutine
-
-    async def job(self) -> RemotePrefillRequest:
-        """The next job on the queue, with what the scheduler submitted run first."""
-        await self.network()
-        job = await self.queue.pull(timeout_s=0)
-        assert job is not None
-        return decode_job(job.payload)
-
-    async def job_of_step(self) -> RemotePrefillRequest:
-        self.half.build_step()
-        return await self.job()
-
-    async def ask(self, request_id: str = "r1", tokens: int = 10, *, claimed: bool = False) -> str:
-        """A remote prefill under way. Returns its attempt; its step is over."""
-        assert self.admit(prompt(request_id, tokens)) > 0
-        [attempt] = self.half.build_step().expect
-        await self.network()
-        if claimed:
-            assert await self.claim(attempt) == Granted()
-        return attempt
-
-    async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
-        claim = Claim(attempt=attempt, writer_lease_id=writer)
-        reply = decode_claim_reply(await self.net._on_claim(encode_sealed(claim)))
-        if isinstance(reply, ClaimRefused):
-            return reply
-        assert reply.granted_at == self.clock.wall()
-        return Granted()
-
-    async def stays(
-        self, attempt: str, writer: int = WRITER, number: int = 0
-    ) -> StayAccepted | StayRefused:
-        stays = WriterStays(attempt=attempt, writer_lease_id=writer, for_s=3.0, number=number)
-        return decode_stay_reply(await self.net._on_stays(encode_sealed(stays)))
-
-    async def done(
-        self, attempt: str, outcome: Any = "written", writer: int = WRITER, **more: Any
-    ) -> None:
-        done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer, **more)
-        await self.net._on_done(encode_sealed(done))
-
-    async def cancels(self, *attempts: str) -> None:
-        """Waits until the writer has been told to stop these, in this order."""
-        await self.network()
-        async with asyncio.timeout(10):
-            while [cancel.attempt for cancel in self.cancelled] != list(attempts):
-                await asyncio.sleep(0.001)
-
-    async def take_cancel(self, payload: bytes) -> None:
-        self.cancelled.append(decode_cancel_attempt(payload))
-
-    def counted(self, name: str) -> float:
-        return self.half.stats.data.get(name, 0)
-
-    def assert_clean(self) -> None:
-        assert not self.half.prefills
-        ledger = self.half._book.ledger
-        assert repr(ledger) == "<Ledger empty>" and ledger.waiting == 0
-        assert not self.half.busy
-        assert self.pool.used == 0
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def decode(clock: Clock):
+async def decode(clock: ManualClock):
     decode = Decode(clock)
     subject = names.cancel_subject(NAMESPACE, WRITER)
     async with decode.queue, decode.messaging.serve(subject, decode.take_cancel):
@@ -381,7 +131,7 @@ async def test_blocks_that_a_writer_may_read_are_held_as_well(decode: Decode):
     [(4, 4, 0, "short"), (4, 12, 8, "cached"), (0, 9, 8, "cached"), (0, 1, 0, "short")],
 )
 async def test_few_uncached_tokens_are_computed_here(
-    clock: Clock, max_local: int, tokens: int, cached: int, reason: str
+    clock: ManualClock, max_local: int, tokens: int, cached: int, reason: str
 ):
     decode = Decode(clock, max_local)
     assert decode.admit(prompt("r1", tokens), cached) == 0
@@ -817,8 +567,7 @@ async def test_without_a_writer_that_responds_prompts_stay_here(
     pushed = await decode.ask("r2")
     assert decode.half.build_step().give_up == [(pushed, "r2")]
     async with watching_queue(decode):
-        while decode.net.view.prefill_workers:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: not decode.net.view.prefill_workers)
     assert decode.admit(prompt("r3", 10)) == 0
     assert decode.counted("decision/local/no_prefill_worker") == 1
     assert decode.net.unresponsive_writers == 1
@@ -864,7 +613,7 @@ async def test_an_engine_that_is_told_to_leave_asks_for_nothing_more(decode: Dec
         with pytest.raises(ProtocolError):
             await decode.net._on_leave(foreign)
     assert decode.half.build_step().give_up == []
-    assert await decode.net._on_leave(encode_sealed(Leave(lease_id=1))) == b""
+    assert await decode.leave(1) == b""
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/leaving") == 1
     assert decode.admit(prompt("r3", 10)) == 0
@@ -887,39 +636,40 @@ async def watching_queue(decode: Decode):
 async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(control_session, "_VIEW_PERIOD_S", 0.001)
     await decode.queue.push(b"", message_id="m")
+    looks, depth = 0, decode.queue.depth
+
+    async def counted() -> QueueDepth:
+        nonlocal looks
+        looks += 1
+        return await depth()
+
+    monkeypatch.setattr(decode.queue, "depth", counted)
     decode.net.view = None
     async with watching_queue(decode):
-        while decode.net.view is None:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: decode.net.view is not None)
         assert decode.net.view == QueueView(1, 1, decode.clock.now, prefill_workers_alive=1)
         decode.broker.set_connected(False)
         decode.clock.now += 1.0
-        await asyncio.sleep(0.01)
+        seen = looks
+        await eventually(lambda: looks > seen + 1)
         assert decode.net.view.read_at == decode.clock.now - 1.0
         decode.broker.set_connected(True)
-        while decode.net.view.read_at != decode.clock.now:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: decode.net.view.read_at == decode.clock.now)
 
 
 async def test_an_engine_describes_itself(decode: Decode):
-    assert await decode.net._on_describe(b"") is None
-    decode.half.metadata = EngineMetadata(
-        engine_id=ENGINE,
-        lease_id=1,
-        fingerprint={},
-        block_size_tokens=BLOCK,
-        num_blocks=POOL,
-        ranks=(),
-    )
+    assert await decode.describe() is None
+    decode.half.metadata = engine_metadata(num_blocks=POOL)
     await decode.ask("r1", claimed=True)
     await decode.ask("r2", claimed=True)
     decode.finish("r2")
     decode.sees(jobs=2)
-    status = decode_engine_status(await decode.net._on_describe(b""))
+    status = await decode.describe()
+    assert status is not None
     assert (status.free_blocks, status.total_blocks) == (POOL - 6, POOL)
     assert (status.waiting, status.quarantined, status.queue_jobs) == (1, 1, 2)
     assert (status.last_step_age_s, status.unresponsive_writers) == (0.0, 0)
     decode.clock.now += 2.0
-    assert decode_engine_status(await decode.net._on_describe(b"")).last_step_age_s == 2.0
+    assert (await decode.describe()).last_step_age_s == 2.0
     decode.clock.now += 60.0
-    assert decode_engine_status(await decode.net._on_describe(b"")).queue_jobs is None
+    assert (await decode.describe()).queue_jobs is None

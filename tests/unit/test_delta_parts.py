@@ -6,22 +6,13 @@ from hypothesis import strategies as st
 
 from dynamo_lite.policy.migration import Continue
 from dynamo_lite.protocol.generate import (
-    GenerateRequest,
     LogprobRows,
     PrefillCounts,
     TokenDelta,
     halves,
 )
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
-
-MEMBER = EndpointRecord(
-    component="VllmWorker",
-    endpoint="generate",
-    namespace="t",
-    lease_id=1,
-    transport=EndpointTransport(nats_tcp="worker"),
-)
+from tests.builders import endpoint_record, generate_request
 
 
 def rows_of(rows: int, width: int, seed: int) -> LogprobRows:
@@ -87,19 +78,17 @@ def test_the_parts_together_are_the_whole(delta: TokenDelta):
 
 def test_rows_that_a_lost_worker_has_sent_are_not_sent_on_again():
     whole = rows_of(8, 3, 5)
-    request = GenerateRequest(
-        request_id="a", client_id="", prompt_token_ids=[1], sampling=b"", arrival_time=0.0
-    )
+    request = generate_request("a", prompt_token_ids=[1])
     flight = MigratingRequest(request, Continue(reason="greedy"), None)
 
     def take(start: int, stop: int, *tokens: int) -> TokenDelta | None:
         rows = whole.part(start, stop)
         return flight.take(TokenDelta(request_id="a", token_ids=list(tokens), prompt_logprobs=rows))
 
-    flight.attempt("a", MEMBER, 0.0)
+    flight.attempt("a", endpoint_record(), 0.0)
     sent = [take(0, 3)]
     flight.moves += 1
-    flight.attempt("a", MEMBER, 0.0)
+    flight.attempt("a", endpoint_record(), 0.0)
     assert take(0, 2) is None
     sent += [take(2, 6), take(6, 8, 1)]
     assert joined([part.prompt_logprobs for part in sent if part is not None]) == whole

@@ -7,9 +7,10 @@ import pytest
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import ProtocolError, StoreUnavailable
-from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata, encode_engine
+from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.simulation.servers.memory import MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
+from tests.builders import engine_metadata, rank_metadata
 
 
 class SlowStore(MemoryStore):
@@ -31,16 +32,8 @@ class SlowStore(MemoryStore):
 
 
 def metadata(engine_id, lease_id):
-    region = KvRegion(layer="0", plane=0, base=4096, stride_bytes=64, block_bytes=64)
-    rank = RankMetadata(agent=b"\x00\xff", memory="DRAM", device=0, regions=(region,))
-    return EngineMetadata(
-        engine_id=engine_id,
-        lease_id=lease_id,
-        fingerprint={"model": "m"},
-        block_size_tokens=32,
-        num_blocks=8,
-        ranks=(rank,),
-    )
+    ranks = (rank_metadata(b"\x00\xff"),)
+    return engine_metadata(engine_id, lease_id, fingerprint={"model": "m"}, ranks=ranks)
 
 
 async def put(store, engine_id, lease_id):

@@ -7,44 +7,36 @@ import pytest
 from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol.errors import EngineDied, StartupError
 from dynamo_lite.protocol.prefill import EngineStatus
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.services.engine_probe import EngineProbe
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from tests.builders import engine_metadata, loop_time
 from tests.unit.virtual import virtual
-
-METADATA = EngineMetadata(
-    engine_id="e1", lease_id=1, fingerprint={}, block_size_tokens=4, num_blocks=8, ranks=()
-)
 
 
 class Engine:
     """answers: whether it describes itself; there: whether anybody takes the question."""
 
     def __init__(self, *, described: bool = True):
-        self.metadata = METADATA if described else None
+        self.metadata = engine_metadata() if described else None
         self.load = EngineLoad()
         self.answers, self.there = asyncio.Event(), True
         self.answers.set()
-        self.stepped_at = now()
+        self.stepped_at = loop_time()
 
     async def describe(self) -> EngineStatus:
         if not self.there:
             raise StartupError("the engine's process does not answer on NATS")
         await self.answers.wait()
         return EngineStatus(
-            metadata=METADATA,
+            metadata=engine_metadata(),
             free_blocks=1,
             total_blocks=8,
-            last_step_age_s=now() - self.stepped_at,
+            last_step_age_s=loop_time() - self.stepped_at,
         )
 
     def step(self) -> None:
-        self.load, self.stepped_at = EngineLoad(running=1, gave_tokens=True), now()
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
+        self.load, self.stepped_at = EngineLoad(running=1, gave_tokens=True), loop_time()
 
 
 class Worker:
@@ -54,7 +46,7 @@ class Worker:
         self.probe = EngineProbe(
             engine,
             self.messaging,
-            Clock(monotonic=now),
+            Clock(monotonic=loop_time),
             busy=lambda: self.busy,
             step_timeout_s=120.0,
             on_status=self._take,
@@ -70,16 +62,16 @@ class Worker:
 
     async def until(self, ok: bool, *, between: tuple[float, float]) -> None:
         """The verdict turns to `ok` in so many seconds; asked once a second, as by beats."""
-        began = now()
+        began = loop_time()
         while self.ok is not ok:
-            assert now() - began < 1000
+            assert loop_time() - began < 1000
             assert not self.task.done(), self.task
             await asyncio.sleep(0.1)
-        assert between[0] <= now() - began <= between[1]
+        assert between[0] <= loop_time() - began <= between[1]
 
     async def stays_ok(self, seconds: float) -> None:
-        until = now() + seconds
-        while now() < until:
+        until = loop_time() + seconds
+        while loop_time() < until:
             assert self.probe.verdict() == (True, "")
             await asyncio.sleep(1.0)
 
@@ -122,10 +114,10 @@ def test_an_engine_that_is_silent_for_good_is_given_up(how: str):
             worker.engine.answers.clear()
         else:
             worker.engine.there = False
-        began = now()
+        began = loop_time()
         with pytest.raises(EngineDied, match="has not answered for 30 s"):
             await worker.task
-        assert 30 <= now() - began <= 34
+        assert 30 <= loop_time() - began <= 34
 
     test()
 
@@ -162,10 +154,10 @@ def test_an_engine_with_work_but_without_steps_is_out_then_given_up(described: b
         worker.busy = False
         await worker.stays_ok(200)
         worker.busy = True
-        began = now()
+        began = loop_time()
         with pytest.raises(EngineDied, match="made no step for 120 s"):
             await worker.task
-        assert 120 <= now() - began <= 124
+        assert 120 <= loop_time() - began <= 124
 
     test()
 
@@ -179,10 +171,10 @@ async def test_an_engine_that_compiles_in_its_first_step_is_out_and_not_given_up
     assert not worker.task.done()
     worker.engine.step()
     await worker.until(True, between=(0.0, 1.1))
-    began = now()
+    began = loop_time()
     with pytest.raises(EngineDied, match="made no step for 120 s"):
         await worker.task
-    assert 118 <= now() - began <= 124
+    assert 118 <= loop_time() - began <= 124
 
 
 @virtual
@@ -191,12 +183,12 @@ async def test_an_engine_that_never_gives_a_token_is_given_up_in_the_end():
     worker = Worker(Engine())
     worker.busy = True
     for _ in range(300):
-        worker.engine.load, worker.engine.stepped_at = EngineLoad(), now()
+        worker.engine.load, worker.engine.stepped_at = EngineLoad(), loop_time()
         await asyncio.sleep(1.0)
-    began = now()
+    began = loop_time()
     with pytest.raises(EngineDied, match="made no step for 900 s"):
         await worker.task
-    assert 895 <= now() - began <= 904
+    assert 895 <= loop_time() - began <= 904
 
 
 @virtual
@@ -205,7 +197,7 @@ async def test_steps_that_bring_no_output_are_steps():
     worker = Worker(Engine())
     worker.busy = True
     for _ in range(300):
-        worker.engine.stepped_at = now()
+        worker.engine.stepped_at = loop_time()
         assert worker.ok
         await asyncio.sleep(1.0)
     await worker.close()
@@ -222,7 +214,7 @@ def test_a_worker_that_was_held_up_itself_gives_nothing_up(asking: bool):
         probe = EngineProbe(
             engine,
             MemoryMessaging(),
-            Clock(monotonic=lambda: now() + held_up_s),
+            Clock(monotonic=lambda: loop_time() + held_up_s),
             busy=lambda: True,
             step_timeout_s=120.0,
         )

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from dynamo_lite.policy.migration import Continue, Plan, Replay, Stay
 from dynamo_lite.protocol.errors import DynamoLiteError, Refused
+from tests.builders import endpoint_record
 from tests.unit.fake_workers import (
     ANSWER_TOKENS,
     FakeWorkers,
     Worker,
     answer_to,
     cluster,
-    record,
     request_of,
 )
 from tests.unit.virtual import run
@@ -80,7 +80,7 @@ class Life:
             case "freeze":
                 worker.frozen = True
             case "drop" if not worker.dead:
-                self.fake.drop(record(worker.lease_id), "silent")
+                self.fake.drop(endpoint_record(worker.lease_id), "silent")
             case "thaw":
                 self.fake.thaw(worker.lease_id)
             case "slow":
@@ -94,7 +94,7 @@ class Life:
             if worker.dead:
                 self.fake.start(lease_id)
             elif worker.frozen:
-                self.fake.drop(record(lease_id), "silent")
+                self.fake.drop(endpoint_record(lease_id), "silent")
             worker.refusal = None
             self.fake.thaw(lease_id)
         self.fake.changed()

@@ -23,7 +23,7 @@ from dynamo_lite.policy.kv_routing import (
 from dynamo_lite.policy.pending_requests import LINGER_S, PendingRequests
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from tests.builders import endpoint_record
 
 BLOCK = 4
 PROMPT = list(range(100, 141))  # ten full blocks, and one token
@@ -46,7 +46,7 @@ class Router:
 
     def __init__(self, workers: int = 3, **options: Any):
         self.view, self.index, self.time = View(), KvIndex(10_000), 0.0
-        self.members = [member(i + 1) for i in range(workers)]
+        self.members = [endpoint_record(i + 1) for i in range(workers)]
         for m in self.members:
             self.view.shards[m.lease_id] = Shard(BLOCK, self.index)
         rng = random.Random(1)
@@ -86,16 +86,6 @@ class Router:
         ((reason, count),) = self.picker.choices.items()
         assert count == 1
         return reason
-
-
-def member(lease_id: int) -> EndpointRecord:
-    return EndpointRecord(
-        component="VllmWorker",
-        endpoint="generate",
-        namespace="t",
-        lease_id=lease_id,
-        transport=EndpointTransport(nats_tcp=f"s{lease_id}"),
-    )
 
 
 def test_the_longest_prefix_is_followed():
@@ -238,8 +228,8 @@ def test_temperature_draws_by_score():
 def test_parts():
     options = KvRoutingOptions(kv_weight=2.0, load_weight=0.5)
     low, full = (
-        Candidate(member(1), matched=10, load=4, kv_usage=0.1),
-        Candidate(member(2), matched=0, load=0, kv_usage=1.0),
+        Candidate(endpoint_record(1), matched=10, load=4, kv_usage=0.1),
+        Candidate(endpoint_record(2), matched=0, load=0, kv_usage=1.0),
     )
     assert score(low, options) == 18.0
     assert with_room([low, full], 0.9) == [low]

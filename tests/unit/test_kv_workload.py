@@ -10,8 +10,8 @@ from dynamo_lite.policy.kv_chain import chain_hashes
 from dynamo_lite.policy.kv_index import KvIndex
 from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions, LoadReport, Shard
 from dynamo_lite.policy.routing import Picker, RoundRobin
-from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.records import EndpointRecord
+from tests.builders import endpoint_record, generate_request
 
 BLOCK = 16
 #: Of one worker; together they hold half of all that is ever said.
@@ -73,16 +73,7 @@ def prompts() -> Iterator[tuple[int, list[int]]]:
 
 
 def members() -> list[EndpointRecord]:
-    return [
-        EndpointRecord(
-            component="VllmWorker",
-            endpoint="generate",
-            namespace="t",
-            lease_id=lease_id,
-            transport=EndpointTransport(nats_tcp=f"s{lease_id}"),
-        )
-        for lease_id in (1, 2)
-    ]
+    return [endpoint_record(lease_id) for lease_id in (1, 2)]
 
 
 def hit_rate(picker: Picker, caches: dict[int, Cache]) -> tuple[float, float]:
@@ -90,13 +81,7 @@ def hit_rate(picker: Picker, caches: dict[int, Cache]) -> tuple[float, float]:
     ids, running = itertools.count(), []
     hits = blocks = first = count = 0
     for _, prompt in prompts():
-        request = GenerateRequest(
-            request_id=f"r{next(ids)}",
-            client_id="",
-            prompt_token_ids=prompt,
-            sampling=b"",
-            arrival_time=1.0,
-        )
+        request = generate_request(f"r{next(ids)}", prompt_token_ids=prompt)
         worker = picker.pick(members(), request).member.lease_id
         hashes = chain_hashes(prompt[:-1], BLOCK)
         hits, blocks = hits + caches[worker].serve(hashes), blocks + len(hashes)

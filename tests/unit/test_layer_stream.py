@@ -10,8 +10,8 @@ from dynamo_lite.disagg.messages import BlockWrite, DecodeStep, PrefillStep
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.builders import engine_metadata
 from tests.shards import LAYERS, Shape, ShardedEngine, kv_of
 
 BLOCKS, HEADS = 16, 4
@@ -65,13 +65,8 @@ class Pair:
         self.rank = PrefillRank(
             self.wire, self.own.ranks[0], 0, lambda: self.alive, checksum_rate=1.0
         )
-        metadata = EngineMetadata(
-            engine_id="e1",
-            lease_id=1,
-            fingerprint={},
-            block_size_tokens=8,
-            num_blocks=BLOCKS,
-            ranks=tuple(self.far.ranks),
+        metadata = engine_metadata(
+            block_size_tokens=8, num_blocks=BLOCKS, ranks=tuple(self.far.ranks)
         )
         self.targets = {"e1": encode(metadata)}
 

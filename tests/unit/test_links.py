@@ -1,9 +1,8 @@
 """A prefill worker's links: tried before use, kept in the store, given up and found again."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,15 +17,14 @@ from dynamo_lite.protocol.errors import DynamoLiteError, IncompatiblePeer, Unava
 from dynamo_lite.protocol.prefill import decode_listen
 from dynamo_lite.protocol.records import (
     EngineMetadata,
-    KvRegion,
     LinkRecord,
-    RankMetadata,
     encode_engine,
 )
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
+from tests.builders import engine_metadata, eventually, rank_metadata
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -37,24 +35,6 @@ GOOD = LinkReport(None, 2, 0.5, 0.0625)
 def short_waits(monkeypatch):
     monkeypatch.setattr(peer_links, "_BACKOFF", Backoff(first_s=0.01, longest_s=0.01))
     monkeypatch.setattr(peer_links, "_STORE_PAUSE_S", 0.01)
-
-
-async def eventually(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-def metadata(engine_id: str, lease_id: int) -> EngineMetadata:
-    region = KvRegion(layer="0", plane=0, base=4096, stride_bytes=64, block_bytes=64)
-    return EngineMetadata(
-        engine_id=engine_id,
-        lease_id=lease_id,
-        fingerprint={},
-        block_size_tokens=4,
-        num_blocks=8,
-        ranks=(RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,)),),
-    )
 
 
 class Engine:
@@ -89,7 +69,7 @@ class Rig:
         self.heard: dict[str, list[float]] = {}
 
     async def add(self, engine_id: str, lease_id: int = 7) -> EngineMetadata:
-        target = metadata(engine_id, lease_id)
+        target = engine_metadata(engine_id, lease_id, ranks=(rank_metadata(),))
         key = names.nixl_metadata_key("t", engine_id)
         await self.store.put(key, encode_engine(target))
         return target

@@ -11,23 +11,10 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.cli.listing import as_link_rows, as_link_table, as_rows, as_table, states
 from dynamo_lite.overview import fetch
 from dynamo_lite.protocol.records import (
-    EndpointRecord,
-    EndpointTransport,
-    EngineMetadata,
     LinkRecord,
 )
 from dynamo_lite.runtime.process.status import StatusServer
-
-
-def record(status_url: str) -> EndpointRecord:
-    return EndpointRecord(
-        component="W",
-        endpoint="generate",
-        namespace="t",
-        lease_id=10,
-        transport=EndpointTransport(nats_tcp="s"),
-        status_url=status_url,
-    )
+from tests.builders import endpoint_record, engine_metadata
 
 
 @contextlib.asynccontextmanager
@@ -58,7 +45,7 @@ async def raw(answer: bytes | None) -> AsyncIterator[str]:
 )
 async def test_a_member_says_how_it_is(facts: dict, state: str):
     async with StatusServer(lambda: facts, CollectorRegistry()) as server:
-        records = [record(server.url)] * 2
+        records = [endpoint_record(10, status_url=server.url)] * 2
         found = await states(records)
         assert found == {server.url: state}
     rows = as_rows(records, found)
@@ -72,27 +59,20 @@ async def test_whoever_does_not_answer_is_silent(
 ):
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.2)
     async with raw(answer) as url:
-        assert await states([record(url)]) == {url: "silent"}
+        assert await states([endpoint_record(10, status_url=url)]) == {url: "silent"}
 
 
 @pytest.mark.parametrize("url", ["", "file:///etc/passwd", "http://127.0.0.1:1", "http://[", "x"])
 async def test_an_address_of_nobody(url: str):
-    assert await states([record(url)]) == {url: "silent"}
-
-
-def engine(engine_id: str, lease_id: int) -> EngineMetadata:
-    return EngineMetadata(
-        engine_id=engine_id,
-        lease_id=lease_id,
-        fingerprint={},
-        block_size_tokens=4,
-        num_blocks=8,
-        ranks=(),
-    )
+    assert await states([endpoint_record(10, status_url=url)]) == {url: "silent"}
 
 
 def test_how_links_are_listed():
-    one, two, three = engine("d1", 0xA), engine("d2", 0xB), engine("d3", 0xC)
+    one, two, three = (
+        engine_metadata("d1", 0xA),
+        engine_metadata("d2", 0xB),
+        engine_metadata("d3", 0xC),
+    )
     good = LinkRecord(
         prefill_lease_id=1,
         engine_id="d1",

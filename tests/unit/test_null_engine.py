@@ -10,16 +10,11 @@ from dynamo_lite.engine.base import DecodeEngine
 from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from tests.builders import generate_request
 
 
 def request_of(request_id: str, **sampling: object) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        client_id="c",
-        prompt_token_ids=[1, 2, 3],
-        sampling=msgspec.msgpack.encode(sampling),
-        arrival_time=1.0,
-    )
+    return generate_request(request_id, sampling=msgspec.msgpack.encode(sampling))
 
 
 async def collect(engine: DecodeEngine, requests: int) -> list[list[TokenDelta]]:

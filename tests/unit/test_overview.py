@@ -10,7 +10,8 @@ from dynamo_lite.overview.history import History
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.samples import Samples, increases, known, parse, quantile, total
 from dynamo_lite.protocol.kv import Load
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, LinkRecord
+from dynamo_lite.protocol.records import LinkRecord
+from tests.builders import endpoint_record
 
 DECODE, PREFILL, FRONTEND = 0xD, 0xE, 0xF
 READY = {"ok": True, "state": "ready", "instance": 0}
@@ -39,24 +40,12 @@ class Process:
         self.decisions.labels(verdict, reason).inc(times)
 
 
-def member(lease_id: int, component: str, endpoint: str, model: str = "") -> EndpointRecord:
-    return EndpointRecord(
-        component=component,
-        endpoint=endpoint,
-        namespace="t",
-        lease_id=lease_id,
-        transport=EndpointTransport(nats_tcp="s"),
-        model=model,
-        started_at=90.0,
-    )
-
-
 MEMBERS = (
-    member(FRONTEND, "Processor", "completions", "tiny"),
-    member(FRONTEND, "Frontend", "http"),
-    member(PREFILL, "PrefillWorker", "prefill", "some/where/tiny"),
-    member(DECODE, "VllmWorker", "load_metrics"),
-    member(DECODE, "VllmWorker", "generate", "some/where/tiny"),
+    endpoint_record(FRONTEND, "Processor", "completions", model="tiny", started_at=90.0),
+    endpoint_record(FRONTEND, "Frontend", "http", started_at=90.0),
+    endpoint_record(PREFILL, "PrefillWorker", "prefill", model="some/where/tiny", started_at=90.0),
+    endpoint_record(DECODE, "VllmWorker", "load_metrics", started_at=90.0),
+    endpoint_record(DECODE, "VllmWorker", "generate", model="some/where/tiny", started_at=90.0),
 )
 
 

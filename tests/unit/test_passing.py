@@ -27,7 +27,7 @@ from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.vllm.engine import connector
 from dynamo_lite.vllm.engine.engine_config import transfer_config
-from tests.unit.test_decode_link import Bridge
+from tests.unit.decode_engine import Bridge
 
 BLOCK, POOL, MODEL_TOKENS = 32, 40, 1024
 

@@ -22,6 +22,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, boottime
 from dynamo_lite.runtime.fence import FenceHolder, FenceReader
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.builders import eventually, prefill_job
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -34,12 +35,6 @@ PROMISE_S = 1.5
 @pytest.fixture(autouse=True)
 def short_promises(monkeypatch):
     monkeypatch.setattr(fence_updater, "_PROMISE_S", PROMISE_S)
-
-
-async def eventually(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 class NotedFence(FenceHolder):
@@ -72,15 +67,7 @@ class Worker:
         self.keeping: Any = None
 
     def work(self, attempt: str, engine_id: str = "e1") -> None:
-        self.working[attempt] = RemotePrefillRequest(
-            engine_id=engine_id,
-            request_id="r",
-            attempt=attempt,
-            prompt_token_ids=[1],
-            num_computed_tokens=0,
-            block_ids=[0],
-            deadline=0.0,
-        )
+        self.working[attempt] = prefill_job(attempt, engine_id=engine_id)
 
     async def abandon(self, attempt: str) -> None:
         self.abandoned.append(attempt)

@@ -20,9 +20,9 @@ from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.builders import engine_metadata
 from tests.shards import Shape, ShardedEngine, expected
 from tests.unit.test_rank_groups import SIZES
 from tests.unit.test_ranks import Decode, HeldWrite, Prefill, Wire, blocks, targets
@@ -160,16 +160,7 @@ def test_ranks_of_any_number_read_what_each_of_them_holds(here, there, heads):
         engines.append(ShardedEngine(Shape(tensor, pipeline), heads, 8, movers, truth=truth))
     reader, holder = engines
     own, target = (
-        encode(
-            EngineMetadata(
-                engine_id="e1",
-                lease_id=1,
-                fingerprint={},
-                block_size_tokens=8,
-                num_blocks=8,
-                ranks=tuple(engine.ranks),
-            )
-        )
+        encode(engine_metadata(block_size_tokens=8, ranks=tuple(engine.ranks)))
         for engine in engines
     )
     for index, (mover, memory) in enumerate(zip(reader.movers, reader.ranks, strict=True)):

@@ -5,12 +5,11 @@ from dynamo_lite.disagg.messages import PrefillStep, RankLink
 from dynamo_lite.disagg.prefill.introductions import Introductions
 from dynamo_lite.disagg.prefill.link_test_scheduler import LinkTestScheduler
 from dynamo_lite.protocol.prefill import LinkTest
-from dynamo_lite.protocol.records import EngineMetadata, Scratch
+from dynamo_lite.protocol.records import Scratch
 from dynamo_lite.transfer.scratch import pattern, pick_slots
+from tests.builders import engine_metadata
 
-ENGINE = EngineMetadata(
-    engine_id="d", lease_id=1, fingerprint={}, block_size_tokens=4, num_blocks=8, ranks=()
-)
+ENGINE = engine_metadata("d")
 
 
 def test_an_order_ends_when_all_ranks_have_answered():

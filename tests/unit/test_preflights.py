@@ -21,6 +21,7 @@ from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.base import Transfer
 from dynamo_lite.transfer.scratch import pattern, pick_slots
+from tests.builders import engine_metadata
 from tests.shards import BLOCK_TOKENS, Shape, ShardedEngine
 
 HEADS, BLOCKS = 4, 8
@@ -70,13 +71,8 @@ class Engine:
         self.scratch, self.own = self.sharded.scratch, self.sharded.ranks
 
     def metadata(self) -> EngineMetadata:
-        return EngineMetadata(
-            engine_id=self.name,
-            lease_id=1,
-            fingerprint={},
-            block_size_tokens=BLOCK_TOKENS,
-            num_blocks=BLOCKS,
-            ranks=tuple(self.own),
+        return engine_metadata(
+            self.name, block_size_tokens=BLOCK_TOKENS, num_blocks=BLOCKS, ranks=tuple(self.own)
         )
 
 

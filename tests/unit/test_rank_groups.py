@@ -22,9 +22,10 @@ from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from tests.builders import ManualClock
 from tests.shards import Shape, ShardedEngine, expected
-from tests.unit.test_decode_link import BLOCK, TIMEOUT_S, Clock, prompt
-from tests.unit.test_decode_link import Decode as Engine
+from tests.unit.decode_engine import BLOCK, TIMEOUT_S, prompt
+from tests.unit.decode_engine import Decode as Engine
 
 BLOCKS = 8
 LOCAL, REMOTE = [5, 1, 2], [0, 1, 6]
@@ -315,7 +316,7 @@ class Lost:
     def cached_blocks(self, *, last_first: bool = False) -> int:
         """What the scheduler half gives to the prefix cache, however late it hears of what."""
         tokens: list[int] = []
-        engine = Engine(Clock())
+        engine = Engine(ManualClock())
         engine.half.bind_block_pool(engine.pool, lambda _, upto: tokens.append(upto))
         assert engine.admit(prompt("r-a1", BLOCK * len(REMOTE) + 1)) > 0
         engine.clock.now += TIMEOUT_S

@@ -1,5 +1,6 @@
 """Which spans workers tell of a traced request, and that nothing is told of others."""
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,9 +14,10 @@ from dynamo_lite.protocol.prefill import WriterDone
 from dynamo_lite.protocol.trace import TraceContext, new_trace, traced
 from dynamo_lite.runtime.tracing.tracer import record_notes
 from dynamo_lite.services.generation_trace import TracedGeneration
-from tests.unit import test_prefill_jobs as jobs
+from tests.builders import ManualClock, eventually, prefill_job
+from tests.unit.decode_engine import TIMEOUT_S, WRITER, Decode, encode_sealed, prompt
+from tests.unit.prefill_rig import working
 from tests.unit.recorder import Recorder, Told
-from tests.unit.test_decode_link import TIMEOUT_S, WRITER, Clock, Decode, encode_sealed, prompt
 from tests.unit.test_prefix_reads import Half as Reader
 from tests.unit.test_ranks import Decode as DecodeMemory
 from tests.unit.test_ranks import MemoryFabric as Fabric
@@ -25,12 +27,12 @@ HOSTILE = {"traceparent": "00-" + "0" * 32 + "-00f067aa0ba902b7-01"}
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-async def decode(clock: Clock) -> AsyncIterator[Decode]:
+async def decode(clock: ManualClock) -> AsyncIterator[Decode]:
     decode = Decode(clock)
     async with decode.queue:
         yield decode
@@ -49,7 +51,7 @@ async def say_written(decode: Decode, attempt: str, took_s: float | None) -> Non
     await decode.net._on_done(encode_sealed(done))
 
 
-async def remote(decode: Decode, clock: Clock, headers: Any) -> str:
+async def remote(decode: Decode, clock: ManualClock, headers: Any) -> str:
     """One that is claimed. Its stages take 1, 2, 4, ... seconds. Returns the attempt."""
     request = prompt("r1", 101, trace_headers=headers)
     assert decode.admit(request) > 0
@@ -65,7 +67,7 @@ async def remote(decode: Decode, clock: Clock, headers: Any) -> str:
 
 @pytest.mark.parametrize("told_first", [True, False])
 async def test_a_traced_remote_prefill_is_told_stage_by_stage(
-    decode: Decode, clock: Clock, told_first: bool
+    decode: Decode, clock: ManualClock, told_first: bool
 ):
     above, began = new_trace(), clock.now
     attempt = await remote(decode, clock, above.headers())
@@ -103,7 +105,7 @@ async def test_a_traced_remote_prefill_is_told_stage_by_stage(
 
 @pytest.mark.parametrize("headers", [None, {}, HOSTILE, {"traceparent": "x" * 10_000}])
 async def test_what_is_not_traced_is_measured_and_not_told(
-    decode: Decode, clock: Clock, headers: Any
+    decode: Decode, clock: ManualClock, headers: Any
 ):
     attempt = await remote(decode, clock, headers)
     assert (await decode.job()).trace_headers is None
@@ -119,7 +121,7 @@ async def test_what_is_not_traced_is_measured_and_not_told(
     ("took_s", "notice_s"), [(None, None), (0.0, [8.0]), (8.0, [0.0]), (1000.0, [0.0])]
 )
 async def test_a_notice_takes_no_longer_than_the_rest(
-    decode: Decode, clock: Clock, took_s: float | None, notice_s: list[float] | None
+    decode: Decode, clock: ManualClock, took_s: float | None, notice_s: list[float] | None
 ):
     attempt = await remote(decode, clock, None)
     clock.now += 8
@@ -129,7 +131,7 @@ async def test_a_notice_takes_no_longer_than_the_rest(
     assert decode.half.stats.data.get(f"{STAGE}/notice") == notice_s
 
 
-async def test_one_that_is_given_up_says_so(decode: Decode, clock: Clock):
+async def test_one_that_is_given_up_says_so(decode: Decode, clock: ManualClock):
     above = new_trace()
     attempt = await remote(decode, clock, above.headers())
     clock.now += TIMEOUT_S
@@ -182,19 +184,18 @@ def test_writes_of_jobs_that_are_not_traced_are_not_told():
 async def one_job(headers: Any, tracer: Recorder | None) -> tuple[Any, WriterDone]:
     """The job as the engine got it, and what the decode engine was told."""
     given: list[Any] = []
-    async with jobs.working() as rig:
-        rig.jobs._tracer = tracer
+    async with working(tracer=tracer) as rig:
         prefill = rig.engine.prefill
 
         async def noting(job: Any, target: Any) -> Any:
             given.append(job)
             ended = await prefill(job, target)
-            return type(ended)(ended.attempt, ended.outcome, written_at=rig.jobs._now() + 5)
+            return type(ended)(ended.attempt, ended.outcome, written_at=time.monotonic() + 5)
 
         rig.engine.prefill = noting  # type: ignore[method-assign]
-        await rig.push(jobs.job(trace_headers=headers))
+        await rig.push(prefill_job(trace_headers=headers))
         await rig.answered("ack")
-        await jobs.eventually(lambda: len(rig.done) == 1)
+        await eventually(lambda: len(rig.done) == 1)
         return given[0], rig.done[0]
 
 

@@ -19,10 +19,9 @@ from dynamo_lite.disagg.transfer_params import time_left_s
 from dynamo_lite.policy.migration import Continue
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.prefill import RemotePrefillRequest
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.vllm.requests import canary, generate_request, generation, prefill
 from dynamo_lite.vllm.wire import sampling_to_bytes
+from tests.builders import engine_metadata, prefill_job
 
 MAX_MODEL_LEN = 64
 
@@ -198,24 +197,10 @@ def test_a_salt_keeps_prompts_apart_wherever_they_are_prefilled():
             arrival_time=0.0,
             cache_salt=salt,
         )
-        job = RemotePrefillRequest(
-            engine_id="e1",
-            request_id="r1",
-            attempt="a1",
-            prompt_token_ids=prompt,
-            num_computed_tokens=0,
-            block_ids=[1, 2],
-            deadline=0.0,
-            cache_salt=salt,
+        job = prefill_job(
+            prompt_token_ids=prompt, num_computed_tokens=0, block_ids=[1, 2], cache_salt=salt
         )
-        target = EngineMetadata(
-            engine_id="e1",
-            lease_id=1,
-            fingerprint={},
-            block_size_tokens=4,
-            num_blocks=4,
-            ranks=(),
-        )
+        target = engine_metadata(num_blocks=4)
         made = (generation(asked, MODEL), prefill(job, target, [], MODEL))
         here, there = (Request.from_engine_core_request(each, hasher) for each in made)
         return list(here.block_hashes), list(there.block_hashes)

@@ -10,8 +10,9 @@ from dynamo_lite.policy.resume import AskAgain, PrefillHere, ResumeReason, again
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Landed, Part, RemotePrefillRequest
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric
-from tests.unit.test_decode_link import BLOCK, TIMEOUT_S, WRITER, Clock, prompt
-from tests.unit.test_decode_link import Decode as Engine
+from tests.builders import ManualClock
+from tests.unit.decode_engine import BLOCK, TIMEOUT_S, WRITER, prompt
+from tests.unit.decode_engine import Decode as Engine
 from tests.unit.test_ranks import BLOCK_BYTES, Decode, Prefill, blocks, targets
 
 # The policy
@@ -151,7 +152,7 @@ OTHER = WRITER + 1
 class Caching(Engine):
     """cached: request -> tokens whose blocks the prefix cache was given."""
 
-    def __init__(self, clock: Clock):
+    def __init__(self, clock: ManualClock):
         super().__init__(clock)
         self.cached: dict[str, int] = {}
         self.half.bind_block_pool(self.pool, self._take)
@@ -186,7 +187,7 @@ class Tasks(list):
 
 @pytest.fixture
 async def engine():
-    engine = Caching(Clock())
+    engine = Caching(ManualClock())
     engine.net._tasks = engine.tasks = Tasks()
     async with engine.queue:
         yield engine

@@ -5,22 +5,19 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 
-from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.health import Heartbeat
 from dynamo_lite.protocol.names import endpoint_key, endpoint_prefix, health_subject
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.builders import endpoint_record, loop_time, register
 from tests.unit.virtual import virtual
 
 A, B = 0xA, 0xB
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class Transport:
@@ -29,7 +26,7 @@ class Transport:
         self.kept: list[int] = []
 
     def drop(self, member: EndpointRecord, why: str) -> None:
-        self.dropped.append((member.lease_id, why, now()))
+        self.dropped.append((member.lease_id, why, loop_time()))
 
     def retain(self, members) -> None:
         self.kept = [member.lease_id for member in members]
@@ -64,14 +61,7 @@ class Frontend:
         self.changes += 1
 
     async def join(self, lease_id: int) -> None:
-        record = EndpointRecord(
-            component="W",
-            endpoint="generate",
-            namespace="t",
-            lease_id=lease_id,
-            transport=EndpointTransport(nats_tcp="s", stream="h:1"),
-        )
-        await self.store.put(endpoint_key("t", "W", "generate", lease_id), encode_json(record))
+        await register(self.store, endpoint_record(lease_id, "W", stream="h:1"))
 
     async def leave(self, lease_id: int) -> None:
         await self.store.delete(endpoint_key("t", "W", "generate", lease_id))
@@ -90,7 +80,7 @@ class Frontend:
         task = self.beats[lease_id]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        return now()
+        return loop_time()
 
     async def says(self, lease_id: int, number: int, *, ok: bool) -> None:
         beat = Heartbeat(lease_id=lease_id, number=number, ok=ok, detail="stuck")
@@ -185,8 +175,8 @@ async def test_whoever_falls_silent_while_times_are_rounded_is_found():
     """Above 1024 a time has one bit less: what is added is not what was subtracted."""
     members, pauses = range(0x100, 0x100 + 40), random.Random(1)
     async with Frontend().open() as frontend:
-        assert now() < 1021
-        await asyncio.sleep(1021 - now())
+        assert loop_time() < 1021
+        await asyncio.sleep(1021 - loop_time())
         for lease_id in members:
             await asyncio.sleep(pauses.uniform(0.05, 0.09))
             await frontend.join(lease_id)

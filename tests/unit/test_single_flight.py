@@ -15,11 +15,11 @@ from dynamo_lite.policy.single_flight import (
     Wait,
     follow,
 )
-from tests.unit.test_decode_link import (
+from tests.builders import ManualClock
+from tests.unit.decode_engine import (
     BLOCK,
     QUEUE_SIZE,
     TIMEOUT_S,
-    Clock,
     Decode,
     prompt,
 )
@@ -177,7 +177,7 @@ async def test_of_leaders_with_the_same_prefix_the_shortest_is_followed(
 
 
 async def test_an_engine_without_prefix_cache_lets_nobody_wait():
-    decode = Decode(Clock(), hash_block_size=None)
+    decode = Decode(ManualClock(), hash_block_size=None)
     async with decode.queue:
         await leads(decode, sibling("r1"))
         assert asks(decode, sibling("r2")) == (39, True)

@@ -18,10 +18,10 @@ from dynamo_lite.disagg.prefill.staging import split
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Landed, decode_notice
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout
+from tests.builders import engine_metadata
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
 
 BLOCKS = 8
@@ -73,13 +73,8 @@ class Pair:
         self.decode.step(step)
 
     def step(self, *writes: BlockWrite, ended: bool = False, **more) -> None:
-        target = EngineMetadata(
-            engine_id="d",
-            lease_id=1,
-            fingerprint={},
-            block_size_tokens=THERE,
-            num_blocks=BLOCKS,
-            ranks=tuple(self.target.ranks),
+        target = engine_metadata(
+            "d", block_size_tokens=THERE, num_blocks=BLOCKS, ranks=tuple(self.target.ranks)
         )
         ends = [(write.attempt, f"p-{write.attempt}", True) for write in writes if ended]
         step = PrefillStep(writes=list(writes), targets={"d": encode(target)}, ended=ends, **more)

@@ -6,11 +6,8 @@ import logging
 import pytest
 
 from dynamo_lite.runtime.tasks import CANCEL_AGAIN_S, OwnedTasks, end_tasks, running
+from tests.builders import loop_time
 from tests.unit.virtual import virtual
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 async def forever() -> None:
@@ -44,10 +41,10 @@ async def cleans_up_for(seconds: float, ended: list[str]) -> None:
 async def test_a_lost_cancel_is_repeated_until_the_task_has_ended(lost: int):
     task = asyncio.create_task(loses_cancels(lost))
     await asyncio.sleep(1)
-    began = now()
+    began = loop_time()
     await end_tasks(task)
     assert task.cancelled()
-    assert now() - began == pytest.approx(lost * CANCEL_AGAIN_S)
+    assert loop_time() - began == pytest.approx(lost * CANCEL_AGAIN_S)
 
 
 @virtual
@@ -80,22 +77,22 @@ async def test_a_clean_up_that_keeps_its_deadline_is_not_interrupted():
 async def test_ended_tasks_and_no_tasks_need_no_wait():
     task = asyncio.create_task(asyncio.sleep(0))
     await task
-    began = now()
+    began = loop_time()
     await end_tasks(task)
     await end_tasks()
-    assert now() == began
+    assert loop_time() == began
 
 
 @virtual
 async def test_the_callers_cancel_is_raised_after_the_tasks_have_ended():
     task = asyncio.create_task(loses_cancels(1))
     await asyncio.sleep(1)
-    began = now()
+    began = loop_time()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2):
             await end_tasks(task)
     assert task.cancelled()
-    assert now() - began == pytest.approx(2)
+    assert loop_time() - began == pytest.approx(2)
 
 
 @virtual
@@ -144,9 +141,9 @@ async def test_what_is_started_while_the_tasks_end_is_ended_too():
 async def test_join_waits_for_all_and_ends_them_when_it_is_cancelled():
     tasks = OwnedTasks()
     tasks.start(asyncio.sleep(5), name="short")
-    began = now()
+    began = loop_time()
     await tasks.join()
-    assert now() - began == pytest.approx(5)
+    assert loop_time() - began == pytest.approx(5)
     long = tasks.start(forever(), name="long")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1):

@@ -15,21 +15,15 @@ from dynamo_lite.disagg.transfer_params import (
 )
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.prefill import RemotePrefillRequest
-from dynamo_lite.protocol.records import EngineMetadata
+from tests.builders import engine_metadata, prefill_job
 
-TARGET = EngineMetadata(
-    engine_id="e1", lease_id=1, fingerprint={}, block_size_tokens=4, num_blocks=9, ranks=()
-)
-JOB = RemotePrefillRequest(
-    engine_id="e1",
+TARGET = engine_metadata(num_blocks=9)
+JOB = prefill_job(
     request_id="r1",
-    attempt="a1",
     prompt_token_ids=list(range(20)),
     num_computed_tokens=8,
     block_ids=[4, 5, 6],
     prefix_block_ids=[2, 3],
-    deadline=0.0,
 )
 PARAMS = PrefillJobParams.of(JOB, TARGET, ["e7"])
 

@@ -16,15 +16,16 @@ from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import LinkReport
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
-from dynamo_lite.protocol.codec import decode_json, encode, encode_json
-from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
+from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.decisions import Decision, decode_explained
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, RankMetadata, encode_engine
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.transfer.directory import MetadataDirectory
 from dynamo_lite.vllm.engine.fingerprint import check_peer
-from tests.unit.test_decode_link import ENGINE, NAMESPACE, WRITER, prompt
-from tests.unit.test_decode_session import OTHER, OtherEngine, Scene
+from tests.builders import ENGINE, NAMESPACE
+from tests.unit.decode_engine import WRITER, prompt
+from tests.unit.decode_session import OTHER, OtherEngine, Scene
 from tests.unit.test_fingerprint import engine
 from tests.unit.virtual import virtual
 
@@ -45,7 +46,7 @@ async def seen() -> None:
 
 
 async def last_decision(scene: Scene) -> Decision:
-    reply = await scene.decode.net._on_explain(encode(Explain(last=1)))
+    reply = await scene.explain(last=1)
     return decode_explained(reply).decisions[0]
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from dynamo_lite.policy.admission import Limits
 from dynamo_lite.protocol.errors import Refused
+from tests.builders import endpoint_record
 from tests.vllm.front_half import (
     CHAT,
     TEXT,
     Front,
     Workers,
     events,
-    member,
     open_front,
     write_model,
 )
@@ -250,6 +250,6 @@ async def test_a_request_that_lost_its_worker_waits_no_longer_than_its_time(fron
     workers.lose([workers.asked[0][1].request_id], "connection reset")
     answer = await asyncio.wait_for(asking, 10)
     assert answer.status_code == 504
-    workers.members = [member(3)]
+    workers.members = [endpoint_record(3)]
     workers.hold = False
     assert (await front.post("/v1/completions", TEXT)).status_code == 200

@@ -1,0 +1,122 @@
+"""What many tests build: records, requests, jobs and metadata, a clock, a wait with a limit."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.records import (
+    EndpointRecord,
+    EndpointTransport,
+    EngineMetadata,
+    KvRegion,
+    RankMetadata,
+)
+from dynamo_lite.runtime.store import Lease, Store
+
+#: The namespace and the engine id of everything here that is not told another one.
+NAMESPACE, ENGINE = "t", "e1"
+
+
+async def eventually(condition: Callable[[], Any], within_s: float = 10.0) -> None:
+    """Returns when `condition` is true; it may be a coroutine function. Raises TimeoutError after
+    `within_s` seconds of the event loop, which are virtual in a virtual loop."""
+    async with asyncio.timeout(within_s):
+        while True:
+            value = condition()
+            if await value if inspect.isawaitable(value) else value:
+                return
+            await asyncio.sleep(0.002)
+
+
+def loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class ManualClock:
+    """Both clocks of a process, moved by the test."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now + 1e9
+
+
+def endpoint_record(
+    lease_id: int = 1,
+    component: str = "VllmWorker",
+    endpoint: str = "generate",
+    *,
+    namespace: str = NAMESPACE,
+    subject: str = "",
+    stream: str | None = None,
+    **fields: Any,
+) -> EndpointRecord:
+    """A registered component. subject: where it takes requests; the usual one if it is empty."""
+    usual = names.endpoint_subject(namespace, component, endpoint, lease_id)
+    return EndpointRecord(
+        component=component,
+        endpoint=endpoint,
+        namespace=namespace,
+        lease_id=lease_id,
+        transport=EndpointTransport(nats_tcp=subject or usual, stream=stream),
+        **fields,
+    )
+
+
+def key_of(record: EndpointRecord) -> str:
+    return names.endpoint_key(record.namespace, record.component, record.endpoint, record.lease_id)
+
+
+async def register(store: Store, record: EndpointRecord, *, lease: Lease | None = None) -> str:
+    """Writes the record into the store. Returns its key."""
+    await store.put(key_of(record), encode_json(record), lease=lease)
+    return key_of(record)
+
+
+def rank_metadata(agent: bytes = b"") -> RankMetadata:
+    """A rank with one layer in main memory."""
+    region = KvRegion(layer="0", plane=0, base=4096, stride_bytes=64, block_bytes=64)
+    return RankMetadata(agent=agent, memory="DRAM", device=0, regions=(region,))
+
+
+def engine_metadata(engine_id: str = ENGINE, lease_id: int = 1, **changes: Any) -> EngineMetadata:
+    """Eight blocks of four tokens, and no rank."""
+    fields: dict[str, Any] = {
+        "fingerprint": {},
+        "block_size_tokens": 4,
+        "num_blocks": 8,
+        "ranks": (),
+    }
+    return EngineMetadata(engine_id=engine_id, lease_id=lease_id, **(fields | changes))
+
+
+def prefill_job(attempt: str = "a1", **changes: Any) -> RemotePrefillRequest:
+    """Ten tokens, of which the decode engine has the first four: one block. Its deadline is far."""
+    fields: dict[str, Any] = {
+        "engine_id": ENGINE,
+        "request_id": f"r-{attempt}",
+        "prompt_token_ids": list(range(10)),
+        "num_computed_tokens": 4,
+        "block_ids": [5, 6],
+        "deadline": 2e9,
+    }
+    return RemotePrefillRequest(attempt=attempt, **(fields | changes))
+
+
+def generate_request(request_id: str = "a", **changes: Any) -> GenerateRequest:
+    fields: dict[str, Any] = {
+        "client_id": "",
+        "prompt_token_ids": [1, 2, 3],
+        "sampling": b"\x80",
+        "arrival_time": 1.0,
+    }
+    return GenerateRequest(request_id=request_id, **(fields | changes))

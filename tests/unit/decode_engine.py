@@ -1,0 +1,287 @@
+"""The two sides of a decode engine's scheduler half, without an engine or a network.
+
+The engine is a block pool that counts references; what goes to the bridge is run
+by the test, over the queue's and the messaging's in-process twins.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
+from dynamo_lite.disagg.messages import RankResults
+from dynamo_lite.policy.disagg import QueueView
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
+from dynamo_lite.protocol.options import DisaggOptions
+from dynamo_lite.protocol.prefill import (
+    CancelAttempt,
+    Claim,
+    ClaimRefused,
+    EngineStatus,
+    Granted,
+    Leave,
+    RemotePrefillRequest,
+    StayAccepted,
+    StayRefused,
+    WriterDone,
+    WriterStays,
+    decode_cancel_attempt,
+    decode_claim_reply,
+    decode_engine_status,
+    decode_job,
+    decode_stay_reply,
+)
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from tests.builders import ENGINE, NAMESPACE, ManualClock
+
+WRITER = 0xA
+BLOCK, POOL = 4, 256
+LIMIT, QUEUE_SIZE, TIMEOUT_S, TTL_S, DEPTH = 4, 5, 20.0, 10.0, 64
+
+
+class Bridge:
+    """Keeps what is submitted until the test runs it."""
+
+    def __init__(self, _session: Any):
+        self.submitted: list[Coroutine[Any, Any, None]] = []
+
+    def start(self, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self.submitted.append(coroutine)
+
+
+class NoServers:
+    """No servers: the tests put twins in their place."""
+
+    def messaging(self) -> Any: ...
+
+    def store(self) -> Any: ...
+
+    def queue(self, config: QueueConfig) -> Any: ...
+
+
+class FakePool:
+    """vLLM's block pool, as far as it is used: blocks with reference counts."""
+
+    num_gpu_blocks = POOL
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0, is_null=False) for i in range(POOL)]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0
+            block.ref_cnt -= 1
+
+    def get_num_free_blocks(self) -> int:
+        return sum(block.ref_cnt == 0 for block in self.blocks)
+
+    @property
+    def used(self) -> int:
+        return POOL - self.get_num_free_blocks()
+
+
+def prompt(request_id: str, tokens: int, **fields: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "request_id": request_id,
+        "prompt_token_ids": list(range(100, 100 + tokens)),
+        "num_prompt_tokens": tokens,
+        "skip_reading_prefix_cache": False,
+        "mm_features": [],
+        "lora_request": None,
+        "prompt_embeds": None,
+        "block_hashes": [f"{request_id}/{i}" for i in range(tokens // BLOCK)],
+        "priority": 0,
+        "cache_salt": None,
+        "kv_transfer_params": None,
+        "trace_headers": None,
+    }
+    return SimpleNamespace(**{**defaults, **fields})
+
+
+class Writers:
+    """Who is registered, and what ails them: the roster and the monitor in one."""
+
+    def __init__(self) -> None:
+        self.members: tuple[int, ...] = (WRITER,)
+        self.ails: dict[int, str] = {}
+        self.alive: list[int] = []
+
+    @property
+    def responsive(self) -> tuple[Any, ...]:
+        return tuple(SimpleNamespace(lease_id=w) for w in self.members if w not in self.ails)
+
+    def get(self, writer: int) -> int | None:
+        return writer if writer in self.members else None
+
+    def trouble(self, writer: int) -> str:
+        return self.ails.get(writer, "")
+
+    def shows_life(self, writer: int) -> None:
+        self.alive.append(writer)
+
+
+class Decode:
+    """A decode engine: its scheduler half, its pool, and the network that it sees."""
+
+    def __init__(
+        self, clock: ManualClock, max_local: int = LIMIT, *, hash_block_size: int | None = BLOCK
+    ):
+        self.clock, self.pool, self.taken = clock, FakePool(), {}
+        self.broker, self.messaging = MemoryBroker(), MemoryMessaging()
+        self.queue_config = QueueConfig(max_jobs=DEPTH)
+        self.queue = MemoryQueue(
+            self.broker, stream="s", subject="s.jobs", config=self.queue_config
+        )
+        role = DecodeEngineConfig(
+            options=DisaggOptions(
+                max_local_prefill_length=max_local,
+                max_prefill_queue_size=QUEUE_SIZE,
+                remote_prefill_timeout_s=TIMEOUT_S,
+                queue_view_max_age_s=2.0,
+            ),
+            prefill_component="PrefillWorker",
+            queue=self.queue_config,
+        )
+        self.half = DecodeScheduler(
+            EngineConfig(
+                namespace=NAMESPACE,
+                engine_id=ENGINE,
+                lease_id=1,
+                lease_ttl_s=TTL_S,
+                nats_url="",
+                etcd_url="",
+                role=role,
+            ),
+            BLOCK,
+            outside=NoServers(),
+            open_bridge=Bridge,
+            clock=clock,  # type: ignore[arg-type]
+            hash_block_size=hash_block_size,
+        )
+        self.half.bind_block_pool(self.pool)
+        self.bridge: Any = self.half.bridge
+        self.net: Any = self.half._net
+        self.net._queue, self.net._messaging = self.queue, self.messaging
+        self.writers = self.net._writers = self.net._health = Writers()
+        self.cancelled: list[CancelAttempt] = []
+        self.sees()
+
+    def sees(self, jobs: int = 0, prefill_workers: int = 1) -> None:
+        """The bridge reads the queue."""
+        self.net.view = QueueView(jobs, prefill_workers, self.clock.now)
+
+    def admit(self, request: Any, cached: int = 0) -> int:
+        """vLLM's scheduler takes a waiting request. Returns its external tokens."""
+        external, waits = self.half.num_new_matched_tokens(request, cached)
+        assert waits == (external > 0)
+        count = -(-request.num_prompt_tokens // BLOCK)
+        blocks = [b for b in self.pool.blocks if b.ref_cnt == 0][:count]
+        self.pool.touch(blocks)
+        self.taken[request.request_id] = blocks
+        ids = [block.block_id for block in blocks]
+        self.half.state_after_alloc(request, ids, external)
+        return external
+
+    def finish(self, request_id: str) -> None:
+        """vLLM ends a request: it asks the connector, then frees the blocks."""
+        self.half.request_finished(request_id)
+        self.pool.free_blocks(self.taken.pop(request_id))
+
+    def output(self, *received: str, failed: Sequence[str] = ()) -> None:
+        self.half.worker_output(RankResults(received=set(received), lost=set(failed)))
+
+    async def network(self) -> None:
+        """Runs what the scheduler half has submitted."""
+        submitted, self.bridge.submitted = self.bridge.submitted, []
+        for coroutine in submitted:
+            await coroutine
+
+    async def job(self) -> RemotePrefillRequest:
+        """The next job on the queue, with what the scheduler submitted run first."""
+        await self.network()
+        job = await self.queue.pull(timeout_s=0)
+        assert job is not None
+        return decode_job(job.payload)
+
+    async def job_of_step(self) -> RemotePrefillRequest:
+        self.half.build_step()
+        return await self.job()
+
+    async def ask(self, request_id: str = "r1", tokens: int = 10, *, claimed: bool = False) -> str:
+        """A remote prefill under way. Returns its attempt; its step is over."""
+        assert self.admit(prompt(request_id, tokens)) > 0
+        [attempt] = self.half.build_step().expect
+        await self.network()
+        if claimed:
+            assert await self.claim(attempt) == Granted()
+        return attempt
+
+    async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
+        claim = Claim(attempt=attempt, writer_lease_id=writer)
+        reply = decode_claim_reply(await self.net._on_claim(encode_sealed(claim)))
+        if isinstance(reply, ClaimRefused):
+            return reply
+        assert reply.granted_at == self.clock.wall()
+        return Granted()
+
+    async def stays(
+        self, attempt: str, writer: int = WRITER, number: int = 0
+    ) -> StayAccepted | StayRefused:
+        stays = WriterStays(attempt=attempt, writer_lease_id=writer, for_s=3.0, number=number)
+        return decode_stay_reply(await self.net._on_stays(encode_sealed(stays)))
+
+    async def done(
+        self, attempt: str, outcome: Any = "written", writer: int = WRITER, **more: Any
+    ) -> None:
+        done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer, **more)
+        await self.net._on_done(encode_sealed(done))
+
+    async def cancels(self, *attempts: str) -> None:
+        """Waits until the writer has been told to stop these, in this order."""
+        await self.network()
+        async with asyncio.timeout(10):
+            while [cancel.attempt for cancel in self.cancelled] != list(attempts):
+                await asyncio.sleep(0.001)
+
+    async def take_cancel(self, payload: bytes) -> None:
+        self.cancelled.append(decode_cancel_attempt(payload))
+
+    @property
+    def attempts(self) -> list[str]:
+        """The attempts that were asked for since the last step."""
+        return list(self.half._step.expect)
+
+    def tune(self, values: VllmWorkerLiveOptions, version: int) -> None:
+        """The live options of the engine's component have changed."""
+        self.net._tuning.change(values, version)
+
+    async def describe(self) -> EngineStatus | None:
+        reply = await self.net._on_describe(b"")
+        return None if reply is None else decode_engine_status(reply)
+
+    async def leave(self, lease_id: int) -> bytes:
+        """The component with this lease announces that it shuts down."""
+        return await self.net._on_leave(encode_sealed(Leave(lease_id=lease_id)))
+
+    def counted(self, name: str) -> float:
+        return self.half.stats.data.get(name, 0)
+
+    def assert_clean(self) -> None:
+        assert not self.half.prefills
+        ledger = self.half._book.ledger
+        assert repr(ledger) == "<Ledger empty>" and ledger.waiting == 0
+        assert not self.half.busy
+        assert self.pool.used == 0

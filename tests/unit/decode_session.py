@@ -1,0 +1,127 @@
+"""A decode engine with its session open over the in-process twins, and prefill workers."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.decisions import Explain
+from dynamo_lite.protocol.prefill import Granted
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.simulation.servers.memory import MemoryStore
+from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
+from tests.builders import ENGINE, endpoint_record, loop_time, register
+from tests.unit.test_decode_link import NAMESPACE, Decode, prompt
+
+
+class LoopClock:
+    """The loop's own time as the engine's."""
+
+    @property
+    def now(self) -> float:
+        return loop_time()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now + 1e9
+
+
+class Twins:
+    """Outside, as the engine opens it."""
+
+    def __init__(self, decode: Decode, store: MemoryStore):
+        self._decode, self._store = decode, store
+
+    @contextlib.asynccontextmanager
+    async def messaging(self) -> AsyncIterator[Any]:
+        yield self._decode.messaging
+
+    @contextlib.asynccontextmanager
+    async def store(self) -> AsyncIterator[Any]:
+        yield self._store
+
+    def queue(self, config: QueueConfig) -> MemoryQueue:
+        return MemoryQueue(self._decode.broker, stream="s", subject="s.jobs", config=config)
+
+
+class Scene:
+    """The engine with its session open; prefill workers that are registered, and may beat."""
+
+    def __init__(self) -> None:
+        self.decode = Decode(LoopClock())  # type: ignore[arg-type]
+        self.store = MemoryStore()
+        self.decode.net._outside = Twins(self.decode, self.store)
+        self.verdicts: dict[int, tuple[bool, str]] = {}
+        self.beats: dict[int, asyncio.Task[None]] = {}
+        self.given_up: dict[str, str] = {}
+
+    @contextlib.asynccontextmanager
+    async def open(self, *writers: int) -> AsyncIterator["Scene"]:
+        for writer in writers:
+            await self.join(writer)
+        async with self.decode.net.session():
+            steps = asyncio.create_task(self._step())
+            await asyncio.sleep(2.0)
+            try:
+                yield self
+            finally:
+                steps.cancel()
+                await self.decode.network()
+                for writer in list(self.beats):
+                    await self.hush(writer)
+                await asyncio.gather(steps, return_exceptions=True)
+
+    async def _step(self) -> None:
+        """The engine's own loop."""
+        while True:
+            for attempt, request_id in self.decode.half.build_step().give_up:
+                self.given_up[attempt] = request_id
+            await self.decode.network()
+            await asyncio.sleep(0.01)
+
+    async def explain(self, **wanted: Any) -> bytes:
+        """The engine's reply to `explain`."""
+        subject = names.explain_subject(NAMESPACE, ENGINE)
+        question = encode(Explain(**wanted))
+        return await self.decode.messaging.request(subject, question, timeout_s=1.0)
+
+    def counted(self, outcome: str) -> float:
+        return self.decode.counted(f"remote/{outcome}")
+
+    async def join(self, writer: int) -> None:
+        await register(self.store, endpoint_record(writer, "PrefillWorker", "prefill"))
+        self.verdicts[writer] = True, ""
+        beat = HeartbeatPublisher(
+            self.decode.messaging,
+            namespace=NAMESPACE,
+            component="PrefillWorker",
+            lease_id=writer,
+            verdict=lambda: self.verdicts[writer],
+        )
+        self.beats[writer] = asyncio.create_task(beat.run())
+
+    async def hush(self, writer: int) -> None:
+        beat = self.beats.pop(writer)
+        beat.cancel()
+        await asyncio.gather(beat, return_exceptions=True)
+
+    async def ask(self, request_id: str, *, claimed_by: int | None = None) -> str:
+        assert self.decode.admit(prompt(request_id, 10)) > 0
+        [attempt] = self.decode.attempts
+        await asyncio.sleep(0.1)
+        if claimed_by is not None:
+            assert await self.decode.claim(attempt, claimed_by) == Granted()
+        return attempt
+
+    async def given_up_within(self, seconds: float, *attempts: str) -> float:
+        """Returns after how long the engine was told to go on without these."""
+        began = loop_time()
+        while not set(attempts) <= set(self.given_up):
+            await asyncio.sleep(0.01)
+            assert loop_time() - began <= seconds, self.decode.half._book.ledger
+        return loop_time() - began

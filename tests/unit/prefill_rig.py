@@ -1,0 +1,237 @@
+"""One prefill worker's jobs over the in-process twins, and the decode engine that they are for."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.disagg.prefill.job_runner import JobLinks
+from dynamo_lite.disagg.prefill.jobs import PrefillJobs
+from dynamo_lite.engine.base import AttemptOutcome
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.errors import (
+    DynamoLiteError,
+)
+from dynamo_lite.protocol.prefill import (
+    Claim,
+    ClaimRefused,
+    Granted,
+    RemotePrefillRequest,
+    WriterDone,
+    decode_claim,
+    decode_writer_done,
+)
+from dynamo_lite.protocol.records import (
+    EngineMetadata,
+    encode_engine,
+)
+from dynamo_lite.queue.base import Job, QueueConfig
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
+from dynamo_lite.transfer.directory import MetadataDirectory
+from tests.builders import ENGINE, NAMESPACE, engine_metadata, eventually, rank_metadata
+
+LEASE = 0xBEEF
+BLOCK, POOL = 4, 16
+TARGET = engine_metadata(lease_id=7, num_blocks=POOL, ranks=(rank_metadata(),))
+
+
+class NotedJob:
+    """Notes what a job is answered."""
+
+    def __init__(self, job: Job, answers: list[str], delays: list[float]):
+        self._job, self._answers, self.delays = job, answers, delays
+        self.payload, self.sequence, self.deliveries = job.payload, job.sequence, job.deliveries
+        self.deliveries_left = job.deliveries_left
+
+    async def ack(self) -> None:
+        self._answers.append("ack")
+        await self._job.ack()
+
+    async def nak(self, *, delay_s: float = 0.0) -> None:
+        self._answers.append("nak")
+        self.delays.append(delay_s)
+        await self._job.nak(delay_s=delay_s)
+
+    async def term(self) -> None:
+        self._answers.append("term")
+        await self._job.term()
+
+    async def extend(self) -> None:
+        self._answers.append("extend")
+        await self._job.extend()
+
+
+class NotedQueue(MemoryQueue):
+    answers: list[str]
+    delays: list[float]
+
+    async def pull(self, **wanted: Any) -> Any:
+        job = await super().pull(**wanted)
+        return None if job is None else NotedJob(job, self.answers, self.delays)
+
+
+class ScriptedEngine:
+    """A Prefiller that ends an attempt as told: at once, or when it is let go."""
+
+    def __init__(self) -> None:
+        self.attempts: list[str] = []
+        self.abandoned: list[str] = []
+        self.raises: DynamoLiteError | None = None
+        self.holds = False
+        self.ends: dict[str, asyncio.Future[str]] = {}
+
+    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
+        assert target.engine_id == job.engine_id
+        self.attempts.append(job.attempt)
+        if self.raises is not None:
+            raise self.raises
+        end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
+        if not self.holds:
+            end.set_result("written")
+        return AttemptOutcome(job.attempt, await end)
+
+    async def abandon(self, attempt: str) -> None:
+        self.abandoned.append(attempt)
+        if attempt in self.ends:
+            self.ends[attempt].set_result("abandoned")
+
+
+class Rig:
+    """One worker's jobs, and the decode engine that they are for."""
+
+    def __init__(
+        self,
+        *,
+        ack_wait_s: float,
+        redeliver_s: float,
+        links: JobLinks | None = None,
+        tracer: Tracer | None = None,
+    ):
+        self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
+        self.engine, self.registry = ScriptedEngine(), CollectorRegistry()
+        config = QueueConfig(ack_wait_s=redeliver_s)
+        self.queue = NotedQueue(self.broker, stream="s", subject="s.jobs", config=config)
+        self.queue.answers, self.queue.delays = [], []
+        self.wall_ahead_s = 0.0
+        self.jobs = PrefillJobs(
+            namespace=NAMESPACE,
+            lease_id=LEASE,
+            ack_wait_s=ack_wait_s,
+            queue=self.queue,
+            engine=self.engine,
+            directory=MetadataDirectory(self.store, NAMESPACE),
+            messaging=self.messaging,
+            registry=self.registry,
+            links=links,
+            tracer=tracer,
+            clock=Clock(wall=lambda: time.time() + self.wall_ahead_s),
+        )
+        self.pushed = 0
+        self.tasks: list[asyncio.Task[None]] = []
+        self.claims: list[Claim] = []
+        self.done: list[WriterDone] = []
+        self.verdicts: list[Granted | ClaimRefused] = []
+        self.on_claim: Callable[[], Awaitable[Any]] | None = None
+
+    @property
+    def clock_differences(self) -> float:
+        name = "dynamo_lite_prefill_clock_differences_total"
+        return self.registry.get_sample_value(name) or 0.0
+
+    @property
+    def answers(self) -> list[str]:
+        return [answer for answer in self.queue.answers if answer != "extend"]
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        assert all(done.writer_lease_id == LEASE for done in self.done)
+        return [(done.attempt, done.outcome) for done in self.done]
+
+    def counted(self, outcome: str) -> float:
+        labels = {"outcome": outcome}
+        return self.registry.get_sample_value("dynamo_lite_prefill_jobs_total", labels) or 0.0
+
+    def pull(self) -> None:
+        """The worker takes one more job at a time."""
+        self.tasks.append(asyncio.create_task(self.jobs.run()))
+
+    async def push(self, job: RemotePrefillRequest | bytes) -> None:
+        payload = job if isinstance(job, bytes) else encode_sealed(job)
+        self.pushed += 1
+        await self.queue.push(payload, message_id=str(self.pushed))
+
+    async def answered(self, *answers: str) -> None:
+        await eventually(lambda: self.answers == list(answers))
+
+    async def total(self) -> int:
+        return (await self.queue.depth()).total
+
+    async def claim(self, payload: bytes) -> bytes | None:
+        self.claims.append(decode_claim(payload))
+        if self.on_claim is not None:
+            await self.on_claim()
+        granted = Granted(granted_at=time.time())
+        return encode(self.verdicts.pop(0) if self.verdicts else granted)
+
+    async def take_done(self, payload: bytes) -> None:
+        self.done.append(decode_writer_done(payload))
+
+
+@contextlib.asynccontextmanager
+async def working(
+    *,
+    runners: int = 1,
+    serving: bool = True,
+    pulls: bool = True,
+    ack_wait_s: float = 30.0,
+    redeliver_s: float = 30.0,
+    links: JobLinks | None = None,
+    tracer: Tracer | None = None,
+) -> AsyncIterator[Rig]:
+    """ack_wait_s: what the worker believes. redeliver_s: what the broker does. pulls: from the
+    beginning."""
+    rig = Rig(ack_wait_s=ack_wait_s, redeliver_s=redeliver_s, links=links, tracer=tracer)
+    serve = rig.messaging.serve
+    await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(TARGET))
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        await enter(rig.queue)
+        await enter(serve(names.writer_done_subject(NAMESPACE, ENGINE), rig.take_done))
+        if serving:
+            await enter(serve(names.claim_subject(NAMESPACE, ENGINE), rig.claim))
+        await enter(serve(names.cancel_subject(NAMESPACE, LEASE), rig.jobs.on_cancel))
+        tasks = rig.tasks
+        for _ in range(runners if pulls else 0):
+            rig.pull()
+        try:
+            yield rig
+            await rig.jobs.stop()
+            async with asyncio.timeout(10):
+                await asyncio.gather(*tasks)
+            assert not rig.jobs.working and rig.jobs.idle.is_set()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class ScriptedLinks:
+    """why_not: what every engine's link is refused with, so many times."""
+
+    def __init__(self, why_not: str | None, times: int = 1000):
+        self.why_not, self.times, self.doubted = why_not, times, list[str]()
+
+    async def usable(self, target: EngineMetadata) -> str | None:
+        assert target.engine_id == ENGINE
+        self.times -= 1
+        return self.why_not if self.times >= 0 else None
+
+    def retest(self, engine_id: str) -> None:
+        self.doubted.append(engine_id)
