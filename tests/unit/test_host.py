@@ -24,6 +24,7 @@ from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.runtime.store import Delete, Lease, LeaseLoss, Put, Snapshot
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from tests.builders import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -331,8 +332,7 @@ async def test_a_stop_interrupts_the_start() -> None:
     run.worker.on_start = hang
     exit_code = run.start()
     await run.until("starting")
-    while not run.worker.calls:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: run.worker.calls)
     os.kill(os.getpid(), signal.SIGINT)
     assert await exit_code == 0
     assert run.worker.calls == ["start", "close"]
