@@ -7,8 +7,10 @@ until it ends by itself: as it begins to wait, and when what it waits for has ju
 import asyncio
 import contextlib
 import functools
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -22,13 +24,12 @@ from dynamo_lite.policy.migration import Continue
 from dynamo_lite.policy.routing import RoundRobin, Selection
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
-from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import NoResponders, Unavailable
-from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.generate import GenerateRequest, Hello
 from dynamo_lite.protocol.prefill import ClaimRefused, decode_listen
 from dynamo_lite.protocol.records import (
     EndpointRecord,
-    EndpointTransport,
     EngineMetadata,
     encode_engine,
 )
@@ -38,6 +39,7 @@ from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.framing import frame, parse_address
 from dynamo_lite.request_plane.placement import WorkerSelector
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
@@ -56,27 +58,27 @@ from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from dynamo_lite.simulation.servers.memory_store import MemoryWatch
 from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.contract.generating import FakeEngine, Outputs, request_of, tokens
+from dynamo_lite.vllm.requests import canary
+from tests.builders import (
+    NAMESPACE,
+    endpoint_record,
+    engine_metadata,
+    eventually,
+    generate_request,
+    key_of,
+    register,
+)
+from tests.contract.generating import FakeEngine, Outputs, tokens
 from tests.sim.pair import GREEDY, QUEUE, Pair
 from tests.sim.pair import tokens as random_tokens
 from tests.sim.servers import SimNats
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
+from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
+from tests.unit.decode_session import Scene, Twins
 from tests.unit.fake_workers import FakeWorkers
-from tests.unit.test_decode_link import TIMEOUT_S, WRITER, prompt
-from tests.unit.test_decode_session import Scene, Twins
-from tests.unit.test_prefill_jobs import metadata as engine_metadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-NAMESPACE = "t"
-
-
-async def soon(condition: Callable[[], Any], within_s: float = 5.0) -> None:
-    """Virtual seconds."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def network() -> Network:
@@ -93,7 +95,7 @@ async def delivered() -> None:
 
 async def all_closed(network: Network) -> None:
     """No connection of this process is open."""
-    await soon(lambda: not network.ends_of(network.loop.world))
+    await eventually(lambda: not network.ends_of(network.loop.world))
 
 
 # The request plane: workers' servers and a client of them
@@ -118,13 +120,15 @@ class Worker:
 
     @property
     def record(self) -> EndpointRecord:
-        return endpoint_record("VllmWorker", "generate", self.lease_id, self.server.stream_address)
+        return endpoint_record(
+            self.lease_id, subject=self.subject, stream=self.server.stream_address
+        )
 
     async def idle(self) -> None:
         """No request is left, in the server or in the engine."""
         await delivered()
-        await soon(lambda: not (self.server.in_flight or self.server.waiting_tokens))
-        await soon(lambda: not self.engine.running)
+        await eventually(lambda: not (self.server.in_flight or self.server.waiting_tokens))
+        await eventually(lambda: not self.engine.running)
         assert await self.server.wait_idle(5.0)
 
     def answer(self) -> list[Any]:
@@ -133,19 +137,6 @@ class Worker:
         self.engine.running.clear()
         self.server.deliver(deltas)
         return deltas
-
-
-def endpoint_record(
-    component: str, endpoint: str, lease_id: int, stream: str | None = None
-) -> EndpointRecord:
-    subject = f"{NAMESPACE}.{endpoint}-{lease_id}"
-    return EndpointRecord(
-        component=component,
-        endpoint=endpoint,
-        namespace=NAMESPACE,
-        lease_id=lease_id,
-        transport=EndpointTransport(nats_tcp=subject, stream=stream),
-    )
 
 
 class Endpoint:
@@ -167,20 +158,20 @@ class Endpoint:
                 )
                 async with self.client:
                     yield self
-                await soon(lambda: not worker.server.has_client("front.1"))
+                await eventually(lambda: not worker.server.has_client("front.1"))
                 await worker.idle()
             if isinstance(messaging, MemoryMessaging):
                 assert repr(messaging) == "MemoryMessaging(subjects=0, connected=True)"
         await all_closed(self.network)
 
     async def submit(self, request_id: str) -> None:
-        await self.client.submit(self.worker.record, request_of(request_id))
+        await self.client.submit(self.worker.record, generate_request(request_id))
 
     async def works(self) -> None:
         """The one slot of the server is free, and a request gets its tokens."""
         await self.submit("next")
         answer = self.worker.answer()
-        await soon(lambda: self.outputs.batches[-1:] == [answer])
+        await eventually(lambda: self.outputs.batches[-1:] == [answer])
 
 
 @pytest.mark.parametrize("kind", ["memory", "nats"])
@@ -211,7 +202,7 @@ async def test_submit_while_another_one_connects(cancel: Cancel):
         await other
         if not cancel.place:
             await endpoint.client.abort(["a"])
-        await soon(lambda: set(endpoint.worker.engine.running) == {"b"})
+        await eventually(lambda: set(endpoint.worker.engine.running) == {"b"})
         await endpoint.client.abort(["b"])
         await endpoint.worker.idle()
         await endpoint.works()
@@ -224,8 +215,8 @@ async def test_the_end_of_a_generate_client(cancel: Cancel):
     outputs = Outputs()
     async with Worker(messaging, 1) as first, Worker(messaging, 2) as second:
         client = RemoteGenerateClient(messaging, "front", outputs.on_deltas, outputs.on_lost)
-        await client.submit(first.record, request_of("a"))
-        connecting = asyncio.create_task(client.submit(second.record, request_of("b")))
+        await client.submit(first.record, generate_request("a"))
+        connecting = asyncio.create_task(client.submit(second.record, generate_request("b")))
         await asyncio.sleep(0)
         await cancel.owner(client.__aexit__())
         with pytest.raises(Unavailable):
@@ -244,7 +235,9 @@ async def test_the_end_of_a_generate_client_at_any_moment_of_a_submit(cancel: Ca
     async with Worker(messaging) as worker:
         client = RemoteGenerateClient(messaging, "front", outputs.on_deltas, outputs.on_lost)
         cancel.action = lambda: closing.append(asyncio.create_task(client.__aexit__()))
-        submitting = asyncio.create_task(cancel.step(client.submit(worker.record, request_of("a"))))
+        submitting = asyncio.create_task(
+            cancel.step(client.submit(worker.record, generate_request("a")))
+        )
         await asyncio.wait([submitting])
         assert not submitting.cancelled()
         if submitting.exception() is not None:
@@ -265,7 +258,7 @@ async def test_a_worker_that_takes_a_request(cancel: Cancel):
         engine.gate = asyncio.Event()
         asyncio.get_running_loop().call_later(0.1, engine.gate.set)
         session = server.open_session("local", _Sink())
-        await cancel.owner(server.admit(session, request_of("b")))
+        await cancel.owner(server.admit(session, generate_request("b")))
         if not cancel.place:
             server.cancel(session, ["b"])
         engine.gate.set()
@@ -292,12 +285,35 @@ async def test_the_end_of_a_generate_server(cancel: Cancel):
         async with RemoteGenerateClient(
             messaging, "front", outputs.on_deltas, outputs.on_lost
         ) as client:
-            await client.submit(worker.record, request_of("a"))
+            await client.submit(worker.record, generate_request("a"))
             await cancel.owner(worker.server.__aexit__())
-            await soon(lambda: bool(outputs.lost))
+            await eventually(lambda: bool(outputs.lost))
             assert outputs.lost == [(["a"], outputs.lost[0][1])]
             await worker.idle()
             await all_closed(net)
+
+
+@at_every_await(at_least=1)
+async def test_the_end_of_a_generate_server_whose_client_reads_nothing(cancel: Cancel):
+    """What is queued for it does not keep the connection open."""
+    net, messaging = network(), MemoryMessaging()
+    worker = Worker(messaging)
+    await worker.server.__aenter__()
+    async with worker.server.serve(worker.subject):
+        host, port = parse_address(worker.server.stream_address)
+        client = net.loop.add_process("client")
+        connecting = net.create_connection(asyncio.Protocol, host, port)
+        transport, _ = await net.loop.create_task(connecting, context=client.context.copy())
+        transport.write(frame(encode(Hello(client_id="slow"))))
+        await eventually(lambda: worker.server.has_client("slow"))
+        client.pause()
+        request = encode(generate_request("a", client_id="slow"))
+        await messaging.request(worker.subject, request, timeout_s=1.0)
+        for _ in range(8):
+            worker.server.deliver([tokens("a", *range(500_000))])
+        await cancel.owner(worker.server.__aexit__())
+        await all_closed(net)
+        client.kill()
 
 
 # The failover client, with the client of a Router
@@ -313,7 +329,7 @@ class Routing:
     async def __aenter__(self) -> Self:
         self._stack = contextlib.AsyncExitStack()
         enter = self._stack.enter_async_context
-        await enter(self._messaging.serve(f"{NAMESPACE}.pick-9", self._pick))
+        await enter(self._messaging.serve("pick-9", self._pick))
         await enter(self._messaging.serve(names.fates_subject(NAMESPACE, 9), self._outcomes))
         return self
 
@@ -343,8 +359,7 @@ class Front:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Self]:
-        key = names.endpoint_key(NAMESPACE, "Router", "pick", 9)
-        await self.store.put(key, encode_json(endpoint_record("Router", "pick", 9)))
+        await register(self.store, endpoint_record(9, "Router", "pick", subject="pick-9"))
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
             for worker in self.workers:
@@ -369,21 +384,21 @@ class Front:
             )
             async with self.client:
                 yield self
-            await soon(lambda: not self.routing.placed)
+            await eventually(lambda: not self.routing.placed)
         assert repr(self.messaging) == "MemoryMessaging(subjects=0, connected=True)"
         await all_closed(self.network)
 
     async def submit(self, request_id: str, timeout_s: float | None = None) -> None:
-        request = request_of(request_id, timeout_s=timeout_s)
+        request = generate_request(request_id, timeout_s=timeout_s)
         await self.client.submit(request, movable=Continue(reason="test"))
 
     async def nothing_left(self) -> None:
         """No request is left, here, in the Router, in the workers or in their engines."""
         empty = "<FailoverClient requests=0 attempts=0 tasks=0>"
-        await soon(lambda: repr(self.client) == empty)
+        await eventually(lambda: repr(self.client) == empty)
         for worker in self.workers:
             await worker.idle()
-        await soon(lambda: not self.routing.placed)
+        await eventually(lambda: not self.routing.placed)
 
     async def works(self) -> None:
         """Both workers have room again."""
@@ -392,7 +407,7 @@ class Front:
             await self.submit(request_id)
         for worker in self.workers:
             assert len(worker.answer()) == 1
-        await soon(
+        await eventually(
             lambda: sorted(d.request_id for d in self.outputs.deltas if d.finish_reason) == ids
         )
         await self.nothing_left()
@@ -449,18 +464,17 @@ def test_submit_of_a_failover_client(woken: bool, timeout_s: float | None):
 async def test_a_choice_of_the_client_of_a_router(cancel: Cancel):
     """The first router does not answer, the second one chooses."""
     async with Front().open() as front:
-        key = names.endpoint_key(NAMESPACE, "Router", "pick", 7)
-        await front.store.put(key, encode_json(endpoint_record("Router", "pick", 7)))
+        await register(front.store, endpoint_record(7, "Router", "pick", subject="pick-7"))
         silent = asyncio.Event()
 
         async def never(payload: bytes) -> bytes:
             await silent.wait()
             return b""
 
-        async with front.messaging.serve(f"{NAMESPACE}.pick-7", never):
+        async with front.messaging.serve("pick-7", never):
             await asyncio.sleep(0)
             members = [worker.record for worker in front.workers]
-            await cancel.owner(front.router.choose(members, request_of("a")))
+            await cancel.owner(front.router.choose(members, generate_request("a")))
             if not cancel.place:
                 front.router.released("a")
             await delivered()
@@ -482,7 +496,7 @@ async def test_an_abort_at_any_moment_of_a_migration(cancel: Cancel):
         cancel.action, front.interrupts = abort, cancel
         lost, left = front.workers
         lost.server.disconnect_all("test")
-        await soon(lambda: cancel.place or left.engine.running)
+        await eventually(lambda: cancel.place or left.engine.running)
         front.interrupts = None
         if not cancel.place:
             await front.client.abort(["a"])
@@ -490,7 +504,7 @@ async def test_an_abort_at_any_moment_of_a_migration(cancel: Cancel):
         assert front.outputs.deltas == [] and front.ended == []
         await front.submit("next")
         assert len(left.answer()) == 1
-        await soon(lambda: bool(front.outputs.deltas))
+        await eventually(lambda: bool(front.outputs.deltas))
 
 
 @at_every_await(at_least=3)
@@ -518,7 +532,7 @@ async def test_the_end_of_a_failover_client_that_migrates(cancel: Cancel):
         lost, left = front.workers
         left.engine.gate = asyncio.Event()
         lost.server.disconnect_all("test")
-        await soon(lambda: left.server.in_flight == 1)
+        await eventually(lambda: left.server.in_flight == 1)
         await cancel.owner(front.client.__aexit__(None, None, None))
         left.engine.gate.set()
         await front.nothing_left()
@@ -583,7 +597,7 @@ class Served:
 
     async def nothing_left(self) -> None:
         """Not in vLLM's part, not among the admitted, not in the failover client or at a worker."""
-        await soon(lambda: repr(self.failover).endswith("requests=0 attempts=0 tasks=0>"))
+        await eventually(lambda: repr(self.failover).endswith("requests=0 attempts=0 tasks=0>"))
         assert self.engine.get_num_unfinished_requests() == 0
         assert not self.engine.output_processor.parent_requests
         assert self.admission.in_flight == 0
@@ -610,6 +624,66 @@ def test_a_request_of_the_frontends_engine_client(woken: bool, n: int, vllm_conf
                 await served.engine.close()
 
     cancel_everywhere(script, at_least=n, woken=woken)
+
+
+# A worker's engine
+
+
+class EngineCore:
+    """vLLM's client of its engine core: takes its time before and after it sends a request."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.closed = asyncio.Event()
+
+    async def add_request_async(self, request: Any) -> None:
+        await asyncio.sleep(0.01)
+        self.running.add(request.request_id)
+        await asyncio.sleep(0.01)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.running.difference_update(request_ids)
+
+    def shutdown(self) -> None:
+        self.closed.set()
+
+
+@both_moments
+def test_an_engine_that_takes_a_request(
+    woken: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm_config: "VllmConfig"
+):
+    from dynamo_lite.vllm.engine import core
+
+    cores: list[EngineCore] = []
+
+    def make_client(**_: Any) -> EngineCore:
+        cores.append(EngineCore())
+        return cores[-1]
+
+    monkeypatch.setattr(core, "engine_config", lambda *_: vllm_config)
+    monkeypatch.setattr(core.Executor, "get_class", lambda _: None)
+    monkeypatch.setattr(core.EngineCoreClient, "make_async_mp_client", make_client)
+
+    async def script(cancel: Cancel) -> None:
+        network()
+        messaging = MemoryMessaging()
+        engine = core.VllmEngine(
+            [],
+            link=None,
+            link_path=tmp_path / "link",
+            messaging=messaging,
+            registry=CollectorRegistry(),
+        )
+        sampling = canary("", 1.0, max_tokens=4).sampling
+        async with engine, GenerateServer(messaging, engine) as server:
+            session = server.open_session("local", _Sink())
+            await cancel.owner(server.admit(session, generate_request("a", sampling=sampling)))
+            server.cancel(session, ["a"])
+            assert await server.wait_idle(1.0)
+            assert cores[-1].running == set()
+            server.close_session(session)
+
+    cancel_everywhere(script, at_least=2, woken=woken)
 
 
 # A remote prefill: the job's owner, in a prefill worker
@@ -752,7 +826,7 @@ async def test_the_test_of_a_link(cancel: Cancel):
 
 
 async def _recorded(tests: LinkTests) -> None:
-    await soon(lambda: "keys=1" in repr(tests.store))
+    await eventually(lambda: "keys=1" in repr(tests.store))
     await asyncio.sleep(1.0)
 
 
@@ -863,18 +937,21 @@ async def test_the_push_of_a_decode_engine(cancel: Cancel):
         await asyncio.sleep(0.1)
         decode.assert_clean()
         assert isinstance(await decode.claim(attempt), ClaimRefused)
-        await works(scene)
+        await works(scene, WRITER)
 
 
-async def works(scene: Scene) -> None:
+async def works(scene: Scene, writer: int) -> None:
     """A remote prefill succeeds, and nothing of it is left."""
     decode = scene.decode
-    attempt = await scene.ask("next", claimed_by=WRITER)
+    attempt = await scene.ask("next", claimed_by=writer)
     decode.output("next")
-    await decode.done(attempt)
+    await decode.done(attempt, writer=writer)
     decode.finish("next")
     await asyncio.sleep(0.1)
     decode.assert_clean()
+
+
+OTHER = 0xB
 
 
 class SlowQueue(MemoryQueue):
@@ -934,21 +1011,31 @@ class SlowMessaging(MemoryMessaging):
         await super().publish(subject, payload)
 
 
-@at_every_await(at_least=15)
-async def test_the_session_of_a_decode_engine(cancel: Cancel):
-    """As it is opened, while it is open, and as it is closed."""
-    scene, store, messaging = Scene(), CountedStore(), SlowMessaging()
-    scene.store, scene.decode.messaging = store, messaging
-    scene.decode.net._outside = Twins(scene.decode, store)
-    await scene.join(WRITER)
+@both_moments
+def test_the_session_of_a_decode_engine(woken: bool, caplog: pytest.LogCaptureFixture):
+    """As it is opened, while it is open, and as it is closed; its writer leaves meanwhile."""
 
-    async def session() -> None:
-        async with scene.decode.net.session():
-            await asyncio.sleep(1.0)
+    async def script(cancel: Cancel) -> None:
+        scene, store, messaging = Scene(), CountedStore(), SlowMessaging()
+        scene.store, scene.decode.messaging = store, messaging
+        scene.decode.net._outside = Twins(scene.decode, store)
+        await scene.join(WRITER)
 
-    await cancel.owner(session())
-    assert repr(messaging) == "MemoryMessaging(subjects=0, connected=True)"
-    assert store.watches == messaging.listeners == 0
-    assert scene.decode.broker.users == []
-    async with scene.open():
-        await works(scene)
+        async def session() -> None:
+            async with scene.decode.net.session():
+                await asyncio.sleep(1.0)
+
+        async def leave() -> None:
+            await eventually(lambda: cancel.place)
+            await store.delete(key_of(endpoint_record(WRITER, "PrefillWorker", "prefill")))
+
+        async with running(leave(), name="other"):
+            await cancel.owner(session())
+        assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
+        assert repr(messaging) == "MemoryMessaging(subjects=0, connected=True)"
+        assert store.watches == messaging.listeners == 0
+        assert scene.decode.broker.users == []
+        async with scene.open(OTHER):
+            await works(scene, OTHER)
+
+    cancel_everywhere(script, at_least=15, woken=woken)
