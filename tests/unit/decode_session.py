@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import Backlog, decode_demand
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Explain
 from dynamo_lite.protocol.prefill import Granted
@@ -13,8 +14,10 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
 from dynamo_lite.simulation.servers.memory import MemoryStore
 from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
-from tests.builders import ENGINE, endpoint_record, loop_time, register
-from tests.unit.test_decode_link import NAMESPACE, Decode, prompt
+from tests.builders import ENGINE, NAMESPACE, endpoint_record, loop_time, register
+from tests.unit.decode_engine import Decode, prompt
+
+OTHER = 0xB
 
 
 class LoopClock:
@@ -105,6 +108,10 @@ class Scene:
         )
         self.beats[writer] = asyncio.create_task(beat.run())
 
+    async def leave(self, writer: int) -> None:
+        key = names.endpoint_key(NAMESPACE, "PrefillWorker", "prefill", writer)
+        await self.store.delete(key)
+
     async def hush(self, writer: int) -> None:
         beat = self.beats.pop(writer)
         beat.cancel()
@@ -125,3 +132,24 @@ class Scene:
             await asyncio.sleep(0.01)
             assert loop_time() - began <= seconds, self.decode.half._book.ledger
         return loop_time() - began
+
+
+class OtherEngine:
+    """Another decode engine, as this one hears it."""
+
+    def __init__(self, scene: Scene):
+        self._messaging, self._number = scene.decode.messaging, 0
+        self.heard: list[tuple[float, Backlog]] = []
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator["OtherEngine"]:
+        async def hear(payload: bytes) -> None:
+            self.heard.append((loop_time(), decode_demand(payload)))
+
+        async with self._messaging.serve(names.demand_subject(NAMESPACE), hear):
+            yield self
+
+    async def say(self, **fields: Any) -> None:
+        self._number += 1
+        demand = Backlog(engine_id="other", number=self._number, **fields)
+        await self._messaging.publish(names.demand_subject(NAMESPACE), encode(demand))

@@ -74,7 +74,7 @@ from tests.sim.pair import tokens as random_tokens
 from tests.sim.servers import SimNats
 from tests.unit.cancelling import Cancel, at_every_await, both_moments, cancel_everywhere
 from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
-from tests.unit.decode_session import Scene, Twins
+from tests.unit.decode_session import OTHER, Scene, Twins
 from tests.unit.fake_workers import FakeWorkers
 
 if TYPE_CHECKING:
@@ -949,9 +949,6 @@ async def works(scene: Scene, writer: int) -> None:
     decode.finish("next")
     await asyncio.sleep(0.1)
     decode.assert_clean()
-
-
-OTHER = 0xB
 
 
 class SlowQueue(MemoryQueue):

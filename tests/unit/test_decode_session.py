@@ -1,154 +1,28 @@
 """A decode engine's network side as a whole, over the in-process twins; in virtual time."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
-from dynamo_lite.disagg.transfer_params import time_limit
+from dynamo_lite.disagg.decode.deadline import time_limit
+
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import Backlog, Lane, decode_demand
-from dynamo_lite.protocol.codec import encode, encode_json, encode_sealed
-from dynamo_lite.protocol.decisions import Explain, decode_explained
+from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.codec import encode_sealed
+from dynamo_lite.protocol.decisions import decode_explained
 from dynamo_lite.protocol.live_options import (
     LiveOptionsRecord,
     VllmWorkerLiveOptions,
     encode_tuning,
 )
-from dynamo_lite.protocol.prefill import Granted, Leave
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
-from dynamo_lite.simulation.servers.memory import MemoryStore
-from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
-from tests.unit.test_decode_link import ENGINE, NAMESPACE, WRITER, Decode, prompt
+from dynamo_lite.protocol.prefill import Leave
+from tests.builders import ENGINE, NAMESPACE, loop_time
+from tests.unit.decode_engine import TIMEOUT_S, WRITER, prompt
+from tests.unit.decode_session import OTHER, OtherEngine, Scene
 from tests.unit.virtual import virtual
-
-OTHER = 0xB
-
-
-class LoopClock:
-    """The loop's own time as the engine's."""
-
-    @property
-    def now(self) -> float:
-        return now()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return self.now + 1e9
-
-
-class Twins:
-    """Outside, as the engine opens it."""
-
-    def __init__(self, decode: Decode, store: MemoryStore):
-        self._decode, self._store = decode, store
-
-    @contextlib.asynccontextmanager
-    async def messaging(self) -> AsyncIterator[Any]:
-        yield self._decode.messaging
-
-    @contextlib.asynccontextmanager
-    async def store(self) -> AsyncIterator[Any]:
-        yield self._store
-
-    def queue(self, config: QueueConfig) -> MemoryQueue:
-        return MemoryQueue(self._decode.broker, stream="s", subject="s.jobs", config=config)
 
 
 async def alive(_payload: bytes) -> bytes:
     return b""
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-class Scene:
-    """The engine with its session open; prefill workers that are registered, and may beat."""
-
-    def __init__(self) -> None:
-        self.decode = Decode(LoopClock())  # type: ignore[arg-type]
-        self.store = MemoryStore()
-        self.decode.net._outside = Twins(self.decode, self.store)
-        self.verdicts: dict[int, tuple[bool, str]] = {}
-        self.beats: dict[int, asyncio.Task[None]] = {}
-        self.given_up: dict[str, str] = {}
-
-    @contextlib.asynccontextmanager
-    async def open(self, *writers: int) -> AsyncIterator["Scene"]:
-        for writer in writers:
-            await self.join(writer)
-        async with self.decode.net.session():
-            steps = asyncio.create_task(self._step())
-            await asyncio.sleep(2.0)
-            try:
-                yield self
-            finally:
-                steps.cancel()
-                await self.decode.network()
-                for writer in list(self.beats):
-                    await self.hush(writer)
-                await asyncio.gather(steps, return_exceptions=True)
-
-    async def _step(self) -> None:
-        """The engine's own loop."""
-        while True:
-            for attempt, request_id in self.decode.half.build_step().give_up:
-                self.given_up[attempt] = request_id
-            await self.decode.network()
-            await asyncio.sleep(0.01)
-
-    def counted(self, outcome: str) -> float:
-        return self.decode.counted(f"remote/{outcome}")
-
-    async def join(self, writer: int) -> None:
-        name = (NAMESPACE, "PrefillWorker", "prefill", writer)
-        record = EndpointRecord(
-            component="PrefillWorker",
-            endpoint="prefill",
-            namespace=NAMESPACE,
-            lease_id=writer,
-            transport=EndpointTransport(nats_tcp="s"),
-        )
-        await self.store.put(names.endpoint_key(*name), encode_json(record))
-        self.verdicts[writer] = True, ""
-        beat = HeartbeatPublisher(
-            self.decode.messaging,
-            namespace=NAMESPACE,
-            component="PrefillWorker",
-            lease_id=writer,
-            verdict=lambda: self.verdicts[writer],
-        )
-        self.beats[writer] = asyncio.create_task(beat.run())
-
-    async def leave(self, writer: int) -> None:
-        key = names.endpoint_key(NAMESPACE, "PrefillWorker", "prefill", writer)
-        await self.store.delete(key)
-
-    async def hush(self, writer: int) -> None:
-        beat = self.beats.pop(writer)
-        beat.cancel()
-        await asyncio.gather(beat, return_exceptions=True)
-
-    async def ask(self, request_id: str, *, claimed_by: int | None = None) -> str:
-        assert self.decode.admit(prompt(request_id, 10)) > 0
-        [attempt] = self.decode.half._step.expect
-        await asyncio.sleep(0.1)
-        if claimed_by is not None:
-            assert await self.decode.claim(attempt, claimed_by) == Granted()
-        return attempt
-
-    async def given_up_within(self, seconds: float, *attempts: str) -> float:
-        """Returns after how long the engine was told to go on without these."""
-        began = now()
-        while not set(attempts) <= set(self.given_up):
-            await asyncio.sleep(0.01)
-            assert now() - began <= seconds, self.decode.half._book.ledger
-        return now() - began
 
 
 @virtual
@@ -277,9 +151,7 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
         await scene.store.delete(key)
         await asyncio.sleep(0.01)
         await scene.ask("r4")
-        reply = await scene.decode.messaging.request(
-            names.explain_subject(NAMESPACE, ENGINE), encode(Explain()), timeout_s=1.0
-        )
+        reply = await scene.explain()
         told = decode_explained(reply).decisions
         assert [(d.verdict, d.thresholds.version) for d in told] == [
             ("remote", 0),
@@ -289,44 +161,23 @@ async def test_live_options_reach_the_next_decision_and_a_question_says_so():
         ]
 
 
-class OtherEngine:
-    """Another decode engine, as this one hears it."""
-
-    def __init__(self, scene: Scene):
-        self._messaging, self._number = scene.decode.messaging, 0
-        self.heard: list[tuple[float, Backlog]] = []
-
-    @contextlib.asynccontextmanager
-    async def listening(self) -> AsyncIterator["OtherEngine"]:
-        async def hear(payload: bytes) -> None:
-            self.heard.append((now(), decode_demand(payload)))
-
-        async with self._messaging.serve(names.demand_subject(NAMESPACE), hear):
-            yield self
-
-    async def say(self, **fields: Any) -> None:
-        self._number += 1
-        demand = Backlog(engine_id="other", number=self._number, **fields)
-        await self._messaging.publish(names.demand_subject(NAMESPACE), encode(demand))
-
-
 @virtual
 async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
     scene = Scene()
     async with OtherEngine(scene).listening() as other, scene.open(WRITER):
 
         async def told_within(seconds: float, **wanted: Any) -> None:
-            since = now()
+            since = loop_time()
             while True:
                 for at, demand in other.heard:
                     told = {name: getattr(demand, name) for name in wanted}
                     if at >= since and told == wanted:
                         return
                 await asyncio.sleep(0.005)
-                assert now() - since <= seconds, other.heard
+                assert loop_time() - since <= seconds, other.heard
 
         assert scene.decode.admit(prompt("r1", 10)) > 0
-        [attempt] = scene.decode.half._step.expect
+        [attempt] = scene.decode.attempts
         await told_within(0.1, queued_jobs=1, queued_tokens={Lane.SHORT: 9}, claimed_tokens=0)
         await scene.decode.claim(attempt, WRITER)
         await told_within(0.1, queued_jobs=0, claimed_jobs=1, claimed_tokens=9, done_tokens=0)
@@ -336,7 +187,7 @@ async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
         await told_within(0.1, queued_jobs=1)
         scene.decode.broker.lose()
         await told_within(0.1, queued_jobs=0, queued_tokens={}, done_tokens=9)
-        silent_since = now()
+        silent_since = loop_time()
         await asyncio.sleep(1.5)
         assert any(at > silent_since + 0.5 for at, _ in other.heard)
         await other.say(hello=True)
@@ -347,7 +198,7 @@ async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
 @virtual
 async def test_what_others_have_on_the_queue_counts_and_is_forgotten_with_them():
     async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
-        scene.decode.net._tuning.change(VllmWorkerLiveOptions(max_prefill_queue_tokens=100), 1)
+        scene.decode.tune(VllmWorkerLiveOptions(max_prefill_queue_tokens=100), 1)
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: 60}, claimed_tokens=40)
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r1", 10)) == 0
@@ -364,12 +215,12 @@ async def test_what_others_have_on_the_queue_counts_and_is_forgotten_with_them()
 @virtual
 async def test_a_remote_prefill_ends_with_its_requests_time():
     async with Scene().open(WRITER) as scene:
-        soon = prompt("r1", 10, kv_transfer_params=time_limit(2.0, now()))
+        soon = prompt("r1", 10, kv_transfer_params=time_limit(2.0, loop_time()))
         assert scene.decode.admit(soon) > 0
-        [attempt] = scene.decode.half._step.expect
+        [attempt] = scene.decode.attempts
         assert 1.9 < await scene.given_up_within(2.5, attempt) < 2.2
         assert scene.decode.counted("remote/deadline") == 1
-        late = prompt("r2", 10, kv_transfer_params=time_limit(0.0, now()))
+        late = prompt("r2", 10, kv_transfer_params=time_limit(0.0, loop_time()))
         assert scene.decode.admit(late) == 0
 
 
@@ -380,20 +231,20 @@ async def test_a_job_that_cannot_make_its_deadline_stays_local_until_there_is_a_
         await asyncio.sleep(1.0)
         await other.say(done_tokens=100)
         # 100 tokens a second are known by now.
-        left_s = scene.decode.net._tuning.now.options.remote_prefill_timeout_s
+        left_s = TIMEOUT_S
         queued = int(110 * left_s)
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: queued})
         await asyncio.sleep(0.01)
         assert scene.decode.admit(prompt("r1", 10)) == 0
         assert scene.decode.counted("decision/local/too_late") == 1
-        reply = await scene.decode.net._on_explain(encode(Explain()))
+        reply = await scene.explain()
         queue = decode_explained(reply).decisions[0].queue
         assert queue is not None and queue.tokens == queued
         assert queue.wait_s is not None and abs(queue.wait_s - 1.1 * left_s) < 0.1
         # Its own time counts where that is less: here for one that would else be in time.
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: int(40 * left_s)})
         await asyncio.sleep(0.01)
-        in_a_hurry = time_limit(0.3 * left_s, now())
+        in_a_hurry = time_limit(0.3 * left_s, loop_time())
         assert scene.decode.admit(prompt("r4", 10, kv_transfer_params=in_a_hurry)) == 0
         assert scene.decode.counted("decision/local/too_late") == 2
         await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: queued})
