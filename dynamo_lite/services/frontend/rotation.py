@@ -39,6 +39,7 @@ class Rotation:
 
     def __enter__(self) -> None:
         self._open = True
+        self._transport.retain(self._roster.members)
         self._roster.on_change(self._on_roster)
         self._health.on_change(self._on_health)
         self._migrate_overdue()
