@@ -68,7 +68,7 @@ class Intake:
             reply(_refusal(exc))
             return
         task = self._tasks.start(self._try(request), name=f"hand over {request_id}")
-        session.handing_over.add(task)
+        session.handing_over[task] = None
         task.add_done_callback(partial(self._tried, session, request_id, reply))
 
     async def on_request(self, payload: bytes) -> bytes:
@@ -120,7 +120,7 @@ class Intake:
         task: asyncio.Task[Exception | None],
     ) -> None:
         """A callback of the task, since one that is cancelled before it runs executes nothing."""
-        session.handing_over.discard(task)
+        del session.handing_over[task]
         if task.cancelled():
             self._server.handed_over(request_id, asyncio.CancelledError())
             return

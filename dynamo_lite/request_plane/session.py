@@ -32,8 +32,9 @@ class Session:
         self.outlet = outlet
         #: Requests in flight.
         self.request_ids: set[str] = set()
-        #: Tasks that hand requests of this session's connection to the engine.
-        self.handing_over: set[asyncio.Task[Exception | None]] = set()
+        #: Tasks that hand requests of this session's connection to the engine, in the order of
+        #: their start.
+        self.handing_over: dict[asyncio.Task[Exception | None], None] = {}
         #: Requests that were cancelled before they arrived over NATS, oldest first.
         self.early_cancels: dict[str, None] = {}
 

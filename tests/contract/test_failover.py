@@ -12,12 +12,20 @@ import pytest
 from dynamo_lite.engine.null import NullEngine
 from dynamo_lite.policy.migration import Continue, Plan, Replay
 from dynamo_lite.policy.routing import RoundRobin
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import DynamoLiteError, Overloaded
-from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
+from dynamo_lite.protocol.generate import (
+    Cancel,
+    GenerateRequest,
+    Submit,
+    TokenDelta,
+    Welcome,
+    decode_client_frame,
+)
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.request_plane.framing import parse_address
+from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
@@ -30,6 +38,7 @@ ANSWER_TOKENS = 40
 FROZEN_S = 4.0
 #: RemoteGenerateClient's, to a Welcome.
 CONNECT_S = 2.0
+REQUEST_S = 2.0
 CONTINUE = Continue(reason="test")
 REPLAY = Replay(reason="test")
 
@@ -103,6 +112,8 @@ class Cluster:
         self.tokens: dict[str, list[int]] = {}
         self.ends: list[tuple[str, str]] = []
         self.prompts_told = 0
+        #: Members that are no workers of ours; they come first.
+        self.strangers: list[EndpointRecord] = []
         self._namespace = namespace
         self._changed = asyncio.Event()
 
@@ -116,8 +127,8 @@ class Cluster:
             await worker.start()
             self.workers.append(worker)
         self.client = FailoverClient(
-            partial(RemoteGenerateClient, "front", request_timeout_s=2.0),
-            members=lambda: [worker.record for worker in self.workers],
+            partial(RemoteGenerateClient, "front", request_timeout_s=REQUEST_S),
+            members=lambda: [*self.strangers, *(worker.record for worker in self.workers)],
             picker=RoundRobin(),
             on_deltas=self._on_deltas,
             on_ended=self._on_ended,
@@ -240,6 +251,44 @@ async def test_a_deadline_ends_the_request_everywhere(messaging: Messaging, name
         assert await cluster.workers[0].server.wait_idle(5)
         assert cluster.workers[0].engine.load.running == 0
         assert client.in_flight == 0
+
+
+@pytest.mark.parametrize("how", ["hangs up", "is silent"])
+async def test_a_worker_that_does_not_reply_gets_a_request_once_and_another_one_takes_it(
+    messaging: Messaging, namespace: str, how: str
+):
+    got: list[Submit | Cancel] = []
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frame(encode(Welcome(takes_requests=True))))
+        parser = FrameParser()
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                for message in map(decode_client_frame, parser.feed(data)):
+                    if isinstance(message, Submit | Cancel):
+                        got.append(message)
+                        if how == "hangs up":
+                            writer.close()
+        writer.close()
+
+    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+    cluster = Cluster(messaging, namespace)
+    async with server, AsyncExitStack() as stack:
+        client = await cluster.open(stack, 1)
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        cluster.strangers = [msgspec.structs.replace(
+            cluster.workers[0].record,
+            lease_id=0,
+            transport=EndpointTransport(nats_tcp="", stream=address),
+        )]  # fmt: skip
+        cluster.run_freely()
+        began = now()
+        await client.submit(request_of(1), movable=CONTINUE)
+        assert (now() - began < REQUEST_S) == (how == "hangs up")
+        await cluster.until(lambda: bool(cluster.ends))
+        assert cluster.tokens == {"r1": answer_to(1)} and cluster.ends == [("r1", "length")]
+        assert client.stats.moved == {}
+    assert sum(isinstance(message, Submit) for message in got) == 1
 
 
 #: A request without the broker may take this much longer than the work itself.
