@@ -1,4 +1,4 @@
-"""The generate endpoint: requests over NATS, token deltas over direct TCP.
+"""The generate endpoint: requests and token deltas over direct TCP connections.
 
 `base.py` has the interfaces, `client.py` the frontend's side and `server.py` the worker's side.
 `failover.py` chooses among many workers and migrates requests from a lost worker to another one.
