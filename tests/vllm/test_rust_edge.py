@@ -1,0 +1,266 @@
+"""vLLM's Rust frontend as the edge, in front of two engines, beside the Python edge.
+
+Both edges serve the same two decode workers, so that equal requests get equal tokens.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.vllm.args import vllm_version
+from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
+from tests.vllm.asking import assert_same, client, joined, prompt_ids, prose
+from tests.vllm.graph import (
+    AGG,
+    NAMESPACE,
+    UNCOMPILED,
+    Graph,
+    command_line,
+    descendants_of,
+    eventually,
+    together,
+)
+
+KEPT = Path(".dynamo-lite") / PROGRAM
+
+
+def _program() -> Path | None:
+    found = find_program(None) or (KEPT.resolve() if KEPT.is_file() else None)
+    try:
+        if found is not None:
+            check_version(found, vllm_version())
+    except StartupError:
+        return None
+    return found
+
+
+BINARY = _program()
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(BINARY is None, reason="no vllm-rs: scripts/get_vllm_rs could not get it"),
+]
+
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
+MOVED = "dynamo_lite_requests_moved_total"
+REFUSED = "dynamo_lite_requests_refused_total"
+
+#: Fields of an answer's choice that both edges have.
+_FIELDS = ("index", "text", "finish_reason", "stop_reason")
+
+
+@pytest.fixture(scope="module")
+def edges(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Graph, Graph]]:
+    """The graph with the Rust edge, and a lone Frontend with the Python edge."""
+    options = [
+        "--Frontend.edge=rust",
+        f"--Frontend.edge-binary={BINARY}",
+        "--VllmWorker.ServiceArgs.workers=2",
+        *(f"--VllmWorker.ServiceArgs.env.{key}={value}" for key, value in UNCOMPILED.items()),
+    ]
+    with stage.alone(AGG, options) as rust:
+        servers = ["--nats-url", rust.nats_url, "--etcd-url", rust.etcd_url]
+        directory = tmp_path_factory.mktemp("python-edge")
+        python = Graph(directory, AGG, servers, service="Frontend")
+        with together([python]):
+            yield rust, python
+
+
+@pytest.fixture
+def rust(edges: tuple[Graph, Graph]) -> Graph:
+    return edges[0]
+
+
+@pytest.fixture
+def python(edges: tuple[Graph, Graph]) -> Graph:
+    return edges[1]
+
+
+def ask(graph: Graph, kind: str, request: dict[str, Any], *, stream: bool) -> dict[str, Any]:
+    """Choices and usage, in the form that both edges have."""
+    extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    with client(graph.url) as api:
+        create = api.chat.completions.create if kind == "chat" else api.completions.create
+        answer = create(model="tiny", **request, **extra)
+        if stream:
+            whole = joined(chunk.model_dump() for chunk in answer)
+        else:
+            whole = answer.model_dump()
+    return {
+        "choices": [_choice(choice) for choice in whole["choices"]],
+        "tokens": [whole["usage"][key] for key in ("prompt_tokens", "completion_tokens")],
+    }
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    text = choice.get("text") or (choice.get("message") or {}).get("content") or ""
+    kept = {key: choice.get(key) for key in _FIELDS}
+    return {**kept, "text": text, "logprobs": _logprobs(choice.get("logprobs"))}
+
+
+def _logprobs(given: Any) -> list[Any]:
+    """Token and log-probability of each position."""
+    if not given:
+        return []
+    if isinstance(given, dict) and given.get("content") is not None:
+        given = given["content"]
+    if isinstance(given, dict):
+        return [list(pair) for pair in zip(given["tokens"], given["token_logprobs"], strict=True)]
+    return [
+        [row["token"], row["logprob"]] if isinstance(row, dict) else [row[0], row[1]]
+        for row in given
+    ]
+
+
+TEXT = {"prompt": prompt_ids(40, 900), **GREEDY}
+CHAT = {"messages": [{"role": "user", "content": prose(12, 901)}], **GREEDY}
+CASES = {
+    "completion": ("completions", TEXT),
+    "long prompt": ("completions", {"prompt": prompt_ids(700, 902), **GREEDY}),
+    "chat": ("chat", CHAT),
+    "logprobs": ("completions", {**TEXT, "logprobs": 2}),
+    "chat logprobs": ("chat", {**CHAT, "logprobs": True, "top_logprobs": 2}),
+    "penalties": ("completions", {**TEXT, "presence_penalty": 0.5, "frequency_penalty": 0.2}),
+    "regex": (
+        "completions",
+        {**TEXT, "extra_body": {"structured_outputs": {"regex": "[a-f ]{12}"}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_is_that_of_the_python_edge(rust: Graph, python: Graph, name: str, stream: bool):
+    kind, request = CASES[name]
+    expected = ask(python, kind, request, stream=stream)
+    assert expected["choices"][0]["text"]
+    assert_same(ask(rust, kind, request, stream=stream), expected)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_stop_string_ends_the_request_in_the_engine_too(rust: Graph, python: Graph, stream: bool):
+    whole = ask(python, "completions", {**TEXT, "max_tokens": 60}, stream=False)
+    stop = whole["choices"][0]["text"][10:14]
+    request = {**TEXT, "max_tokens": 3000, "stop": stop}
+    expected = ask(python, "completions", request, stream=stream)
+    assert expected["choices"][0]["finish_reason"] == "stop"
+    assert_same(ask(rust, "completions", request, stream=stream), expected)
+    wait_idle(rust)
+
+
+def test_what_it_does_not_offer_is_a_400(rust: Graph, python: Graph):
+    with client(rust.url) as api, pytest.raises(openai.BadRequestError, match="n=1"):
+        api.completions.create(model="tiny", n=2, **TEXT)
+    several = {**TEXT, "prompt": ["one", "two"]}
+    with client(rust.url) as api, pytest.raises(openai.BadRequestError):
+        api.completions.create(model="tiny", **several)
+    assert len(ask(python, "completions", {**TEXT, "n": 2}, stream=False)["choices"]) == 2
+
+
+def test_a_disconnect_reaches_the_engine(rust: Graph):
+    body = {"model": "tiny", "prompt": "hi", **LONG, "max_tokens": 8000, "stream": True}
+    with httpx.stream("POST", f"{rust.url}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+        assert sum(running(rust)) == 1
+    wait_idle(rust)
+
+
+async def test_the_processor_answers_through_it(rust: Graph):
+    [record] = [r for r in await rust.records() if r.component == "Frontend"]
+    subject = names.endpoint_subject(NAMESPACE, "Processor", "completions", record.lease_id)
+    body = json.dumps({"model": "tiny", **TEXT}).encode()
+    async with NatsMessaging(rust.nats_url) as messaging:
+        answer = json.loads(await messaging.request(subject, body, timeout_s=60))
+    expected = ask(rust, "completions", TEXT, stream=False)
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+
+
+async def test_streams_go_on_when_their_worker_is_killed(rust: Graph, python: Graph):
+    requests = [{"prompt": prompt_ids(30 + i, 910 + i), **LONG} for i in range(4)]
+    expected = [ask(python, "completions", request, stream=False) for request in requests]
+    victim = rust.process("VllmWorker", 1)
+    begun = asyncio.Event()
+    async with httpx.AsyncClient(base_url=rust.url, timeout=120) as http:
+        streams = [asyncio.create_task(text_of(http, request, begun)) for request in requests]
+        await begun.wait()
+        os.kill(victim.pid, signal.SIGKILL)
+        texts = await asyncio.gather(*streams)
+    assert texts == [answer["choices"][0]["text"] for answer in expected]
+    assert rust.count("Frontend", MOVED) > 0
+    eventually(
+        lambda: rust.process("VllmWorker", 1).pid != victim.pid and len(running(rust)) == 2,
+        timeout_s=180,
+        what="the worker is back",
+    )
+
+
+def test_a_killed_rust_frontend_is_started_again(rust: Graph):
+    before = rust.process("Frontend")
+    os.kill(rust_pid(before.pid), signal.SIGKILL)
+    eventually(
+        lambda: (
+            rust.process("Frontend").pid != before.pid and rust.process("Frontend").state == "ready"
+        ),
+        timeout_s=180,
+        what="the Frontend is back",
+    )
+    assert ask(rust, "completions", TEXT, stream=False)["choices"][0]["text"]
+
+
+def test_it_dies_with_the_frontend(rust: Graph):
+    before = rust.process("Frontend")
+    child = rust_pid(before.pid)
+    os.kill(before.pid, signal.SIGKILL)
+    eventually(lambda: not command_line(child), timeout_s=10, what="vllm-rs has ended")
+    eventually(
+        lambda: (
+            rust.process("Frontend").pid != before.pid and rust.process("Frontend").state == "ready"
+        ),
+        timeout_s=180,
+        what="the Frontend is back",
+    )
+
+
+def rust_pid(frontend: int) -> int:
+    [pid] = [pid for pid in descendants_of(frontend) if PROGRAM in command_line(pid)]
+    return pid
+
+
+def running(graph: Graph) -> list[int]:
+    """Requests in flight at each live decode worker."""
+    workers = [p for p in graph.processes("VllmWorker") if p.state == "ready"]
+    return [httpx.get(f"{p.status_url}/health", timeout=10).json()["in_flight"] for p in workers]
+
+
+def wait_idle(graph: Graph) -> None:
+    eventually(lambda: sum(running(graph)) == 0, timeout_s=10, what="no engine has a request")
+    assert graph.health("Frontend")["requests"] == 0
+
+
+async def text_of(http: httpx.AsyncClient, request: dict[str, Any], begun: asyncio.Event) -> str:
+    """The text of a stream. begun: set when it has had some tokens."""
+    text = ""
+    body = {"model": "tiny", **request, "stream": True}
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                text += event["choices"][0]["text"]
+                if len(text) > 10:
+                    begun.set()
+    return text
