@@ -1,0 +1,80 @@
+"""The relay from the Processor to an HTTP server on this host."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from dynamo_lite.services.config import ProcessorConfig
+from dynamo_lite.services.frontend.http_relay import HttpRelay
+from dynamo_lite.services.frontend.processor import Processor
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def processor(answer: Answer, timeout_s: float = 30.0) -> AsyncIterator[Processor]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answer(reader, writer)
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        yield Processor(ProcessorConfig(request_timeout_s=timeout_s), HttpRelay("127.0.0.1", port))
+
+
+async def test_request_and_answer_are_passed_on():
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        body = await reader.readexactly(len(payload))
+        # In chunks and in two parts: the relay understands HTTP, not one server's habits.
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        await writer.drain()
+        writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+
+    payload = json.dumps({"prompt": "hi"}).encode()
+    async with processor(answer) as relayed:
+        assert await relayed.answer("completions", payload) == payload
+    [head] = heads
+    assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
+    assert b"content-length: %d\r\n" % len(payload) in head and b"connection: close" in head
+
+
+async def test_an_error_keeps_its_body():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = b'{"error": {"code": 400}}'
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+    async with processor(answer) as relayed:
+        got = json.loads(await relayed.answer("completions", b"{}"))
+    assert got["error"]["code"] == 400
+
+
+async def test_a_broken_answer_is_an_error():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf")
+
+    async with processor(answer) as relayed:
+        got = json.loads(await relayed.answer("completions", b"{}"))
+    assert got["error"]["code"] == 500
+
+
+async def test_a_timeout_closes_the_connection():
+    closed = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        while await reader.read(100):
+            pass
+        closed.set()
+
+    async with processor(answer, timeout_s=0.05) as relayed:
+        got = json.loads(await relayed.answer("completions", b"{}"))
+        assert got["error"]["code"] == 504
+        await asyncio.wait_for(closed.wait(), 10)
