@@ -18,7 +18,12 @@ from nats.js.api import (
     StreamConfig,
     StreamInfo,
 )
-from nats.js.errors import APIError, BadRequestError, NotFoundError
+from nats.js.errors import (
+    APIError,
+    BadRequestError,
+    NotFoundError,
+    ServiceUnavailableError,
+)
 
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import StartupError
@@ -55,6 +60,8 @@ class _ConsumerList(msgspec.Struct, frozen=True):
     """`consumers` is null in the answer of a stream without consumers."""
 
     consumers: list[ConsumerState] | None = None
+    #: Names of consumers whose servers did not respond, in a cluster.
+    missing: list[str] | None = None
     error: dict[str, Any] | None = None
 
 
@@ -106,7 +113,8 @@ class Topology:
 
         One request for all lanes. The answer has no second page: the consumers of a work queue
         have disjoint subjects, so there are no more of them than lanes. Errors of the client
-        pass through; raises msgspec.DecodeError if the answer is malformed.
+        pass through; raises msgspec.DecodeError if the answer is malformed, and
+        ServiceUnavailableError if the state of a consumer is unknown.
         """
         subject = f"$JS.API.CONSUMER.LIST.{self.stream}"
         answer = _decode_list((await client.request(subject, timeout=API_TIMEOUT_S)).data)
@@ -115,6 +123,10 @@ class Topology:
                 APIError.from_error(answer.error)
             except NotFoundError:
                 return {}
+        if answer.missing:
+            raise ServiceUnavailableError(
+                description=f"no state of consumers {', '.join(answer.missing)}"
+            )
         by_name = {consumer.name: consumer for consumer in answer.consumers or ()}
         names = ((lane, consumer_name(lane)) for lane in self.config.lanes)
         return {lane: by_name[name] for lane, name in names if name in by_name}

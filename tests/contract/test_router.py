@@ -25,7 +25,8 @@ from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.services.frontend.router_client import ANSWER_S, RemoteRouter
 from dynamo_lite.services.router import Router
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
-from tests.contract.test_kv import COMPONENT, PROMPTS, Worker, until
+from tests.builders import eventually as until
+from tests.contract.test_kv import COMPONENT, PROMPTS, Worker
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")

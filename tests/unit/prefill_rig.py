@@ -8,8 +8,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from dynamo_lite.disagg.prefill.job_runner import JobLinks
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
+from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
@@ -111,7 +111,7 @@ class Rig:
         *,
         ack_wait_s: float,
         redeliver_s: float,
-        links: JobLinks | None = None,
+        links: PeerLinks | None = None,
         tracer: Tracer | None = None,
     ):
         self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
@@ -192,7 +192,7 @@ async def working(
     pulls: bool = True,
     ack_wait_s: float = 30.0,
     redeliver_s: float = 30.0,
-    links: JobLinks | None = None,
+    links: PeerLinks | None = None,
     tracer: Tracer | None = None,
 ) -> AsyncIterator[Rig]:
     """ack_wait_s: what the worker believes. redeliver_s: what the broker does. pulls: from the

@@ -154,11 +154,11 @@ class Endpoint:
             self.worker = Worker(messaging, room=self._room)
             async with self.worker as worker:
                 self.client = RemoteGenerateClient(
-                    messaging, "front", self.outputs.on_deltas, self.outputs.on_lost
+                    "front", self.outputs.on_deltas, self.outputs.on_lost
                 )
                 async with self.client:
                     yield self
-                await eventually(lambda: not worker.server.has_client("front.1"))
+                await eventually(lambda: worker.server.session("front.1") is None)
                 await worker.idle()
             if isinstance(messaging, MemoryMessaging):
                 assert repr(messaging) == "MemoryMessaging(subjects=0, connected=True)"
@@ -214,7 +214,7 @@ async def test_the_end_of_a_generate_client(cancel: Cancel):
     net, messaging = network(), MemoryMessaging()
     outputs = Outputs()
     async with Worker(messaging, 1) as first, Worker(messaging, 2) as second:
-        client = RemoteGenerateClient(messaging, "front", outputs.on_deltas, outputs.on_lost)
+        client = RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost)
         await client.submit(first.record, generate_request("a"))
         connecting = asyncio.create_task(client.submit(second.record, generate_request("b")))
         await asyncio.sleep(0)
@@ -233,7 +233,7 @@ async def test_the_end_of_a_generate_client_at_any_moment_of_a_submit(cancel: Ca
     net, messaging = network(), MemoryMessaging()
     outputs, closing = Outputs(), list[asyncio.Task[None]]()
     async with Worker(messaging) as worker:
-        client = RemoteGenerateClient(messaging, "front", outputs.on_deltas, outputs.on_lost)
+        client = RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost)
         cancel.action = lambda: closing.append(asyncio.create_task(client.__aexit__()))
         submitting = asyncio.create_task(
             cancel.step(client.submit(worker.record, generate_request("a")))
@@ -282,9 +282,7 @@ async def test_the_end_of_a_generate_server(cancel: Cancel):
     worker = Worker(messaging)
     await worker.server.__aenter__()
     async with worker.server.serve(worker.subject):
-        async with RemoteGenerateClient(
-            messaging, "front", outputs.on_deltas, outputs.on_lost
-        ) as client:
+        async with RemoteGenerateClient("front", outputs.on_deltas, outputs.on_lost) as client:
             await client.submit(worker.record, generate_request("a"))
             await cancel.owner(worker.server.__aexit__())
             await eventually(lambda: bool(outputs.lost))
@@ -305,7 +303,7 @@ async def test_the_end_of_a_generate_server_whose_client_reads_nothing(cancel: C
         connecting = net.create_connection(asyncio.Protocol, host, port)
         transport, _ = await net.loop.create_task(connecting, context=client.context.copy())
         transport.write(frame(encode(Hello(client_id="slow"))))
-        await eventually(lambda: worker.server.has_client("slow"))
+        await eventually(lambda: worker.server.session("slow") is not None)
         client.pause()
         request = encode(generate_request("a", client_id="slow"))
         await messaging.request(worker.subject, request, timeout_s=1.0)
@@ -380,7 +378,6 @@ class Front:
                 picker=selector,
                 on_deltas=self.outputs.on_deltas,
                 on_ended=lambda request_id, error: self.ended.append((request_id, error)),
-                messaging=self.messaging,
             )
             async with self.client:
                 yield self
@@ -415,7 +412,7 @@ class Front:
 
 class _InterruptedTransport(RemoteGenerateClient):
     def __init__(self, front: Front, on_deltas: OnDeltas, on_lost: OnLost):
-        super().__init__(front.messaging, "front", on_deltas, on_lost)
+        super().__init__("front", on_deltas, on_lost)
         self._front = front
 
     async def submit(self, member: EndpointRecord, request: GenerateRequest) -> None:
@@ -462,24 +459,24 @@ def test_submit_of_a_failover_client(woken: bool, timeout_s: float | None):
 
 @at_every_await(at_least=2)
 async def test_a_choice_of_the_client_of_a_router(cancel: Cancel):
-    """The first router does not answer, the second one chooses."""
+    """The first router's reply is malformed, the second one chooses."""
     async with Front().open() as front:
         await register(front.store, endpoint_record(7, "Router", "pick", subject="pick-7"))
-        silent = asyncio.Event()
 
-        async def never(payload: bytes) -> bytes:
-            await silent.wait()
-            return b""
+        async def malformed(payload: bytes) -> bytes:
+            return b"nonsense"
 
-        async with front.messaging.serve("pick-7", never):
+        async with front.messaging.serve("pick-7", malformed):
             await asyncio.sleep(0)
             members = [worker.record for worker in front.workers]
-            await cancel.owner(front.router.choose(members, generate_request("a")))
+            choice = cancel.step(front.router.choose(members, generate_request("a")))
+            choosing = asyncio.create_task(choice)
+            await asyncio.wait([choosing])  # the failed router is probed beside it
+            assert choosing.cancelled() == bool(cancel.place)
             if not cancel.place:
                 front.router.released("a")
             await delivered()
             assert front.routing.placed == set()
-            silent.set()
         await front.works()
 
 

@@ -3,8 +3,7 @@
 import asyncio
 from typing import Any
 
-from dynamo_lite.disagg.decode.deadline import time_limit
-
+from dynamo_lite.disagg.transfer_params import time_limit
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode_sealed
