@@ -112,7 +112,7 @@ def serve(
     config = resolve(value, document, namespace=namespace, only=service_name)
     check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
     if not document.mistakes:
-        config, note = settle_edge(config, document)
+        config, note = settle_edge(config, document, only=service_name)
         if note:
             print(note, file=sys.stderr)
     document.raise_mistakes()

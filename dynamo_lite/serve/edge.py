@@ -15,19 +15,31 @@ _VARIABLE = "DYNAMO_LITE_VLLM_RS"
 _GET = "run scripts/get_vllm_rs, and set edge-binary to the path that it prints"
 
 
-def settle_edge(config: GraphConfig, document: Document) -> tuple[GraphConfig, str]:
+def settle_edge(
+    config: GraphConfig, document: Document, *, only: str | None = None
+) -> tuple[GraphConfig, str]:
     """Returns the configuration with `edge: python` or `edge: rust` and the path of the program,
     and why `auto` takes Python, "" otherwise.
 
-    What keeps `edge: rust` from serving is added to the document's mistakes.
+    What keeps `edge: rust` from serving is added to the document's mistakes. only: the service
+    that is started alone; without a Frontend there is nothing to settle.
     """
     services: list[ServiceConfig] = []
     note = ""
     for service in config.services:
-        if service.service.config is FrontendConfig and service.options["edge"] != "python":
+        if _starts_here(service, only) and service.options["edge"] != "python":
             service, note = _settle(service, document, traced=config.shared.tracing is not None)
         services.append(service)
     return replace(config, services=tuple(services)), note
+
+
+def _starts_here(service: ServiceConfig, only: str | None) -> bool:
+    """Whether it is a Frontend that this command starts."""
+    return (
+        service.service.config is FrontendConfig
+        and service.workers > 0
+        and only in (None, service.service.name)
+    )
 
 
 def _settle(

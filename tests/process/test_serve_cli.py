@@ -83,6 +83,20 @@ def test_a_missing_model_is_found_before_anything_starts(tmp_path: Path):
     assert result.stderr.splitlines() == ["error: Vllm.model: no model (config.json) at absent"]
 
 
+@pytest.mark.timeout(240)
+def test_a_rust_edge_that_cannot_serve_starts_nothing(tmp_path: Path):
+    arguments = ("serve", "graphs.agg:Frontend", "-f", "configs/agg.yaml", "--Frontend.port=0")
+    state = tmp_path / "state"
+    absent = f"--Frontend.edge-binary={tmp_path}/vllm-rs"
+    result = run(
+        *(*arguments, "--state-dir", str(state), "--Frontend.edge=rust", absent), timeout_s=200
+    )
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert line == f"error: --Frontend.edge: there is no file {tmp_path}/vllm-rs"
+    assert not (state / "run.json").exists()
+
+
 def test_dry_run_prints_and_starts_nothing(tmp_path: Path):
     result = run("serve", STUB, "--state-dir", str(tmp_path / "s"), "--dry-run", "--Back.host=h")
     assert result.returncode == 0

@@ -105,7 +105,7 @@ class Cluster:
 
     async def start(self) -> None:
         self.world.start()
-        await self.until(lambda: self.world.ready >= {"decode-0", "prefill-0"}, within_s=5.0)
+        await self.until(lambda: self.world.ready.keys() >= {"decode-0", "prefill-0"}, within_s=5.0)
 
     async def until(self, condition: Callable[[], bool], within_s: float) -> None:
         async with asyncio.timeout(within_s):

@@ -127,6 +127,18 @@ def test_a_missing_program_is_named_with_what_to_do(
     assert "vllm-rs is not installed beside vLLM: run scripts/get_vllm_rs" in mistake
 
 
+def test_a_host_without_a_frontend_needs_no_program(tmp_path: Path):
+    document = read_document(
+        ROOT / "configs" / "agg.yaml",
+        ["--Frontend.edge=rust", f"--Frontend.edge-binary={tmp_path}/absent"],
+    )
+    config = resolve(load_graph("graphs.agg:Frontend"), document)
+    settle_edge(config, document, only="VllmWorker")
+    assert document.mistakes == []
+    settle_edge(config, document, only="Frontend")
+    assert len(document.mistakes) == 1
+
+
 def test_the_environment_names_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = program(tmp_path)
     monkeypatch.setenv("DYNAMO_LITE_VLLM_RS", str(path))

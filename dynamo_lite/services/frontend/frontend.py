@@ -1,7 +1,6 @@
 """The Frontend: one of vLLM's HTTP frontends over the live decode workers."""
 
 import asyncio
-import random
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ import msgspec
 from dynamo_lite.overview.observer import Observer
 from dynamo_lite.policy.admission import Admission
 from dynamo_lite.policy.kv_routing import KvPicker
-from dynamo_lite.policy.routing import Picker, Random, RoundRobin
+from dynamo_lite.policy.routing import Picker, RoundRobin
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.live_options import FrontendLiveOptions, LiveValues
@@ -35,11 +34,10 @@ from dynamo_lite.services.frontend.dashboard.app import Dashboard, is_loopback
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 from dynamo_lite.services.frontend.http import HttpServer, Probed, local_address, url_of
 from dynamo_lite.services.frontend.http_relay import HttpRelay
+from dynamo_lite.services.frontend.picker import open_picker
 from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.rotation import Rotation
-from dynamo_lite.services.frontend.router_client import RemoteRouter
 from dynamo_lite.services.frontend.shared_metrics import SharedMetrics
-from dynamo_lite.services.kv_picker import open_kv_picker
 from dynamo_lite.services.live_options import ComponentOptions, limits
 from dynamo_lite.services.metrics import RequestMetrics
 
@@ -76,7 +74,11 @@ class Frontend:
         sock = bind(self._config.host, self._config.port, shared=shared)
         self._stack.callback(sock.close)
         await self._watch_workers(host)
-        self._picker = await self._open_picker(host)
+        assert self._roster is not None
+        # Long before HTTP is served, so that it knows the workers by then.
+        self._picker = await open_picker(
+            self._stack, host, self._config, self._spec.namespace, self._roster
+        )
         address = advertised_address(self._config.host, sock.getsockname()[1])
         if self._config.edge == "rust":
             url = await self._start_rust(host, sock, address)
@@ -232,37 +234,6 @@ class Frontend:
     def _candidates(self) -> Sequence[EndpointRecord]:
         """Workers for a new request: the responsive ones, or all if none is responsive."""
         return self._workers.members_or_all if self._workers is not None else ()
-
-    async def _open_picker(self, host: Host) -> Picker | WorkerSelector:
-        """Opened long before HTTP is served, so that it knows the workers by then."""
-        assert self._roster is not None
-        match self._config.router:
-            case "random":
-                return Random(random.Random().randrange)
-            case "kv":
-                options = self._config.kv_router
-                return await open_kv_picker(
-                    self._stack, host, self._roster, options, random.Random()
-                )
-            case "component":
-                return await self._open_remote_router(host)
-            case "round-robin":
-                return RoundRobin()
-
-    async def _open_remote_router(self, host: Host) -> RemoteRouter:
-        prefix = names.endpoint_prefix(self._spec.namespace, "Router", "pick")
-        routers = await self._stack.enter_async_context(Roster(host.store, prefix, host.drops))
-        return await self._stack.enter_async_context(
-            RemoteRouter(
-                host.messaging,
-                routers,
-                namespace=self._spec.namespace,
-                lease_id=host.lease.id,
-                fallback=RoundRobin(),
-                registry=host.registry,
-                on_drop=host.drops,
-            )
-        )
 
     async def _serve_http(
         self, host: Host, app: "OpenAiApp", sock: socket.socket, address: str

@@ -126,7 +126,7 @@ class RustProcess:
         assert self._process is not None
         code = await self._process.wait()
         if not self._draining:
-            raise RuntimeError(f"vllm-rs ended with code {code}: {self}")
+            raise RuntimeError(f"vllm-rs ended with code {code}; its lines are in the log")
 
     async def drain(self, grace_s: float) -> None:
         """It accepts no connection; open answers may finish within `grace_s`."""
