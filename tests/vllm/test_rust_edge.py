@@ -123,9 +123,12 @@ def known(request: dict[str, Any]) -> dict[str, Any]:
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     text = choice.get("text") or (choice.get("message") or {}).get("content") or ""
     kept = {key: choice.get(key) for key in _FIELDS}
-    # Where an answer ends amid a character, the Rust edge sends what it has of it.
-    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-    return {**kept, "text": text, "logprobs": _logprobs(choice.get("logprobs"))}
+    return {**kept, "text": complete(text), "logprobs": _logprobs(choice.get("logprobs"))}
+
+
+def complete(text: str) -> str:
+    """Where an answer ends amid a character, the Rust edge sends what it has of it."""
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def _logprobs(given: Any) -> list[float]:
@@ -200,7 +203,7 @@ async def test_the_processor_answers_through_it(rust: Graph):
     async with NatsMessaging(rust.nats_url) as messaging:
         answer = json.loads(await messaging.request(subject, body, timeout_s=60))
     expected = ask(rust, "completions", TEXT, stream=False)
-    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    assert complete(answer["choices"][0]["text"]) == expected["choices"][0]["text"]
 
 
 async def test_streams_go_on_when_their_worker_is_killed(rust: Graph, python: Graph):
@@ -278,4 +281,4 @@ async def text_of(http: httpx.AsyncClient, request: dict[str, Any], begun: async
                 text += event["choices"][0]["text"]
                 if len(text) > 10:
                     begun.set()
-    return text
+    return complete(text)
