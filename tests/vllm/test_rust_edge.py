@@ -212,11 +212,11 @@ async def test_streams_go_on_when_their_worker_is_killed(rust: Graph, python: Gr
     victim = rust.process("VllmWorker", 1)
     begun = asyncio.Event()
     async with httpx.AsyncClient(base_url=rust.url, timeout=120) as http:
-        streams = [asyncio.create_task(text_of(http, request, begun)) for request in requests]
+        streams = [asyncio.create_task(tokens_of(http, request, begun)) for request in requests]
         await begun.wait()
         os.kill(victim.pid, signal.SIGKILL)
-        texts = await asyncio.gather(*streams)
-    assert texts == [answer["choices"][0]["text"] for answer in expected]
+        tokens = await asyncio.gather(*streams)
+    assert tokens == [answer["tokens"] for answer in expected]
     assert rust.count("Frontend", MOVED) > 0
     eventually(
         lambda: rust.process("VllmWorker", 1).pid != victim.pid and len(running(rust)) == 2,
@@ -268,17 +268,19 @@ def wait_idle(graph: Graph) -> None:
     assert graph.health("Frontend")["requests"] == 0
 
 
-async def text_of(http: httpx.AsyncClient, request: dict[str, Any], begun: asyncio.Event) -> str:
-    """The text of a stream. begun: set when it has had some tokens."""
-    text = ""
-    body = {"model": "tiny", **request, "stream": True}
+async def tokens_of(
+    http: httpx.AsyncClient, request: dict[str, Any], begun: asyncio.Event
+) -> list[int]:
+    """The tokens of a stream. begun: set when it has had some."""
+    tokens: list[int] = []
+    body = {"model": "tiny", **request, "stream": True, "return_token_ids": True}
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
                 assert "error" not in event, event
-                text += event["choices"][0]["text"]
-                if len(text) > 10:
+                tokens += event["choices"][0].get("token_ids") or ()
+                if len(tokens) > 10:
                     begun.set()
-    return complete(text)
+    return tokens
