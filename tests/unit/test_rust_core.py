@@ -132,6 +132,13 @@ async def test_a_request_frame_becomes_a_request_to_a_worker():
     assert scene.core.in_flight == 1 and scene.sent == []
 
 
+async def test_a_long_session_id_is_cut_and_an_empty_one_is_none():
+    scene = Scene()
+    await scene.add("r1", session_id="s" * 300)
+    await scene.add("r2", session_id="")
+    assert [message.session for message in scene.failover.submitted] == ["s" * 256, None]
+
+
 async def test_the_deltas_of_one_step_leave_in_one_frame():
     scene = Scene()
     for request_id in ("r1", "r2", "r3"):

@@ -25,12 +25,10 @@ from dynamo_lite.protocol.trace import TraceContext
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.http_trace import trace_http
 from dynamo_lite.vllm.frontend.refusal import header, json_head, refuse
-from dynamo_lite.vllm.frontend.request_context import RequestContext
+from dynamo_lite.vllm.frontend.request_context import MAX_SESSION, RequestContext
 
 TIMEOUT_HEADER = "x-request-timeout"
 SESSION_HEADER = "x-session-id"
-
-_MAX_SESSION = 256
 
 #: A retry may succeed after these.
 _RETRYABLE = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -135,7 +133,7 @@ class Edge:
 
 def _session(scope: Scope) -> str | None:
     value = header(scope, SESSION_HEADER.encode())
-    return value.decode("latin-1")[:_MAX_SESSION] if value else None
+    return value.decode("latin-1")[:MAX_SESSION] if value else None
 
 
 class _Answer:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from dynamo_lite.protocol.trace import TraceContext
 
+#: Longest session id in characters; the rest of a longer one is dropped.
+MAX_SESSION = 256
+
 
 @dataclass
 class RequestContext:

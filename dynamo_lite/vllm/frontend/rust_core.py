@@ -27,7 +27,7 @@ from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.intake import Intake
-from dynamo_lite.vllm.frontend.request_context import RequestContext
+from dynamo_lite.vllm.frontend.request_context import MAX_SESSION, RequestContext
 from dynamo_lite.vllm.wire import output_from_delta
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class RustCore:
         return RequestContext(
             self._timeout_s,
             deadline=now + self._timeout_s,
-            session=request.session_id,
+            session=(request.session_id or "")[:MAX_SESSION] or None,
             trace=None if self._tracer is None else self._tracer.begin(None),
             http_span=False,
         )
