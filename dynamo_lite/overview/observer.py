@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from dynamo_lite.kv_events.follower import LOAD_AGE_S
@@ -83,7 +84,7 @@ class Observer:
         requests = [self._fetch_all(record) for record in found.values()]
         served = _vllm_metrics_of(found.values())
         answers, others = await asyncio.gather(
-            asyncio.gather(*requests), asyncio.gather(*map(self._samples, served.values()))
+            asyncio.gather(*requests), asyncio.gather(*map(self._first_samples, served.values()))
         )
         scraped = {str(lease_id): a[1] for lease_id, a in zip(found, answers, strict=True)}
         scraped.update(zip(served, others, strict=True))
@@ -115,6 +116,14 @@ class Observer:
     async def _health(self, url: str) -> dict[str, Any]:
         async with self._requests:
             return await fetch_health(url)
+
+    async def _first_samples(self, urls: Sequence[str]) -> Samples | None:
+        """Those of the first page that has any."""
+        samples: Samples | None = None
+        for url in urls:
+            if samples := await self._samples(url):
+                break
+        return samples
 
     async def _samples(self, url: str) -> Samples | None:
         async with self._requests:
@@ -152,10 +161,16 @@ class Observer:
             self._links.pop(key, None)
 
 
-def _vllm_metrics_of(members: Iterable[EndpointRecord]) -> dict[str, str]:
-    """Maps source to URL of the metrics that vLLM's app keeps in each Frontend."""
+def _vllm_metrics_of(members: Iterable[EndpointRecord]) -> dict[str, list[str]]:
+    """Maps source to the URLs where vLLM's metrics of each Frontend may be.
+
+    vLLM's Rust frontend has them on the HTTP port only. A port that is shared by several Frontends
+    does not say whose metrics it serves.
+    """
+    frontends = [member for member in members if member.component == "Frontend"]
+    sharing = Counter(member.transport.stream for member in frontends)
     return {
-        f"{member.lease_id}/vllm": f"{member.status_url}{VLLM_METRICS}"
-        for member in members
-        if member.component == "Frontend"
+        f"{member.lease_id}/vllm": [f"{member.status_url}{VLLM_METRICS}"]
+        + [f"http://{port}/metrics" for port in [member.transport.stream] if sharing[port] == 1]
+        for member in frontends
     }

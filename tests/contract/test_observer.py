@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.observer import Observer
@@ -42,10 +42,17 @@ class Cluster:
         status = await self.stack.enter_async_context(StatusServer(lambda: facts, registry))
         return await self.register(component, endpoint, status.url), registry
 
-    async def register(self, component: str, endpoint: str, status_url: str) -> Lease:
+    async def register(
+        self, component: str, endpoint: str, status_url: str, stream: str | None = None
+    ) -> Lease:
         lease = await self.stack.enter_async_context(self.store.lease(30.0))
         record = endpoint_record(
-            lease.id, component, endpoint, namespace=self.namespace, status_url=status_url
+            lease.id,
+            component,
+            endpoint,
+            namespace=self.namespace,
+            stream=stream,
+            status_url=status_url,
         )
         await register(self.store, record, lease=lease)
         return lease
@@ -106,6 +113,28 @@ async def test_counters_become_rates(cluster: Cluster):
         written.inc(500)
         seen = await seen_by(observer, lambda seen: seen.rate_s > 0)
         assert seen.transfers.bytes_per_s > 0 and seen.transfers.total_bytes == 1500
+
+
+TTFT = "vllm:time_to_first_token_seconds"
+
+
+@pytest.mark.parametrize("frontends", [1, 2])
+async def test_latencies_of_a_frontend_that_has_them_on_its_http_port_only(
+    cluster: Cluster, frontends: int
+):
+    """As vLLM's Rust frontend. A port that two share is not asked: it would be counted twice."""
+    page = CollectorRegistry()
+    latency = Histogram(TTFT, "", registry=page)
+    http = await cluster.stack.enter_async_context(StatusServer(dict, page))
+    for _ in range(frontends):
+        status = StatusServer(lambda: {"ok": True, "state": "ready"}, CollectorRegistry())
+        url = (await cluster.stack.enter_async_context(status)).url
+        await cluster.register("Frontend", "http", url, stream=http.url.removeprefix("http://"))
+    async with cluster.observer() as observer:
+        await seen_by(observer, lambda seen: len(seen.workers) == frontends)
+        latency.observe(0.1)
+        seen = await observer.look()
+        assert seen.ttft.count == (1 if frontends == 1 else 0)
 
 
 async def test_what_a_worker_tells_routers_is_newer_than_what_it_answers(cluster: Cluster):
