@@ -4,10 +4,14 @@ import contextlib
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Protocol
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+
+#: How long SIGSTOP may take to stop all threads of a server.
+_STOPPED_S = 5.0
 
 
 class Server(Protocol):
@@ -73,9 +77,20 @@ class PrivateServer:
         """SIGSTOP: connections stay open, and nothing is answered."""
         os.kill(self._server.pid, signal.SIGSTOP)
         self._frozen = True
+        deadline = time.monotonic() + _STOPPED_S
+        # The signal may take effect later: a thread on another core answers until then.
+        while not _has_stopped(self._server.pid):
+            assert time.monotonic() < deadline, "the server did not stop"
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         if self._frozen:
             self._frozen = False
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._server.pid, signal.SIGCONT)
+
+
+def _has_stopped(pid: int) -> bool:
+    """Whether all threads of the process have stopped."""
+    stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)

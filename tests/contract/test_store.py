@@ -1,8 +1,6 @@
 """What every store must do; and what etcd must do when its server dies, hangs or is wiped."""
 
 import asyncio
-import os
-import signal
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -297,14 +295,14 @@ async def test_keys_of_a_dead_holder_vanish(etcd_server) -> None:
 
 async def test_a_hung_server_is_unavailable_in_time(etcd_server) -> None:
     async with EtcdStore(etcd_server.url, timeout_s=0.3) as store:
-        os.kill(etcd_server.pid, signal.SIGSTOP)
+        etcd_server.freeze()
         try:
             started = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 await store.get("k")
             assert time.monotonic() - started < 1.0
         finally:
-            os.kill(etcd_server.pid, signal.SIGCONT)
+            etcd_server.thaw()
 
 
 async def test_a_missing_server_is_named_without_credentials() -> None:

@@ -178,8 +178,12 @@ async def test_an_answer_goes_on_when_its_worker_hangs_up(cluster: Cluster, mode
     ):
         expected = await answered(http, 200, long)
         asking = asyncio.create_task(http.post("/v1/completions", json=long))
+        workers = (first, second)
         async with asyncio.timeout(10):
-            while not (first.in_flight or second.in_flight):
+            # Accepted, and then begun: one that was not accepted would be placed, not moved.
+            while not any(worker.waiting_tokens for worker in workers):
+                await asyncio.sleep(0)
+            while any(worker.waiting_tokens for worker in workers):
                 await asyncio.sleep(0)
         (first if first.in_flight else second).disconnect_all("the worker's engine died")
         answer = await asking
