@@ -72,10 +72,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_thread: bool | None = None
 
 
-def write_engine_config(path: Path, link: EngineConfig) -> None:
+def write_engine_config(path: Path, config: EngineConfig) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(encode_json(link))
+        file.write(encode_json(config))
 
 
 def read_engine_config(path: str) -> EngineConfig:

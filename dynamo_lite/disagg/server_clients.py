@@ -26,19 +26,19 @@ class ServerClients(Protocol):
 class Servers:
     """Implements `ServerClients` with NATS and etcd at the URLs of the engine's config."""
 
-    def __init__(self, link: EngineConfig):
-        self._link = link
+    def __init__(self, config: EngineConfig):
+        self._config = config
 
     def messaging(self) -> NatsMessaging:
-        return NatsMessaging(self._link.nats_url)
+        return NatsMessaging(self._config.nats_url)
 
     def store(self) -> EtcdStore:
-        return EtcdStore(self._link.etcd_url)
+        return EtcdStore(self._config.etcd_url)
 
     def queue(self, config: QueueConfig) -> JetStreamQueue:
         return JetStreamQueue(
-            self._link.nats_url,
-            stream=names.prefill_stream(self._link.namespace),
-            subject=names.prefill_jobs_subject(self._link.namespace),
+            self._config.nats_url,
+            stream=names.prefill_stream(self._config.namespace),
+            subject=names.prefill_jobs_subject(self._config.namespace),
             config=config,
         )

@@ -52,8 +52,8 @@ class VllmBackend:
         if not config.remote_prefill:
             return self._engine(host, None, tells_kv=config.kv_events)
         role = decode_role(config, self._spec.component)
-        link = self._engine_config(host, role, config.transfer_thread)
-        return self._engine(host, link, tells_kv=config.kv_events)
+        engine_config = self._engine_config(host, role, config.transfer_thread)
+        return self._engine(host, engine_config, tells_kv=config.kv_events)
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
@@ -78,14 +78,14 @@ class VllmBackend:
         )
 
     def _engine(
-        self, host: Host, link: EngineConfig | None, *, tells_kv: bool = False
+        self, host: Host, engine_config: EngineConfig | None, *, tells_kv: bool = False
     ) -> "VllmEngine":
         from dynamo_lite.vllm.engine.core import VllmEngine
 
         return VllmEngine(
             self._spec.engine_args,
-            link=link,
-            link_path=_engine_file(self._spec, "engine.json"),
+            engine_config=engine_config,
+            engine_config_path=_engine_file(self._spec, "engine.json"),
             messaging=host.messaging,
             registry=host.registry,
             on_drop=host.drops,

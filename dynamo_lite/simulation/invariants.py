@@ -111,7 +111,7 @@ class Judge:
 
     def stepped(self, engine: Engine, scheduled_at: float) -> None:
         """After a step: no request waits for remote KV beyond its timeout."""
-        role = engine.setup.link.role
+        role = engine.setup.engine_config.role
         if not isinstance(role, DecodeEngineConfig):
             return
         for request in engine.core.scheduler.waiting_for_kv():
@@ -259,7 +259,7 @@ class Judge:
         return None
 
     def _engine(self, engine_id: str) -> Engine | None:
-        found = (e for e in self._engines.values() if e.setup.link.engine_id == engine_id)
+        found = (e for e in self._engines.values() if e.setup.engine_config.engine_id == engine_id)
         return next(found, None)
 
     # Counts

@@ -68,7 +68,7 @@ class NoClaim(Shipped):
     """A writer's claim is granted and not recorded."""
 
     def ledger(self, setup: EngineSetup) -> Ledger:
-        return _NoClaim(setup.link.lease_ttl_s)
+        return _NoClaim(setup.engine_config.lease_ttl_s)
 
 
 class _NoClaim(Ledger):
@@ -82,7 +82,7 @@ class NoQuarantine(Shipped):
     """Blocks of a withdrawn attempt are free at once, although its writer may still write."""
 
     def ledger(self, setup: EngineSetup) -> Ledger:
-        return _NoQuarantine(setup.link.lease_ttl_s)
+        return _NoQuarantine(setup.engine_config.lease_ttl_s)
 
 
 class _NoQuarantine(Ledger):
@@ -168,7 +168,7 @@ class NoDeadline(Shipped):
     """A decode engine waits for remote KV without a timeout."""
 
     def ledger(self, setup: EngineSetup) -> Ledger:
-        return _NoDeadline(setup.link.lease_ttl_s)
+        return _NoDeadline(setup.engine_config.lease_ttl_s)
 
 
 class _NoDeadline(Ledger):

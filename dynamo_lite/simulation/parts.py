@@ -155,7 +155,7 @@ class SimParts:
         self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, fence: MemoryFence | None
     ) -> SimEngine:
         spec = host.spec
-        link = EngineConfig(
+        engine_config = EngineConfig(
             namespace=spec.namespace,
             engine_id=_uuid(self.rng),
             lease_id=host.lease.id,
@@ -166,7 +166,7 @@ class SimParts:
         )
         setup = EngineSetup(
             config=self.model,
-            link=link,
+            engine_config=engine_config,
             outside=self._outside(spec),
             fabric=self.fabric,
             address=self.slot.name,

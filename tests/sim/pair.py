@@ -105,7 +105,7 @@ class Pair:
                 self.counts[name] = self.counts.get(name, 0) + value
 
     async def engine(self, name: str, role: DecodeEngineConfig | PrefillEngineConfig) -> SimEngine:
-        link = EngineConfig(
+        engine_config = EngineConfig(
             namespace="t",
             engine_id=f"00000000-0000-4000-8000-{len(name):012x}",
             lease_id=len(name),
@@ -116,7 +116,7 @@ class Pair:
         )
         setup = EngineSetup(
             config=self.config,
-            link=link,
+            engine_config=engine_config,
             outside=self.servers,
             fabric=self.fabric,
             address=name,

@@ -657,7 +657,7 @@ def test_an_engine_that_takes_a_request(
         cores.append(EngineCore())
         return cores[-1]
 
-    monkeypatch.setattr(core, "engine_config", lambda *_: vllm_config)
+    monkeypatch.setattr(core, "vllm_config", lambda *_: vllm_config)
     monkeypatch.setattr(core.Executor, "get_class", lambda _: None)
     monkeypatch.setattr(core.EngineCoreClient, "make_async_mp_client", make_client)
 
@@ -666,8 +666,8 @@ def test_an_engine_that_takes_a_request(
         messaging = MemoryMessaging()
         engine = core.VllmEngine(
             [],
-            link=None,
-            link_path=tmp_path / "link",
+            engine_config=None,
+            engine_config_path=tmp_path / "engine.json",
             messaging=messaging,
             registry=CollectorRegistry(),
         )

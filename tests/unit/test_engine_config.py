@@ -10,7 +10,7 @@ from vllm.usage.usage_lib import UsageContext
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig, PrefillOptions
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.queue.base import QueueConfig
-from dynamo_lite.vllm.engine.engine_config import engine_config
+from dynamo_lite.vllm.engine.engine_config import vllm_config
 from tests.vllm.front_half import write_model
 
 LINK = EngineConfig(
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(model: Path, link: EngineConfig | None, *flags: str) -> Any:
     flags = (f"--model={model}", "--kv-cache-memory-bytes=1048576", *flags)
-    return engine_config(list(flags), link, model / "link.json", None)
+    return vllm_config(list(flags), link, model / "link.json", None)
 
 
 def test_defaults_are_those_of_vllm_s_server(model: Path, monkeypatch: pytest.MonkeyPatch):

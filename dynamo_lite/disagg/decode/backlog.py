@@ -38,17 +38,17 @@ class BacklogExchange:
 
     def __init__(
         self,
-        link: EngineConfig,
+        config: EngineConfig,
         prefills: RemotePrefills,
         workers: Callable[[], int],
         now: Callable[[], float],
         on_drop: OnDrop = uncounted,
     ):
-        assert isinstance(link.role, DecodeEngineConfig)
-        self._engine_id, self._queue = link.engine_id, link.role.queue
+        assert isinstance(config.role, DecodeEngineConfig)
+        self._engine_id, self._queue = config.engine_id, config.role.queue
         self._prefills, self._workers, self._now = prefills, workers, now
         self._follower = BacklogFollower(
-            link.namespace, now, own=link.engine_id, on_demand=self._on_backlog, on_drop=on_drop
+            config.namespace, now, own=config.engine_id, on_demand=self._on_backlog, on_drop=on_drop
         )
         self._others = BacklogTotals()
         self._drain = DrainRate()

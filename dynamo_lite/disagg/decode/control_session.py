@@ -72,7 +72,7 @@ class ControlSession:
 
     def __init__(
         self,
-        link: EngineConfig,
+        config: EngineConfig,
         book: LockedLedger,
         prefills: RemotePrefills,
         status: Callable[[], EngineStatus | None],
@@ -83,8 +83,8 @@ class ControlSession:
         wall: Callable[[], float],
         on_drop: OnDrop = uncounted,
     ):
-        assert isinstance(link.role, DecodeEngineConfig)
-        self._link, self._role, self._book, self._status = link, link.role, book, status
+        assert isinstance(config.role, DecodeEngineConfig)
+        self._config, self._role, self._book, self._status = config, config.role, book, status
         self._prefills, self._outside, self._tuning = prefills, outside, tuning
         self._now, self._wall = now, wall
         self._on_drop = on_drop
@@ -92,32 +92,34 @@ class ControlSession:
         self._messaging: Messaging | None = None
         self._writers: Roster | None = None
         self._health: HealthMonitor | None = None
-        self._links = WriterLinks(link.namespace, link.engine_id, on_drop)
+        self._links = WriterLinks(config.namespace, config.engine_id, on_drop)
         self._tasks: asyncio.TaskGroup | None = None
         #: The last reading of the queue. Replaced as a whole on the bridge's thread.
         self.view: QueueView | None = None
-        self.backlog = BacklogExchange(link, prefills, lambda: self.usable_writers, now, on_drop)
+        self.backlog = BacklogExchange(config, prefills, lambda: self.usable_writers, now, on_drop)
         #: Whether the component has announced that it shuts down.
         self.leaving = False
         self.listening = PollWindow(now)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
-        link = self._link
-        subject = link.namespace, link.engine_id
+        config = self._config
+        subject = config.namespace, config.engine_id
         async with contextlib.AsyncExitStack() as stack:
             enter = stack.enter_async_context
             self._messaging = messaging = await enter(self._outside.messaging())
             self._queue = await enter(self._outside.queue(self._role.queue))
             store = await enter(self._outside.store())
-            prefix = names.endpoint_prefix(link.namespace, self._role.prefill_component, "prefill")
+            prefix = names.endpoint_prefix(
+                config.namespace, self._role.prefill_component, "prefill"
+            )
             self._writers = writers = await enter(Roster(store, prefix, self._on_drop))
-            await enter(self._tuning.follow(store, link.namespace, self._on_drop))
+            await enter(self._tuning.follow(store, config.namespace, self._on_drop))
             self._health = health = await enter(
                 HealthMonitor(
                     messaging,
                     writers,
-                    namespace=link.namespace,
+                    namespace=config.namespace,
                     component=self._role.prefill_component,
                     on_drop=self._on_drop,
                 )
@@ -177,10 +179,10 @@ class ControlSession:
                     await self._queue.delete(instruction.sequence)
                 elif isinstance(instruction, CancelWriter) and self._messaging is not None:
                     await self._messaging.publish(
-                        names.cancel_subject(self._link.namespace, instruction.writer_lease_id),
+                        names.cancel_subject(self._config.namespace, instruction.writer_lease_id),
                         encode_sealed(
                             CancelAttempt(
-                                attempt=instruction.attempt, engine_id=self._link.engine_id
+                                attempt=instruction.attempt, engine_id=self._config.engine_id
                             )
                         ),
                     )
@@ -277,7 +279,7 @@ class ControlSession:
 
     async def _on_leave(self, payload: bytes) -> bytes:
         """The component announces its shutdown: its keys may vanish for other reasons."""
-        if decode_leave(payload).lease_id != self._link.lease_id:
+        if decode_leave(payload).lease_id != self._config.lease_id:
             raise ProtocolError("leave message with the lease id of another worker")
         self.leaving = True
         await self._apply_event(lambda ledger: ledger.withdraw_queued(Outcome.LEAVING))
@@ -310,7 +312,7 @@ class ControlSession:
     async def _check_ended(self, writer_lease_id: int) -> None:
         """Tells a dead writer from a leaving one, which has a while to promise that it stays."""
         assert self._messaging is not None and self._writers is not None
-        subject = names.alive_subject(self._link.namespace, writer_lease_id)
+        subject = names.alive_subject(self._config.namespace, writer_lease_id)
         try:
             await self._messaging.request(subject, b"", timeout_s=_ALIVE_TIMEOUT_S)
         except NoResponders:

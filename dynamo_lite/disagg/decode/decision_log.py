@@ -28,8 +28,8 @@ MOST, LONGEST_S = 4096, 900.0
 class DecisionLog:
     """now: monotonic."""
 
-    def __init__(self, link: EngineConfig, now: Callable[[], float]):
-        self._link, self._now = link, now
+    def __init__(self, config: EngineConfig, now: Callable[[], float]):
+        self._config, self._now = config, now
         self._lock = threading.Lock()
         self._kept: deque[RemotePrefill] = deque(maxlen=MOST)
 
@@ -59,8 +59,8 @@ class DecisionLog:
         found = found[-wanted.last :] if wanted.last else []
         return encode(
             Explained(
-                engine_id=self._link.engine_id,
-                lease_id=self._link.lease_id,
+                engine_id=self._config.engine_id,
+                lease_id=self._config.lease_id,
                 decisions=[_as_message(prefill, now) for prefill in found],
             )
         )

@@ -54,7 +54,7 @@ class DecodeScheduler:
 
     def __init__(
         self,
-        link: EngineConfig,
+        config: EngineConfig,
         block_size: int,
         *,
         outside: ServerClients,
@@ -65,16 +65,16 @@ class DecodeScheduler:
         hash_block_size: int | None = None,
         overlapping_steps: int = 1,
     ):
-        assert isinstance(link.role, DecodeEngineConfig)
-        self._engine_id, self._block_size = link.engine_id, block_size
+        assert isinstance(config.role, DecodeEngineConfig)
+        self._engine_id, self._block_size = config.engine_id, block_size
         self._clock, self._new_attempt = clock, new_attempt
         now = clock.monotonic
-        self._book = LockedLedger(ledger or Ledger(writer_grace_s=link.lease_ttl_s))
+        self._book = LockedLedger(ledger or Ledger(writer_grace_s=config.lease_ttl_s))
         self.stats = stats = Counters()
-        self.prefills = prefills = RemotePrefills(stats, DecisionLog(link, now), now)
-        tuning = LiveThresholds(link.role, block_size)
+        self.prefills = prefills = RemotePrefills(stats, DecisionLog(config, now), now)
+        tuning = LiveThresholds(config.role, block_size)
         self._net = ControlSession(
-            link,
+            config,
             self._book,
             prefills,
             self._status,

@@ -28,17 +28,17 @@ class LinkTestClient:
     ends its step first."""
 
     def __init__(
-        self, link: EngineConfig, messaging: Messaging, wake: Callable[[], Awaitable[None]]
+        self, config: EngineConfig, messaging: Messaging, wake: Callable[[], Awaitable[None]]
     ):
-        self._link, self._messaging, self._wake = link, messaging, wake
+        self._config, self._messaging, self._wake = config, messaging, wake
         self._numbers = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[LinkReport]] = {}
         self._waking = OwnedTasks()
 
     async def test(self, target: EngineMetadata) -> LinkReport:
         """Raises Unavailable, DeadlineExceeded or ProtocolError if the engine did not answer."""
-        order = f"{self._link.lease_id:x}.{next(self._numbers)}"
-        subject = names.preflight_subject(self._link.namespace, self._link.engine_id)
+        order = f"{self._config.lease_id:x}.{next(self._numbers)}"
+        subject = names.preflight_subject(self._config.namespace, self._config.engine_id)
         ended: asyncio.Future[LinkReport] = asyncio.get_running_loop().create_future()
         self._waiting[order] = ended
         try:
@@ -54,7 +54,7 @@ class LinkTestClient:
 
     async def listen(self, listen: Listen) -> None:
         """Passes the order to this decode engine. Raises Unavailable or DeadlineExceeded."""
-        subject = names.poll_subject(self._link.namespace, self._link.engine_id)
+        subject = names.poll_subject(self._config.namespace, self._config.engine_id)
         await self._messaging.request(subject, encode_sealed(listen), timeout_s=_ASK_S)
         self._wake_soon()
 

@@ -70,15 +70,15 @@ class PrefillScheduler:
 
     def __init__(
         self,
-        link: EngineConfig,
+        config: EngineConfig,
         block_size: int,
         *,
         outside: ServerClients,
         open_bridge: OpenBridge,
         clock: Clock = SYSTEM_CLOCK,
     ):
-        assert isinstance(link.role, PrefillEngineConfig)
-        self._link, self._role, self._block_size = link, link.role, block_size
+        assert isinstance(config.role, PrefillEngineConfig)
+        self._config, self._role, self._block_size = config, config.role, block_size
         self._outside, self._now = outside, clock.monotonic
         self.bridge = open_bridge(self._session)
         self.stats = Counters()
@@ -284,7 +284,7 @@ class PrefillScheduler:
 
     @contextlib.asynccontextmanager
     async def _session(self) -> AsyncIterator[None]:
-        engine = self._link.namespace, self._link.engine_id
+        engine = self._config.namespace, self._config.engine_id
         on_preflight = counted(self._on_preflight, "preflight", self.stats.drop)
         async with (
             self._outside.messaging() as messaging,

@@ -44,7 +44,7 @@ class EngineSetup:
     """
 
     config: SimModelConfig
-    link: EngineConfig
+    engine_config: EngineConfig
     outside: ServerClients
     fabric: Fabric
     address: str
@@ -82,10 +82,10 @@ class Assembly:
 
     def build(self, setup: EngineSetup, deliver: Callable[[Outputs], None]) -> Engine:
         config, rng = setup.config, setup.rng
-        decodes = isinstance(setup.link.role, DecodeEngineConfig)
+        decodes = isinstance(setup.engine_config.role, DecodeEngineConfig)
         shift = rng.randrange(_SHIFTS) * config.block_size * 8
         memory = KvMemory(config.num_blocks, config.block_size, _BASE + shift, dense=decodes)
-        mover = SimMover(setup.fabric, setup.link.engine_id, setup.address, memory)
+        mover = SimMover(setup.fabric, setup.engine_config.engine_id, setup.address, memory)
         pool = BlockPool(config.num_blocks)
         metadata = self._metadata(setup, mover)
         make = self.decode_halves if decodes else self.prefill_halves
@@ -108,7 +108,7 @@ class Assembly:
             return bridges[0]
 
         scheduler = self.decode_scheduler(
-            setup.link,
+            setup.engine_config,
             setup.config.block_size,
             outside=setup.outside,
             open_bridge=open_bridge,
@@ -129,7 +129,7 @@ class Assembly:
     decode_scheduler: type[DecodeScheduler] = DecodeScheduler
 
     def ledger(self, setup: EngineSetup) -> Ledger:
-        return Ledger(writer_grace_s=setup.link.lease_ttl_s)
+        return Ledger(writer_grace_s=setup.engine_config.lease_ttl_s)
 
     def prefill_halves(
         self, setup: EngineSetup, pool: BlockPool, mover: SimMover, metadata: EngineMetadata
@@ -141,7 +141,7 @@ class Assembly:
             return bridges[0]
 
         scheduler = PrefillScheduler(
-            setup.link,
+            setup.engine_config,
             setup.config.block_size,
             outside=setup.outside,
             open_bridge=open_bridge,
@@ -154,7 +154,7 @@ class Assembly:
     def prefill_rank(
         self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
     ) -> PrefillRank:
-        role = setup.link.role
+        role = setup.engine_config.role
         assert isinstance(role, PrefillEngineConfig)
         rank = WatchedRank(
             mover,
@@ -179,8 +179,8 @@ class Assembly:
             scratch=mover.scratch.region,
         )
         return EngineMetadata(
-            engine_id=setup.link.engine_id,
-            lease_id=setup.link.lease_id,
+            engine_id=setup.engine_config.engine_id,
+            lease_id=setup.engine_config.lease_id,
             fingerprint={"model": config.model, "block_size": str(config.block_size)},
             block_size_tokens=config.block_size,
             num_blocks=config.num_blocks,

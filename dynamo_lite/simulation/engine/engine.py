@@ -79,7 +79,7 @@ class SimEngine:
         self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
         self._left: list[str] = []
         self._ids = RequestIds()
-        self._preflights = LinkTestClient(setup.link, messaging, self._wake)
+        self._preflights = LinkTestClient(setup.engine_config, messaging, self._wake)
         self._closing = False
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
@@ -116,7 +116,9 @@ class SimEngine:
         return None
 
     async def describe(self) -> EngineStatus:
-        subject = names.describe_subject(self._setup.link.namespace, self._setup.link.engine_id)
+        subject = names.describe_subject(
+            self._setup.engine_config.namespace, self._setup.engine_config.engine_id
+        )
         try:
             reply = await self._messaging.request(subject, b"", timeout_s=_DESCRIBE_S)
         except NoResponders as exc:

@@ -78,14 +78,14 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         # At exit Python's final garbage collection of vLLM and torch would take seconds.
         atexit.register(gc.freeze)
         assert vllm_config.kv_transfer_config is not None
-        self._link_file = vllm_config.kv_transfer_config.kv_connector_extra_config[
+        self._engine_config_file = vllm_config.kv_transfer_config.kv_connector_extra_config[
             ENGINE_CONFIG_FILE
         ]
-        with refusal_recorded(Path(self._link_file)):
-            self._link = read_engine_config(self._link_file)
-            hold_lease(self._link.lease_id)
+        with refusal_recorded(Path(self._engine_config_file)):
+            self._engine_config = read_engine_config(self._engine_config_file)
+            hold_lease(self._engine_config.lease_id)
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)
-        role_here = self._link.role
+        role_here = self._engine_config.role
         self._streams = (
             isinstance(role_here, PrefillEngineConfig) and role_here.options.stream_layers
         )
@@ -99,14 +99,14 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             self._scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> DecodeScheduler | PrefillScheduler:
-        cache, outside = self._vllm_config.cache_config, Servers(self._link)
-        if isinstance(self._link.role, PrefillEngineConfig):
+        cache, outside = self._vllm_config.cache_config, Servers(self._engine_config)
+        if isinstance(self._engine_config.role, PrefillEngineConfig):
             return PrefillScheduler(
-                self._link, cache.block_size, outside=outside, open_bridge=ThreadBridge
+                self._engine_config, cache.block_size, outside=outside, open_bridge=ThreadBridge
             )
         hashed = self._kv_cache_config.hash_block_size or cache.block_size
         return DecodeScheduler(
-            self._link,
+            self._engine_config,
             cache.block_size,
             outside=outside,
             open_bridge=ThreadBridge,
@@ -125,14 +125,14 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     # Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        index, role = rank_index(self._vllm_config), self._link.role
+        index, role = rank_index(self._vllm_config), self._engine_config.role
         device = next(iter(kv_caches.values())).device
         prefill = isinstance(role, PrefillEngineConfig)
         alive = FenceReader(Path(role.fence_path)).open if prefill else lambda: True
-        self._mover = mover = open_mover(self._link, index, device, alive)
+        self._mover = mover = open_mover(self._engine_config, index, device, alive)
         # Registers memory: must come before `mover.metadata` is read.
         self._scratch = scratch = make_scratch(mover, device)
-        with refusal_recorded(Path(self._link_file)):
+        with refusal_recorded(Path(self._engine_config_file)):
             kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
         rank = msgspec.structs.replace(kv.rank, scratch=scratch.region)
         self._handshake = RankHandshake(encode(rank), kv.orders)
@@ -209,7 +209,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         """All ranks are up: makes the engine's metadata, and connects to the servers."""
         assert self._scheduler is not None
         self._scheduler.metadata = engine_metadata(
-            self._link,
+            self._engine_config,
             self._vllm_config.cache_config.block_size,
             self._kv_cache_config.num_blocks,
             metadata,

@@ -49,7 +49,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 
 def engine_metadata(
-    link: EngineConfig,
+    config: EngineConfig,
     block_size_tokens: int,
     num_blocks: int,
     handshakes: Mapping[tuple[int, int], KVConnectorHandshakeMetadata],
@@ -61,8 +61,8 @@ def engine_metadata(
     shakes = [shake for _, shake in sorted(handshakes.items()) if isinstance(shake, RankHandshake)]
     orders = {order for shake in shakes for order in shake.orders}
     return EngineMetadata(
-        engine_id=link.engine_id,
-        lease_id=link.lease_id,
+        engine_id=config.engine_id,
+        lease_id=config.lease_id,
         fingerprint={KV_LAYOUT: " and ".join(sorted(orders))},
         block_size_tokens=block_size_tokens,
         num_blocks=num_blocks,

@@ -49,7 +49,7 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
 from dynamo_lite.vllm import requests
 from dynamo_lite.vllm.engine.connector_types import KV_LAYOUT
-from dynamo_lite.vllm.engine.engine_config import engine_config
+from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.fingerprint import check_peer, fingerprint
 from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
 from dynamo_lite.vllm.engine.supported import refusal_reported
@@ -63,8 +63,8 @@ _DESCRIBE_S = 5.0
 class VllmEngine:
     """A decode or prefill engine, depending on the role in its engine config.
 
-    engine_args: flags of `vllm serve`. link: the engine config; None for an engine without
-    remote prefills. link_path: the file of the engine config, for the engine's processes.
+    engine_args: flags of `vllm serve`. engine_config: None for an engine without
+    remote prefills. engine_config_path: its file, for the engine's processes.
     tells_kv: whether it publishes KV events. tracer: records the spans that its processes note.
     """
 
@@ -72,15 +72,16 @@ class VllmEngine:
         self,
         engine_args: list[str],
         *,
-        link: EngineConfig | None,
-        link_path: Path,
+        engine_config: EngineConfig | None,
+        engine_config_path: Path,
         messaging: Messaging,
         registry: CollectorRegistry,
         on_drop: OnDrop = uncounted,
         tells_kv: bool = False,
         tracer: Tracer | None = None,
     ):
-        self._args, self._link, self._link_path = engine_args, link, link_path
+        self._args = engine_args
+        self._engine_config, self._engine_config_path = engine_config, engine_config_path
         self._messaging, self._on_drop = messaging, on_drop
         self._metrics, self._tracer = RemotePrefillMetrics(registry, on_drop), tracer
         self._client: Any = None
@@ -93,19 +94,21 @@ class VllmEngine:
         #: Compatible decode engines, and whether their blocks can also be read.
         self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
         self._ids = RequestIds()
-        self._preflights = None if link is None else LinkTestClient(link, messaging, self._wake)
+        self._preflights = (
+            None if engine_config is None else LinkTestClient(engine_config, messaging, self._wake)
+        )
         self.load = EngineLoad()
         self.metadata: EngineMetadata | None = None
         self.kv_events = VllmKvEvents(on_drop) if tells_kv else None
 
     async def __aenter__(self) -> Self:
-        if self._link is not None:
-            write_engine_config(self._link_path, self._link)
+        if self._engine_config is not None:
+            write_engine_config(self._engine_config_path, self._engine_config)
         loop = asyncio.get_running_loop()
         try:
             # In a thread: loading takes many seconds, and the event loop must go on.
             self._client = await loop.run_in_executor(self._starter, self._load)
-            if self._link is not None:
+            if self._engine_config is not None:
                 described = (await self.describe()).metadata
                 self.metadata = await loop.run_in_executor(
                     self._starter, self._fingerprinted, described
@@ -132,8 +135,9 @@ class VllmEngine:
 
         Raises Unavailable, DeadlineExceeded, ProtocolError, StartupError.
         """
-        assert self._link is not None
-        subject = names.describe_subject(self._link.namespace, self._link.engine_id)
+        config = self._engine_config
+        assert config is not None
+        subject = names.describe_subject(config.namespace, config.engine_id)
         try:
             reply = await self._messaging.request(subject, b"", timeout_s=_DESCRIBE_S)
         except NoResponders as exc:
@@ -147,7 +151,8 @@ class VllmEngine:
     async def submit(self, request: GenerateRequest) -> None:
         """Raises Refused if this engine cannot take the request. If it is cancelled, the caller
         must abort the request."""
-        made = requests.generation(request, self.config.model_config, timed=self._link is not None)
+        timed = self._engine_config is not None
+        made = requests.generation(request, self.config.model_config, timed=timed)
         made.request_id = self._ids.enter(request.request_id)
         try:
             await self._add(made)
@@ -275,13 +280,13 @@ class VllmEngine:
             self._preflights.resolve(counts.get(PREFLIGHT, ()))
 
     def _load(self) -> Any:
-        self._config = config = engine_config(
-            self._args, self._link, self._link_path, self.kv_events
+        self._config = config = vllm_config(
+            self._args, self._engine_config, self._engine_config_path, self.kv_events
         )
         if self.kv_events is not None and not self.kv_events.attach(config):
             self.kv_events = None
         self._loaded_len = config.model_config.max_model_len
-        with refusal_reported(self._link_path):
+        with refusal_reported(self._engine_config_path):
             return EngineCoreClient.make_async_mp_client(
                 vllm_config=config,
                 executor_class=Executor.get_class(config),
@@ -304,7 +309,7 @@ class VllmEngine:
             await loop.run_in_executor(self._starter, client.shutdown)
         self._starter.shutdown(wait=False)
         with contextlib.suppress(FileNotFoundError):
-            self._link_path.unlink()
+            self._engine_config_path.unlink()
 
 
 class _Attempts:

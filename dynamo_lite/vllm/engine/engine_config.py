@@ -13,10 +13,13 @@ from dynamo_lite.vllm.engine.short_first import let_short_pass
 from dynamo_lite.vllm.engine.supported import check_args, check_config
 
 
-def engine_config(
-    flags: list[str], link: EngineConfig | None, link_path: Path, kv_events: VllmKvEvents | None
+def vllm_config(
+    flags: list[str],
+    engine_config: EngineConfig | None,
+    engine_config_path: Path,
+    kv_events: VllmKvEvents | None,
 ) -> VllmConfig:
-    """flags: those of `vllm serve`. link: None for an engine without remote prefills.
+    """flags: those of `vllm serve`. engine_config: None for an engine without remote prefills.
     kv_events: follows the prefix cache; None if its events are not needed.
 
     Raises StartupError for an engine that does not support remote prefills.
@@ -24,27 +27,27 @@ def engine_config(
     parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
     assert parsed is not None
     args = AsyncEngineArgs.from_cli_args(parsed)
-    if link is not None:
+    if engine_config is not None:
         check_args(args)
-        args.kv_transfer_config = transfer_config(link, link_path)
+        args.kv_transfer_config = transfer_config(engine_config, engine_config_path)
     if kv_events is not None:
         args.kv_events_config = kv_events.config()
     # The usage context chooses the same defaults as `vllm serve`.
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    let_short_pass(config, link)
-    if link is not None:
-        check_config(config, link.role)
+    let_short_pass(config, engine_config)
+    if engine_config is not None:
+        check_config(config, engine_config.role)
     return config
 
 
-def transfer_config(link: EngineConfig, link_path: Path) -> KVTransferConfig:
-    """Makes vLLM load the connector. link_path: the engine config file of `link`."""
+def transfer_config(engine_config: EngineConfig, engine_config_path: Path) -> KVTransferConfig:
+    """Makes vLLM load the connector. engine_config_path: its file."""
     return KVTransferConfig(
         kv_connector="DynamoLiteConnector",
         kv_connector_module_path="dynamo_lite.vllm.engine.connector",
         # A prefill engine also loads prefixes; "kv_both" keeps their blocks until then.
-        kv_role="kv_consumer" if isinstance(link.role, DecodeEngineConfig) else "kv_both",
-        engine_id=link.engine_id,
-        kv_connector_extra_config={ENGINE_CONFIG_FILE: str(link_path)},
+        kv_role="kv_consumer" if isinstance(engine_config.role, DecodeEngineConfig) else "kv_both",
+        engine_id=engine_config.engine_id,
+        kv_connector_extra_config={ENGINE_CONFIG_FILE: str(engine_config_path)},
         kv_load_failure_policy="recompute",
     )

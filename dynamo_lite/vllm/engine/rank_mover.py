@@ -12,22 +12,22 @@ from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 
 
 def open_mover(
-    link: EngineConfig, rank: int, device: torch.device, alive: Callable[[], bool]
+    config: EngineConfig, rank: int, device: torch.device, alive: Callable[[], bool]
 ) -> Mover:
     """rank: this process's index. device: that of its KV. alive: whether the fence is open.
 
     Without a GPU there is no thread by default: a write to shared memory is over when it was
     posted, and a thread would only take time from the engine.
     """
-    mover = NixlMover(f"{link.engine_id}-{rank}")
+    mover = NixlMover(f"{config.engine_id}-{rank}")
     on_gpu = device.type != "cpu"
-    if not (on_gpu if link.transfer_thread is None else link.transfer_thread):
+    if not (on_gpu if config.transfer_thread is None else config.transfer_thread):
         return mover
     return PolledMover(
         mover,
         alive=alive,
         # A prefill rank gets no notifications: polling its own transfers is enough.
-        listen_s=LISTEN_S if isinstance(link.role, DecodeEngineConfig) else 0.0,
+        listen_s=LISTEN_S if isinstance(config.role, DecodeEngineConfig) else 0.0,
         # UCX's CUDA transports work in the calling thread's context.
         enter=partial(torch.cuda.set_device, device) if on_gpu else lambda: None,
     )

@@ -27,10 +27,10 @@ from dynamo_lite.policy.lanes import BEFORE_LONG, lane_of
 _PATIENCE_STEPS, _VAIN_STEPS = 32, 8
 
 
-def let_short_pass(config: VllmConfig, link: EngineConfig | None) -> None:
+def let_short_pass(config: VllmConfig, engine_config: EngineConfig | None) -> None:
     """Sets the scheduler of a prefill engine with `short_length`, unless the user has set
     another one."""
-    role = None if link is None else link.role
+    role = None if engine_config is None else engine_config.role
     if not isinstance(role, PrefillEngineConfig) or role.queue.order != "short-first":
         return
     scheduler = config.scheduler_config
