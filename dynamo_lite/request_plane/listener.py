@@ -28,7 +28,7 @@ from dynamo_lite.runtime.drops import OnDrop, uncounted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dynamo_lite.request_plane.intake import Reply
+    from dynamo_lite.request_plane.receiver import Reply
     from dynamo_lite.request_plane.server import GenerateServer
     from dynamo_lite.request_plane.session import Session
 

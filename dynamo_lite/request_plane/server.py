@@ -15,8 +15,8 @@ from dynamo_lite.policy.admission import Limits
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.base import GenerateHandler
-from dynamo_lite.request_plane.intake import NO_STREAM, Intake
 from dynamo_lite.request_plane.listener import Listener
+from dynamo_lite.request_plane.receiver import NO_STREAM, RequestReceiver
 from dynamo_lite.request_plane.session import AdmittedRequests, DeltaSink, Session
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
@@ -50,8 +50,8 @@ class GenerateServer:
         self._messaging = messaging
         self._handler = handler
         self._on_drop = on_drop
-        self._intake = Intake(self, handler, on_drop)
-        self._listener = Listener(self, self._intake.submit, bind_host, on_drop)
+        self._receiver = RequestReceiver(self, handler, on_drop)
+        self._listener = Listener(self, self._receiver.submit, bind_host, on_drop)
         self._sessions: dict[str, Session] = {}
         self._owned = AdmittedRequests(
             Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire
@@ -78,7 +78,7 @@ class GenerateServer:
                 "timeout after %g s: closed while the engine still accepts or aborts requests",
                 _CLOSE_TIMEOUT_S,
             )
-        await self._intake.end()
+        await self._receiver.end()
 
     @property
     def stream_address(self) -> str:
@@ -125,7 +125,7 @@ class GenerateServer:
     @asynccontextmanager
     async def serve(self, subject: str) -> AsyncIterator[None]:
         """Serves requests on `subject` while the context lasts."""
-        handler = counted(self._intake.on_request, "generate", self._on_drop)
+        handler = counted(self._receiver.on_request, "generate", self._on_drop)
         async with self._messaging.serve(subject, handler):
             yield
 

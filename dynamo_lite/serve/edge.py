@@ -71,6 +71,7 @@ def _obstacles(service: ServiceConfig) -> Any:
         service.options,
         asdict(FrontendConfig()),
         service.flags,
+        workers=service.workers,
         key_in_environment=any(child_environment(env).get("VLLM_API_KEY") for env in service.env),
     )
 

@@ -60,12 +60,13 @@ def obstacles(
     defaults: Mapping[str, Any],
     flags: Mapping[str, Any],
     *,
+    workers: int,
     key_in_environment: bool,
 ) -> list[Obstacle]:
     """What keeps the Rust frontend from serving this configuration.
 
     options, defaults: of the Frontend, in snake_case. flags: vLLM's arguments in kebab-case.
-    key_in_environment: whether VLLM_API_KEY is set for the Frontend.
+    workers: number of Frontends. key_in_environment: whether VLLM_API_KEY is set for them.
     """
     found = [
         Obstacle(key, _REASONS.get(key, _NOT_THERE))
@@ -74,6 +75,11 @@ def obstacles(
     ]
     if key_in_environment:
         found.append(Obstacle("ServiceArgs.env.VLLM_API_KEY", _KEYS))
+    if workers > 1:
+        # It would hold connections of the shared port while it still loads.
+        found.append(
+            Obstacle("ServiceArgs.workers", "several Frontends share a port as Python edges only")
+        )
     if options["dashboard"]:
         found.append(Obstacle("dashboard", "/dashboard is served by the Python edge only"))
     if options["max_body_bytes"] is not None:

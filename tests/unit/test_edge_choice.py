@@ -31,9 +31,13 @@ def program(folder: Path, says: str = f"vllm-rs {VERSION}") -> Path:
     return path
 
 
-def keys(flags: dict[str, Any], *, key: bool = False, **options: Any) -> list[str]:
+def keys(
+    flags: dict[str, Any], *, workers: int = 1, key: bool = False, **options: Any
+) -> list[str]:
     defaults = asdict(FrontendConfig())
-    found = obstacles({**defaults, **options}, defaults, flags, key_in_environment=key)
+    found = obstacles(
+        {**defaults, **options}, defaults, flags, workers=workers, key_in_environment=key
+    )
     assert all(obstacle.reason for obstacle in found)
     return [obstacle.key for obstacle in found]
 
@@ -45,6 +49,7 @@ def test_what_the_rust_edge_cannot_honour_is_an_obstacle():
     assert keys({**carried, **dict.fromkeys(refused, "x")}) == refused
     assert keys({"api-key": None}) == []
     assert keys(carried, key=True) == ["ServiceArgs.env.VLLM_API_KEY"]
+    assert keys(carried, workers=2) == ["ServiceArgs.workers"]
 
 
 @pytest.mark.parametrize(

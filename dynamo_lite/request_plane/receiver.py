@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dynamo_lite.protocol.codec import WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Refused
@@ -22,6 +22,9 @@ from dynamo_lite.request_plane.session import Session
 from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.tasks import OwnedTasks
 
+if TYPE_CHECKING:
+    from dynamo_lite.request_plane.server import GenerateServer
+
 logger = logging.getLogger(__name__)
 
 #: The reason of a refusal when the client of a request has no open session.
@@ -31,22 +34,10 @@ NO_STREAM = "no stream from this client"
 Reply = Callable[[Accepted | RequestRefused], None]
 
 
-class _Admission(Protocol):
-    """The part of GenerateServer that is used here."""
-
-    def session(self, client_id: str) -> Session | None: ...
-
-    async def admit(self, session: Session, request: GenerateRequest) -> None: ...
-
-    def begin(self, session: Session, request: GenerateRequest) -> None: ...
-
-    def handed_over(self, request_id: str, failure: BaseException | None) -> None: ...
-
-
-class Intake:
+class RequestReceiver:
     """on_drop: called with "generate" for a malformed request on a connection."""
 
-    def __init__(self, server: _Admission, handler: GenerateHandler, on_drop: OnDrop):
+    def __init__(self, server: "GenerateServer", handler: GenerateHandler, on_drop: OnDrop):
         self._server, self._handler, self._on_drop = server, handler, on_drop
         self._tasks = OwnedTasks()
 
