@@ -175,7 +175,8 @@ class Decode:
         self.bridge: Any = self.half.bridge
         self.net: Any = self.half._net
         self.net._queue, self.net._messaging = self.queue, self.messaging
-        self.writers = self.net._writers = self.net._health = Writers()
+        workers = self.net.workers
+        self.writers = workers._roster = workers._health = Writers()
         self.cancelled: list[CancelAttempt] = []
         self.sees()
 

@@ -570,7 +570,7 @@ async def test_without_a_writer_that_responds_prompts_stay_here(
         await eventually(lambda: not decode.net.view.prefill_workers)
     assert decode.admit(prompt("r3", 10)) == 0
     assert decode.counted("decision/local/no_prefill_worker") == 1
-    assert decode.net.unresponsive_writers == 1
+    assert decode.net.workers.unresponsive == 1
     for request_id in ("r1", "r2", "r3"):
         decode.finish(request_id)
     decode.half.build_step()

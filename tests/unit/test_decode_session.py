@@ -37,7 +37,7 @@ async def test_nobody_waits_for_a_writer_that_falls_silent():
         await scene.hush(OTHER)
         await scene.given_up_within(5.0, queued, others)
         assert scene.counted("writer_silent") == 2 and scene.counted("no_writer") == 1
-        assert scene.decode.net.unresponsive_writers == 2
+        assert scene.decode.net.workers.unresponsive == 2
         await asyncio.sleep(0.5)
         assert scene.decode.admit(prompt("r4", 10)) == 0
 
@@ -62,9 +62,9 @@ async def test_a_silent_writer_that_claims_is_given_another_while():
     async with Scene().open(WRITER, OTHER) as scene:
         await scene.hush(WRITER)
         await asyncio.sleep(6.0)
-        assert scene.decode.net.unresponsive_writers == 1
+        assert scene.decode.net.workers.unresponsive == 1
         held = await scene.ask("r1", claimed_by=WRITER)
-        assert scene.decode.net.unresponsive_writers == 0
+        assert scene.decode.net.workers.unresponsive == 0
         assert await scene.given_up_within(5.0, held) > 3.0
         assert scene.counted("writer_silent") == 1
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from dynamo_lite.disagg.decode.backlog import BacklogExchange, job_tokens
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
+from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.shared_state import LockedLedger, PollWindow
-from dynamo_lite.disagg.decode.writer_links import WriterLinks
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.policy.disagg import QueueView, fresh
@@ -49,8 +49,6 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
-from dynamo_lite.runtime.members.health import HealthMonitor
-from dynamo_lite.runtime.members.roster import Members, Roster
 from dynamo_lite.runtime.messaging import Messaging
 
 logger = logging.getLogger(__name__)
@@ -90,13 +88,13 @@ class ControlSession:
         self._on_drop = on_drop
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
-        self._writers: Roster | None = None
-        self._health: HealthMonitor | None = None
-        self._links = WriterLinks(config.namespace, config.engine_id, on_drop)
+        self.workers = PrefillWorkers(config, on_drop)
         self._tasks: asyncio.TaskGroup | None = None
         #: The last reading of the queue. Replaced as a whole on the bridge's thread.
         self.view: QueueView | None = None
-        self.backlog = BacklogExchange(config, prefills, lambda: self.usable_writers, now, on_drop)
+        self.backlog = BacklogExchange(
+            config, prefills, lambda: len(self.workers.usable), now, on_drop
+        )
         #: Whether the component has announced that it shuts down.
         self.leaving = False
         self.listening = PollWindow(now)
@@ -110,21 +108,8 @@ class ControlSession:
             self._messaging = messaging = await enter(self._outside.messaging())
             self._queue = await enter(self._outside.queue(self._role.queue))
             store = await enter(self._outside.store())
-            prefix = names.endpoint_prefix(
-                config.namespace, self._role.prefill_component, "prefill"
-            )
-            self._writers = writers = await enter(Roster(store, prefix, self._on_drop))
             await enter(self._tuning.follow(store, config.namespace, self._on_drop))
-            self._health = health = await enter(
-                HealthMonitor(
-                    messaging,
-                    writers,
-                    namespace=config.namespace,
-                    component=self._role.prefill_component,
-                    on_drop=self._on_drop,
-                )
-            )
-            await enter(self._links.follow(store, self._on_usable_change))
+            await enter(self.workers.follow(store, messaging, self._on_usable_change))
             for name, where, handler in (
                 (names.claim_subject, "claim", self._on_claim),
                 (names.writer_done_subject, "writer_done", self._on_done),
@@ -139,8 +124,7 @@ class ControlSession:
             await enter(self.backlog.running(messaging))
             async with asyncio.TaskGroup() as self._tasks:
                 watcher = self._tasks.create_task(self._watch_queue(), name="queue-view")
-                writers.on_change(self._on_writers)
-                health.on_change(self._on_health)
+                self.workers.listen(self._on_writers, self._on_health)
                 try:
                     with self._queue.on_lost(self._on_queue_lost):
                         yield
@@ -152,7 +136,7 @@ class ControlSession:
         """Queues the job. If the broker does not confirm it, the prompt is computed locally."""
         assert self._queue is not None
         self.backlog.changed()
-        if not self._usable:
+        if not self.workers.usable:
             await self._apply_event(lambda ledger: ledger.not_published(job.attempt))
             return
         try:
@@ -196,15 +180,14 @@ class ControlSession:
         await self.carry_out(instructions)
 
     async def _on_claim(self, payload: bytes) -> bytes:
-        assert self._health is not None and self._writers is not None
         claim = decode_claim(payload)
-        if self._writers.get(claim.writer_lease_id) is None:
+        if not self.workers.is_registered(claim.writer_lease_id):
             # Nothing would report when it is gone. Its record may only be late.
             self._on_drop("claim")
             return encode(ClaimRefused(reason="no such prefill worker", elsewhere=True))
         # A worker with a heartbeat that reports an unhealthy engine would only hold the job.
-        self._health.shows_life(claim.writer_lease_id)
-        if trouble := self._health.trouble(claim.writer_lease_id):
+        self.workers.show_life(claim.writer_lease_id)
+        if trouble := self.workers.trouble(claim.writer_lease_id):
             return encode(ClaimRefused(reason=f"not able to work: {trouble}", elsewhere=True))
         with self._book.lock:
             refusal = self._book.ledger.claim(
@@ -248,7 +231,7 @@ class ControlSession:
     def _outcome_of(self, done: WriterDone) -> Outcome:
         """The outcome of a remote prefill that its writer did not write."""
         # A worker with a failed link does not count among those that may compute the rest.
-        if self._links.trouble(done.writer_lease_id):
+        if self.workers.link_trouble(done.writer_lease_id):
             return Outcome.WRITER_UNUSABLE
         return Outcome.WRITER_ABANDONED if done.outcome == "abandoned" else Outcome.WRITER_FAILED
 
@@ -306,18 +289,18 @@ class ControlSession:
             unfinished = [i for i in left if self._book.ledger.writer_gone(i, now)]
         for lease_id in unfinished:
             self._start(self._check_ended(lease_id))
-        self._links.forget(left)
+        self.workers.forget_links(left)
         self._on_usable_change()
 
     async def _check_ended(self, writer_lease_id: int) -> None:
         """Tells a dead writer from a leaving one, which has a while to promise that it stays."""
-        assert self._messaging is not None and self._writers is not None
+        assert self._messaging is not None
         subject = names.alive_subject(self._config.namespace, writer_lease_id)
         try:
             await self._messaging.request(subject, b"", timeout_s=_ALIVE_TIMEOUT_S)
         except NoResponders:
             # A killed process's subscriptions end with its TCP connection to the broker.
-            if self._writers.get(writer_lease_id) is None:
+            if not self.workers.is_registered(writer_lease_id):
                 with self._book.lock:
                     self._book.ledger.writer_ended(writer_lease_id, self._now())
         except DynamoLiteError as exc:
@@ -334,13 +317,10 @@ class ControlSession:
 
     def _on_usable_change(self) -> None:
         """Updates the counts of prefill workers in `view`, so that decisions see them at once."""
-        assert self._health is not None
-        alive, usable = self._health.responsive, self._usable
+        alive, usable = len(self.workers.responsive), len(self.workers.usable)
         if self.view is not None:
-            self.view = replace(
-                self.view, prefill_workers=len(usable), prefill_workers_alive=len(alive)
-            )
-        self._links.warn_if_none_usable(alive)
+            self.view = replace(self.view, prefill_workers=usable, prefill_workers_alive=alive)
+        self.workers.warn_if_none_usable()
         if not usable:
             self._apply_event_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
 
@@ -364,37 +344,17 @@ class ControlSession:
         """Of the live options that this engine follows."""
         return self._tuning.now.version
 
-    @property
-    def _usable(self) -> Members:
-        """Prefill workers that respond and have no failed link to this engine."""
-        return () if self._health is None else self._links.usable(self._health.responsive)
-
-    @property
-    def usable_writers(self) -> int:
-        return len(self._usable)
-
-    @property
-    def unusable_writers(self) -> int:
-        """How many prefill workers respond, but have a failed link to this engine."""
-        return 0 if self._health is None else len(self._health.responsive) - len(self._usable)
-
-    @property
-    def unresponsive_writers(self) -> int:
-        if self._writers is None or self._health is None:
-            return 0
-        return len(self._writers.members) - len(self._health.responsive)
-
     async def _watch_queue(self) -> None:
-        assert self._queue is not None and self._health is not None
+        assert self._queue is not None
         while True:
             read_at = self._now()
             try:
                 depth = await self._queue.depth()
                 self.view = QueueView(
                     depth.total,
-                    self.usable_writers,
+                    len(self.workers.usable),
                     read_at,
-                    prefill_workers_alive=len(self._health.responsive),
+                    prefill_workers_alive=len(self.workers.responsive),
                 )
             except DynamoLiteError as exc:
                 logger.debug("reading the queue depth failed: %s", exc)

@@ -87,7 +87,7 @@ class DecodeScheduler:
         self._rate = PrefillRate(prefills, overlapping_steps)
         self._decider = Decider(self._net, tuning, prefills, self._rate, now)
         self._flights = SingleFlight(hash_block_size, prefills, stats, now)
-        self._resumes = Resumes(block_size, stats, lambda: self._net.usable_writers)
+        self._resumes = Resumes(block_size, stats, lambda: len(self._net.workers.usable))
         self._offers = PrefixOffers(overlapping_steps)
         self._passing = Passing()
         self.bridge = open_bridge(self._net.session)
@@ -294,7 +294,7 @@ class DecodeScheduler:
             quarantined=ledger.quarantined,
             queue_jobs=self._net.queue_jobs,
             last_step_age_s=self._clock.monotonic() - self._stepped_at,
-            unresponsive_writers=self._net.unresponsive_writers,
-            unusable_writers=self._net.unusable_writers,
+            unresponsive_writers=self._net.workers.unresponsive,
+            unusable_writers=self._net.workers.unusable,
             options_version=self._net.options_version,
         )

@@ -1,0 +1,105 @@
+"""The prefill workers as a decode engine sees them: registered, responsive, able to write here."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from dynamo_lite.disagg.decode.writer_links import WriterLinks
+from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
+from dynamo_lite.protocol import names
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.members.health import HealthMonitor
+from dynamo_lite.runtime.members.roster import Members, OnChange, Roster
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.store import Store
+
+
+class PrefillWorkers:
+    """Use `follow()` as a context. Before it no worker is known.
+
+    Changed on the bridge's thread; the counts are read on any thread.
+    """
+
+    def __init__(self, config: EngineConfig, on_drop: OnDrop = uncounted):
+        assert isinstance(config.role, DecodeEngineConfig)
+        self._namespace, self._component = config.namespace, config.role.prefill_component
+        self._on_drop = on_drop
+        self._roster: Roster | None = None
+        self._health: HealthMonitor | None = None
+        self._links = WriterLinks(config.namespace, config.engine_id, on_drop)
+
+    @contextlib.asynccontextmanager
+    async def follow(
+        self, store: Store, messaging: Messaging, on_links: Callable[[], None]
+    ) -> AsyncIterator[None]:
+        """Waits for the first listings. Raises StoreUnavailable.
+
+        on_links: called when a link has failed or works again.
+        """
+        prefix = names.endpoint_prefix(self._namespace, self._component, "prefill")
+        async with contextlib.AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            self._roster = roster = await enter(Roster(store, prefix, self._on_drop))
+            self._health = await enter(
+                HealthMonitor(
+                    messaging,
+                    roster,
+                    namespace=self._namespace,
+                    component=self._component,
+                    on_drop=self._on_drop,
+                )
+            )
+            await enter(self._links.follow(store, on_links))
+            yield
+
+    def listen(self, on_members: OnChange, on_health: OnChange) -> None:
+        """To be called inside `follow()`, once.
+
+        on_members: takes the workers that have registered and those that have left. on_health:
+        takes those that respond again and those that do not any more.
+        """
+        assert self._roster is not None and self._health is not None
+        self._roster.on_change(on_members)
+        self._health.on_change(on_health)
+
+    def is_registered(self, lease_id: int) -> bool:
+        return self._roster is not None and self._roster.get(lease_id) is not None
+
+    def show_life(self, lease_id: int) -> None:
+        """It has sent a message."""
+        if self._health is not None:
+            self._health.shows_life(lease_id)
+
+    def trouble(self, lease_id: int) -> str:
+        """Why it cannot work; empty if it responds and is healthy."""
+        return "" if self._health is None else self._health.trouble(lease_id)
+
+    def link_trouble(self, lease_id: int) -> str:
+        """Why it cannot write into this engine; empty if its link has not failed."""
+        return self._links.trouble(lease_id)
+
+    def forget_links(self, lease_ids: frozenset[int]) -> None:
+        """These workers have left."""
+        self._links.forget(lease_ids)
+
+    def warn_if_none_usable(self) -> None:
+        self._links.warn_if_none_usable(self.responsive)
+
+    @property
+    def responsive(self) -> Members:
+        return () if self._health is None else self._health.responsive
+
+    @property
+    def usable(self) -> Members:
+        """Those that respond and have no failed link to this engine."""
+        return self._links.usable(self.responsive)
+
+    @property
+    def unusable(self) -> int:
+        """How many respond, but have a failed link to this engine."""
+        responsive = self.responsive
+        return len(responsive) - len(self._links.usable(responsive))
+
+    @property
+    def unresponsive(self) -> int:
+        """How many are registered, but do not respond."""
+        return 0 if self._roster is None else len(self._roster.members) - len(self.responsive)
