@@ -4,7 +4,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse
@@ -71,25 +71,25 @@ def member(instance: int, url: str) -> EndpointRecord:
 
 
 async def test_the_port_serves_what_each_process_reports():
-    counter = Counter("vllm:of_this_test", "In the registry of vLLM's metrics.")
+    vllm = CollectorRegistry()
+    counter = Counter("vllm:of_this_test", "In the registry of vLLM's metrics.", registry=vllm)
     counter.inc(7)
     app = PlainTextResponse("the app's")
-    try:
-        async with AsyncExitStack() as stack:
-            status = await stack.enter_async_context(StatusServer(dict, CollectorRegistry()))
-            members = [member(0, status.url), member(1, status.url), member(2, "http://[::1]:1")]
-            shared = SharedMetrics(app, lambda: members)
-            transport = httpx.ASGITransport(shared)
-            http = httpx.AsyncClient(transport=transport, base_url="http://x")
-            await stack.enter_async_context(http)
-            for path in ("/metrics", "/metrics/"):
-                found = samples((await http.get(path)).text)
-                ours = {key: value for key, value in found.items() if "of_this_test" in key[0]}
-                assert ours == {
-                    ("vllm:of_this_test_total", "0", ""): 7,
-                    ("vllm:of_this_test_total", "1", ""): 7,
-                }
-            assert (await http.get("/metrics/other")).text == "the app's"
-            assert (await http.get("/v1/models")).text == "the app's"
-    finally:
-        REGISTRY.unregister(counter)
+    async with AsyncExitStack() as stack:
+        status = await stack.enter_async_context(
+            StatusServer(dict, CollectorRegistry(), vllm_registry=vllm)
+        )
+        members = [member(0, status.url), member(1, status.url), member(2, "http://[::1]:1")]
+        shared = SharedMetrics(app, lambda: members)
+        transport = httpx.ASGITransport(shared)
+        http = httpx.AsyncClient(transport=transport, base_url="http://x")
+        await stack.enter_async_context(http)
+        for path in ("/metrics", "/metrics/"):
+            found = samples((await http.get(path)).text)
+            ours = {key: value for key, value in found.items() if "of_this_test" in key[0]}
+            assert ours == {
+                ("vllm:of_this_test_total", "0", ""): 7,
+                ("vllm:of_this_test_total", "1", ""): 7,
+            }
+        assert (await http.get("/metrics/other")).text == "the app's"
+        assert (await http.get("/v1/models")).text == "the app's"

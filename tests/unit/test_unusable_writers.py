@@ -64,7 +64,11 @@ async def test_with_unusable_workers_only_a_prompt_is_local_at_once():
         text = as_text(PastDecision(1.0, 1, decision))
         assert "0 of 1 live prefill worker usable" in text and "ps --links" in text
         net = scene.decode.net
-        assert (net.usable_writers, net.unusable_writers, net.unresponsive_writers) == (0, 1, 0)
+        assert (len(net.workers.usable), net.workers.unusable, net.workers.unresponsive) == (
+            0,
+            1,
+            0,
+        )
 
 
 @virtual
@@ -73,7 +77,7 @@ async def test_one_that_was_not_tried_yet_or_works_again_is_asked():
         await tried(scene, WRITER, ok=False)
         await seen()
         await scene.ask("r1")
-        assert scene.decode.net.usable_writers == 1, "the other one has not tried"
+        assert len(scene.decode.net.workers.usable) == 1, "the other one has not tried"
         await tried(scene, OTHER, ok=False)
         await seen()
         assert scene.decode.admit(prompt("r2", 10)) == 0
@@ -237,7 +241,7 @@ async def test_speculative_decoding_on_the_decode_side_alone_queues_nothing():
         await seen()
         assert scene.decode.admit(prompt("r1", 10)) == 0
         assert scene.decode.counted("decision/local/no_prefill_worker") == 1
-        assert scene.decode.net.unusable_writers == 1
+        assert scene.decode.net.workers.unusable == 1
         [record] = (await scene.store.get_prefix(names.links_prefix(NAMESPACE))).values()
         assert "draft" in decode_json(record, LinkRecord).detail
 

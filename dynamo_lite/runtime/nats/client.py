@@ -6,7 +6,7 @@ It works around these faults of nats-py:
   connections, an expired login, a protocol violation.
 - Before it reconnects it waits until its buffer is sent, even if the old server hangs or is
   partitioned and will never read it. It leaks a connection on which the server has sent
-  nothing.
+  nothing, and one whose first attempt is cancelled while it closes.
 - It stops reading at a message with malformed headers or a malformed reply subject.
 - It loses a cancel that comes in the same turn of the event loop as the reply (Python 3.11's
   `asyncio.wait_for` returns the reply then), or while it flushes. A task that sends requests in
@@ -136,6 +136,12 @@ class PersistentClient(Client):
 
     def _new_transport(self) -> TcpTransport:
         return TcpTransport()
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            self._abort_transport()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         self._ended = status == Client.CLOSED

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, Asyn
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Info, ProcessCollector
 
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -62,7 +62,7 @@ class ProcessEnvironment:
         [ProcessSpec, Health, Probes, CollectorRegistry, OnDrop],
         AbstractAsyncContextManager[Status],
     ] = lambda spec, health, probes, registry, on_drop: StatusServer(
-        health, registry, spec.bind_host, on_drop=on_drop, probes=probes
+        health, registry, spec.bind_host, on_drop=on_drop, probes=probes, vllm_registry=REGISTRY
     )
     clock: Clock = SYSTEM_CLOCK
 

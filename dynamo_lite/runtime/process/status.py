@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
 import h11
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -33,6 +33,8 @@ class StatusServer:
     """Async context manager. `health` returns facts; without `ok` True the status is 503.
 
     probes: None serves neither `/live` nor `/ready`.
+    vllm_registry: where vLLM keeps the metrics of this process; None does not serve
+    `/metrics/vllm`.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class StatusServer:
         port: int = 0,
         on_drop: OnDrop = uncounted,
         probes: Probes | None = None,
+        vllm_registry: CollectorRegistry | None = None,
     ):
         self._health, self._probes = health, probes
         self._on_drop = on_drop
-        self._registry = registry
+        self._registry, self._vllm_registry = registry, vllm_registry
         self._host = host
         self._port = port
         self._tasks = OwnedTasks()
@@ -99,9 +102,10 @@ class StatusServer:
     def _routes(self) -> list[Route]:
         routes = [
             Route("/health", self._get_health),
-            Route("/metrics", self._get_metrics),
-            Route(VLLM_METRICS, self._get_vllm_metrics),
+            Route("/metrics", _metrics_page(self._registry)),
         ]
+        if self._vllm_registry is not None:
+            routes.append(Route(VLLM_METRICS, _metrics_page(self._vllm_registry)))
         if self._probes is not None:
             routes += [Route(path, self._get_probe) for path in ("/live", "/ready")]
         return routes
@@ -113,11 +117,12 @@ class StatusServer:
         assert self._probes is not None
         return _answer(self._probes.at(request.url.path) or {})
 
-    async def _get_metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _get_vllm_metrics(self, _: Request) -> Response:
-        return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+def _metrics_page(registry: CollectorRegistry) -> Callable[[Request], Awaitable[Response]]:
+    async def page(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return page
 
 
 def _answer(facts: Mapping[str, Any]) -> Response:
