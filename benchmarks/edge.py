@@ -5,11 +5,10 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,11 +16,10 @@ import psutil
 
 from benchmarks.graph import (
     ROOT,
-    TINY_MODEL,
     RunningGraph,
-    end,
     interrupt_on_sigterm,
     running_graph,
+    running_server,
 )
 from benchmarks.runtime import Meter, load
 from dynamo_lite.protocol.errors import StartupError
@@ -110,7 +108,7 @@ def measure(options: argparse.Namespace, program: Path) -> list[Round]:
     rounds: list[Round] = []
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(alone(program, step_s)),
+            alone(stack, program, step_s),
             graph(
                 stack, "rust", step_s, "--Frontend.edge=rust", f"--Frontend.edge-binary={program}"
             ),
@@ -165,30 +163,10 @@ def graph(stack: ExitStack, name: str, step_s: float, *options: str) -> Server:
     return Server(name, running.port, Meter(pid), rust)
 
 
-@contextmanager
-def alone(program: Path, step_s: float) -> Iterator[Server]:
-    command = [sys.executable, "-m", "benchmarks.rust_alone", str(program), f"{step_s:g}"]
-    flags = [f"--model={TINY_MODEL}", "--served-model-name=tiny", "--max-model-len=8192"]
-    process = subprocess.Popen(
-        [*command, *flags, "--dtype=float32"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        assert process.stdout is not None
-        # Ends with the process, so it cannot wait for ever on a failed start.
-        for line in process.stdout:
-            if line.startswith(b"ready "):
-                _, pid, url = line.decode().split()
-                break
-        else:
-            sys.exit("vllm-rs did not come up")
-        yield Server("alone", int(url.rpartition(":")[2]), None, Meter(int(pid)))
-    finally:
-        end(process)
+def alone(stack: ExitStack, program: Path, step_s: float) -> Server:
+    arguments = str(program), f"{step_s:g}"
+    pid, port = stack.enter_context(running_server("benchmarks.rust_alone", *arguments))
+    return Server("alone", port, None, Meter(pid))
 
 
 def report(rounds: Sequence[Round]) -> None:

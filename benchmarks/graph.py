@@ -1,6 +1,7 @@
-"""Starts graphs for the benchmarks, reads their metrics, ends them."""
+"""Starts graphs and single HTTP servers for the benchmarks, reads their metrics, ends them."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -78,6 +79,36 @@ def running_graph(graph: str, config: str, *options: str) -> Iterator[RunningGra
             yield RunningGraph(process.pid, _until_ready(process, Path(folder), log_path))
         finally:
             end(process)
+
+
+@contextlib.contextmanager
+def running_server(module: str, *arguments: str) -> Iterator[tuple[int, int]]:
+    """`python -m MODULE ARGUMENTS FLAGS`, where FLAGS are vLLM's for the tiny model.
+
+    The module prints `ready PID URL` when it serves. Yields the id of the process that
+    answers, and its port on this machine. Exits when the module ends before that line.
+    """
+    flags = [f"--model={TINY_MODEL}", "--served-model-name=tiny", "--max-model-len=8192"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments, *flags, "--dtype=float32"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        # Ends with the process, so it cannot wait for ever on a failed start.
+        for line in process.stdout:
+            if line.startswith(b"ready "):
+                break
+        else:
+            sys.exit(f"{module} did not come up; run `make setup` first")
+        _, pid, url = line.decode().split()
+        yield int(pid), int(url.rpartition(":")[2])
+    finally:
+        end(process)
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:

@@ -3,11 +3,12 @@
     python -m benchmarks.plain_app STEP_S VLLM_FLAGS...
 
 The yardstick of `runtime.py`: the same routes, templates, output processing and
-HTTP server as in the Frontend, and no transport at all. Prints `ready URL`.
+HTTP server as in the Frontend, and no transport at all. Prints `ready PID URL`.
 """
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from types import SimpleNamespace
@@ -97,7 +98,7 @@ async def main(step_s: float, flags: list[str]) -> None:
     await server.start()
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    print(f"ready {url_of(sock)}", flush=True)
+    print(f"ready {os.getpid()} {url_of(sock)}", flush=True)
     await stop.wait()
     await server.stop(0.0)
     await client.close()

@@ -5,11 +5,8 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ import psutil
 
 from benchmarks.client import connect
 from benchmarks.direct import DirectClient, direct_client
-from benchmarks.graph import ROOT, TINY_MODEL, end, interrupt_on_sigterm, running_graph
+from benchmarks.graph import ROOT, interrupt_on_sigterm, running_graph, running_server
 from benchmarks.null_worker import BUSY_WORKER
 
 MAX_RATIO = 1.3
@@ -95,7 +92,8 @@ async def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, flo
     step_s = options.step_ms / 1000
     flags = [f"--VllmWorker.step-s={step_s:g}"]
     async with AsyncExitStack() as stack:
-        plain, plain_port = stack.enter_context(plain_app(step_s))
+        pid, plain_port = stack.enter_context(running_server("benchmarks.plain_app", f"{step_s:g}"))
+        plain = Meter(pid)
         graph = stack.enter_context(
             running_graph("benchmarks.null_worker:Frontend", "benchmarks/null.yaml", *flags)
         )
@@ -182,31 +180,6 @@ async def load(port: int, requests: int, concurrency: int) -> float:
         for _ in range(concurrency):
             group.create_task(client())
     return events / requests
-
-
-@contextmanager
-def plain_app(step_s: float) -> Iterator[tuple[Meter, int]]:
-    command = [sys.executable, "-m", "benchmarks.plain_app", f"{step_s:g}"]
-    flags = [f"--model={TINY_MODEL}", "--served-model-name=tiny", "--max-model-len=8192"]
-    process = subprocess.Popen(
-        [*command, *flags, "--dtype=float32"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        assert process.stdout is not None
-        # Ends with the process, so it cannot wait for ever on a failed start.
-        for line in process.stdout:
-            if line.startswith(b"ready "):
-                break
-        else:
-            sys.exit("vLLM's app did not come up; run `make setup` first")
-        yield Meter(process.pid), int(line.rpartition(b":")[2])
-    finally:
-        end(process)
 
 
 def report(rows: list[Row], events: dict[str, float], options: argparse.Namespace) -> None:

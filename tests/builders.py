@@ -1,4 +1,4 @@
-"""What many tests build: records, requests, jobs and metadata, a clock, a wait with a limit."""
+"""What many tests build: records, specs, requests, jobs, metadata, a clock, a limited wait."""
 
 import asyncio
 import inspect
@@ -16,6 +16,7 @@ from dynamo_lite.protocol.records import (
     KvRegion,
     RankMetadata,
 )
+from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.store import Lease, Store
 
 #: The namespace and the engine id of everything here that is not told another one.
@@ -80,6 +81,18 @@ async def register(store: Store, record: EndpointRecord, *, lease: Lease | None 
     """Writes the record into the store. Returns its key."""
     await store.put(key_of(record), encode_json(record), lease=lease)
     return key_of(record)
+
+
+def process_spec(component: str, **changes: Any) -> ProcessSpec:
+    """The component's first process. It has no servers and no state directory."""
+    fields: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "instance": 0,
+        "nats_url": "",
+        "etcd_url": "",
+        "state_dir": "",
+    }
+    return ProcessSpec(component=component, **(fields | changes))
 
 
 def rank_metadata(agent: bytes = b"") -> RankMetadata:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import GenerateClient
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from tests.builders import endpoint_record
 from tests.contract.local_client import LocalGenerateClient
 
 SUBJECT = "generate-test.generate-1"
@@ -89,27 +90,6 @@ class Setup:
     stop_server: Callable[[], Awaitable[None]]
 
 
-def member_at(stream: str | None, subject: str = SUBJECT) -> EndpointRecord:
-    return EndpointRecord(
-        component="VllmWorker",
-        endpoint="generate",
-        namespace="generate-test",
-        lease_id=1,
-        transport=EndpointTransport(nats_tcp=subject, stream=stream),
-    )
-
-
-def request_of(request_id: str, client_id: str = "", **more: Any) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        client_id=client_id,
-        prompt_token_ids=[1, 2, 3],
-        sampling=b"\x80",
-        arrival_time=1.0,
-        **more,
-    )
-
-
 def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> TokenDelta:
     return TokenDelta(request_id=request_id, token_ids=list(token_ids), finish_reason=finish)
 
@@ -140,5 +120,5 @@ async def set_up(
             "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0
         )
     await stack.enter_async_context(client)
-    member = member_at(server.stream_address, subject)
+    member = endpoint_record(stream=server.stream_address, subject=subject)
     return Setup(messaging, engine, server, outputs, client, member, serving.aclose)

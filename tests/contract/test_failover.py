@@ -22,7 +22,7 @@ from dynamo_lite.protocol.generate import (
     Welcome,
     decode_client_frame,
 )
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
@@ -30,6 +30,7 @@ from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from tests.builders import endpoint_record, generate_request, loop_time
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -43,21 +44,15 @@ CONTINUE = Continue(reason="test")
 REPLAY = Replay(reason="test")
 
 
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 def token_at(prompt: list[int], position: int) -> int:
     return prompt[0] * 1000 + position
 
 
 def request_of(number: int, timeout_s: float | None = None) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=f"r{number}",
-        client_id="",
+    return generate_request(
+        f"r{number}",
         prompt_token_ids=[number, 2, 3],
         sampling=msgspec.msgpack.encode({"max_tokens": ANSWER_TOKENS}),
-        arrival_time=1.0,
         timeout_s=timeout_s,
     )
 
@@ -90,12 +85,8 @@ class Worker:
 
     @property
     def record(self) -> EndpointRecord:
-        return EndpointRecord(
-            component="VllmWorker",
-            endpoint="generate",
-            namespace="t",
-            lease_id=self._lease_id,
-            transport=EndpointTransport(nats_tcp=self._subject, stream=self.server.stream_address),
+        return endpoint_record(
+            self._lease_id, subject=self._subject, stream=self.server.stream_address
         )
 
     async def _step(self) -> None:
@@ -276,15 +267,11 @@ async def test_a_worker_that_does_not_reply_gets_a_request_once_and_another_one_
     async with server, AsyncExitStack() as stack:
         client = await cluster.open(stack, 1)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        cluster.strangers = [msgspec.structs.replace(
-            cluster.workers[0].record,
-            lease_id=0,
-            transport=EndpointTransport(nats_tcp="", stream=address),
-        )]  # fmt: skip
+        cluster.strangers = [endpoint_record(0, stream=address)]
         cluster.run_freely()
-        began = now()
+        began = loop_time()
         await client.submit(request_of(1), movable=CONTINUE)
-        assert (now() - began < REQUEST_S) == (how == "hangs up")
+        assert (loop_time() - began < REQUEST_S) == (how == "hangs up")
         await cluster.until(lambda: bool(cluster.ends))
         assert cluster.tokens == {"r1": answer_to(1)} and cluster.ends == [("r1", "length")]
         assert client.stats.moved == {}
@@ -309,14 +296,14 @@ async def test_requests_start_and_stream_without_the_broker(
             await nats_server.kill()
         else:
             nats_server.freeze()
-        began, took = now(), list[float]()
+        began, took = loop_time(), list[float]()
         number = 0
-        while now() - began < FROZEN_S:
+        while loop_time() - began < FROZEN_S:
             number += 1
-            asked = now()
+            asked = loop_time()
             await client.submit(request_of(number), movable=CONTINUE)
             await cluster.ended(f"r{number}")
-            took.append(now() - asked)
+            took.append(loop_time() - asked)
             cluster.run_freely()
             await asyncio.sleep(0.05)
         assert not messaging.connected
@@ -351,9 +338,9 @@ async def test_without_the_broker_a_dead_worker_costs_a_request_no_more_than_its
             cluster.workers[1] = await stack.enter_async_context(_mute(cluster.workers[1]))
         cluster.run_freely()
         for number in (1, 2):  # by turns: one of them meets it first
-            began = now()
+            began = loop_time()
             await client.submit(request_of(number), movable=CONTINUE)
-            assert now() - began < (ADDED_S if dead == "killed" else CONNECT_S + ADDED_S)
+            assert loop_time() - began < (ADDED_S if dead == "killed" else CONNECT_S + ADDED_S)
         await cluster.until(lambda: len(cluster.ends) == 3)
         assert cluster.tokens == {f"r{n}": answer_to(n) for n in range(3)}
         nats_server.thaw()

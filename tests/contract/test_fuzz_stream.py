@@ -29,11 +29,11 @@ from dynamo_lite.protocol.generate import (
     decode_generate_request,
     decode_worker_frame,
 )
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import FrameParser, frame, parse_address
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from tests.builders import endpoint_record, generate_request
 from tests.hostile import Spoiler
 
 FUZZ = settings(deadline=None, derandomize=True, max_examples=60)
@@ -42,26 +42,6 @@ RNG = st.integers(0, (1 << 32) - 1).map(Random)
 SUBJECT = "t_worker.generate-1"
 #: Of the true client's first connection.
 ITS_ID = "frontend.1"
-
-
-def request_of(request_id: str, client_id: str = "") -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        client_id=client_id,
-        prompt_token_ids=[1, 2, 3],
-        sampling=b"\x80",
-        arrival_time=1.0,
-    )
-
-
-def member_at(stream: str, subject: str) -> EndpointRecord:
-    return EndpointRecord(
-        component="VllmWorker",
-        endpoint="generate",
-        namespace="t",
-        lease_id=1,
-        transport=EndpointTransport(nats_tcp=subject, stream=stream),
-    )
 
 
 class Engine:
@@ -113,9 +93,9 @@ class Graph:
 
     async def answer(self, *request_ids: str) -> None:
         """Submits requests to the true worker, and sees that they are answered."""
-        member = member_at(self.server.stream_address, SUBJECT)
+        member = endpoint_record(stream=self.server.stream_address, subject=SUBJECT)
         for request_id in request_ids:
-            await self.client.submit(member, request_of(request_id))
+            await self.client.submit(member, generate_request(request_id))
         await self.finish(*request_ids)
 
     async def finish(self, *request_ids: str) -> None:
@@ -143,10 +123,10 @@ CLIENT_FRAMES = [
     frame(encode(Hello(client_id="x", wire_version=WIRE_VERSION + 1))),
     frame(encode(Cancel(request_ids=["a", "b"]))),
     frame(encode(Hello(client_id="x"))) + frame(encode(Cancel(request_ids=["a", "b", "a"]))),
-    submit_of(request_of("h", "x")),
-    frame(encode(Hello(client_id="x"))) + submit_of(request_of("h", "x")),
-    frame(encode(Hello(client_id="x"))) + submit_of(request_of("a", "x")) * 2,
-    frame(encode(Hello(client_id="x"))) + submit_of(request_of("h", ITS_ID)),
+    submit_of(generate_request("h", client_id="x")),
+    frame(encode(Hello(client_id="x"))) + submit_of(generate_request("h", client_id="x")),
+    frame(encode(Hello(client_id="x"))) + submit_of(generate_request("a", client_id="x")) * 2,
+    frame(encode(Hello(client_id="x"))) + submit_of(generate_request("h", client_id=ITS_ID)),
     frame(encode(Welcome())),
     frame(encode(Accepted())),
     (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"),
@@ -192,9 +172,9 @@ def test_hostile_clients_take_nothing_from_a_true_one(rng: Random):
     async def main() -> None:
         graph = Graph()
         async with graph.running():
-            member = member_at(graph.server.stream_address, SUBJECT)
+            member = endpoint_record(stream=graph.server.stream_address, subject=SUBJECT)
             for request_id in ("a", "b"):
-                await graph.client.submit(member, request_of(request_id))
+                await graph.client.submit(member, generate_request(request_id))
             refused = 0
             for _ in range(6):
                 frames = [rng.choice(CLIENT_FRAMES) for _ in range(rng.randint(1, 3))]
@@ -216,13 +196,17 @@ def test_hostile_clients_take_nothing_from_a_true_one(rng: Random):
 @given(rng=RNG)
 def test_hostile_requests_are_refused_or_end_with_everything(rng: Random):
     spoiler = Spoiler(rng)
-    true = [request_of("a", ITS_ID), request_of("x", ITS_ID), request_of("x", "nobody")]
+    true = [
+        generate_request("a", client_id=ITS_ID),
+        generate_request("x", client_id=ITS_ID),
+        generate_request("x", client_id="nobody"),
+    ]
 
     async def main() -> None:
         graph = Graph()
         async with graph.running():
-            member = member_at(graph.server.stream_address, SUBJECT)
-            await graph.client.submit(member, request_of("a"))
+            member = endpoint_record(stream=graph.server.stream_address, subject=SUBJECT)
+            await graph.client.submit(member, generate_request("a"))
             broken = 0
             for _ in range(12):
                 payload = encode(rng.choice(true))
@@ -260,12 +244,16 @@ def test_hostile_requests_on_a_connection_are_answered_and_end_with_it(rng: Rand
         graph = Graph()
         async with graph.running():
             address = graph.server.stream_address
-            await graph.client.submit(member_at(address, SUBJECT), request_of("a"))
+            await graph.client.submit(
+                endpoint_record(stream=address, subject=SUBJECT), generate_request("a")
+            )
             reader, writer = await asyncio.open_connection(*parse_address(address))
             writer.write(frame(encode(Hello(client_id="x"))))
             broken, sent = 0, list[str]()
             for _ in range(12):
-                request = request_of(rng.choice(ids), rng.choice(("x", "x", "x", ITS_ID)))
+                request = generate_request(
+                    rng.choice(ids), client_id=rng.choice(("x", "x", "x", ITS_ID))
+                )
                 payload = encode(request)
                 payload = spoiler.spoil(payload) if rng.random() < 0.6 else payload
                 name = rng.choice((request.request_id, rng.choice(ids)))
@@ -374,14 +362,14 @@ def test_whatever_a_hostile_worker_says_each_request_ends_once(rng: Random):
         graph, worker = Graph(), HostileWorker(rng)
         server = await asyncio.start_server(worker.on_connection, "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        bad = member_at(address, SUBJECT)
+        bad = endpoint_record(stream=address, subject=SUBJECT)
         accepted: list[str] = []
         # It may reply to another request than to the one that waits.
         hasty = graph.client_of("hasty", request_timeout_s=0.05)
         async with server, graph.running(), hasty:
             for request_id in ("a", "b", "c", "d"):
                 try:
-                    await hasty.submit(bad, request_of(request_id))
+                    await hasty.submit(bad, generate_request(request_id))
                 except DynamoLiteError:
                     assert request_id not in graph.ends and request_id not in graph.got
                 else:

@@ -33,14 +33,8 @@ from dynamo_lite.protocol.generate import (
 )
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.framing import MAX_UNSENT_BYTES, frame
-from tests.contract.generating import (
-    Outputs,
-    Setup,
-    member_at,
-    open_setup,
-    request_of,
-    tokens,
-)
+from tests.builders import endpoint_record, eventually, generate_request
+from tests.contract.generating import Outputs, Setup, open_setup, tokens
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -73,7 +67,7 @@ async def over_nats(
 
 async def test_a_request_gets_its_deltas_one_batch_per_step(setup: Setup):
     for request_id in ("a", "b"):
-        await setup.client.submit(setup.member, request_of(request_id))
+        await setup.client.submit(setup.member, generate_request(request_id))
     assert set(setup.engine.running) == {"a", "b"}
     assert setup.server.in_flight == 2
     steps = [
@@ -90,10 +84,10 @@ async def test_a_request_gets_its_deltas_one_batch_per_step(setup: Setup):
 
 
 async def test_deltas_of_unknown_and_ended_requests_are_dropped(setup: Setup):
-    await setup.client.submit(setup.member, request_of("a"))
+    await setup.client.submit(setup.member, generate_request("a"))
     setup.server.deliver([tokens("nobody", 1), tokens("a", 2, finish="stop")])
     setup.server.deliver([tokens("a", 3)])
-    await setup.client.submit(setup.member, request_of("b"))
+    await setup.client.submit(setup.member, generate_request("b"))
     setup.server.deliver([tokens("b", 4, finish="stop")])
     await setup.outputs.until(lambda: len(setup.outputs.batches) == 2)
     assert setup.outputs.deltas == [tokens("a", 2, finish="stop"), tokens("b", 4, finish="stop")]
@@ -101,7 +95,7 @@ async def test_deltas_of_unknown_and_ended_requests_are_dropped(setup: Setup):
 
 async def test_an_aborted_request_ends_at_once_and_in_the_engine(setup: Setup):
     for request_id in ("a", "b"):
-        await setup.client.submit(setup.member, request_of(request_id))
+        await setup.client.submit(setup.member, generate_request(request_id))
     await setup.client.abort(["a", "unknown"])
     setup.server.deliver([tokens("a", 1), tokens("b", 1)])
     await setup.engine.until(lambda: "a" in setup.engine.aborted)
@@ -115,26 +109,26 @@ async def test_an_aborted_request_ends_at_once_and_in_the_engine(setup: Setup):
 async def test_the_engines_refusal_reaches_the_client(setup: Setup, elsewhere: bool):
     setup.engine.refusal = Refused("too long", elsewhere=elsewhere)
     with pytest.raises(Refused, match="too long") as caught:
-        await setup.client.submit(setup.member, request_of("a"))
+        await setup.client.submit(setup.member, generate_request("a"))
     assert caught.value.elsewhere is elsewhere
     assert setup.server.in_flight == 0
     setup.engine.refusal = None
-    await setup.client.submit(setup.member, request_of("a"))
+    await setup.client.submit(setup.member, generate_request("a"))
 
 
 async def test_an_engines_bug_refuses_that_request_only(setup: Setup):
     setup.engine.refusal = ZeroDivisionError("bug")
     with pytest.raises(Refused, match="internal error"):
-        await setup.client.submit(setup.member, request_of("a"))
+        await setup.client.submit(setup.member, generate_request("a"))
     setup.engine.refusal = None
-    await setup.client.submit(setup.member, request_of("b"))
+    await setup.client.submit(setup.member, generate_request("b"))
 
 
 async def test_a_draining_worker_sends_new_requests_elsewhere(setup: Setup):
-    await setup.client.submit(setup.member, request_of("a"))
+    await setup.client.submit(setup.member, generate_request("a"))
     setup.server.refuse_new("draining")
     with pytest.raises(Refused, match="draining") as caught:
-        await setup.client.submit(setup.member, request_of("b"))
+        await setup.client.submit(setup.member, generate_request("b"))
     assert caught.value.elsewhere
     assert not await setup.server.wait_idle(0.01)
     setup.server.deliver([tokens("a", 1, finish="stop")])
@@ -143,17 +137,17 @@ async def test_a_draining_worker_sends_new_requests_elsewhere(setup: Setup):
 
 
 async def test_a_running_id_is_not_taken_twice(setup: Setup):
-    await setup.client.submit(setup.member, request_of("a"))
+    await setup.client.submit(setup.member, generate_request("a"))
     with pytest.raises(Refused, match="is already running"):
-        await setup.client.submit(setup.member, request_of("a"))
+        await setup.client.submit(setup.member, generate_request("a"))
     setup.server.deliver([tokens("a", 1, finish="stop")])
     await setup.outputs.until(lambda: bool(setup.outputs.deltas))
-    await setup.client.submit(setup.member, request_of("a"))
+    await setup.client.submit(setup.member, generate_request("a"))
 
 
 async def test_abort_while_the_engine_is_taking_the_request(setup: Setup):
     setup.engine.gate = asyncio.Event()
-    submitting = asyncio.create_task(setup.client.submit(setup.member, request_of("a")))
+    submitting = asyncio.create_task(setup.client.submit(setup.member, generate_request("a")))
     await setup.engine.until(lambda: setup.server.in_flight == 1)
     await setup.client.abort(["a"])
     setup.engine.gate.set()
@@ -166,7 +160,7 @@ async def test_abort_while_the_engine_is_taking_the_request(setup: Setup):
 
 async def test_cancelling_a_submit_leaves_nothing_running(setup: Setup):
     setup.engine.gate = asyncio.Event()
-    submitting = asyncio.create_task(setup.client.submit(setup.member, request_of("a")))
+    submitting = asyncio.create_task(setup.client.submit(setup.member, generate_request("a")))
     await setup.engine.until(lambda: setup.server.in_flight == 1)
     submitting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -179,7 +173,7 @@ async def test_cancelling_a_submit_leaves_nothing_running(setup: Setup):
 
 async def test_a_worker_that_closes_loses_each_running_request_once(setup: Setup):
     for request_id in ("a", "b", "c"):
-        await setup.client.submit(setup.member, request_of(request_id))
+        await setup.client.submit(setup.member, generate_request(request_id))
     setup.server.deliver([tokens("c", 1, finish="stop")])
     await setup.outputs.until(lambda: bool(setup.outputs.deltas))
     await setup.stop_server()
@@ -187,12 +181,12 @@ async def test_a_worker_that_closes_loses_each_running_request_once(setup: Setup
     assert sorted(i for ids, _ in setup.outputs.lost for i in ids) == ["a", "b"]
     assert sorted(setup.engine.aborted) == ["a", "b"]
     with pytest.raises(Unavailable):
-        await setup.client.submit(setup.member, request_of("d"))
+        await setup.client.submit(setup.member, generate_request("d"))
 
 
 async def test_a_client_that_leaves_aborts_what_it_asked_for(setup: Setup):
     for request_id in ("a", "b"):
-        await setup.client.submit(setup.member, request_of(request_id))
+        await setup.client.submit(setup.member, generate_request(request_id))
     await setup.client.__aexit__(None, None, None)
     await setup.engine.until(lambda: sorted(setup.engine.aborted) == ["a", "b"])
     assert await setup.server.wait_idle(5)
@@ -204,7 +198,8 @@ async def test_a_client_that_leaves_aborts_what_it_asked_for(setup: Setup):
 
 async def test_a_request_needs_no_subject(remote: Setup):
     await remote.client.submit(
-        member_at(remote.server.stream_address, "nobody.home"), request_of("a")
+        endpoint_record(stream=remote.server.stream_address, subject="nobody.home"),
+        generate_request("a"),
     )
     remote.server.deliver([tokens("a", 1, finish="stop")])
     await remote.outputs.until(lambda: remote.outputs.deltas == [tokens("a", 1, finish="stop")])
@@ -212,35 +207,33 @@ async def test_a_request_needs_no_subject(remote: Setup):
 
 async def test_a_registered_worker_is_connected_before_the_first_request(remote: Setup):
     remote.client.retain([remote.member])
-    async with asyncio.timeout(5):
-        while remote.server.session("frontend.1") is None:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: remote.server.session("frontend.1") is not None, 5)
     remote.client.retain([remote.member])
-    await remote.client.submit(remote.member, request_of("a"))
+    await remote.client.submit(remote.member, generate_request("a"))
     assert remote.engine.running["a"].client_id == "frontend.1"
 
 
 @pytest.mark.parametrize("stream", [None, "nonsense", "127.0.0.1:1"])
 async def test_a_member_without_reachable_stream_is_unavailable(remote: Setup, stream: str | None):
     with pytest.raises(Unavailable):
-        await remote.client.submit(member_at(stream), request_of("a"))
+        await remote.client.submit(endpoint_record(stream=stream), generate_request("a"))
 
 
 @pytest.mark.parametrize("extra", [-40, 1])
 async def test_a_request_too_large_to_send_is_refused_for_good(remote: Setup, extra: int):
-    request = msgspec.structs.replace(request_of("a"), cache_salt="x" * (MAX_MESSAGE_BYTES + extra))
-    await remote.client.submit(remote.member, request_of("b"))
+    request = generate_request("a", cache_salt="x" * (MAX_MESSAGE_BYTES + extra))
+    await remote.client.submit(remote.member, generate_request("b"))
     with pytest.raises(Refused, match="bytes") as caught:
         await remote.client.submit(remote.member, request)
     assert not caught.value.elsewhere
-    await remote.client.submit(remote.member, request_of("a"))
+    await remote.client.submit(remote.member, generate_request("a"))
     assert remote.server.in_flight == 2 and remote.outputs.lost == []
 
 
 async def test_one_connection_carries_concurrent_requests(remote: Setup):
     async with asyncio.TaskGroup() as group:
         for i in range(50):
-            group.create_task(remote.client.submit(remote.member, request_of(f"r{i}")))
+            group.create_task(remote.client.submit(remote.member, generate_request(f"r{i}")))
     assert len({request.client_id for request in remote.engine.running.values()}) == 1
 
 
@@ -251,7 +244,7 @@ async def test_an_answer_that_does_not_come_cancels_the_request(remote: Setup):
     remote.engine.gate = asyncio.Event()
     async with client:
         with pytest.raises(DeadlineExceeded):
-            await client.submit(remote.member, request_of("a"))
+            await client.submit(remote.member, generate_request("a"))
         remote.engine.gate.set()
         await remote.engine.until(lambda: "a" in remote.engine.aborted)
         assert await remote.server.wait_idle(5)
@@ -259,7 +252,7 @@ async def test_an_answer_that_does_not_come_cancels_the_request(remote: Setup):
 
 async def test_a_delta_before_the_answer_proves_acceptance(remote: Setup):
     remote.engine.gate = asyncio.Event()
-    submitting = asyncio.create_task(remote.client.submit(remote.member, request_of("a")))
+    submitting = asyncio.create_task(remote.client.submit(remote.member, generate_request("a")))
     await remote.engine.until(lambda: remote.server.in_flight == 1)
     remote.server.deliver([tokens("a", 1)])
     await remote.outputs.until(lambda: bool(remote.outputs.deltas))
@@ -273,7 +266,7 @@ async def test_a_delta_before_the_answer_proves_acceptance(remote: Setup):
 
 async def test_a_worker_that_dies_before_the_answer_fails_the_submit_at_once(remote: Setup):
     remote.engine.gate = asyncio.Event()
-    submitting = asyncio.create_task(remote.client.submit(remote.member, request_of("a")))
+    submitting = asyncio.create_task(remote.client.submit(remote.member, generate_request("a")))
     await remote.engine.until(lambda: remote.server.in_flight == 1)
     closing = asyncio.create_task(remote.server.__aexit__(None, None, None))
     async with asyncio.timeout(1):
@@ -286,7 +279,7 @@ async def test_a_worker_that_dies_before_the_answer_fails_the_submit_at_once(rem
 
 async def test_an_oversized_step_is_split_and_an_oversized_delta_is_an_error(remote: Setup):
     for request_id in ("a", "b", "c"):
-        await remote.client.submit(remote.member, request_of(request_id))
+        await remote.client.submit(remote.member, generate_request(request_id))
     big = LogprobRows(1, 1, bytes(MAX_MESSAGE_BYTES // 2), b"", b"")
     huge = LogprobRows(1, 1, bytes(MAX_MESSAGE_BYTES + 1), b"", b"")
     remote.server.deliver(
@@ -316,7 +309,7 @@ async def test_a_step_larger_than_a_frame_arrives_in_parts(remote: Setup):
     assert len(prompt.token_ids) + len(prompt.logprobs) > MAX_MESSAGE_BYTES
     counts = PrefillCounts(rows, 0, 0)
     first = TokenDelta(request_id="a", token_ids=[7], prefill=counts, prompt_logprobs=prompt)
-    await remote.client.submit(remote.member, request_of("a"))
+    await remote.client.submit(remote.member, generate_request("a"))
     remote.server.deliver([first, tokens("b", 1)])
     remote.server.deliver([tokens("a", 8, finish="stop")])
     await remote.outputs.until(
@@ -336,7 +329,7 @@ async def test_a_step_larger_than_a_frame_arrives_in_parts(remote: Setup):
 
 async def test_a_step_that_would_fill_the_connection_fails_only_its_request(remote: Setup):
     for request_id in ("a", "b"):
-        await remote.client.submit(remote.member, request_of(request_id))
+        await remote.client.submit(remote.member, generate_request(request_id))
     rows = 1_000_000
     huge = LogprobRows(rows, 3, bytes(24 * rows), bytes(12 * rows), bytes(8 * rows))
     remote.server.deliver([TokenDelta(request_id="a", token_ids=[1], prompt_logprobs=huge)])
@@ -348,7 +341,7 @@ async def test_a_step_that_would_fill_the_connection_fails_only_its_request(remo
 
 
 async def test_connections_to_members_that_left_close_when_idle(remote: Setup):
-    await remote.client.submit(remote.member, request_of("a"))
+    await remote.client.submit(remote.member, generate_request("a"))
     remote.client.retain([])
     remote.server.deliver([tokens("a", 1)])
     await remote.outputs.until(lambda: len(remote.outputs.deltas) == 1)
@@ -357,9 +350,8 @@ async def test_connections_to_members_that_left_close_when_idle(remote: Setup):
     remote.server.deliver([tokens("a", 2, finish="stop")])
     await remote.outputs.until(lambda: len(remote.outputs.deltas) == 2)
     before = remote.engine.running["a"].client_id
-    while remote.server.session(before) is not None:
-        await asyncio.sleep(0.001)
-    await remote.client.submit(remote.member, request_of("b"))
+    await eventually(lambda: remote.server.session(before) is None)
+    await remote.client.submit(remote.member, generate_request("b"))
     assert remote.engine.running["b"].client_id != before
     assert remote.outputs.lost == []
 
@@ -386,13 +378,13 @@ async def greet(setup: Setup) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 def submit_of(request_id: str, client_id: str = "raw") -> bytes:
-    request = encode(request_of(request_id, client_id))
+    request = encode(generate_request(request_id, client_id=client_id))
     return frame(encode(Submit(request_id=request_id, request=request)))
 
 
 async def ask(setup: Setup, request_id: str) -> bytes:
     """The reply to a request over NATS."""
-    request = request_of(request_id, "raw")
+    request = generate_request(request_id, client_id="raw")
     subject = setup.member.transport.nats_tcp
     return await setup.messaging.request(subject, encode(request), timeout_s=2)
 
@@ -412,7 +404,7 @@ async def ask(setup: Setup, request_id: str) -> bytes:
     ],
 )
 async def test_a_foreign_peer_is_cut_off_and_others_go_on(remote: Setup, opening: bytes):
-    await remote.client.submit(remote.member, request_of("a"))
+    await remote.client.submit(remote.member, generate_request("a"))
     reader, writer = await dial(remote)
     writer.write(opening)
     async with asyncio.timeout(5):
@@ -439,13 +431,14 @@ async def test_the_wire_of_a_whole_request(remote: Setup):
 
 async def test_a_malformed_request_is_refused_and_its_connection_goes_on(remote: Setup):
     """It would otherwise end the requests of all users of that frontend."""
-    whole = encode(request_of("b", "raw"))
-    old = encode(request_of("b", "raw", wire_version=WIRE_VERSION + 1))
+    whole = encode(generate_request("b", client_id="raw"))
+    other = encode(generate_request("c", client_id="raw"))
+    old = encode(generate_request("b", client_id="raw", wire_version=WIRE_VERSION + 1))
     async with asyncio.timeout(5):
         reader, writer = await greet(remote)
         writer.write(submit_of("a"))
         await read_frame(reader)
-        for request in (b"", b"\xc1", whole[:-1], encode(request_of("c", "raw")), old):
+        for request in (b"", b"\xc1", whole[:-1], other, old):
             writer.write(frame(encode(Submit(request_id="b", request=request))))
             answer = await read_frame(reader)
             assert isinstance(answer, SubmitReply) and isinstance(answer.reply, RequestRefused)
@@ -495,7 +488,7 @@ async def test_a_connection_that_closes_ends_what_the_engine_is_accepting(
         assert await remote.server.wait_idle(5)
     assert remote.engine.running == {} and remote.engine.aborted == ["a"]
     remote.engine.gate.set()
-    await remote.client.submit(remote.member, request_of("a"))
+    await remote.client.submit(remote.member, generate_request("a"))
 
 
 # A worker that is not ours
@@ -560,9 +553,9 @@ async def test_a_worker_that_does_not_read_gets_no_second_large_request():
 
 
 async def raises(error: type[Exception], submit: Any, address: str, request_id: str) -> None:
-    large = request_of(request_id, cache_salt="x" * (4 << 20))
+    large = generate_request(request_id, cache_salt="x" * (4 << 20))
     with pytest.raises(error):
-        await submit(member_at(address), large)
+        await submit(endpoint_record(stream=address), large)
 
 
 async def test_a_worker_that_takes_requests_over_nats_only_is_unavailable():
@@ -570,7 +563,7 @@ async def test_a_worker_that_takes_requests_over_nats_only_is_unavailable():
     worker.reads.set()
     async with worker.listening() as address, client_of(outputs) as client:
         with pytest.raises(Unavailable, match="upgrade workers before frontends"):
-            await client.submit(member_at(address), request_of("a"))
+            await client.submit(endpoint_record(stream=address), generate_request("a"))
         async with asyncio.timeout(5):
             while not worker.got:
                 worker.changed.clear()

@@ -11,31 +11,31 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import NoWorkers
-from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.live_options import LiveOptionsRecord, RouterLiveOptions, encode_tuning
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.protocol.routing import PickRequest, RequestOutcomes, decode_pick_request
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.services.frontend.router_client import ANSWER_S, RemoteRouter
 from dynamo_lite.services.router import Router
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
-from tests.builders import eventually as until
+from tests.builders import (
+    endpoint_record,
+    eventually,
+    generate_request,
+    loop_time,
+    process_spec,
+    register,
+)
 from tests.contract.test_kv import COMPONENT, PROMPTS, Worker
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 FRONTEND = 0xF
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 @pytest.fixture(params=["memory", "nats"])
@@ -72,16 +72,8 @@ class Cluster:
         parts = (self.store, *self.workers, self.routers, self.roster, self.remote)
         for part in parts:
             await self._stack.enter_async_context(part)
-        name = (self.namespace, "Frontend", "http", FRONTEND)
-        self.frontend_key = names.endpoint_key(*name)
-        record = EndpointRecord(
-            component="Frontend",
-            endpoint="http",
-            namespace=self.namespace,
-            lease_id=FRONTEND,
-            transport=EndpointTransport(nats_tcp=names.endpoint_subject(*name)),
-        )
-        await self.store.put(self.frontend_key, encode_json(record))
+        frontend = endpoint_record(FRONTEND, "Frontend", "http", namespace=self.namespace)
+        self.frontend_key = await register(self.store, frontend)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -93,10 +85,9 @@ class Cluster:
 
         beside: how many others are registered, under lower lease ids.
         """
-        spec = ProcessSpec(
+        spec = process_spec(
+            "Router",
             namespace=self.namespace,
-            component="Router",
-            instance=0,
             nats_url="nats://x",
             etcd_url="http://x",
             state_dir="/nowhere",
@@ -110,7 +101,7 @@ class Cluster:
         reports: list[dict[str, Any]] = []
         task = asyncio.create_task(run_process(spec, router, reports.append, around))
         try:
-            await until(lambda: any(r["state"] == "ready" for r in reports), 15)
+            await eventually(lambda: any(r["state"] == "ready" for r in reports), 15)
             await self.routers.wait(lambda members: len(members) == 1 + beside, 5)
             yield router
         finally:
@@ -119,14 +110,7 @@ class Cluster:
             await self.routers.wait(lambda members: len(members) == beside, 5)
 
     async def choose(self, prompt: list[int], request_id: str, **fields: Any) -> int:
-        request = GenerateRequest(
-            request_id=request_id,
-            client_id="",
-            prompt_token_ids=[*prompt, 1],
-            sampling=b"",
-            arrival_time=1.0,
-            **fields,
-        )
+        request = generate_request(request_id, prompt_token_ids=[*prompt, 1], **fields)
         picked = await self.remote.choose(self.roster.members, request)
         return picked.member.lease_id
 
@@ -154,7 +138,7 @@ async def test_it_chooses_by_prefix_and_by_what_it_has_placed(cluster: Cluster) 
         cluster.remote.answered("a0")
         for name in ("a0", "a1", "a2", "a3", "b0", "b1"):
             cluster.remote.released(name)
-        await until(lambda: router.health()["requests"] == 0)
+        await eventually(lambda: router.health()["requests"] == 0)
     assert cluster.fallbacks == 0
 
 
@@ -186,15 +170,7 @@ async def test_nobody_to_choose_from_is_an_error(cluster: Cluster) -> None:
 
 
 async def test_a_router_that_does_not_answer_is_left_alone_for_a_while(cluster: Cluster) -> None:
-    key = names.endpoint_key(cluster.namespace, "Router", "pick", 0x1)
-    subject = names.endpoint_subject(cluster.namespace, "Router", "pick", 0x1)
-    record = EndpointRecord(
-        component="Router",
-        endpoint="pick",
-        namespace=cluster.namespace,
-        lease_id=0x1,
-        transport=EndpointTransport(nats_tcp=subject),
-    )
+    record = endpoint_record(0x1, "Router", "pick", namespace=cluster.namespace)
     asked: list[PickRequest] = []
 
     async def garble(payload: bytes) -> bytes:
@@ -203,8 +179,8 @@ async def test_a_router_that_does_not_answer_is_left_alone_for_a_while(cluster: 
             asked.append(request)
         return b"\xc1"
 
-    async with cluster.messaging.serve(subject, garble):
-        await cluster.store.put(key, encode_json(record))
+    async with cluster.messaging.serve(record.transport.nats_tcp, garble):
+        await register(cluster.store, record)
         await cluster.routers.wait(lambda members: len(members) == 1, 5)
         for number in range(3):
             assert await cluster.choose([5], f"r{number}") in (1, 2)
@@ -234,14 +210,14 @@ async def test_without_the_broker_only_the_first_requests_wait_for_a_router(
         number = 0
         while not cluster.fallbacks:  # a signal may take effect a little later
             number += 1
-            began = now()
+            began = loop_time()
             await cluster.choose([5], f"a{number}")
         # Not yet noticed as disconnected when it is frozen: one request waits for its timeout.
-        assert now() - began < ANSWER_S + 0.4
-        began = now()
+        assert loop_time() - began < ANSWER_S + 0.4
+        began = loop_time()
         for name in ("b", "c", "d"):
             await cluster.choose([5], name)
-        assert now() - began < 0.4
+        assert loop_time() - began < 0.4
         assert cluster.fallbacks == 4
         if fault == "killed":
             await nats_server.restart()
@@ -260,7 +236,7 @@ async def test_a_gone_frontends_requests_are_forgotten(cluster: Cluster) -> None
     async with cluster.router() as router:
         await cluster.choose([5], "a")
         await cluster.store.delete(cluster.frontend_key)
-        await until(lambda: router.health()["requests"] == 0)
+        await eventually(lambda: router.health()["requests"] == 0)
 
 
 async def test_a_release_that_overtakes_its_question_counts(cluster: Cluster) -> None:
@@ -273,7 +249,7 @@ async def test_a_release_that_overtakes_its_question_counts(cluster: Cluster) ->
         question = PickRequest(
             client=FRONTEND, request_id="x", prompt_token_ids=[1], candidates=[1, 2]
         )
-        await until(lambda: "x" in repr(router._early))
+        await eventually(lambda: "x" in repr(router._early))
         subject = cluster.routers.members[0].transport.nats_tcp
         await cluster.messaging.request(subject, encode(question), timeout_s=5)
         assert router.health()["requests"] == 0
@@ -289,19 +265,19 @@ async def test_what_it_weighs_changes_while_it_runs(cluster: Cluster) -> None:
             for number in range(4):
                 found.add(await cluster.choose(PROMPTS[3], f"r{number}"))
                 cluster.remote.released(f"r{number}")
-                await until(lambda: router.health()["requests"] == 0)
+                await eventually(lambda: router.health()["requests"] == 0)
             return found
 
         assert await chosen() == {1}
         key = names.tuning_key(cluster.namespace, "Router")
         record = LiveOptionsRecord(values=RouterLiveOptions(kv_weight=0.0), version=4)
         await cluster.store.put(key, encode_tuning(record))
-        await until(lambda: router.health()["options"]["version"] == 4)
+        await eventually(lambda: router.health()["options"]["version"] == 4)
         assert await chosen() == {1, 2}, "prefixes count for nothing, so they take turns"
         await cluster.store.put(key, b'{"values":{"kv-router.kv-weight":-1},"version":5}')
-        await until(lambda: router.health()["options"]["refused"] != "")
+        await eventually(lambda: router.health()["options"]["refused"] != "")
         assert router.health()["options"]["version"] == 4
         assert router.health()["options"]["file"]["kv-router.request-load-tokens"] == 0
         await cluster.store.delete(key)
-        await until(lambda: router.health()["options"]["version"] == 0)
+        await eventually(lambda: router.health()["options"]["version"] == 0)
         assert await chosen() == {1}

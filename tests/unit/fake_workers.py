@@ -18,33 +18,19 @@ from dynamo_lite.protocol.errors import (
     Unavailable,
 )
 from dynamo_lite.protocol.generate import GenerateRequest, LogprobRows, PrefillCounts, TokenDelta
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient
+from tests.builders import endpoint_record, generate_request
 
 STEP_S = 1.0
 ANSWER_TOKENS = 8
 
 
-def record(lease_id: int) -> EndpointRecord:
-    return EndpointRecord(
-        component="VllmWorker",
-        endpoint="generate",
-        namespace="t",
-        lease_id=lease_id,
-        transport=EndpointTransport(nats_tcp=f"s{lease_id}", stream=f"h:{lease_id}"),
-    )
-
-
 def request_of(request_id: str, **changes: Any) -> GenerateRequest:
     """Its prompt is made from its id, so that answers cannot be mixed up unseen."""
-    fields: dict[str, Any] = {
-        "client_id": "",
-        "prompt_token_ids": [sum(request_id.encode()), 2, 3],
-        "sampling": b"\x80",
-        "arrival_time": 1.0,
-    }
-    return GenerateRequest(request_id=request_id, **(fields | changes))
+    prompt = [sum(request_id.encode()), 2, 3]
+    return generate_request(request_id, **({"prompt_token_ids": prompt} | changes))
 
 
 def token(request: GenerateRequest, position: int, worker: int = 0) -> int:
@@ -129,7 +115,9 @@ class FakeWorkers:
             pump.cancel()
 
     def members(self) -> list[EndpointRecord]:
-        return [record(worker.lease_id) for worker in self.workers.values() if worker.listed]
+        return [
+            endpoint_record(worker.lease_id) for worker in self.workers.values() if worker.listed
+        ]
 
     # What the client under test calls back
 

@@ -14,16 +14,13 @@ from dynamo_lite.protocol.errors import (
 )
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
+from tests.builders import loop_time
 from tests.unit.fake_workers import answer_to, cluster, request_of, steps, to_the_end
 from tests.unit.virtual import virtual
 
 CONTINUE = Continue(reason="test")
 
 A = request_of("a")
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 # Asking
@@ -89,7 +86,7 @@ async def test_no_two_requests_share_an_id_on_the_wire():
 @virtual
 async def test_a_deadline_ends_the_request_here_and_at_its_worker():
     async with cluster() as (fake, client):
-        began = now()
+        began = loop_time()
         await client.submit(request_of("a", timeout_s=3.5), movable=CONTINUE)
         assert fake.workers[1].asked[0].timeout_s == pytest.approx(3.5)
         await steps(2)
@@ -98,7 +95,7 @@ async def test_a_deadline_ends_the_request_here_and_at_its_worker():
         assert fake.workers[2].asked[0].timeout_s == pytest.approx(1.0)
         while not fake.ends:
             await asyncio.sleep(0.01)
-        assert now() - began == pytest.approx(3.5, abs=0.02)
+        assert loop_time() - began == pytest.approx(3.5, abs=0.02)
         assert fake.ends == [("a", "DeadlineExceeded")]
         await steps(2)
         assert fake.running() == {} and client.stats.expired == 1
@@ -110,11 +107,11 @@ async def test_a_deadline_ends_the_request_here_and_at_its_worker():
 async def test_a_deadline_before_any_worker_took_it(fault: str):
     async with cluster() as (fake, client):
         fake.workers[1].accepts_after_s = 10.0
-        began = now()
+        began = loop_time()
         timeout_s = 0.0 if fault == "over" else 3.0
         with pytest.raises(DeadlineExceeded, match="request a"):
             await client.submit(request_of("a", timeout_s=timeout_s), movable=CONTINUE)
-        assert now() - began == pytest.approx(timeout_s)
+        assert loop_time() - began == pytest.approx(timeout_s)
         assert client.in_flight == 0 and fake.ends == [] and client.stats.expired == 1
         assert bool(fake.workers[1].asked) == (fault != "over")
 

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.request_plane.failover import FailoverStats
-from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.host import add_gauges
 from dynamo_lite.services.metrics import (
     DECODE_GAUGES,
@@ -22,7 +21,8 @@ from dynamo_lite.services.metrics import (
     RouterMetrics,
     StatusGauges,
 )
-from tests.unit.test_prefill_jobs import Rig
+from tests.builders import process_spec
+from tests.unit.prefill_rig import Rig
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[2] / "dashboards/dynamo_lite.json").read_text(encoding="utf-8")
@@ -49,9 +49,7 @@ _WORD = re.compile(r"[a-zA-Z_]\w*")
 def registries() -> Iterator[CollectorRegistry]:
     """As the components fill theirs."""
     process: Any = SimpleNamespace(remaining_s=lambda: 0.0, connected=True)
-    spec = ProcessSpec(
-        namespace="t", component="C", instance=0, nats_url="", etcd_url="", state_dir=""
-    )
+    spec = process_spec("C")
     frontend, decode = CollectorRegistry(), CollectorRegistry()
     picker: Any = SimpleNamespace(choices=Counter(), prompt_tokens=0, matched_tokens=0)
     frontend.register(RequestMetrics(FailoverStats(), Counter(), Admission(Limits())))

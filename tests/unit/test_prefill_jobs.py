@@ -1,22 +1,16 @@
 """A prefill worker's jobs, over the in-process twins and a scripted engine."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.prefill import claims, jobs
-from dynamo_lite.disagg.prefill.jobs import PrefillJobs
-from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import WIRE_VERSION, encode, encode_sealed
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
-    DynamoLiteError,
     IncompatiblePeer,
     Refused,
 )
@@ -24,30 +18,26 @@ from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
     ClaimRefused,
-    Granted,
-    RemotePrefillRequest,
-    WriterDone,
-    decode_claim,
-    decode_writer_done,
 )
-from dynamo_lite.protocol.records import (
-    EngineMetadata,
-    KvRegion,
-    RankMetadata,
-    encode_engine,
-)
-from dynamo_lite.queue.base import Job, QueueConfig
-from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.services.prefill_worker import PrefillWorker
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
-from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
-from dynamo_lite.transfer.directory import MetadataDirectory
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
+from tests.builders import (
+    ENGINE,
+    NAMESPACE,
+    eventually,
+    prefill_job,
+    process_spec,
+)
+from tests.unit.prefill_rig import (
+    LEASE,
+    POOL,
+    Rig,
+    ScriptedLinks,
+    working,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
-
-NAMESPACE, ENGINE, LEASE = "t", "e1", 0xBEEF
-BLOCK, POOL = 4, 16
 
 
 @pytest.fixture(autouse=True)
@@ -56,207 +46,6 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(claims, "_REPORT_S", 0.1)
     monkeypatch.setattr(jobs, "_BROKER_PAUSE_S", 0.01)
     monkeypatch.setattr(jobs, "_LEFT_DELAY_S", 0.01)
-
-
-async def eventually(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-def job(attempt: str = "a1", **changes: Any) -> RemotePrefillRequest:
-    """Ten tokens, the first block of which the decode engine has."""
-    fields: dict[str, Any] = {
-        "engine_id": ENGINE,
-        "request_id": f"r-{attempt}",
-        "attempt": attempt,
-        "prompt_token_ids": list(range(10)),
-        "num_computed_tokens": BLOCK,
-        "block_ids": [5, 6],
-        "deadline": time.time() + 60,
-    }
-    return RemotePrefillRequest(**{**fields, **changes})
-
-
-class NotedJob:
-    """Notes what a job is answered."""
-
-    def __init__(self, job: Job, answers: list[str], delays: list[float]):
-        self._job, self._answers, self.delays = job, answers, delays
-        self.payload, self.sequence, self.deliveries = job.payload, job.sequence, job.deliveries
-        self.deliveries_left = job.deliveries_left
-
-    async def ack(self) -> None:
-        self._answers.append("ack")
-        await self._job.ack()
-
-    async def nak(self, *, delay_s: float = 0.0) -> None:
-        self._answers.append("nak")
-        self.delays.append(delay_s)
-        await self._job.nak(delay_s=delay_s)
-
-    async def term(self) -> None:
-        self._answers.append("term")
-        await self._job.term()
-
-    async def extend(self) -> None:
-        self._answers.append("extend")
-        await self._job.extend()
-
-
-class NotedQueue(MemoryQueue):
-    answers: list[str]
-    delays: list[float]
-
-    async def pull(self, **wanted: Any) -> Any:
-        job = await super().pull(**wanted)
-        return None if job is None else NotedJob(job, self.answers, self.delays)
-
-
-class ScriptedEngine:
-    """A PrefillEngine that ends an attempt as told: at once, or when it is let go."""
-
-    def __init__(self) -> None:
-        self.attempts: list[str] = []
-        self.abandoned: list[str] = []
-        self.raises: DynamoLiteError | None = None
-        self.holds = False
-        self.ends: dict[str, asyncio.Future[str]] = {}
-
-    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        assert target.engine_id == job.engine_id
-        self.attempts.append(job.attempt)
-        if self.raises is not None:
-            raise self.raises
-        end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
-        if not self.holds:
-            end.set_result("written")
-        return AttemptOutcome(job.attempt, await end)
-
-    async def abandon(self, attempt: str) -> None:
-        self.abandoned.append(attempt)
-        if attempt in self.ends:
-            self.ends[attempt].set_result("abandoned")
-
-
-class Rig:
-    """One worker's jobs, and the decode engine that they are for."""
-
-    def __init__(self, *, ack_wait_s: float, redeliver_s: float):
-        self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
-        self.engine, self.registry = ScriptedEngine(), CollectorRegistry()
-        config = QueueConfig(ack_wait_s=redeliver_s)
-        self.queue = NotedQueue(self.broker, stream="s", subject="s.jobs", config=config)
-        self.queue.answers, self.queue.delays = [], []
-        self.wall_ahead_s = 0.0
-        self.jobs = PrefillJobs(
-            namespace=NAMESPACE,
-            lease_id=LEASE,
-            ack_wait_s=ack_wait_s,
-            queue=self.queue,
-            engine=self.engine,
-            directory=MetadataDirectory(self.store, NAMESPACE),
-            messaging=self.messaging,
-            registry=self.registry,
-            clock=Clock(wall=lambda: time.time() + self.wall_ahead_s),
-        )
-        self.pushed = 0
-        self.tasks: list[asyncio.Task[None]] = []
-        self.claims: list[Claim] = []
-        self.done: list[WriterDone] = []
-        self.verdicts: list[Granted | ClaimRefused] = []
-        self.on_claim: Callable[[], Awaitable[Any]] | None = None
-
-    @property
-    def clock_differences(self) -> float:
-        name = "dynamo_lite_prefill_clock_differences_total"
-        return self.registry.get_sample_value(name) or 0.0
-
-    @property
-    def answers(self) -> list[str]:
-        return [answer for answer in self.queue.answers if answer != "extend"]
-
-    @property
-    def told(self) -> list[tuple[str, str]]:
-        assert all(done.writer_lease_id == LEASE for done in self.done)
-        return [(done.attempt, done.outcome) for done in self.done]
-
-    def counted(self, outcome: str) -> float:
-        labels = {"outcome": outcome}
-        return self.registry.get_sample_value("dynamo_lite_prefill_jobs_total", labels) or 0.0
-
-    def pull(self) -> None:
-        """The worker takes one more job at a time."""
-        self.tasks.append(asyncio.create_task(self.jobs.run()))
-
-    async def push(self, job: RemotePrefillRequest | bytes) -> None:
-        payload = job if isinstance(job, bytes) else encode_sealed(job)
-        self.pushed += 1
-        await self.queue.push(payload, message_id=str(self.pushed))
-
-    async def answered(self, *answers: str) -> None:
-        await eventually(lambda: self.answers == list(answers))
-
-    async def total(self) -> int:
-        return (await self.queue.depth()).total
-
-    async def claim(self, payload: bytes) -> bytes | None:
-        self.claims.append(decode_claim(payload))
-        if self.on_claim is not None:
-            await self.on_claim()
-        granted = Granted(granted_at=time.time())
-        return encode(self.verdicts.pop(0) if self.verdicts else granted)
-
-    async def take_done(self, payload: bytes) -> None:
-        self.done.append(decode_writer_done(payload))
-
-
-@contextlib.asynccontextmanager
-async def working(
-    *,
-    runners: int = 1,
-    serving: bool = True,
-    pulls: bool = True,
-    ack_wait_s: float = 30.0,
-    redeliver_s: float = 30.0,
-) -> AsyncIterator[Rig]:
-    """ack_wait_s: what the worker believes. redeliver_s: what the broker does. pulls: from the
-    beginning."""
-    rig = Rig(ack_wait_s=ack_wait_s, redeliver_s=redeliver_s)
-    serve = rig.messaging.serve
-    await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(metadata()))
-    async with contextlib.AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        await enter(rig.queue)
-        await enter(serve(names.writer_done_subject(NAMESPACE, ENGINE), rig.take_done))
-        if serving:
-            await enter(serve(names.claim_subject(NAMESPACE, ENGINE), rig.claim))
-        await enter(serve(names.cancel_subject(NAMESPACE, LEASE), rig.jobs.on_cancel))
-        tasks = rig.tasks
-        for _ in range(runners if pulls else 0):
-            rig.pull()
-        try:
-            yield rig
-            await rig.jobs.stop()
-            async with asyncio.timeout(10):
-                await asyncio.gather(*tasks)
-            assert not rig.jobs.working and rig.jobs.idle.is_set()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def metadata() -> EngineMetadata:
-    region = KvRegion(layer="0", plane=0, base=4096, stride_bytes=64, block_bytes=64)
-    return EngineMetadata(
-        engine_id=ENGINE,
-        lease_id=7,
-        fingerprint={},
-        block_size_tokens=BLOCK,
-        num_blocks=POOL,
-        ranks=(RankMetadata(agent=b"", memory="DRAM", device=0, regions=(region,)),),
-    )
 
 
 async def cancel(rig: Rig, attempt: str) -> None:
@@ -270,7 +59,7 @@ async def cancel(rig: Rig, attempt: str) -> None:
 
 async def test_a_written_job_is_claimed_told_and_acknowledged():
     async with working() as rig:
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("ack")
         [claim] = rig.claims
         assert claim == Claim(attempt="a1", writer_lease_id=LEASE, held_s=claim.held_s, number=1)
@@ -282,7 +71,7 @@ async def test_a_written_job_is_claimed_told_and_acknowledged():
 async def test_a_refused_claim_ends_the_job():
     async with working() as rig:
         rig.verdicts = [ClaimRefused(reason="withdrawn")]
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("ack")
         assert (rig.engine.attempts, rig.told) == ([], [])
         assert rig.counted("refused") == 1
@@ -291,7 +80,7 @@ async def test_a_refused_claim_ends_the_job():
 async def test_a_claim_refused_for_now_is_tried_again():
     async with working() as rig:
         rig.verdicts = [ClaimRefused(reason="claimed by 1", elsewhere=True)]
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("nak", "ack")
         assert rig.engine.attempts == ["a1"]
         assert (rig.counted("retry"), rig.counted("written")) == (1, 1)
@@ -302,7 +91,7 @@ async def test_an_unanswered_claim_is_taken_back(monkeypatch):
     never = asyncio.Event()
     async with working() as rig:
         rig.on_claim = never.wait
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("ack")
         await eventually(lambda: rig.done)
         assert rig.told == [("a1", "abandoned")]
@@ -321,7 +110,7 @@ async def test_a_claim_whose_answer_a_lost_connection_swallows_is_taken_back(mon
 
     async with working() as rig:
         monkeypatch.setattr(MemoryMessaging, "request", loses_answer)
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("ack")
         assert len(rig.claims) == 1
         assert rig.told == [("a1", "abandoned")]
@@ -333,7 +122,7 @@ async def test_a_claim_that_is_answered_late_is_asked_for_again(monkeypatch):
     late = asyncio.Event()
     async with working() as rig:
         rig.on_claim = late.wait
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: len(rig.claims) == 2)
         late.set()
         await rig.answered("ack")
@@ -344,7 +133,7 @@ async def test_a_claim_that_is_answered_late_is_asked_for_again(monkeypatch):
 
 async def test_a_job_whose_engine_does_not_answer_yet_is_tried_again():
     async with working(serving=False) as rig:
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: rig.answers == ["nak"])
         async with rig.messaging.serve(names.claim_subject(NAMESPACE, ENGINE), rig.claim):
             await rig.answered("nak", "ack")
@@ -354,7 +143,7 @@ async def test_a_job_whose_engine_does_not_answer_yet_is_tried_again():
 async def test_a_job_is_tried_again_when_the_store_is_away():
     async with working() as rig:
         rig.store.set_available(False)
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: rig.answers == ["nak"])
         rig.store.set_available(True)
         await rig.answered("nak", "ack")
@@ -365,7 +154,7 @@ async def test_a_job_that_is_past_its_deadline_is_ended_by_its_engine():
     """Only the engine knows: the deadline is by its own clock."""
     async with working() as rig:
         rig.verdicts = [ClaimRefused(reason="past its deadline")]
-        await rig.push(job(deadline=time.time() - 3600))
+        await rig.push(prefill_job(deadline=time.time() - 3600))
         await rig.answered("ack")
         assert len(rig.claims) == 1
         assert rig.counted("refused") == 1
@@ -376,7 +165,7 @@ async def test_a_clock_that_differs_costs_no_job_and_is_reported(ahead_s, caplog
     async with working() as rig:
         rig.wall_ahead_s = ahead_s
         for attempt in ("a1", "a2"):
-            await rig.push(job(attempt))
+            await rig.push(prefill_job(attempt))
         await rig.answered("ack", "ack")
         assert rig.told == [("a1", "written"), ("a2", "written")]
         assert rig.clock_differences == 2
@@ -389,7 +178,7 @@ async def test_a_clock_that_differs_costs_no_job_and_is_reported(ahead_s, caplog
 async def test_clocks_may_differ_a_little(ahead_s, caplog):
     async with working() as rig:
         rig.wall_ahead_s = ahead_s
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("ack")
         assert rig.clock_differences == 0
     assert not [line for line in caplog.messages if "clock" in line]
@@ -402,7 +191,7 @@ async def test_a_job_that_nobody_may_claim_is_told_when_its_last_delivery_is_ove
     monkeypatch.setattr(jobs, "_RETRY_DELAY_S", 0.02)
     async with working() as rig:
         rig.verdicts = [ClaimRefused(reason="no such prefill worker", elsewhere=True)] * 3
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("nak", "nak", "term")
         assert rig.queue.delays == [0.02, 0.04]
         assert rig.told == [("a1", "abandoned")]
@@ -422,14 +211,14 @@ def test_a_job_waits_longer_before_each_delivery_but_not_for_ever(monkeypatch):
 
 async def test_an_engine_that_cannot_be_asked_is_told_at_the_end():
     async with working(serving=False) as rig:
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("nak", "nak", "term")
         assert rig.told == [("a1", "abandoned")]
 
 
 async def test_a_job_whose_holders_all_died_is_told_and_not_worked_on():
     async with working(pulls=False, redeliver_s=0.01) as rig:
-        await rig.push(job())
+        await rig.push(prefill_job())
         for _ in range(3):
             assert await MemoryQueue.pull(rig.queue, timeout_s=5) is not None
         rig.pull()
@@ -443,7 +232,7 @@ async def test_a_job_whose_holders_all_died_is_told_and_not_worked_on():
 async def test_a_used_up_job_stays_until_its_engine_can_be_told():
     async with working() as rig:
         rig.messaging.set_connected(False)
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: rig.answers.count("nak") >= 4)
         assert "term" not in rig.answers
         rig.messaging.set_connected(True)
@@ -456,7 +245,7 @@ async def test_an_end_waits_for_the_broker_before_it_is_told(monkeypatch):
     monkeypatch.setattr(claims, "_REPORT_S", 10.0)
     async with working() as rig:
         rig.engine.holds = True
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: rig.engine.ends)
         rig.messaging.set_connected(False)
         rig.engine.ends["a1"].set_result("failed")
@@ -471,7 +260,7 @@ async def test_a_job_whose_end_cannot_be_told_comes_again():
     """Else its engine would wait for this worker until its deadline."""
     async with working() as rig:
         rig.engine.holds = True
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: rig.engine.ends)
         rig.messaging.set_connected(False)
         rig.engine.ends["a1"].set_result("failed")
@@ -485,7 +274,7 @@ async def test_a_job_whose_end_cannot_be_told_comes_again():
 async def test_a_job_that_comes_again_while_it_is_worked_on_is_not_told():
     async with working(runners=2, ack_wait_s=0.3, redeliver_s=0.05) as rig:
         rig.engine.holds = True
-        await rig.push(job())
+        await rig.push(prefill_job())
         # However often it comes: until its claim is granted nobody else may take it for over.
         await eventually(lambda: rig.answers.count("nak") > 4)
         assert (rig.told, rig.engine.attempts) == ([], ["a1"])
@@ -497,7 +286,7 @@ async def test_a_job_that_comes_again_while_it_is_worked_on_is_not_told():
 
 async def test_a_job_of_another_version_is_told_to_its_engine():
     async with working() as rig:
-        await rig.push(job(wire_version=WIRE_VERSION + 1))
+        await rig.push(prefill_job(wire_version=WIRE_VERSION + 1))
         await rig.answered("term")
         assert rig.told == [("a1", "failed")]
         assert f"unsupported wire version {WIRE_VERSION + 1}:" in rig.done[0].detail
@@ -508,12 +297,13 @@ async def test_a_job_of_another_version_is_told_to_its_engine():
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\xff\xff", b"\x80", encode_sealed(job(wire_version=WIRE_VERSION + 1))]
+    "payload",
+    [b"", b"\xff\xff", b"\x80", encode_sealed(prefill_job(wire_version=WIRE_VERSION + 1))],
 )
 async def test_what_is_no_job_of_this_version_is_never_delivered_again(payload):
     async with working() as rig:
         await rig.push(payload)
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("term", "ack")
         assert await rig.total() == 0
         assert (rig.counted("malformed"), rig.counted("written")) == (1, 1)
@@ -536,7 +326,7 @@ async def test_what_is_no_job_of_this_version_is_never_delivered_again(payload):
 )
 async def test_blocks_that_do_not_fit_never_reach_the_engine(wrong):
     async with working() as rig:
-        await rig.push(job(**wrong))
+        await rig.push(prefill_job(**wrong))
         await rig.answered("ack")
         assert rig.told == [("a1", "failed")]
         assert rig.engine.attempts == []
@@ -545,7 +335,7 @@ async def test_blocks_that_do_not_fit_never_reach_the_engine(wrong):
 
 async def test_the_last_block_of_the_pool_is_in_it():
     async with working() as rig:
-        await rig.push(job(prompt_token_ids=list(range(12)), block_ids=[0, POOL - 1]))
+        await rig.push(prefill_job(prompt_token_ids=list(range(12)), block_ids=[0, POOL - 1]))
         await rig.answered("ack")
         assert rig.told == [("a1", "written")]
 
@@ -557,7 +347,7 @@ async def test_the_last_block_of_the_pool_is_in_it():
 async def test_an_engine_that_refuses_hands_the_job_back_as_failed(refusal):
     async with working() as rig:
         rig.engine.raises = refusal
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("ack")
         assert rig.told == [("a1", "failed")]
         assert rig.done[0].detail == str(refusal)
@@ -565,7 +355,7 @@ async def test_an_engine_that_refuses_hands_the_job_back_as_failed(refusal):
 
 async def test_a_job_of_an_engine_that_left_is_acknowledged():
     async with working() as rig:
-        await rig.push(job(engine_id="e2"))
+        await rig.push(prefill_job(engine_id="e2"))
         await rig.answered("ack")
         assert (rig.claims, rig.done) == ([], [])
         assert rig.counted("engine_gone") == 1
@@ -574,7 +364,7 @@ async def test_a_job_of_an_engine_that_left_is_acknowledged():
 async def test_an_engine_whose_record_the_store_has_lost_is_told():
     async with working() as rig:
         await rig.store.delete(names.nixl_metadata_key(NAMESPACE, ENGINE))
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("ack")
         assert rig.claims == []
         assert rig.told == [("a1", "abandoned")]
@@ -584,7 +374,7 @@ async def test_an_engine_whose_record_the_store_has_lost_is_told():
 async def test_metadata_that_cannot_be_read_ends_the_job_unclaimed():
     async with working() as rig:
         await rig.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), b"{}")
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("term")
         assert (rig.claims, rig.told) == ([], [("a1", "failed")])
         assert rig.counted("malformed") == 1
@@ -596,7 +386,7 @@ async def test_metadata_that_cannot_be_read_ends_the_job_unclaimed():
 async def test_a_cancelled_attempt_is_abandoned_and_its_end_told():
     async with working() as rig:
         rig.engine.holds = True
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: rig.engine.ends)
         await cancel(rig, "a1")
         await rig.answered("ack")
@@ -615,7 +405,7 @@ async def test_the_cancel_of_an_attempt_that_is_not_held_is_answered():
 async def test_a_worker_whose_engine_died_never_says_that_nothing_can_land_any_more():
     async with working() as rig:
         rig.engine.holds = True
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: rig.engine.ends)
         rig.engine.ends["a1"].set_result("died")
         await rig.answered("ack")
@@ -633,7 +423,7 @@ async def test_a_cancel_that_overtakes_the_granted_claim_is_heeded():
 
     async with working() as rig:
         rig.on_claim = slow
-        await rig.push(job())
+        await rig.push(prefill_job())
         await asked.wait()
         await cancel(rig, "a1")
         await eventually(lambda: rig.engine.abandoned)
@@ -642,7 +432,7 @@ async def test_a_cancel_that_overtakes_the_granted_claim_is_heeded():
         assert rig.engine.attempts == []
         assert rig.told == [("a1", "abandoned")]
         rig.on_claim = None
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("ack", "ack")
         assert rig.told[1:] == [("a1", "written")]
 
@@ -653,7 +443,7 @@ async def test_a_cancel_that_overtakes_the_granted_claim_is_heeded():
 async def test_an_attempt_that_is_worked_on_is_not_begun_again():
     async with working(runners=2, redeliver_s=0.05) as rig:
         rig.engine.holds = True
-        await rig.push(job())
+        await rig.push(prefill_job())
         await rig.answered("nak")
         assert rig.engine.attempts == ["a1"]
         rig.engine.ends["a1"].set_result("written")
@@ -664,7 +454,7 @@ async def test_an_attempt_that_is_worked_on_is_not_begun_again():
 async def test_a_long_job_stays_with_its_worker():
     async with working(ack_wait_s=0.6, redeliver_s=0.6) as rig:
         rig.engine.holds = True
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: rig.queue.answers.count("extend") >= 5)
         assert await MemoryQueue.pull(rig.queue, timeout_s=0) is None
         rig.engine.ends["a1"].set_result("written")
@@ -675,9 +465,9 @@ async def test_a_long_job_stays_with_its_worker():
 async def test_stopping_lets_running_jobs_end_and_pulls_nothing_more():
     async with working() as rig:
         rig.engine.holds = True
-        await rig.push(job("a1"))
+        await rig.push(prefill_job("a1"))
         await eventually(lambda: rig.engine.ends)
-        await rig.push(job("a2"))
+        await rig.push(prefill_job("a2"))
         await rig.jobs.stop()
         assert not rig.jobs.idle.is_set()
         rig.engine.ends["a1"].set_result("written")
@@ -690,7 +480,7 @@ async def test_stopping_lets_running_jobs_end_and_pulls_nothing_more():
 async def test_an_end_that_cannot_be_told_or_answered_leaves_the_job_to_redelivery():
     async with working() as rig:
         rig.engine.holds = True
-        await rig.push(job())
+        await rig.push(prefill_job())
         await eventually(lambda: rig.engine.ends)
         rig.messaging.set_connected(False)
         rig.broker.set_connected(False)
@@ -705,35 +495,18 @@ async def test_an_end_that_cannot_be_told_or_answered_leaves_the_job_to_redelive
 # Links
 
 
-class ScriptedLinks:
-    """why_not: what every engine's link is refused with, so many times."""
-
-    def __init__(self, why_not: str | None, times: int = 1000):
-        self.why_not, self.times, self.doubted = why_not, times, list[str]()
-
-    async def usable(self, target: EngineMetadata) -> str | None:
-        assert target.engine_id == ENGINE
-        self.times -= 1
-        return self.why_not if self.times >= 0 else None
-
-    def retest(self, engine_id: str) -> None:
-        self.doubted.append(engine_id)
-
-
 async def test_a_job_for_an_engine_without_a_way_to_it_is_left_unclaimed_to_others():
-    async with working() as rig:
-        # Whoever pulls it next is another one, with a way to the engine.
-        rig.jobs._runner._links = ScriptedLinks("rank 0: connection reset", times=1)
-        await rig.push(job())
+    # The second delivery stands for another worker, whose link to the engine is usable.
+    async with working(links=ScriptedLinks("rank 0: connection reset", times=1)) as rig:
+        await rig.push(prefill_job())
         await rig.answered("nak", "ack")
         assert len(rig.claims) == 1 and rig.told == [("a1", "written")]
         assert (rig.counted("left"), rig.counted("written")) == (1, 1)
 
 
 async def test_a_job_that_the_queue_would_drop_is_given_back_to_its_engine():
-    async with working() as rig:
-        rig.jobs._runner._links = ScriptedLinks("rank 0: connection reset")
-        await rig.push(job())
+    async with working(links=ScriptedLinks("rank 0: connection reset")) as rig:
+        await rig.push(prefill_job())
         await rig.answered("nak", "nak", "ack")
         assert rig.claims == [] and rig.engine.attempts == []
         assert rig.told == [("a1", "failed")]
@@ -742,13 +515,13 @@ async def test_a_job_that_the_queue_would_drop_is_given_back_to_its_engine():
 
 
 async def test_a_failed_write_casts_doubt_on_the_link():
-    async with working() as rig:
-        rig.jobs._runner._links = scripted = ScriptedLinks(None)
-        await rig.push(job("a1"))
+    scripted = ScriptedLinks(None)
+    async with working(links=scripted) as rig:
+        await rig.push(prefill_job("a1"))
         await rig.answered("ack")
         assert scripted.doubted == []
         rig.engine.holds = True
-        await rig.push(job("a2"))
+        await rig.push(prefill_job("a2"))
         await eventually(lambda: "a2" in rig.engine.ends)
         rig.engine.ends["a2"].set_result("failed")
         await rig.answered("ack", "ack")
@@ -758,16 +531,8 @@ async def test_a_failed_write_casts_doubt_on_the_link():
 async def test_a_worker_that_closes_without_a_drain_stops_its_jobs_before_its_queue():
     """As after a start that was interrupted. A stopped queue answers a pull at once: a loop that
     went on pulling would not let the event loop run."""
-    spec = ProcessSpec(
-        namespace=NAMESPACE,
-        component="PrefillWorker",
-        instance=0,
-        nats_url="",
-        etcd_url="",
-        state_dir="",
-    )
     async with working() as rig:
-        worker = PrefillWorker({}, spec)
+        worker = PrefillWorker({}, process_spec("PrefillWorker"))
         worker._jobs = rig.jobs
         worker._stack.push_async_callback(rig.queue.stop_pulling)
         worker._stack.callback(lambda: closing.append(rig.jobs._pulling))

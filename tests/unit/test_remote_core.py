@@ -1,64 +1,25 @@
 """The engine core of the Frontend's engine client, over a failover client that only records."""
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any, cast
-
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMError
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
-from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.protocol.errors import EngineDied, Overloaded
-from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
-from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
-
-WORKER = EndpointRecord(
-    component="VllmWorker",
-    endpoint="generate",
-    namespace="t",
-    lease_id=1,
-    transport=EndpointTransport(nats_tcp="worker-1"),
-)
+from tests.unit.frontend_core import CoreScene
 
 
-class Failover:
-    def __init__(self) -> None:
-        self.submitted: list[str] = []
-        self.aborted: list[str] = []
-        self.refusal: Exception | None = None
-
-    async def submit(self, message: GenerateRequest, movable: Any) -> None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.submitted.append(message.request_id)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self.aborted += request_ids
-
-
-class Scene:
+class Scene(CoreScene):
     """siblings: sequence id -> the other sequences of its request."""
 
     def __init__(self, siblings: dict[str, list[str]] | None = None, in_flight: int = 8) -> None:
-        self.failover, self.deliveries = Failover(), Deliveries()
-        self.admission = Admission(Limits(in_flight=in_flight))
-        self.refused: Counter[str] = Counter()
-        self.members: list[EndpointRecord] = [WORKER]
+        super().__init__(in_flight)
+        self.deliveries = Deliveries()
         self.failed: list[tuple[str, str]] = []
         self._siblings = siblings or {}
-        self.core = RemoteCore(
-            cast("FailoverClient", self.failover),
-            self.deliveries,
-            members=lambda: self.members,
-            admission=self.admission,
-            refused=self.refused,
-            fail=self._fail,
-            causal=True,
-        )
+        self.core = RemoteCore(self.client, self.deliveries, fail=self._fail, **self.intake)
 
     def _fail(self, request_id: str, error: Exception) -> list[str]:
         self.failed.append((request_id, str(error)))
@@ -85,7 +46,7 @@ async def test_deltas_and_errors_arrive_in_order():
     scene = Scene(siblings={"r1": ["r2"]})
     for request_id in ("r1", "r2", "r3"):
         await scene.add(request_id)
-    assert scene.failover.submitted == ["r1", "r2", "r3"] and scene.admission.in_flight == 3
+    assert scene.failover.submitted_ids == ["r1", "r2", "r3"] and scene.admission.in_flight == 3
     scene.deliveries.on_deltas([TokenDelta(request_id="r1", token_ids=[7])])
     scene.deliveries.on_ended("r1", EngineDied("its engine died"))
     scene.deliveries.on_deltas([TokenDelta(request_id="r3", token_ids=[8], finish_reason="length")])
@@ -122,4 +83,4 @@ async def test_refusals_are_counted_by_reason():
     with pytest.raises(VLLMError, match="No worker is available"):
         scene.core.check_admission(1)
     assert scene.refused == {"busy": 1, "limit": 1, "no_worker": 1}
-    assert scene.failover.submitted == ["r2"]
+    assert scene.failover.submitted_ids == ["r2"]

@@ -1,9 +1,8 @@
 """The engine-core protocol towards vLLM's Rust frontend, over a failover client that records."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +16,6 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.policy.migration import Continue, Plan
 from dynamo_lite.protocol.errors import NoWorkers, WorkerLost
 from dynamo_lite.protocol.generate import (
@@ -26,38 +24,12 @@ from dynamo_lite.protocol.generate import (
     PrefillCounts,
     TokenDelta,
 )
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.protocol.trace import TraceContext, new_trace
-from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.rust_core import RustCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
+from tests.unit.frontend_core import CoreScene
 from tests.unit.recorder import Recorder
-
-WORKER = EndpointRecord(
-    component="VllmWorker",
-    endpoint="generate",
-    namespace="t",
-    lease_id=1,
-    transport=EndpointTransport(nats_tcp="worker-1"),
-)
-
-
-class Failover:
-    def __init__(self) -> None:
-        self.submitted: list[GenerateRequest] = []
-        self.plans: list[Plan] = []
-        self.aborted: list[str] = []
-        self.refusal: Exception | None = None
-
-    async def submit(self, message: GenerateRequest, movable: Plan) -> None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.submitted.append(message)
-        self.plans.append(movable)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self.aborted += request_ids
 
 
 class Tracing(Recorder):
@@ -67,21 +39,12 @@ class Tracing(Recorder):
         return new_trace()
 
 
-class Scene:
+class Scene(CoreScene):
     def __init__(self, in_flight: int = 8, tracer: Any = None) -> None:
-        self.failover = Failover()
-        self.admission = Admission(Limits(in_flight=in_flight))
-        self.refused: Counter[str] = Counter()
+        super().__init__(in_flight)
         self.sent: list[list[bytes]] = []
         self.core = RustCore(timeout_s=60.0, tracer=tracer)
-        intake = Intake(
-            cast("FailoverClient", self.failover),
-            members=lambda: [WORKER],
-            admission=self.admission,
-            refused=self.refused,
-            causal=True,
-            tracer=tracer,
-        )
+        intake = Intake(self.client, tracer=tracer, **self.intake)
         self.core.open(intake, lambda frames: self.sent.append([bytes(f) for f in frames]))
 
     async def take(self, kind: EngineCoreRequestType, content: Any) -> None:
@@ -205,7 +168,7 @@ async def test_requests_that_cannot_be_served_are_refused_alone():
     await scene.add("x" * 300)
     await scene.add("r3")
     assert scene.ends() == dict.fromkeys(("r1", "r2", "x" * 300), FinishReason.ERROR)
-    assert [message.request_id for message in scene.failover.submitted] == ["r3"]
+    assert scene.failover.submitted_ids == ["r3"]
 
 
 async def test_an_abort_frame_cancels_at_the_worker():

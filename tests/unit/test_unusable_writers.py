@@ -19,11 +19,11 @@ from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.decisions import Decision, decode_explained
 from dynamo_lite.protocol.records import EngineMetadata, LinkRecord, RankMetadata, encode_engine
-from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.process.stop import StopRequest
 from dynamo_lite.transfer.directory import MetadataDirectory
 from dynamo_lite.vllm.engine.fingerprint import check_peer
-from tests.builders import ENGINE, NAMESPACE
+from tests.builders import ENGINE, NAMESPACE, process_spec
 from tests.unit.decode_engine import WRITER, prompt
 from tests.unit.decode_session import OTHER, OtherEngine, Scene
 from tests.unit.test_fingerprint import engine
@@ -185,14 +185,6 @@ class PrefillEngine:
 @contextlib.asynccontextmanager
 async def linked(scene: Scene, own: EngineMetadata, target: EngineMetadata) -> AsyncIterator[None]:
     """The shipped links of a prefill worker, over the scene's store and messaging."""
-    spec = ProcessSpec(
-        namespace=NAMESPACE,
-        component="PrefillWorker",
-        instance=0,
-        nats_url="",
-        etcd_url="",
-        state_dir="",
-    )
     target = msgspec.structs.replace(target, engine_id=ENGINE)
 
     async def listen(_payload: bytes) -> bytes:
@@ -204,7 +196,7 @@ async def linked(scene: Scene, own: EngineMetadata, target: EngineMetadata) -> A
     ):
         await scene.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(target))
         host = Host(
-            spec,
+            process_spec("PrefillWorker"),
             store=scene.store,
             messaging=scene.decode.messaging,
             lease=lease,

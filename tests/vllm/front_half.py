@@ -22,12 +22,13 @@ from dynamo_lite.protocol.generate import (
     PrefillCounts,
     TokenDelta,
 )
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient
 from dynamo_lite.vllm.frontend.openai_app import OpenAiApp, open_app
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
+from tests.builders import endpoint_record
 
 MAX_MODEL_LEN = 256
 _SPECIAL = 256
@@ -90,16 +91,6 @@ def flags(model: Path) -> list[str]:
     ]
 
 
-def member(lease_id: int) -> EndpointRecord:
-    return EndpointRecord(
-        component="VllmWorker",
-        endpoint="generate",
-        namespace="t",
-        lease_id=lease_id,
-        transport=EndpointTransport(nats_tcp=f"worker-{lease_id}"),
-    )
-
-
 class Workers:
     """A `GenerateClient` whose workers answer "abcd..." one token per step.
 
@@ -110,7 +101,7 @@ class Workers:
     """
 
     def __init__(self, lease_ids: Sequence[int] = (1,)):
-        self.members = [member(lease_id) for lease_id in lease_ids]
+        self.members = [endpoint_record(lease_id) for lease_id in lease_ids]
         self.refusals: dict[int, Exception] = {}
         self.hold = self.silent = False
         self.gate: asyncio.Event | None = None

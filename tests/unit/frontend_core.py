@@ -1,0 +1,60 @@
+"""What the tests of a Frontend's two engine cores share: a failover client that records its calls,
+and the other parts that a core is opened over."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+from dynamo_lite.policy.admission import Admission, Limits
+from dynamo_lite.policy.migration import Plan
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.failover import FailoverClient
+from tests.builders import endpoint_record
+
+
+class RecordingFailover:
+    """refusal: what `submit` raises, unless it is None."""
+
+    def __init__(self) -> None:
+        self.submitted: list[GenerateRequest] = []
+        self.plans: list[Plan] = []
+        self.aborted: list[str] = []
+        self.refusal: Exception | None = None
+
+    @property
+    def submitted_ids(self) -> list[str]:
+        return [message.request_id for message in self.submitted]
+
+    async def submit(self, message: GenerateRequest, movable: Plan) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(message)
+        self.plans.append(movable)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+
+
+class CoreScene:
+    """One worker, and admission for `in_flight` requests."""
+
+    def __init__(self, in_flight: int) -> None:
+        self.failover = RecordingFailover()
+        self.admission = Admission(Limits(in_flight=in_flight))
+        self.refused: Counter[str] = Counter()
+        self.members: list[EndpointRecord] = [endpoint_record()]
+
+    @property
+    def client(self) -> FailoverClient:
+        return cast("FailoverClient", self.failover)
+
+    @property
+    def intake(self) -> dict[str, Any]:
+        """The keyword arguments that every core's intake takes."""
+        return {
+            "members": lambda: self.members,
+            "admission": self.admission,
+            "refused": self.refused,
+            "causal": True,
+        }
