@@ -7,6 +7,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -284,3 +286,43 @@ async def tokens_of(
                 if len(tokens) > 10:
                     begun.set()
     return tokens
+
+
+#: `vllm bench serve`. The program `vllm` looks for package data that the CPU build does not have.
+_BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@pytest.mark.parametrize("edge", ["python", "rust"])
+def test_vllms_load_generator_gets_every_token(
+    edge: str, request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path
+):
+    graph: Graph = request.getfixturevalue(edge)
+    options = {
+        "backend": "openai-chat",
+        "endpoint": "/v1/chat/completions",
+        "base-url": graph.url,
+        "model": "tiny",
+        "tokenizer": tiny_model,
+        "dataset-name": "random",
+        "random-input-len": 64,
+        "random-output-len": 16,
+        "num-prompts": 12,
+        "max-concurrency": 4,
+        "result-dir": tmp_path,
+        "result-filename": "result.json",
+    }
+    flags = ["--ignore-eos", "--disable-tqdm", "--save-result"]
+    subprocess.run(
+        [sys.executable, "-c", _BENCH_SERVE, *flags, *(f"--{k}={v}" for k, v in options.items())],
+        check=True,
+        timeout=300,
+    )
+    result = json.loads((tmp_path / "result.json").read_bytes())
+    assert [result[key] for key in ("completed", "failed", "total_output_tokens")] == [12, 0, 192]
