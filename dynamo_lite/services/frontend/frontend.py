@@ -44,6 +44,7 @@ from dynamo_lite.services.metrics import RequestMetrics
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from dynamo_lite.vllm.frontend.intake import Intake
     from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
     from dynamo_lite.vllm.frontend.rust_edge import RustEdge
 
@@ -133,12 +134,12 @@ class Frontend:
         from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 
         deliveries = Deliveries()
-        failover, intake = await self._open_intake(host, deliveries.on_deltas, deliveries.on_ended)
+        intake = await self._open_intake(host, deliveries.on_deltas, deliveries.on_ended)
         config = self._config
         return await self._stack.enter_async_context(
             open_app(
                 self._spec.engine_args,
-                partial(RemoteCore, failover, deliveries, **intake),
+                partial(RemoteCore, intake, deliveries),
                 default_timeout_s=config.default_request_timeout_s,
                 max_timeout_s=config.max_request_timeout_s,
                 max_body_bytes=config.max_body_bytes,
@@ -148,7 +149,6 @@ class Frontend:
 
     async def _open_rust(self, host: Host, sock: socket.socket, url: str) -> "RustEdge":
         await asyncio.to_thread(__import__, "dynamo_lite.vllm.frontend.rust_edge")
-        from dynamo_lite.vllm.frontend.intake import Intake
         from dynamo_lite.vllm.frontend.rust_core import RustCore
         from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 
@@ -157,7 +157,7 @@ class Frontend:
             raise StartupError("Frontend.edge-binary: `edge: rust` needs the path of vllm-rs")
         timeout_s = min(config.default_request_timeout_s, config.max_request_timeout_s)
         core = RustCore(timeout_s=timeout_s, tracer=host.tracer)
-        failover, intake = await self._open_intake(host, core.on_deltas, core.on_ended)
+        intake = await self._open_intake(host, core.on_deltas, core.on_ended)
         return await self._stack.enter_async_context(
             open_rust_edge(
                 self._spec.engine_args,
@@ -165,15 +165,15 @@ class Frontend:
                 sock,
                 url,
                 core,
-                lambda causal: Intake(failover, causal=causal, **intake),
+                intake,
                 grace_s=self._spec.grace_s,
             )
         )
 
-    async def _open_intake(
-        self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
-    ) -> tuple[FailoverClient, dict[str, Any]]:
-        """Returns the failover client, and the arguments of `Intake` for both edges."""
+    async def _open_intake(self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded) -> "Intake":
+        """Opens the failover client with the edge's callbacks, and admission over it."""
+        from dynamo_lite.vllm.frontend.intake import Intake
+
         config = self._config
         failover = await self._open_failover(host, on_deltas, on_ended)
         admission = Admission(limits(config, FrontendLiveOptions()))
@@ -187,13 +187,14 @@ class Frontend:
         self._options = options = ComponentOptions(host, config, FrontendLiveOptions(), apply)
         await self._stack.enter_async_context(options.following)
         host.registry.register(RequestMetrics(failover.stats, refused, admission))
-        return failover, {
-            "members": self._candidates,
-            "admission": admission,
-            "refused": refused,
-            "client_priority": config.client_priority,
-            "tracer": host.tracer,
-        }
+        return Intake(
+            failover,
+            members=self._candidates,
+            admission=admission,
+            refused=refused,
+            client_priority=config.client_priority,
+            tracer=host.tracer,
+        )
 
     async def _open_failover(
         self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
