@@ -162,6 +162,9 @@ class Workers:
     def retain(self, members) -> None:
         pass
 
+    def is_connected(self, member: EndpointRecord) -> bool:
+        return member in self.members
+
     def drop(self, member: EndpointRecord, why: str) -> None:
         pass
 

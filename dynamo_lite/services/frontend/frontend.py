@@ -38,6 +38,7 @@ from dynamo_lite.services.frontend.picker import open_picker
 from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.frontend.shared_metrics import SharedMetrics
+from dynamo_lite.services.frontend.worker_check import NONE_REGISTERED, WorkerCheck, check_workers
 from dynamo_lite.services.live_options import ComponentOptions, limits
 from dynamo_lite.services.metrics import RequestMetrics
 
@@ -59,6 +60,7 @@ class Frontend:
         self._stack = AsyncExitStack()
         self._roster: Roster | None = None
         self._workers: HealthMonitor | None = None
+        self._failover: FailoverClient | None = None
         self._picker: Picker | WorkerSelector = RoundRobin()
         self._app: OpenAiApp | RustEdge | None = None
         self._rust: RustEdge | None = None
@@ -200,7 +202,7 @@ class Frontend:
         self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
     ) -> FailoverClient:
         assert self._roster is not None and self._workers is not None
-        failover = await self._stack.enter_async_context(
+        self._failover = failover = await self._stack.enter_async_context(
             FailoverClient(
                 partial(
                     RemoteGenerateClient,
@@ -302,26 +304,22 @@ class Frontend:
         trouble = app.trouble if app is not None else ""
         workers = len(self._roster.members) if self._roster is not None else 0
         responsive = len(self._workers.responsive) if self._workers is not None else 0
+        check = self._check_workers()
         return {
             "ok": app is not None and not trouble,
             "dead": trouble,
             "checks": {
                 "model": "" if app is not None else "the tokenizer is not loaded yet",
-                "workers": _workers_trouble(workers, responsive),
+                "workers": check.trouble,
             },
+            "without_broker": check.without_broker,
             "workers": workers,
             "responsive": responsive,
             "requests": app.in_flight if app is not None else 0,
             "options": self._options.facts() if self._options is not None else {},
         }
 
-
-def _workers_trouble(workers: int, responsive: int) -> str:
-    """Why no request can be answered; empty if a worker is responsive."""
-    if responsive:
-        return ""
-    if workers:
-        return (
-            f"none of {workers} decode workers is responsive: see `dynamo-lite ps` and their logs"
-        )
-    return "no decode worker is registered: start one, or wait until it has loaded its model"
+    def _check_workers(self) -> WorkerCheck:
+        if self._roster is None or self._workers is None or self._failover is None:
+            return NONE_REGISTERED
+        return check_workers(self._roster, self._workers, self._failover.transport)
