@@ -186,6 +186,25 @@ def test_a_frontend_needs_one_worker_that_responds() -> None:
     assert "not loaded yet" in frontend.health()["checks"]["model"]
 
 
+def test_a_frontend_needs_an_edge_that_answers() -> None:
+    spec = ProcessSpec(
+        namespace="n", component="Frontend", instance=0, nats_url="", etcd_url="", state_dir=""
+    )
+    frontend = Frontend({}, spec)
+    assert "edge" not in frontend.health()["checks"]
+    edge = Edge()
+    frontend._app = frontend._rust = edge  # type: ignore[assignment]
+    assert frontend.health()["ok"] and frontend.health()["checks"]["edge"] == ""
+    edge.unhealthy = "timeout"
+    facts = frontend.health()
+    assert not facts["ok"] and facts["checks"]["edge"] == "timeout"
+    assert liveness(facts)["ok"], "it may recover"
+
+
+class Edge:
+    trouble, unhealthy, in_flight = "", "", 0
+
+
 class Members:
     receives_heartbeats = True
 

@@ -107,7 +107,7 @@ class Frontend:
         self._app = self._rust = rust = await self._open_rust(host, sock, url)
         # Its process has a copy. With this one open, connections during a drain would wait here.
         sock.close()
-        host.spawn(rust.process.run(), "vLLM's Rust frontend")
+        host.spawn(rust.process.run(url), "vLLM's Rust frontend")
         await host.register("http", stream=address)
         await self._serve_processor(host, HttpRelay(*local), rust)
         return url
@@ -305,13 +305,16 @@ class Frontend:
         workers = len(self._roster.members) if self._roster is not None else 0
         responsive = len(self._workers.responsive) if self._workers is not None else 0
         check = self._check_workers()
+        checks = {
+            "model": "" if app is not None else "the tokenizer is not loaded yet",
+            "workers": check.trouble,
+        }
+        if self._rust is not None:
+            checks["edge"] = self._rust.unhealthy
         return {
-            "ok": app is not None and not trouble,
+            "ok": app is not None and not trouble and not checks.get("edge"),
             "dead": trouble,
-            "checks": {
-                "model": "" if app is not None else "the tokenizer is not loaded yet",
-                "workers": check.trouble,
-            },
+            "checks": checks,
             "without_broker": check.without_broker,
             "workers": workers,
             "responsive": responsive,

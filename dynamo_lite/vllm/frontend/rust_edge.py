@@ -56,6 +56,11 @@ class RustEdge:
         return ""
 
     @property
+    def unhealthy(self) -> str:
+        """Why its process does not serve requests now; it may recover, or is replaced soon."""
+        return self.process.unhealthy
+
+    @property
     def in_flight(self) -> int:
         """Requests that have not ended."""
         return self.core.in_flight
