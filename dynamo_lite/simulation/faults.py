@@ -34,7 +34,7 @@ class Sabotage:
     network: Network
     slots: dict[str, Slot]
     servers: dict[str, Server]
-    revoke: Callable[[int], None]
+    revoke: Callable[[int], bool]
     paused: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
     _stopped: Counter[SimProcess] = field(default_factory=Counter[SimProcess])
     _parted: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
