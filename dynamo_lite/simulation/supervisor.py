@@ -16,7 +16,7 @@ from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.loop.process import SimProcess, State
 
-#: An instance that left in order is started again by an operator, so much later.
+#: After this time an operator starts an instance again that has left in order.
 _OPERATOR_S = 1.0
 _BACKOFF = Backoff(first_s=0.5, longest_s=4.0)
 
@@ -81,7 +81,7 @@ class Slot:
         return [p for p in (self.process, self.engine) if p is not None and not p.dead]
 
     async def keep(self) -> None:
-        """Runs until `stop`; whatever ends before is started again."""
+        """Runs until `stop`; a process that ends before is started again."""
         failures = 0
         while not self._stopping:
             began = self._loop.time()
@@ -100,7 +100,7 @@ class Slot:
             await self._pause(delay_s)
 
     def stop(self) -> None:
-        """Asks it to drain, and not to come back."""
+        """Drains it; it is not started again."""
         self._stopping = True
         self._wake.set()
         self.terminate()
@@ -164,7 +164,7 @@ class Slot:
             if process.dead:
                 return
             if not task.cancelled() and (exc := task.exception()) is not None:
-                # One that cannot start ends; so does its component, which is started again.
+                # An engine that cannot start ends, and so does its component, which is restarted.
                 if engine.ready or not isinstance(exc, DynamoLiteError):
                     self._judge.violate(f"{process} failed: {exc!r}")
             elif left := process.exit():

@@ -21,7 +21,7 @@ from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.client import SimFrontend, Story
 from dynamo_lite.simulation.engine.core import SimModelConfig
 from dynamo_lite.simulation.engine.mover import Fabric, Wire
-from dynamo_lite.simulation.faults import Sabotage
+from dynamo_lite.simulation.faults import FaultInjector
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.loop.process import SimProcess, State
@@ -160,7 +160,7 @@ class World:
         self.prefill: dict[str, PrefillWorker] = {}
         #: Ready processes, and since when.
         self.ready: dict[str, float] = {}
-        self.sabotage = Sabotage(
+        self.faults = FaultInjector(
             self.network,
             self.slots,
             {"nats": self.nats, "etcd": self.etcd},
