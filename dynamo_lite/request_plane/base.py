@@ -45,6 +45,10 @@ class GenerateClient(Protocol):
         when they are idle."""
         ...
 
+    def is_connected(self, member: EndpointRecord) -> bool:
+        """Whether requests can be sent to it without connecting first."""
+        ...
+
     def drop(self, member: EndpointRecord, why: str) -> None:
         """Disconnects an unresponsive member. `on_lost` reports its requests a little later."""
         ...

@@ -81,6 +81,10 @@ class RemoteGenerateClient:
             for address in sorted(live):
                 self._open_link(address)
 
+    def is_connected(self, member: EndpointRecord) -> bool:
+        link = self._links.get(member.transport.stream or "")
+        return link is not None and link.is_open
+
     def drop(self, member: EndpointRecord, why: str) -> None:
         link = self._links.get(member.transport.stream or "")
         if link is not None:

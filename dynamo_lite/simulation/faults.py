@@ -1,4 +1,4 @@
-"""Makes a scenario's faults happen, and takes them back."""
+"""Injects a scenario's faults, and ends them."""
 
 import asyncio
 from collections import Counter
@@ -25,21 +25,19 @@ class Server(Protocol):
 
 
 @dataclass
-class Sabotage:
-    """slots: by name. revoke: takes a lease away from outside.
-
-    paused: for whom, from when to when.
-    """
+class FaultInjector:
+    """slots: by name. revoke: revokes a lease, as an operator does."""
 
     network: Network
     slots: dict[str, Slot]
     servers: dict[str, Server]
-    revoke: Callable[[int], None]
+    revoke: Callable[[int], bool]
+    #: Pauses that have ended: the name of the slot or server, start and end.
     paused: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
-    _stopped: Counter[SimProcess] = field(default_factory=Counter[SimProcess])
-    _parted: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    _pauses: Counter[SimProcess] = field(default_factory=Counter[SimProcess])
+    _partitions: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
 
-    async def carry_out(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
         """Returns when the fault is over."""
         self.network.loop.trace.add(f"FAULT {fault}", "world")
         match fault.kind:
@@ -52,16 +50,16 @@ class Sabotage:
             case Kind.STORE_PAUSE:
                 await self._pause("etcd", [self.servers["etcd"].process], fault.for_s)
             case Kind.ISOLATE | Kind.CUT:
-                await self._part(fault)
+                await self._partition(fault)
             case Kind.WEATHER:
-                await self._storm(fault)
+                await self._worsen_weather(fault)
             case Kind.WALL_JUMP:
                 self.network.loop.jump_wall(fault.target, fault.amount)
             case Kind.BROKER_CRASH | Kind.STORE_CRASH | Kind.STORE_WIPE:
                 await self._restart(fault)
 
     def held_up_s(self, name: str, begin: float, end: float) -> float:
-        """For how long `name` was stopped between two times."""
+        """Seconds for which `name` was stopped between two times."""
         return sum(
             max(0.0, min(end, until) - max(begin, since))
             for who, since, until in self.paused
@@ -89,22 +87,22 @@ class Sabotage:
         return [half] if half is not None and not half.dead else []
 
     async def _pause(self, name: str, processes: list[SimProcess], for_s: float) -> None:
-        """Pauses may overlap: the last one to end lets a process go on."""
+        """Pauses may overlap: a process resumes at the end of the last one."""
         began = self.network.loop.time()
         for process in processes:
-            self._stopped[process] += 1
+            self._pauses[process] += 1
             process.pause()
         await asyncio.sleep(for_s)
         for process in processes:
-            self._stopped[process] -= 1
-            if not self._stopped[process]:
+            self._pauses[process] -= 1
+            if not self._pauses[process]:
                 process.resume()
         self.paused.append((name, began, self.network.loop.time()))
 
-    async def _part(self, fault: Fault) -> None:
-        """Faults of one kind may overlap: the last one to end takes it back."""
+    async def _partition(self, fault: Fault) -> None:
+        """Partitions may overlap: hosts are reconnected at the end of the last one."""
         network, here, there = self.network, fault.target, fault.other
-        count = self._parted
+        count = self._partitions
         count[here, there] += 1
         if count[here, there] == 1:
             network.cut(here, there) if there else network.isolate(here)
@@ -113,7 +111,7 @@ class Sabotage:
         if not count[here, there]:
             network.heal(here, there) if there else network.rejoin(here)
 
-    async def _storm(self, fault: Fault) -> None:
+    async def _worsen_weather(self, fault: Fault) -> None:
         bad = fault.amount
         self.network.weather = Weather(
             delay_s=0.0005, spread_s=bad, loss=bad / 2, duplicate=bad / 2, reorder=bad

@@ -79,13 +79,13 @@ async def _play(world: World) -> None:
     await asyncio.gather(*faults)
     await _settle(world)
     await _stop(world)
-    world.judge.judge_stories(world.sabotage.held_up_s)
+    world.judge.judge_stories(world.faults.held_up_s)
     world.judge.judge_cancels()
 
 
 async def _carry_out(world: World, fault: Fault) -> None:
     await asyncio.sleep(fault.at_s)
-    await world.sabotage.carry_out(fault)
+    await world.faults.inject(fault)
 
 
 async def _settle(world: World) -> None:

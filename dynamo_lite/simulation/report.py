@@ -1,4 +1,4 @@
-"""What came of many seeds, to read."""
+"""The results of many seeds, as text."""
 
 from collections.abc import Iterator
 
@@ -18,11 +18,17 @@ _GROUPS = {
     "writes landed": "writes landed ",
     "dropped": "dropped/",
 }
-_SINGLE = ("fenced_writes", "late_notices", "commit_mismatches")
+_SINGLE = (
+    "fenced_writes",
+    "late_notices",
+    "commit_mismatches",
+    "leases expired",
+    "leases revoked by supervisors",
+)
 
 
 def replay_command(seed: int, mutant: str | None = None) -> str:
-    """What plays the seed again and shows what happens in it."""
+    """The command that repeats the seed and prints its trace."""
     words = ["dynamo-lite", "sim", "--seed", str(seed), "--trace"]
     return " ".join([*words, "--mutant", mutant] if mutant else words)
 

@@ -1,4 +1,4 @@
-"""The shipped parts that a simulation runs, each of which a mutant may replace."""
+"""The shipped parts that a simulation runs. A mutant replaces one of them."""
 
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -18,11 +18,9 @@ from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL
 
 
 class Shipped(Assembly):
-    """Engines, components, queue and store as they are shipped.
+    """Engines, components, queue and store as they are shipped."""
 
-    queue_client: what a prefill worker opens its queue with.
-    """
-
+    #: Opens the queue of a prefill worker.
     queue_client: type[JetStreamQueue] = JetStreamQueue
 
     def prefill_worker(
@@ -40,7 +38,7 @@ class Shipped(Assembly):
         return EtcdStore(ETCD_URL, backend=backend)
 
     def timeout_s(self, ask: Ask) -> float | None:
-        """The time that a request is given on its way."""
+        """The time limit that is sent with a request."""
         return ask.timeout_s
 
     def transport(self, make: MakeTransport, messaging: Messaging) -> MakeTransport:

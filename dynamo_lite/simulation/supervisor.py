@@ -16,16 +16,41 @@ from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.loop.process import SimProcess, State
 
-#: An instance that left in order is started again by an operator, so much later.
+#: After this time an operator starts an instance again that has left in order.
 _OPERATOR_S = 1.0
 _BACKOFF = Backoff(first_s=0.5, longest_s=4.0)
+
+#: How often a dead process's lease is not revoked, as if its supervisor had died with it.
+_NOT_REVOKED = 0.3
+#: A revocation takes between 1 ms and the product's timeout, as powers of ten.
+_REVOKED_AFTER_S = (-3.0, 0.3)
+
+
+class SimLeaseRevoker:
+    """Revokes leases like `LeaseRevoker` of the product, after a random time, and not always.
+
+    revoke: takes a host and a lease id; returns whether it has revoked the lease.
+    """
+
+    def __init__(self, loop: VirtualLoop, judge: Judge, revoke: Callable[[str, int], bool]):
+        self._loop, self._judge, self._revoke = loop, judge, revoke
+        self._rng = loop.stream("supervisors")
+
+    async def revoke(self, host: str, lease_id: int) -> None:
+        """host: of the process that has died."""
+        if self._rng.random() < _NOT_REVOKED:
+            return
+        await asyncio.sleep(10 ** self._rng.uniform(*_REVOKED_AFTER_S))
+        if self._revoke(host, lease_id):
+            self._loop.trace.add(f"{host}: its supervisor has revoked lease {lease_id:x}")
+            self._judge.counts["leases revoked by supervisors"] += 1
 
 
 class Slot:
     """One supervised process and its engine; implements Home for the latter.
 
-    main: makes the process's work, to be run as that process. host: what its
-    component got; None until it is connected.
+    main: makes the process's work, to be run as that process. leases: revokes the lease of a
+    process that has died.
     """
 
     def __init__(
@@ -34,13 +59,17 @@ class Slot:
         name: str,
         judge: Judge,
         main: Callable[["Slot"], Coroutine[Any, Any, int]],
+        leases: SimLeaseRevoker,
     ):
         self.name = name
         self.process: SimProcess | None = None
         self.engine: SimProcess | None = None
+        #: What the component got; None until it is connected.
         self.host: Host | None = None
         self.restarts = 0
-        self._loop, self._judge, self._main = loop, judge, main
+        self._loop, self._judge, self._main, self._leases = loop, judge, main, leases
+        #: Of the last component that was connected; 0 until it is, and after its end.
+        self._lease_id = 0
         self._stopping = False
         self._wake = asyncio.Event()
 
@@ -52,12 +81,14 @@ class Slot:
         return [p for p in (self.process, self.engine) if p is not None and not p.dead]
 
     async def keep(self) -> None:
-        """Runs until `stop`; whatever ends before is started again."""
+        """Runs until `stop`; a process that ends before is started again."""
         failures = 0
         while not self._stopping:
             began = self._loop.time()
             code = await self._run_once()
             self._judge.counts[f"exit {'killed' if code is None else code}"] += 1
+            if code != 0 and self._lease_id:
+                await self._leases.revoke(self.name, self._lease_id)
             if self._stopping:
                 break
             self.restarts += 1
@@ -69,7 +100,7 @@ class Slot:
             await self._pause(delay_s)
 
     def stop(self) -> None:
-        """Asks it to drain, and not to come back."""
+        """Drains it; it is not started again."""
         self._stopping = True
         self._wake.set()
         self.terminate()
@@ -103,6 +134,7 @@ class Slot:
         task = process.spawn(self._main(self), name=f"main {self.name}")
         task.add_done_callback(lambda _: ended.set())
         await ended.wait()
+        self._lease_id = 0 if self.host is None else self.host.lease.id
         self.host = None
         if not task.done():
             return None
@@ -132,7 +164,7 @@ class Slot:
             if process.dead:
                 return
             if not task.cancelled() and (exc := task.exception()) is not None:
-                # One that cannot start ends; so does its component, which is started again.
+                # An engine that cannot start ends, and so does its component, which is restarted.
                 if engine.ready or not isinstance(exc, DynamoLiteError):
                     self._judge.violate(f"{process} failed: {exc!r}")
             elif left := process.exit():

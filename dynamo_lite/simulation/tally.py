@@ -1,4 +1,4 @@
-"""What came of seeds: of one, and of many together."""
+"""The results of seeds: of one, and of many together."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """How long one request waited for its end, and how long it was allowed to (seconds)."""
+    """How long one request waited for its end, and its time limit (seconds)."""
 
     seed: int = 0
     request: str = ""
@@ -43,8 +43,11 @@ class Waits(msgspec.Struct, kw_only=True):
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """What came of a seed, as plain data. virtual_s: how long it took, cancel_s: the longest
-    way of a cancel to a prefill worker, in virtual time."""
+    """The result of one seed, as plain data.
+
+    virtual_s: its duration. cancel_s: the longest time that a cancel needed to reach a prefill
+    worker. Both in virtual time.
+    """
 
     seed: int
     profile: str = ""
@@ -58,13 +61,12 @@ class Played(msgspec.Struct, kw_only=True):
 
 @dataclass
 class Tally:
-    """Many seeds together. The order in which they are added changes nothing.
-
-    lost: seed -> why there is no outcome of it.
-    """
+    """The results of many seeds. The order in which they are added changes nothing."""
 
     seeds: int = 0
+    #: Seed to its first violation.
     violated: dict[int, str] = field(default_factory=dict[int, str])
+    #: Seed to the reason why it has no result.
     lost: dict[int, str] = field(default_factory=dict[int, str])
     counts: Counter[str] = field(default_factory=Counter[str])
     waits: Waits = field(default_factory=Waits)
@@ -87,5 +89,5 @@ class Tally:
 
     @property
     def bad(self) -> list[tuple[int, str]]:
-        """Seeds that need a look, and why, in order."""
+        """Seeds with a violation or without a result, and the reason, in order."""
         return sorted({**self.violated, **self.lost}.items())

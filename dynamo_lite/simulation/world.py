@@ -21,7 +21,7 @@ from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.client import SimFrontend, Story
 from dynamo_lite.simulation.engine.core import SimModelConfig
 from dynamo_lite.simulation.engine.mover import Fabric, Wire
-from dynamo_lite.simulation.faults import Sabotage
+from dynamo_lite.simulation.faults import FaultInjector
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.loop.process import SimProcess, State
@@ -33,7 +33,7 @@ from dynamo_lite.simulation.servers.etcd_backend import etcd_backend
 from dynamo_lite.simulation.servers.etcd_data import EtcdData
 from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
 from dynamo_lite.simulation.shipped import Shipped
-from dynamo_lite.simulation.supervisor import Slot
+from dynamo_lite.simulation.supervisor import SimLeaseRevoker, Slot
 from dynamo_lite.simulation.views import Views
 
 NAMESPACE = "sim"
@@ -100,9 +100,12 @@ class Etcd:
             slowest_answer_s=self._slowest_answer_s,
         )
 
-    def revoke(self, lease_id: int) -> None:
-        if not self.process.dead and self.server.revoke(lease_id):
+    def revoke(self, lease_id: int) -> bool:
+        """Returns whether there was such a lease."""
+        found = not self.process.dead and self.server.revoke(lease_id)
+        if found:
             self.revoked.add(lease_id)
+        return found
 
     def keys(self) -> list[str]:
         return sorted(key.decode() for key in self.data.keys)
@@ -149,12 +152,15 @@ class World:
         )
         self.nats = Nats(self.network, self.judge.broker_started)
         self.etcd = Etcd(self.network, self._lease_expired, scenario.slowest_store_answer_s)
-        self.slots = {name: Slot(loop, name, self.judge, self._main) for name in scenario.slots}
+        revoker = SimLeaseRevoker(loop, self.judge, self._revoke)
+        self.slots = {
+            name: Slot(loop, name, self.judge, self._main, revoker) for name in scenario.slots
+        }
         self.clients: dict[str, SimFrontend] = {}
         self.prefill: dict[str, PrefillWorker] = {}
         #: Ready processes, and since when.
         self.ready: dict[str, float] = {}
-        self.sabotage = Sabotage(
+        self.faults = FaultInjector(
             self.network,
             self.slots,
             {"nats": self.nats, "etcd": self.etcd},
@@ -299,6 +305,12 @@ class World:
     def _open_store(self) -> AbstractAsyncContextManager[Store]:
         opened = self.shipped.store(etcd_backend(self.network))
         return self._views.seen(opened, self.loop.current_process())
+
+    def _revoke(self, host: str, lease_id: int) -> bool:
+        """As the supervisor on this host. Returns whether the lease was revoked."""
+        reached = self.etcd.process.state is State.RUNNING
+        reached = reached and not self.network.is_cut(host, "etcd")
+        return reached and self.etcd.revoke(lease_id)
 
     def _lease_expired(self, lease_id: int) -> None:
         for slot in self.slots.values():

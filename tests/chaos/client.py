@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 PATIENCE_S = 110.0
@@ -21,15 +22,20 @@ _TIMEOUT_HEADER_S = 100
 class Answer:
     """tokens: by choice. finish: by choice. usage: completion tokens.
 
-    Waits are in seconds: until the first token, and the longest between two
-    pieces of a stream.
+    first_s: seconds until the first token. arrivals: when each piece of a stream came
+    (`time.monotonic()`).
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finish: dict[int, str] = field(default_factory=dict)
     usage: int = 0
     first_s: float = 0.0
-    gap_s: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+
+    @property
+    def gap_s(self) -> float:
+        """The longest time between two pieces of a stream."""
+        return max((b - a for a, b in pairwise(self.arrivals)), default=0.0)
 
     def same(self, other: "Answer") -> bool:
         return (self.tokens, self.finish, self.usage) == (other.tokens, other.finish, other.usage)
@@ -99,7 +105,7 @@ async def _exchange(
 
 
 async def _streamed(reader: asyncio.StreamReader, sent: float) -> Answer:
-    answer, last, done = Answer(), sent, False
+    answer, done = Answer(), False
     async for event in _events(reader):
         if event == b"[DONE]":
             done = True
@@ -110,14 +116,11 @@ async def _streamed(reader: asyncio.StreamReader, sent: float) -> Answer:
             code = error.get("code") if isinstance(error, dict) else ""
             raise Failed(f"event {code}", str(error))
         _take(answer, message)
-        now = time.monotonic()
-        if last == sent:
-            answer.first_s = now - sent
-        else:
-            answer.gap_s = max(answer.gap_s, now - last)
-        last = now
+        answer.arrivals.append(time.monotonic())
     if not done:
         raise Broken("the stream ended early")
+    if answer.arrivals:
+        answer.first_s = answer.arrivals[0] - sent
     return answer
 
 

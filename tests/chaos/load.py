@@ -131,8 +131,11 @@ class Load:
             except TimeoutError:
                 pass
 
-    async def one(self, question: Question, leaves_s: float | None = None) -> None:
-        """One request to its end. leaves_s: after which the client hangs up."""
+    async def one(self, question: Question, leaves_s: float | None = None) -> Answer | None:
+        """One request to its end; returns the answer, right or wrong, if there is one.
+
+        leaves_s: the client disconnects after this time.
+        """
         tally = self.tally
         tally.requests += 1
         body = question.salted(self._salt(question))
@@ -146,24 +149,24 @@ class Load:
                 tally.refused[exc.kind] += 1
                 if time.monotonic() - first > PATIENCE_S:
                     self._lose(question, began, "refused for too long", exc)
-                    return
+                    return None
                 await asyncio.sleep(exc.retry_after_s)
             except TimeoutError as exc:
                 if leaves_s is None or time.monotonic() - began > PATIENCE_S:
                     self._lose(question, began, "no answer", exc)
                 else:
                     tally.cancelled += 1
-                return
+                return None
             except (Broken, Failed) as exc:
                 if why := self._excuse(began):
                     tally.excused[why] += 1
                     continue
                 kind = exc.kind if isinstance(exc, Failed) else "broken connection"
                 self._lose(question, began, kind, exc)
-                return
+                return None
             else:
                 self._judge(question, answer)
-                return
+                return answer
 
     def _judge(self, question: Question, answer: Answer) -> None:
         tally = self.tally

@@ -80,7 +80,6 @@ def _revoked(service: str):
 
 
 OUTAGES = (
-    Scenario("prefill-killed", "the only prefill worker is killed (-9)", _killed(PREFILL)),
     Scenario("decode-killed", "one of two decode workers is killed (-9)", _killed(DECODE)),
     Scenario("router-killed", "the Router is killed (-9)", _router_killed),
     Scenario("etcd-frozen", "etcd is stopped for 20 s", _etcd_frozen, calm=True),

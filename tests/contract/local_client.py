@@ -59,6 +59,9 @@ class LocalGenerateClient:
     def retain(self, members: Iterable[EndpointRecord]) -> None:
         """There is no connection to close."""
 
+    def is_connected(self, member: EndpointRecord) -> bool:
+        return self._session is not None
+
     def drop(self, member: EndpointRecord, why: str) -> None:
         if (session := self._session) is None:
             return

@@ -206,11 +206,15 @@ async def test_a_request_needs_no_subject(remote: Setup):
 
 
 async def test_a_registered_worker_is_connected_before_the_first_request(remote: Setup):
+    assert not remote.client.is_connected(remote.member)
     remote.client.retain([remote.member])
-    await eventually(lambda: remote.server.session("frontend.1") is not None, 5)
+    await eventually(lambda: remote.client.is_connected(remote.member), 5)
+    assert remote.server.session("frontend.1") is not None
     remote.client.retain([remote.member])
     await remote.client.submit(remote.member, generate_request("a"))
     assert remote.engine.running["a"].client_id == "frontend.1"
+    remote.client.drop(remote.member, "tested")
+    await eventually(lambda: not remote.client.is_connected(remote.member), 5)
 
 
 @pytest.mark.parametrize("stream", [None, "nonsense", "127.0.0.1:1"])

@@ -19,7 +19,7 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
-from tests.builders import loop_time
+from tests.builders import eventually, loop_time
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -367,6 +367,7 @@ async def test_a_broker_that_hangs_with_unread_messages_is_left_for_another(
 @pytest.mark.parametrize("error", ["Maximum Connections Exceeded", "Authorization Violation"])
 async def test_a_server_that_throws_us_out_is_asked_again(error: str) -> None:
     visits = 0
+    opened: list[NatsMessaging] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal visits
@@ -376,7 +377,7 @@ async def test_a_server_that_throws_us_out_is_asked_again(error: str) -> None:
             if line.startswith(b"PING"):
                 writer.write(b"PONG\r\n")
                 if visits < 3:
-                    await asyncio.sleep(0.05)
+                    await eventually(lambda: opened and opened[0].connected)
                     writer.write(f"-ERR '{error}'\r\n".encode())
                     break
         writer.close()
@@ -384,9 +385,8 @@ async def test_a_server_that_throws_us_out_is_asked_again(error: str) -> None:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
-            async with asyncio.timeout(5):
-                while visits < 3:
-                    await asyncio.sleep(0.01)
+            opened.append(messaging)
+            await eventually(lambda: visits == 3, 5)
             await messaging.wait_connected(5)
 
 

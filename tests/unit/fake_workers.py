@@ -172,6 +172,9 @@ class FakeWorkers:
 
     def retain(self, members: Iterable[EndpointRecord]) -> None: ...
 
+    def is_connected(self, member: EndpointRecord) -> bool:
+        return member.lease_id in self.workers
+
     def drop(self, member: EndpointRecord, why: str) -> None:
         """What it runs it goes on with: it hears of nothing."""
         self._lose(self.workers[member.lease_id], why)

@@ -3,13 +3,15 @@ and the other parts that a core is opened over."""
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.policy.migration import Plan
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.runtime.tracing.tracer import Tracer
+from dynamo_lite.vllm.frontend.intake import Intake
 from tests.builders import endpoint_record
 
 
@@ -39,22 +41,15 @@ class RecordingFailover:
 class CoreScene:
     """One worker, and admission for `in_flight` requests."""
 
-    def __init__(self, in_flight: int) -> None:
+    def __init__(self, in_flight: int, tracer: Tracer | None = None) -> None:
         self.failover = RecordingFailover()
         self.admission = Admission(Limits(in_flight=in_flight))
         self.refused: Counter[str] = Counter()
         self.members: list[EndpointRecord] = [endpoint_record()]
-
-    @property
-    def client(self) -> FailoverClient:
-        return cast("FailoverClient", self.failover)
-
-    @property
-    def intake(self) -> dict[str, Any]:
-        """The keyword arguments that every core's intake takes."""
-        return {
-            "members": lambda: self.members,
-            "admission": self.admission,
-            "refused": self.refused,
-            "causal": True,
-        }
+        self.intake = Intake(
+            cast("FailoverClient", self.failover),
+            members=lambda: self.members,
+            admission=self.admission,
+            refused=self.refused,
+            tracer=tracer,
+        )

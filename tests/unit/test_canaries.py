@@ -66,6 +66,9 @@ class Transport:
     def retain(self, members: object) -> None:
         pass
 
+    def is_connected(self, member: EndpointRecord) -> bool:
+        raise AssertionError("canaries connect when they send")
+
     def drop(self, member: EndpointRecord, why: str) -> None:
         raise AssertionError("canaries drop no worker")
 

@@ -551,6 +551,7 @@ class Served:
     """The Frontend's engine client, over workers that take half a second to accept a request."""
 
     def __init__(self, vllm_config: "VllmConfig", fake: FakeWorkers):
+        from dynamo_lite.vllm.frontend.intake import Intake
         from dynamo_lite.vllm.frontend.remote_client import RemoteEngineClient
         from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 
@@ -563,14 +564,10 @@ class Served:
             on_deltas=deliveries.on_deltas,
             on_ended=deliveries.on_ended,
         )
-        open_core = functools.partial(
-            RemoteCore,
-            self.failover,
-            deliveries,
-            members=fake.members,
-            admission=self.admission,
-            refused=Counter(),
+        intake = Intake(
+            self.failover, members=fake.members, admission=self.admission, refused=Counter()
         )
+        open_core = functools.partial(RemoteCore, intake, deliveries)
         self.engine = RemoteEngineClient(
             vllm_config, open_core, log_stats=False, log_requests=False
         )

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from tests.chaos.client import Answer
+from tests.chaos.delays import Timed, longest, longest_gap
 from tests.chaos.load import Load, Tally
 from tests.chaos.questions import Question
 
@@ -148,3 +149,30 @@ async def test_what_is_excused_is_asked_again():
 async def test_a_client_that_leaves_is_counted_as_such():
     tally = await ask_once(silence, leaves_s=0.05)
     assert (tally.cancelled, tally.open) == (1, 0)
+
+
+async def test_a_gap_within_a_stream_is_seen():
+    pause = asyncio.Event()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await saying(HEAD + event([1]))(writer)
+        asyncio.get_running_loop().call_later(0.2, pause.set)
+        await pause.wait()
+        await saying(event([2, 3], "length", 3) + DONE)(writer)
+
+    tally = await ask_once(answer)
+    assert tally.right == 1 and 0.2 <= tally.between_tokens.seconds < 5.0
+
+
+def test_the_longest_gap_is_the_longest_that_overlaps_the_time():
+    arrivals = (9.0, 1.0, 2.0, 5.0)
+    assert longest_gap(arrivals, 0.0, 10.0) == 4.0
+    assert longest_gap(arrivals, 1.5, 3.0) == 3.0
+    assert longest_gap(arrivals, 2.0, 2.0) == 0.0
+    assert longest_gap(arrivals, 20.0, 30.0) == 0.0
+    assert longest_gap((), 0.0, 10.0) == 0.0
+
+
+def test_the_longest_answer_is_that_from_question_to_end():
+    slow, quick = Timed("slow", 1.0, 4.0), Timed("quick", 5.0, 6.0)
+    assert longest([quick, slow]) is slow and slow.seconds == 3.0

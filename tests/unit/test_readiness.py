@@ -68,6 +68,19 @@ async def test_each_check_fails_by_itself_and_says_what_to_do() -> None:
         assert "NATS is not connected" in Process(messaging=messaging).failing()["broker"]
 
 
+async def test_a_missing_broker_is_a_detail_only_where_requests_are_served_without_it() -> None:
+    async with MemoryMessaging() as messaging:
+        served = Process(facts={**WELL, "without_broker": "2 of 2"}, messaging=messaging)
+        assert served.ready()["checks"]["broker"] == {"ok": True, "detail": ""}
+        messaging.set_connected(False)
+        assert served.failing() == {}
+        broker = served.ready()["checks"]["broker"]
+        assert broker["ok"] and "NATS is not connected" in broker["detail"]
+        assert broker["detail"].endswith(" 2 of 2")
+        unserved = Process(facts={**WELL, "without_broker": ""}, messaging=messaging)
+        assert "NATS is not connected" in unserved.failing()["broker"]
+
+
 async def test_a_component_without_checks_of_its_own_has_one() -> None:
     async with MemoryMessaging() as messaging:
         assert Process(facts={"ok": True}, messaging=messaging).failing() == {}
@@ -124,6 +137,8 @@ async def test_a_process_answers_from_its_start_to_its_end() -> None:
     status, body = await get(f"{url}/ready")
     assert status == 503 and b"NATS is not connected" in body
     assert (await get(f"{url}/live"))[0] == 200
+    status, body = await get(f"{url}/health")
+    assert status == 503 and b'"nats_connected":false' in body
     run.messaging.set_connected(True)
     run.worker.host.stop("enough")
     await run.until("draining")
@@ -163,6 +178,7 @@ def test_a_frontend_needs_one_worker_that_responds() -> None:
         return frontend.health()["checks"]["workers"]
 
     assert "no decode worker is registered" in trouble()
+    frontend._failover = Failover()  # type: ignore[assignment]
     frontend._roster, frontend._workers = Members("ab"), Members("")  # type: ignore[assignment]
     assert "none of 2 decode workers is responsive" in trouble()
     frontend._workers = Members("b")  # type: ignore[assignment]
@@ -170,6 +186,31 @@ def test_a_frontend_needs_one_worker_that_responds() -> None:
     assert "not loaded yet" in frontend.health()["checks"]["model"]
 
 
+def test_a_frontend_needs_an_edge_that_answers() -> None:
+    spec = ProcessSpec(
+        namespace="n", component="Frontend", instance=0, nats_url="", etcd_url="", state_dir=""
+    )
+    frontend = Frontend({}, spec)
+    assert "edge" not in frontend.health()["checks"]
+    edge = Edge()
+    frontend._app = frontend._rust = edge  # type: ignore[assignment]
+    assert frontend.health()["ok"] and frontend.health()["checks"]["edge"] == ""
+    edge.unhealthy = "timeout"
+    facts = frontend.health()
+    assert not facts["ok"] and facts["checks"]["edge"] == "timeout"
+    assert liveness(facts)["ok"], "it may recover"
+
+
+class Edge:
+    trouble, unhealthy, in_flight = "", "", 0
+
+
 class Members:
+    receives_heartbeats = True
+
     def __init__(self, members: str):
         self.members = self.responsive = tuple(members)
+
+
+class Failover:
+    transport = None

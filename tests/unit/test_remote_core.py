@@ -19,7 +19,7 @@ class Scene(CoreScene):
         self.deliveries = Deliveries()
         self.failed: list[tuple[str, str]] = []
         self._siblings = siblings or {}
-        self.core = RemoteCore(self.client, self.deliveries, fail=self._fail, **self.intake)
+        self.core = RemoteCore(self.intake, self.deliveries, fail=self._fail, causal=True)
 
     def _fail(self, request_id: str, error: Exception) -> list[str]:
         self.failed.append((request_id, str(error)))

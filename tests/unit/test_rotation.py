@@ -28,6 +28,9 @@ class Transport:
     def drop(self, member: EndpointRecord, why: str) -> None:
         self.dropped.append((member.lease_id, why, loop_time()))
 
+    def is_connected(self, member: EndpointRecord) -> bool:
+        return member.lease_id in self.kept
+
     def retain(self, members) -> None:
         self.kept = [member.lease_id for member in members]
 

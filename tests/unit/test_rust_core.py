@@ -25,7 +25,6 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
 )
 from dynamo_lite.protocol.trace import TraceContext, new_trace
-from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.rust_core import RustCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
 from tests.unit.frontend_core import CoreScene
@@ -41,11 +40,12 @@ class Tracing(Recorder):
 
 class Scene(CoreScene):
     def __init__(self, in_flight: int = 8, tracer: Any = None) -> None:
-        super().__init__(in_flight)
+        super().__init__(in_flight, tracer)
         self.sent: list[list[bytes]] = []
         self.core = RustCore(timeout_s=60.0, tracer=tracer)
-        intake = Intake(self.client, tracer=tracer, **self.intake)
-        self.core.open(intake, lambda frames: self.sent.append([bytes(f) for f in frames]))
+        self.core.open(
+            self.intake, lambda frames: self.sent.append([bytes(f) for f in frames]), causal=True
+        )
 
     async def take(self, kind: EngineCoreRequestType, content: Any) -> None:
         self.core.take([kind.value, *(bytes(part) for part in MsgpackEncoder().encode(content))])

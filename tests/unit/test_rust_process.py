@@ -15,7 +15,9 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.serve.processes import is_alive
 from dynamo_lite.services.frontend.http import url_of
+from dynamo_lite.vllm.frontend import rust_process
 from dynamo_lite.vllm.frontend.rust_process import RustProcess
+from tests.builders import eventually
 
 LOGGER = "dynamo_lite.vllm.frontend.rust_process"
 
@@ -86,15 +88,57 @@ async def test_its_death_is_a_failure_and_its_drain_is_none(
 ):
     async with process(tmp_path, SERVER.replace("STATUS", "200"), sockets) as rust:
         await rust.wait_ready(url_of(sockets[0]))
-        running = asyncio.create_task(rust.run())
+        running = asyncio.create_task(rust.run(url_of(sockets[0])))
         os.kill(rust.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="vllm-rs ended with code -9"):
             await running
     async with process(tmp_path, SERVER.replace("STATUS", "200"), sockets) as rust:
         await rust.wait_ready(url_of(sockets[0]))
-        running = asyncio.create_task(rust.run())
+        running = asyncio.create_task(rust.run(url_of(sockets[0])))
         await rust.drain(5.0)
         await running
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rust_process, "_PERIOD_S", 0.1)
+    monkeypatch.setattr(rust_process, "_ANSWER_S", 0.5)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_stopped_process_is_unhealthy_until_it_goes_on(
+    tmp_path: Path, sockets: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rust_process, "_MOST_FAILURES", 1000)
+    async with process(tmp_path, SERVER.replace("STATUS", "200"), sockets) as rust:
+        await rust.wait_ready(url_of(sockets[0]))
+        running = asyncio.create_task(rust.run(url_of(sockets[0])))
+        os.kill(rust.pid, signal.SIGSTOP)
+        await eventually(lambda: "has not answered" in rust.unhealthy)
+        os.kill(rust.pid, signal.SIGCONT)
+        await eventually(lambda: not rust.unhealthy)
+        await rust.drain(5.0)
+        await running
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_process_that_stays_stopped_is_killed(tmp_path: Path, sockets: list[socket.socket]):
+    async with process(tmp_path, SERVER.replace("STATUS", "200"), sockets) as rust:
+        await rust.wait_ready(url_of(sockets[0]))
+        running = asyncio.create_task(rust.run(url_of(sockets[0])))
+        os.kill(rust.pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match="vllm-rs was killed: timeout"):
+            await running
+        await eventually(lambda: rust.ended)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_process_that_reports_an_error_is_unhealthy(
+    tmp_path: Path, sockets: list[socket.socket]
+):
+    async with process(tmp_path, SERVER.replace("STATUS", "503"), sockets) as rust:
+        with pytest.raises(RuntimeError, match="vllm-rs was killed: it answered b'503'"):
+            await rust.run(url_of(sockets[0]))
 
 
 async def test_its_lines_go_to_the_log_with_their_levels(

@@ -25,6 +25,7 @@ from dynamo_lite.protocol.generate import (
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.frontend.openai_app import OpenAiApp, open_app
 from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 from dynamo_lite.vllm.wire import sampling_from_bytes
@@ -161,6 +162,9 @@ class Workers:
     def retain(self, members) -> None:
         pass
 
+    def is_connected(self, member: EndpointRecord) -> bool:
+        return member in self.members
+
     def drop(self, member: EndpointRecord, why: str) -> None:
         pass
 
@@ -209,8 +213,8 @@ class Workers:
 class Front:
     """The app over `workers`, and an HTTP client of it within the process."""
 
-    def __init__(self, app: OpenAiApp, workers: Workers, core: RemoteCore):
-        self.app, self.workers, self.core = app, workers, core
+    def __init__(self, app: OpenAiApp, workers: Workers, intake: Intake):
+        self.app, self.workers, self.intake = app, workers, intake
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app.asgi), base_url="http://app"
         )
@@ -246,18 +250,17 @@ async def open_front(
         on_ended=deliveries.on_ended,
         move_wait_s=0.5,
     ) as failover:
-        open_core = partial(
-            RemoteCore,
+        intake = Intake(
             failover,
-            deliveries,
             members=lambda: workers.members,
             admission=Admission(limits or Limits()),
             refused=Counter(),
             client_priority=client_priority,
         )
         all_flags = [*flags(model), *extra]
+        open_core = partial(RemoteCore, intake, deliveries)
         async with open_app(all_flags, open_core, max_body_bytes=max_body_bytes, **times) as app:
-            front = Front(app, workers, app.client.engine_core)
+            front = Front(app, workers, intake)
             try:
                 yield front
             finally:

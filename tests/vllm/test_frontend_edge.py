@@ -137,7 +137,7 @@ async def test_workers_at_their_limits_are_a_429_with_their_hint(front: Front, s
     assert answer.headers["content-type"] == "application/json"
     error = answer.json()["error"]
     assert error["code"] == 429 and "in flight" in error["message"]
-    assert front.core.refused == {"busy": 1}
+    assert front.intake.refused == {"busy": 1}
     await front.idle()
 
 
@@ -156,7 +156,7 @@ async def test_too_many_requests_in_flight(model: Path, stream: bool):
         assert (await front.post("/v1/completions", TEXT)).status_code == 200
         front.workers.release()
         assert (await asyncio.wait_for(asking, 10)).status_code == 200
-        assert front.core.admission.in_flight == 0
+        assert front.intake.admission.in_flight == 0
         assert (await front.post("/v1/completions", two)).status_code == 200
 
 
@@ -172,7 +172,7 @@ async def test_too_many_prompt_tokens_without_an_answer(model: Path):
             answer = await front.post("/v1/completions", body)
             assert answer.status_code == 429, answer.text
             assert "10 of at most 15 prompt tokens wait" in answer.text
-        assert (len(front.workers.asked), front.core.refused) == (1, {"limit": 2})
+        assert (len(front.workers.asked), front.intake.refused) == (1, {"limit": 2})
         front.workers.silent = False
         assert (await front.post("/v1/completions", TEXT | {"prompt": [5] * 5})).status_code == 200
         front.workers.release()

@@ -146,6 +146,16 @@ class HealthMonitor:
             return ""
         return member.trouble or f"no heartbeat for {self.silent_for(lease_id):.1f} s"
 
+    @property
+    def receives_heartbeats(self) -> bool:
+        """False while this process is disconnected from the broker."""
+        return self._messaging.connected
+
+    def is_known_unwell(self, lease_id: int) -> bool:
+        """Whether the member's last heartbeat or a canary says so, regardless of missing ones."""
+        member = self._members.get(lease_id)
+        return member is not None and not member.well
+
     def silent_for(self, lease_id: int) -> float:
         """Seconds since the member was last known to be healthy; 0 if it is no member."""
         member = self._members.get(lease_id)

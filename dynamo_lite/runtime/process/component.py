@@ -88,8 +88,9 @@ class Component(Protocol):
     def health(self) -> Mapping[str, Any]:
         """Facts for /health; `ok` is whether the component is healthy.
 
-        Two facts are for `/live` and `/ready` (`readiness.py`): `dead` is why the process must
-        be restarted, and `checks` are this component's conditions for accepting work.
+        Three facts are for `/live` and `/ready` (`readiness.py`): `dead` is why the process must
+        be restarted, `checks` are this component's conditions for accepting work, and
+        `without_broker` says how it accepts work without NATS; absent or empty if it does not.
         """
         ...
 

@@ -56,22 +56,31 @@ def liveness(facts: Mapping[str, Any]) -> Answer:
 def readiness(
     facts: Mapping[str, Any], *, state: str, lease: Lease, messaging: Messaging
 ) -> Answer:
-    """facts: from the component's `health`. state: "starting", "ready" or "draining"."""
+    """facts: from the component's `health`. state: "starting", "ready" or "draining".
+
+    A missing broker only adds its detail if `without_broker` of the facts says how requests are
+    served meanwhile.
+    """
     own = facts.get("checks")
     if own is None:
         failed = facts.get("error") or "it is unhealthy: see its log"
         own = {"component": "" if facts.get("ok", True) else failed}
-    return answer(
+    meanwhile = facts.get("without_broker", "")
+    broker_counts = not messaging.connected and not meanwhile
+    reply = answer(
         {
             "process": _STATES.get(state, ""),
             "store": _store(lease),
-            "broker": ""
-            if messaging.connected
-            else "NATS is not connected: is it up, and can it be reached from here?",
+            "broker": _NO_BROKER if broker_counts else "",
             **own,
         }
     )
+    if not messaging.connected and meanwhile:
+        reply["checks"]["broker"]["detail"] = f"{_NO_BROKER} {meanwhile}"
+    return reply
 
+
+_NO_BROKER = "NATS is not connected: is it up, and can it be reached from here?"
 
 _STATES = {
     "starting": "still starting: wait until it is registered",

@@ -38,12 +38,14 @@ from dynamo_lite.services.frontend.picker import open_picker
 from dynamo_lite.services.frontend.processor import ENDPOINTS, Processor
 from dynamo_lite.services.frontend.rotation import Rotation
 from dynamo_lite.services.frontend.shared_metrics import SharedMetrics
+from dynamo_lite.services.frontend.worker_check import NONE_REGISTERED, WorkerCheck, check_workers
 from dynamo_lite.services.live_options import ComponentOptions, limits
 from dynamo_lite.services.metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from dynamo_lite.vllm.frontend.intake import Intake
     from dynamo_lite.vllm.frontend.openai_app import OpenAiApp
     from dynamo_lite.vllm.frontend.rust_edge import RustEdge
 
@@ -58,6 +60,7 @@ class Frontend:
         self._stack = AsyncExitStack()
         self._roster: Roster | None = None
         self._workers: HealthMonitor | None = None
+        self._failover: FailoverClient | None = None
         self._picker: Picker | WorkerSelector = RoundRobin()
         self._app: OpenAiApp | RustEdge | None = None
         self._rust: RustEdge | None = None
@@ -104,7 +107,7 @@ class Frontend:
         self._app = self._rust = rust = await self._open_rust(host, sock, url)
         # Its process has a copy. With this one open, connections during a drain would wait here.
         sock.close()
-        host.spawn(rust.process.run(), "vLLM's Rust frontend")
+        host.spawn(rust.process.run(url), "vLLM's Rust frontend")
         await host.register("http", stream=address)
         await self._serve_processor(host, HttpRelay(*local), rust)
         return url
@@ -133,12 +136,12 @@ class Frontend:
         from dynamo_lite.vllm.frontend.remote_core import Deliveries, RemoteCore
 
         deliveries = Deliveries()
-        failover, intake = await self._open_intake(host, deliveries.on_deltas, deliveries.on_ended)
+        intake = await self._open_intake(host, deliveries.on_deltas, deliveries.on_ended)
         config = self._config
         return await self._stack.enter_async_context(
             open_app(
                 self._spec.engine_args,
-                partial(RemoteCore, failover, deliveries, **intake),
+                partial(RemoteCore, intake, deliveries),
                 default_timeout_s=config.default_request_timeout_s,
                 max_timeout_s=config.max_request_timeout_s,
                 max_body_bytes=config.max_body_bytes,
@@ -148,7 +151,6 @@ class Frontend:
 
     async def _open_rust(self, host: Host, sock: socket.socket, url: str) -> "RustEdge":
         await asyncio.to_thread(__import__, "dynamo_lite.vllm.frontend.rust_edge")
-        from dynamo_lite.vllm.frontend.intake import Intake
         from dynamo_lite.vllm.frontend.rust_core import RustCore
         from dynamo_lite.vllm.frontend.rust_edge import open_rust_edge
 
@@ -157,7 +159,7 @@ class Frontend:
             raise StartupError("Frontend.edge-binary: `edge: rust` needs the path of vllm-rs")
         timeout_s = min(config.default_request_timeout_s, config.max_request_timeout_s)
         core = RustCore(timeout_s=timeout_s, tracer=host.tracer)
-        failover, intake = await self._open_intake(host, core.on_deltas, core.on_ended)
+        intake = await self._open_intake(host, core.on_deltas, core.on_ended)
         return await self._stack.enter_async_context(
             open_rust_edge(
                 self._spec.engine_args,
@@ -165,15 +167,15 @@ class Frontend:
                 sock,
                 url,
                 core,
-                lambda causal: Intake(failover, causal=causal, **intake),
+                intake,
                 grace_s=self._spec.grace_s,
             )
         )
 
-    async def _open_intake(
-        self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
-    ) -> tuple[FailoverClient, dict[str, Any]]:
-        """Returns the failover client, and the arguments of `Intake` for both edges."""
+    async def _open_intake(self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded) -> "Intake":
+        """Opens the failover client with the edge's callbacks, and admission over it."""
+        from dynamo_lite.vllm.frontend.intake import Intake
+
         config = self._config
         failover = await self._open_failover(host, on_deltas, on_ended)
         admission = Admission(limits(config, FrontendLiveOptions()))
@@ -187,19 +189,20 @@ class Frontend:
         self._options = options = ComponentOptions(host, config, FrontendLiveOptions(), apply)
         await self._stack.enter_async_context(options.following)
         host.registry.register(RequestMetrics(failover.stats, refused, admission))
-        return failover, {
-            "members": self._candidates,
-            "admission": admission,
-            "refused": refused,
-            "client_priority": config.client_priority,
-            "tracer": host.tracer,
-        }
+        return Intake(
+            failover,
+            members=self._candidates,
+            admission=admission,
+            refused=refused,
+            client_priority=config.client_priority,
+            tracer=host.tracer,
+        )
 
     async def _open_failover(
         self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
     ) -> FailoverClient:
         assert self._roster is not None and self._workers is not None
-        failover = await self._stack.enter_async_context(
+        self._failover = failover = await self._stack.enter_async_context(
             FailoverClient(
                 partial(
                     RemoteGenerateClient,
@@ -301,26 +304,25 @@ class Frontend:
         trouble = app.trouble if app is not None else ""
         workers = len(self._roster.members) if self._roster is not None else 0
         responsive = len(self._workers.responsive) if self._workers is not None else 0
+        check = self._check_workers()
+        checks = {
+            "model": "" if app is not None else "the tokenizer is not loaded yet",
+            "workers": check.trouble,
+        }
+        if self._rust is not None:
+            checks["edge"] = self._rust.unhealthy
         return {
-            "ok": app is not None and not trouble,
+            "ok": app is not None and not trouble and not checks.get("edge"),
             "dead": trouble,
-            "checks": {
-                "model": "" if app is not None else "the tokenizer is not loaded yet",
-                "workers": _workers_trouble(workers, responsive),
-            },
+            "checks": checks,
+            "without_broker": check.without_broker,
             "workers": workers,
             "responsive": responsive,
             "requests": app.in_flight if app is not None else 0,
             "options": self._options.facts() if self._options is not None else {},
         }
 
-
-def _workers_trouble(workers: int, responsive: int) -> str:
-    """Why no request can be answered; empty if a worker is responsive."""
-    if responsive:
-        return ""
-    if workers:
-        return (
-            f"none of {workers} decode workers is responsive: see `dynamo-lite ps` and their logs"
-        )
-    return "no decode worker is registered: start one, or wait until it has loaded its model"
+    def _check_workers(self) -> WorkerCheck:
+        if self._roster is None or self._workers is None or self._failover is None:
+            return NONE_REGISTERED
+        return check_workers(self._roster, self._workers, self._failover.transport)

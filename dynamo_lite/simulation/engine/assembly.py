@@ -1,4 +1,4 @@
-"""Puts a simulated engine's process together: pool, memory, mover, halves, core."""
+"""Builds a simulated engine's process: pool, memory, mover, halves, core."""
 
 import asyncio
 import random
@@ -55,7 +55,7 @@ class EngineSetup:
 
 @dataclass
 class Engine:
-    """An engine's process from within, for its component's pipe and for who checks it."""
+    """The inside of an engine's process, for its component's pipe and for the invariants."""
 
     setup: EngineSetup
     core: SimCore
@@ -77,8 +77,7 @@ class Engine:
 
 
 class Assembly:
-    """Makes engines of shipped parts. Its methods are there to be overridden: by tests
-    that show that a safety is needed by taking it away."""
+    """Makes engines of shipped parts. Mutants override its methods."""
 
     def build(self, setup: EngineSetup, deliver: Callable[[Outputs], None]) -> Engine:
         config, rng = setup.config, setup.rng

@@ -1,4 +1,4 @@
-"""The process of a simulated engine: steps, and what its component hears of them.
+"""The process of a simulated engine: its steps, and their outputs to its component.
 
 A step computes digests over real blocks and takes virtual time. The component
 is another process: it posts commands and receives outputs, and neither waits
@@ -46,7 +46,7 @@ class SimModelConfig:
 
 @dataclass
 class Outputs:
-    """One step's worth, from the engine to its component."""
+    """The outputs of one step, from the engine to its component."""
 
     deltas: list[TokenDelta] = field(default_factory=list[TokenDelta])
     counts: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -97,7 +97,7 @@ class SimCore:
         self._posted.set()
 
     def wake(self) -> None:
-        """Looks whether there are steps to make."""
+        """Checks whether there are steps to make."""
         self._posted.set()
 
     def stop(self) -> None:
@@ -109,14 +109,14 @@ class SimCore:
 
     async def run(self) -> None:
         while not self._stopping:
-            self._take_posted()
+            self._apply_commands()
             if self.scheduler.has_work:
                 await self._step()
             else:
                 self._posted.clear()
                 await self._posted.wait()
 
-    def _take_posted(self) -> None:
+    def _apply_commands(self) -> None:
         added, self._added = self._added, []
         for request in added:
             self.scheduler.add(request)
@@ -138,7 +138,7 @@ class SimCore:
         if self.halves is not None:
             results, report = self.halves.after_forward(plan.step)
             self._end_generated(plan)
-            self.scheduler.settle(results, report)
+            self.scheduler.apply_results(results, report)
             outputs.counts = merge(self.halves.take_counts())
         else:
             self._end_generated(plan)
@@ -154,7 +154,7 @@ class SimCore:
             self._deliver(outputs)
 
     def _forward(self, plan: Plan) -> Outputs:
-        """KV of all first, since prompts of one step may share blocks; then the tokens."""
+        """First the KV of all requests: prompts of one step may share blocks. Then the tokens."""
         computed = [
             (self.scheduler.requests[request_id], count)
             for request_id, count in plan.num_scheduled_tokens.items()

@@ -1,7 +1,7 @@
 """A simulated engine as its component sees it: the other end of a pipe.
 
 Implements DecodeEngine and PrefillEngine. The engine itself is a process of its
-own, which can be stopped, killed or slow while its component is well.
+own, which can be stopped, killed or slow while its component works.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class SimEngine:
 
     @property
     def kv_events(self) -> None:
-        """No component routes by prefixes in a simulation."""
+        """There is no routing by prefixes in a simulation."""
         return None
 
     async def describe(self) -> EngineStatus:
@@ -133,7 +133,7 @@ class SimEngine:
         now = self._setup.clock.monotonic()
         left = sampling.max_tokens - len(done)
         if left <= 0:
-            # Its last token was given elsewhere, and the word of its end got lost.
+            # Another worker has generated its last token, and the message of its end was lost.
             own = self._ids.enter(request.request_id)
             delta = TokenDelta(request_id=own, token_ids=[], finish_reason="length")
             self._outputs.put_nowait(Outputs(deltas=[delta], load=self.load))
@@ -167,8 +167,8 @@ class SimEngine:
             while await self._next() is not None:
                 pass
         except EngineDied as exc:
-            # A dead process starts no write: say so, rather than let anybody wait.
-            self._settle([(attempt, "died", str(exc)) for attempt in self._attempts])
+            # A dead process starts no write: its attempts end now.
+            self._resolve_attempts([(attempt, "died", str(exc)) for attempt in self._attempts])
             raise
 
     async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
@@ -255,12 +255,12 @@ class SimEngine:
             raise EngineDied("the engine's process ended")
         self.load = outputs.load
         if outputs.counts:
-            self._settle(outputs.counts.get(ENDED, ()))
+            self._resolve_attempts(outputs.counts.get(ENDED, ()))
             self._preflights.resolve(outputs.counts.get(PREFLIGHT, ()))
             self._on_counts(outputs.counts)
         return outputs
 
-    def _settle(self, ended: Sequence[Sequence[str]]) -> None:
+    def _resolve_attempts(self, ended: Sequence[Sequence[str]]) -> None:
         for attempt, outcome, detail in ended:
             waiting = self._attempts.get(attempt)
             if waiting is not None and not waiting.done():

@@ -78,7 +78,7 @@ class DecodeHalves:
         self.asked: dict[str, tuple[SimRequest, frozenset[int], frozenset[int]]] = {}
 
     def held(self, attempt: str) -> Sequence[Block]:
-        """The blocks that are kept back because the attempt's writer may still write."""
+        """The blocks that are held because the attempt's writer may still write."""
         return self.scheduler.prefills.held().get(attempt, ())
 
     def waits_for(self, attempt: str, writer_lease_id: int) -> bool:
@@ -103,12 +103,12 @@ class DecodeHalves:
         return None, None
 
     def writes(self, attempt: str) -> bool:
-        """Whether it was claimed by a writer that has not said yet that it is done."""
+        """Whether it was claimed by a writer that has not sent `WriterDone`."""
         entry = self.scheduler._book.ledger._attempts.get(attempt)
         return entry is not None and entry.writer is not None and not entry.writer_done
 
     def unsettled(self) -> str | None:
-        """What the halves still wait for, to read; None when nothing is left."""
+        """What the halves still wait for, as text; None when nothing is left."""
         if held := self.scheduler.prefills.held():
             return f"attempts {', '.join(held)} are in quarantine"
         if self.scheduler.prefills:
@@ -159,7 +159,7 @@ class DecodeHalves:
 
 
 class WatchedRank(PrefillRank):
-    """Gives its mover the attempt of each write and read, for those that watch them."""
+    """Gives its mover the attempt of each write and read, for the invariants."""
 
     watched: SimMover | None = None
 
@@ -220,7 +220,7 @@ class PrefillHalves:
 
 
 def rank_clock(clock: Clock) -> Clock:
-    """`clock`, on which each look takes a moment: a rank's busy loops end in virtual time, too."""
+    """`clock`, where each reading takes a little time: a rank's busy loops end in virtual time."""
     looks = itertools.count()
     return Clock(monotonic=lambda: clock.monotonic() + next(looks) * 1e-4, wall=clock.wall)
 

@@ -1,11 +1,10 @@
-"""The mover of a simulated engine: copies that take time, land in pieces, and outlive their start.
+"""The mover of a simulated engine: copies take time and arrive in portions.
 
-Like a network card it goes on by itself: what was posted lands although its
-sender stands still, and may land although it was killed. What is written to an
-agent that has gone lands nowhere, whoever is at its address now; what is written
-to one that lives lands wherever the writer says. Reads are either the card's, too,
-or made by the reader itself as it polls: one that stood still reads what lies there
-when it goes on.
+Like a network card it works by itself: a posted write arrives while its sender is stopped, and
+may arrive after its sender was killed. A write to an agent that has ended arrives nowhere, also
+if another agent has its address. A write to a live agent arrives wherever the writer says. A
+read is made by the card as well, or by the reader when it polls: a reader that was stopped then
+reads what is there when it resumes.
 """
 
 import asyncio
@@ -29,12 +28,12 @@ Copy = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How long things take, in seconds.
+    """Durations of transfers, in seconds.
 
-    Every portion of a write or read lands between `fastest_s` and `slowest_s` after
-    its start; of writes, `slowest_s` must stay below the grace that a ledger gives a lost
-    writer. notice_s: from the sender's look at a finished write to its notice.
-    dead_s: until a write to a dead peer fails.
+    Every portion of a write or read arrives between `fastest_s` and `slowest_s` after its start.
+    For writes, `slowest_s` must be below the grace that a ledger gives a lost writer.
+    notice_s: from the sender's poll of a finished write to its notification. dead_s: until a
+    write to a dead peer fails.
     """
 
     fastest_s: float = 0.001
@@ -72,12 +71,11 @@ def _always(_here: str, _there: str) -> bool:
 
 @dataclass
 class Fabric:
-    """What joins the movers of a simulation.
+    """Connects the movers of a simulation.
 
-    Make it outside of any simulated process: its timers are the network's, and go
-    on when processes stand still. on_landing: sees every copy that lands, just
-    before; on_read: every copy that is read. joined: whether two agents' hosts reach
-    each other now.
+    It is made outside of any simulated process, so that its timers run while processes are
+    stopped. on_landing: called just before each copy arrives. on_read: called before each copy
+    is read. joined: whether two agents' hosts reach each other now.
     """
 
     rng: random.Random
@@ -101,7 +99,7 @@ class SimWrite:
         self._sender, self._peer, self._target = sender, peer, target
         self._attempt, self._notice = sender.attempt, notice
         self._failure: str | None = None
-        self._told = False
+        self._notified = False
         fabric, wire = sender.fabric, sender.fabric.wire
         fabric.rng.shuffle(copies)
         step = -(-len(copies) // fabric.rng.randint(1, _PORTIONS))
@@ -122,15 +120,15 @@ class SimWrite:
             raise TransferError(self._peer, self._failure)
         if self._portions:
             return False
-        if self._notice and not self._told:
-            self._told = True
-            # It leaves when the sender sees the end of its write, not before.
+        if self._notice and not self._notified:
+            self._notified = True
+            # Sent when the sender has seen the end of its write, not before.
             fabric = self._sender.fabric
             fabric.later(fabric.wire.notice_s, self._notify)
         return True
 
     def hurry(self) -> None:
-        """All that is under way lands now."""
+        """Everything in flight arrives now."""
         for portion in list(self._portions):
             self._land(portion)
 
@@ -208,7 +206,7 @@ class SimMover:
     """Implements Mover. One per engine, with one memory, and scratch memory beside it.
 
     name: unique per engine incarnation. address: its host. attempt: of the write
-    that is being started, for those that watch landings.
+    that is being started, for the fabric's callbacks.
     """
 
     def __init__(self, fabric: Fabric, name: str, address: str, memory: KvMemory):
@@ -263,12 +261,12 @@ class SimMover:
         self.closed = True
 
     def die(self) -> None:
-        """Its process was killed: what it has posted may land or not."""
+        """Its process was killed: its posted writes may arrive or not."""
         self.dead = True
         self.close()
 
     def hurry(self) -> None:
-        """What this mover has under way lands now: its engine waits for it, doing nothing else."""
+        """All writes in flight arrive now: the engine does nothing but wait for them."""
         for write in self._writes:
             write.hurry()
 

@@ -1,4 +1,4 @@
-"""What a simulated engine's scheduler decides for a step, and whom it asks."""
+"""What a simulated engine's scheduler decides for a step, and its connector."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ from dynamo_lite.simulation.engine.request import SimRequest
 
 
 class Connector(Protocol):
-    """A scheduler half, asked as vLLM asks a KV connector. Step: what it tells the rank."""
+    """A scheduler half, called as vLLM calls a KV connector. A step is its message to the rank."""
 
     def matched(self, request: SimRequest, cached: int) -> tuple[int | None, bool]:
         """Tokens beyond `cached` that come from elsewhere, and whether to wait for them.
@@ -31,14 +31,14 @@ class Connector(Protocol):
 
 @dataclass
 class Plan:
-    """One step: request id -> tokens to compute; the connector's word to its rank.
+    """One step."""
 
-    filling: blocks that it completes.
-    """
-
+    #: Request id to tokens to compute.
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict[str, int])
     preempted: list[str] = field(default_factory=list[str])
+    #: Blocks that the step completes.
     filling: list[int] = field(default_factory=list[int])
+    #: The connector's message to its rank.
     step: Any = None
 
     @property

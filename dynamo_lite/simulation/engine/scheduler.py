@@ -36,7 +36,7 @@ class Scheduler:
         self._holding: list[SimRequest] = []  # parked now or a moment ago
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
-        self._untold = False
+        self._unreported_end = False
 
     @property
     def running(self) -> int:
@@ -51,7 +51,7 @@ class Scheduler:
         """Whether requests are computed, wait, or have blocks in use; also for one step after each
         end, which reports it."""
         busy = self._connector is not None and self._connector.busy
-        return bool(self.requests) or self._untold or busy
+        return bool(self.requests) or self._unreported_end or busy
 
     def parked(self, request: SimRequest) -> bool:
         """Whether its blocks wait for KV from elsewhere, or did so when it ended."""
@@ -98,7 +98,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         plan = Plan()
-        self._untold = False
+        self._unreported_end = False
         self._schedule_running(plan)
         if not plan.preempted:
             self._schedule_waiting(plan, now)
@@ -113,8 +113,8 @@ class Scheduler:
             self.requests[request_id].num_computed_tokens += count
         return plan
 
-    def settle(self, results: RankResults, report: Any) -> None:
-        """What the rank has received, lost and sent."""
+    def apply_results(self, results: RankResults, report: Any) -> None:
+        """Takes over what the rank has received, lost and sent."""
         for request_id in sorted(results.lost):
             request = self.requests.get(request_id)
             if request is not None and request.status is Status.PARKED:
@@ -139,7 +139,7 @@ class Scheduler:
 
     def _finish(self, request: SimRequest, *, parked: bool) -> None:
         request.status = Status.FINISHED
-        self._untold = True
+        self._unreported_end = True
         sending = self._connector is not None and self._connector.finished(request)
         if not (parked or sending):
             self._free(request)
@@ -178,7 +178,7 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _schedule_waiting(self, plan: Plan, now: float) -> None:
-        """Who holds blocks, or did so until its KV was lost, comes first, in order."""
+        """First the requests that hold blocks, or did so until their KV was lost, in order."""
         if not self._schedule_holding(plan, now):
             return
         deferred: list[SimRequest] = []

@@ -35,10 +35,9 @@ class Intake:
     """The requests of one Frontend.
 
     failover: submits and aborts requests. members: the live workers. admission: the limits of
-    this process. causal: whether the model is, see `is_causal`.
-    refused: counts requests that were not taken, by reason: "limit" (this process is at its
-    limit), "busy" (all workers are), "no_worker" (no worker is registered or answers), "late"
-    (timeout before a worker took it) and "rejected" (not acceptable to the engine).
+    this process. refused: counts requests that were not taken, by reason: "limit" (this process
+    is at its limit), "busy" (all workers are), "no_worker" (no worker is registered or answers),
+    "late" (timeout before a worker took it) and "rejected" (not acceptable to the engine).
     client_priority: the priorities that clients may ask for. tracer: None without tracing.
     """
 
@@ -49,32 +48,33 @@ class Intake:
         members: Callable[[], Sequence[EndpointRecord]],
         admission: Admission,
         refused: Counter[str],
-        causal: bool,
         client_priority: ClientPriority = "lower-only",
         tracer: Tracer | None = None,
     ):
         self._failover, self._members = failover, members
-        self._admission, self._refused = admission, refused
-        self._causal = causal
+        self.admission, self.refused = admission, refused
         self._client_priority: ClientPriority = client_priority
         self._traces = None if tracer is None else RequestTraces(tracer)
 
     @property
     def in_flight(self) -> int:
         """Requests that have not ended."""
-        return self._admission.in_flight
+        return self.admission.in_flight
 
     def check(self, n: int) -> None:
         """Raises NoWorkers without a worker, Overloaded if `n` more requests are too many."""
         if not self._members():
             raise self._refusal(NoWorkers("No worker is available. Please try again later."))
-        if (busy := self._admission.busy(prompt_tokens=1, requests=n)) is not None:
+        if (busy := self.admission.busy(prompt_tokens=1, requests=n)) is not None:
             raise self._refusal(_overloaded(busy), "limit")
 
-    async def submit(self, request: EngineCoreRequest, context: RequestContext | None) -> None:
+    async def submit(
+        self, request: EngineCoreRequest, context: RequestContext | None, *, causal: bool
+    ) -> None:
         """Returns when a worker has the request.
 
         context: of the HTTP request; None for a request without a time limit.
+        causal: whether the model is, see `is_causal`.
         Raises VLLMValidationError for a request that cannot be sent; Refused, Overloaded,
         NoWorkers, another Unavailable or DeadlineExceeded for one that is not taken.
         """
@@ -84,8 +84,8 @@ class Intake:
         except DeadlineExceeded as exc:
             raise self._refusal(exc, "late") from exc
         session = None if context is None else context.session
-        message, plan = generate_request(request, timeout_s, session, causal=self._causal)
-        verdict = self._admission.enter(message.request_id, len(message.prompt_token_ids))
+        message, plan = generate_request(request, timeout_s, session, causal=causal)
+        verdict = self.admission.enter(message.request_id, len(message.prompt_token_ids))
         if isinstance(verdict, Busy):
             raise self._refusal(_overloaded(verdict), "limit")
         if self._traces is not None:
@@ -108,13 +108,13 @@ class Intake:
         if self._traces is not None:
             self._traces.delivered(delta)
         if delta.finish_reason is not None:
-            self._admission.leave(delta.request_id)
+            self.admission.leave(delta.request_id)
         else:
-            self._admission.answered(delta.request_id)
+            self.admission.answered(delta.request_id)
 
     def leave(self, request_id: str, reason: str, error: str = "") -> None:
         """The request has ended without a last delta. Unknown ids are ignored."""
-        self._admission.leave(request_id)
+        self.admission.leave(request_id)
         if self._traces is not None:
             self._traces.ended(request_id, reason, error)
 
@@ -142,7 +142,7 @@ class Intake:
                 reason = "busy"
             else:
                 reason = "late" if isinstance(error, DeadlineExceeded) else "no_worker"
-        self._refused[reason] += 1
+        self.refused[reason] += 1
         return error
 
 

@@ -8,8 +8,6 @@ which its app answers with 501.
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Protocol
@@ -18,13 +16,8 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from dynamo_lite.policy.admission import Admission
-from dynamo_lite.policy.lanes import ClientPriority
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.protocol.generate import TokenDelta
-from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.request_plane.failover import FailoverClient
-from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.vllm.frontend.edge import current_context, http_error
 from dynamo_lite.vllm.frontend.intake import Intake
 from dynamo_lite.vllm.wire import output_from_delta
@@ -74,36 +67,22 @@ class OpenCore(Protocol):
 class RemoteCore(EngineCoreClient):
     """The engine core of one `RemoteEngineClient`.
 
-    deliveries: what `failover` delivers. fail: ends a sequence of the client. The rest: see
-    `Intake`.
+    intake: takes the requests. deliveries: from the intake's failover client. fail: ends a
+    sequence of the client. causal: whether the model is.
     """
 
     def __init__(
         self,
-        failover: FailoverClient,
+        intake: Intake,
         deliveries: Deliveries,
         *,
-        members: Callable[[], Sequence[EndpointRecord]],
-        admission: Admission,
-        refused: Counter[str],
         fail: FailRequest,
         causal: bool,
-        client_priority: ClientPriority = "lower-only",
-        tracer: Tracer | None = None,
     ):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
-        self.admission, self.refused = admission, refused
-        self._deliveries, self._fail = deliveries, fail
-        self._intake = Intake(
-            failover,
-            members=members,
-            admission=admission,
-            refused=refused,
-            causal=causal,
-            client_priority=client_priority,
-            tracer=tracer,
-        )
+        self._intake, self._deliveries = intake, deliveries
+        self._fail, self._causal = fail, causal
 
     def check_admission(self, n: int) -> None:
         """Raises the 503 without a worker, the 429 if `n` more requests are too many."""
@@ -124,7 +103,7 @@ class RemoteCore(EngineCoreClient):
         if request.abort_immediately:
             return  # releases blocks of vLLM's own KV transfer, which is not used here
         try:
-            await self._intake.submit(request, current_context())
+            await self._intake.submit(request, current_context(), causal=self._causal)
         except DynamoLiteError as exc:
             raise http_error(exc) from exc
 

@@ -53,14 +53,15 @@ class RustCore:
     def __init__(self, *, timeout_s: float, tracer: Tracer | None = None):
         self._timeout_s, self._tracer = timeout_s, tracer
         self._intake: Intake | None = None
+        self._causal = False
         self._send: SendFrames = _drop
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._arrays = MsgpackEncoder()
         self._tasks = OwnedTasks()
 
-    def open(self, intake: Intake, send: SendFrames) -> None:
-        """Begins to take requests. send: never blocks."""
-        self._intake, self._send = intake, send
+    def open(self, intake: Intake, send: SendFrames, *, causal: bool) -> None:
+        """Begins to take requests. send: never blocks. causal: whether the model is."""
+        self._intake, self._send, self._causal = intake, send, causal
 
     async def __aenter__(self) -> "RustCore":
         return self
@@ -108,7 +109,7 @@ class RustCore:
             # vLLM's Python frontend resolves this to False where none is configured.
             request.sampling_params.watermarking = False
         try:
-            await self._intake.submit(request, self._context(request))
+            await self._intake.submit(request, self._context(request), causal=self._causal)
         except (DynamoLiteError, VLLMError) as exc:
             logger.info("request %s was refused: %s", request_id, exc)
             self._fail(request_id)

@@ -8,7 +8,7 @@ import asyncio
 import math
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,6 @@ from dynamo_lite.vllm.migratable import is_causal
 _BACKLOG = 2048
 #: Of the Rust frontend's own wait for its engine, which is this process.
 _CONNECT_S = 60
-
-MakeIntake = Callable[[bool], Intake]
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,11 @@ class RustEdge:
         return ""
 
     @property
+    def unhealthy(self) -> str:
+        """Why its process does not serve requests now; it may recover, or is replaced soon."""
+        return self.process.unhealthy
+
+    @property
     def in_flight(self) -> int:
         """Requests that have not ended."""
         return self.core.in_flight
@@ -70,19 +73,18 @@ async def open_rust_edge(
     sock: socket.socket,
     url: str,
     core: RustCore,
-    make_intake: MakeIntake,
+    intake: Intake,
     *,
     grace_s: float,
 ) -> AsyncIterator[RustEdge]:
     """Serves HTTP while the context is open. Raises ConfigError or StartupError.
 
-    flags: of `vllm serve`. sock: bound; url: where it is. core: of an open failover client.
-    make_intake: takes whether the model is causal. grace_s: longest drain.
+    flags: of `vllm serve`. sock: bound; url: where it is. core: gets what the intake's
+    failover client delivers. grace_s: longest drain.
     """
     args = parse_args(flags)
     # In a thread: a model from the hub may have to be downloaded first.
     config = await asyncio.to_thread(frontend_config, args)
-    intake = make_intake(is_causal(config.model_config))
     with EngineLink() as link:
         sock.listen(_BACKLOG)
         process = RustProcess(
@@ -94,7 +96,7 @@ async def open_rust_edge(
         )
         taking = running(link.run(core.take), name="requests of vllm-rs")
         async with core, process, taking as requests:
-            core.open(intake, link.send)
+            core.open(intake, link.send, causal=is_causal(config.model_config))
             await link.connect(as_engine(config))
             await process.wait_ready(url)
             served_model = (args.served_model_name or [args.model])[0]

@@ -1,4 +1,4 @@
-"""The process of vLLM's Rust frontend (`vllm-rs`): start, log lines, readiness, drain, end."""
+"""The process of vLLM's Rust frontend (`vllm-rs`): start, log lines, health, drain, end."""
 
 import asyncio
 import json
@@ -14,13 +14,20 @@ from typing import Any, Self
 
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
-from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
 
 logger = logging.getLogger(__name__)
 
 _READY_S = 300.0
 _END_S = 3.0
 _LINE_BYTES = 1 << 20
+
+#: Pause between two health requests, and timeout of one.
+_PERIOD_S = 3.0
+_ANSWER_S = 3.0
+#: After this many failed health requests in a row, about 30 s without an answer, it is killed.
+#: They are counted, so that a pause of this process is one failure at most.
+_MOST_FAILURES = 5
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 #: `(RustFrontend pid=9) INFO 11-22 13:34:20 [hf.rs:227] text`
@@ -65,6 +72,8 @@ class RustProcess:
         self._tasks = OwnedTasks()
         self._last_lines: deque[str] = deque(maxlen=5)
         self._draining = False
+        #: Why it cannot serve requests, by its last health request; empty if it can.
+        self.unhealthy = ""
 
     @property
     def pid(self) -> int:
@@ -95,18 +104,20 @@ class RustProcess:
     async def __aexit__(self, *_: object) -> None:
         self._draining = True
         if self._process is not None:
-            if not self.ended:
-                # Not by `send_signal`, which may reap the process before asyncio does.
-                os.kill(self._process.pid, signal.SIGKILL)
+            self._kill()
             await self._process.wait()
         await self._tasks.end()
+
+    def _kill(self) -> None:
+        if not self.ended:
+            # Not by `send_signal`, which may reap the process before asyncio does.
+            os.kill(self.pid, signal.SIGKILL)
 
     async def wait_ready(self, url: str) -> None:
         """Returns when it answers HTTP requests at `url`. Raises StartupError."""
         assert self._process is not None
-        host, _, port = url.removeprefix("http://").rpartition(":")
         ended = asyncio.ensure_future(self._process.wait())
-        answered = asyncio.ensure_future(_get_health(host.strip("[]"), int(port)))
+        answered = asyncio.ensure_future(_get_health(url))
         try:
             await asyncio.wait(
                 {ended, answered}, timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED
@@ -121,12 +132,42 @@ class RustProcess:
             ended.cancel()
             answered.cancel()
 
-    async def run(self) -> None:
-        """Returns at the end of a drain. Raises RuntimeError if the process ends by itself."""
+    async def run(self, url: str) -> None:
+        """Returns at the end of a drain. Updates `unhealthy` by health requests to `url`.
+
+        Raises RuntimeError if the process ends by itself, or if it was killed because it had not
+        answered for long.
+        """
         assert self._process is not None
-        code = await self._process.wait()
-        if not self._draining:
+        ended = asyncio.ensure_future(self._process.wait())
+        checking = asyncio.ensure_future(self._check_health(url))
+        try:
+            await asyncio.wait({ended, checking}, return_when=asyncio.FIRST_COMPLETED)
+            if self._draining:
+                await ended
+                return
+            if not ended.done():
+                checking.result()
+                self._kill()
+                raise RuntimeError(f"vllm-rs was killed: {self.unhealthy}")
+            code = ended.result()
             raise RuntimeError(f"vllm-rs ended with code {code}; its lines are in the log")
+        finally:
+            await end_tasks(ended, checking)
+
+    async def _check_health(self, url: str) -> None:
+        """Returns in a drain, and when too many health requests have failed."""
+        failures = 0
+        while failures < _MOST_FAILURES:
+            await asyncio.sleep(_PERIOD_S)
+            if self._draining:
+                return
+            before, self.unhealthy = self.unhealthy, await _failure(url)
+            failures = failures + 1 if self.unhealthy else 0
+            if self.unhealthy and not before:
+                logger.warning("vllm-rs is unhealthy: %s", self.unhealthy)
+            elif before and not self.unhealthy:
+                logger.info("vllm-rs is healthy again")
 
     async def drain(self, grace_s: float) -> None:
         """It accepts no connection; open answers may finish within `grace_s`."""
@@ -161,9 +202,22 @@ class RustProcess:
                 logger.log(level, "vllm-rs: %s", line if found is None else found[2])
 
 
-async def _get_health(host: str, port: int) -> bytes:
+async def _failure(url: str) -> str:
+    """Why a health request failed; empty if it did not."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            status = await _get_health(url)
+    except TimeoutError:
+        return f"timeout: it has not answered a health request within {_ANSWER_S:g} s"
+    except (OSError, ValueError) as exc:  # ValueError: a line without an end
+        return f"its health request failed: {exc}"
+    return "" if status == b"200" else f"it answered {status!r} on /health"
+
+
+async def _get_health(url: str) -> bytes:
     """The status; the connection waits in the socket's backlog until the process accepts it."""
-    reader, writer = await asyncio.open_connection(host, port)
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     try:
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         line = await reader.readline()
