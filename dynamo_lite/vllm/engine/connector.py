@@ -128,7 +128,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         index, role = rank_index(self._vllm_config), self._engine_config.role
         device = next(iter(kv_caches.values())).device
         prefill = isinstance(role, PrefillEngineConfig)
-        alive = FenceReader(Path(role.fence_path)).open if prefill else lambda: True
+        fence = FenceReader(Path(role.fence_path)) if prefill else None
+        alive = (lambda: True) if fence is None else fence.open
         self._mover = mover = open_mover(self._engine_config, index, device, alive)
         # Registers memory: must come before `mover.metadata` is read.
         self._scratch = scratch = make_scratch(mover, device)
@@ -137,11 +138,13 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         rank = msgspec.structs.replace(kv.rank, scratch=scratch.region)
         self._handshake = RankHandshake(encode(rank), kv.orders)
         if isinstance(role, PrefillEngineConfig):
+            assert fence is not None
             self._rank = PrefillRank(
                 mover,
                 rank,
                 index,
                 alive,
+                verdict=fence.verdict,
                 checksum_rate=role.options.kv_checksum_rate,
                 read=kv.read,
                 open_transposer=kv.open_transposer,
