@@ -25,6 +25,8 @@ class DecodeStep:
     give_up: list[tuple[str, str]] = field(default_factory=list)
     #: Whether any remote write may be in flight.
     poll: bool = False
+    #: Whether the step computes nothing, and the ranks are to wait a moment for KV.
+    wait: bool = False
 
 
 @dataclass

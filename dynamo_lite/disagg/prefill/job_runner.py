@@ -3,6 +3,7 @@
 The engine computes the job while the claim is on its way (`computation.py`).
 """
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Literal
@@ -137,6 +138,8 @@ class JobRunner:
                 self._engine, self._permits, request, target, cancelled=cancelled
             ) as computation:
                 self._computations[request.attempt] = computation
+                # The engine gets the job first: the claim has as long as the computing takes.
+                await asyncio.sleep(0)
                 refusal = await self._claims.ask(request, asked - pulled, lambda: not cancelled())
                 if refusal is None:
                     claimed = self._now()

@@ -41,6 +41,7 @@ from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.polled import PolledMover
 from dynamo_lite.transfer.scratch import ScratchMemory
+from dynamo_lite.vllm.engine.arrivals import wait_for_arrival, waits_in_steps
 from dynamo_lite.vllm.engine.connector_types import (
     ConnectorStats,
     RankHandshake,
@@ -89,6 +90,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self._streams = (
             isinstance(role_here, PrefillEngineConfig) and role_here.options.stream_layers
         )
+        #: Whether steps that compute nothing wait for KV.
+        self._waits = waits_in_steps(vllm_config)
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._rank: DecodeRank | PrefillRank | None = None
         self._handshake: RankHandshake | None = None
@@ -188,6 +191,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             step = self._step()
             assert isinstance(step, DecodeStep)
             self._rank.step(step)
+            if step.wait:
+                wait_for_arrival(self._rank)
         results = RankResults() if self._rank is None else self._rank.results()
         return KVConnectorTransferResults(
             finished_sending=results.sent,
@@ -260,7 +265,9 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             assert self._manager is not None
             size = self._vllm_config.cache_config.block_size
             filling = filling_blocks(scheduler_output, self._manager, size)
-            step = self._decode.build_step(filling, scheduler_output.num_scheduled_tokens)
+            computed = scheduler_output.num_scheduled_tokens
+            step = self._decode.build_step(filling, computed)
+            step.wait = self._waits and not computed and self._decode.awaits_kv
             return StepMetadata(step)
         assert self._prefill is not None
         return StepMetadata(
