@@ -133,13 +133,13 @@ class JobRunner:
                     "request %s: attempt %s: left to other workers: %s", *_ids(request), why_not
                 )
                 return JobEnd("left", f"it cannot be written into: {why_not}")
-            asked = self._now()
             async with Computation(
                 self._engine, self._permits, request, target, cancelled=cancelled
             ) as computation:
                 self._computations[request.attempt] = computation
                 # The engine gets the job first: the claim has as long as the computing takes.
                 await asyncio.sleep(0)
+                asked = self._now()
                 refusal = await self._claims.ask(request, asked - pulled, lambda: not cancelled())
                 if refusal is None:
                     claimed = self._now()
