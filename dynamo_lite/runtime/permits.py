@@ -7,9 +7,19 @@ can be lost. A permit that is not open any more is refused.
 """
 
 import enum
-from collections.abc import MutableSequence, Sequence
+from typing import Protocol
 
 import msgspec
+
+
+class Cells(Protocol):
+    """64-bit numbers, each of which is read and stored at once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, cell: int, /) -> int: ...
+
+    def __setitem__(self, cell: int, value: int, /) -> None: ...
 
 
 class Permit(msgspec.Struct, frozen=True):
@@ -32,26 +42,32 @@ class OpenPermit:
 
     def __init__(self, permit: Permit, owner: "Permits"):
         self.permit, self._owner = permit, owner
-        owner.store(permit.cell, _pending(permit.number))
+        self._closed = False
+        self._set(_pending(permit.number))
 
     def grant(self) -> None:
-        self._owner.store(self.permit.cell, _granted(self.permit.number))
+        self._set(_granted(self.permit.number))
 
     def refuse(self) -> None:
-        self._owner.store(self.permit.cell, 0)
+        self._set(0)
 
     def close(self) -> None:
-        """Must be called once. The permit is refused from now on, if it was granted too."""
-        self.refuse()
-        self._owner.free(self.permit.cell)
+        """The permit is refused from now on, if it was granted too. Its cell is used again."""
+        if not self._closed:
+            self.refuse()
+            self._closed = True
+            self._owner.free(self.permit.cell)
+
+    def _set(self, value: int) -> None:
+        if not self._closed:
+            self._owner.store(self.permit.cell, value)
 
 
 class Permits:
-    """The side that decides. cells: 64-bit numbers, each stored at once; one per permit that is
-    open at a time."""
+    """The side that decides. cells: one per permit that is open at a time."""
 
-    def __init__(self, cells: MutableSequence[int]):
-        self._cells: MutableSequence[int] | None = cells
+    def __init__(self, cells: Cells):
+        self._cells: Cells | None = cells
         self._free = list(range(len(cells)))
         self._number = 0
 
@@ -78,7 +94,7 @@ class Permits:
         self._free.append(cell)
 
 
-def verdict(cells: Sequence[int], permit: Permit) -> Verdict:
+def verdict(cells: Cells, permit: Permit) -> Verdict:
     """The side that asks."""
     if permit.number == 0 or permit.cell >= len(cells):
         return Verdict.REFUSED

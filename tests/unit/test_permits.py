@@ -28,6 +28,9 @@ def test_a_permit_is_refused_after_its_end_also_when_its_cell_is_used_again():
     second = permits.open()
     second.grant()
     assert second.permit.cell == first.permit.cell
+    first.refuse()
+    first.grant()
+    first.close()
     assert verdict(cells, first.permit) is Verdict.REFUSED
     assert verdict(cells, second.permit) is Verdict.GRANTED
 

@@ -141,12 +141,16 @@ class JobRunner:
                 await asyncio.sleep(0)
                 asked = self._now()
                 refusal = await self._claims.ask(request, asked - pulled, lambda: not cancelled())
-                if refusal is None:
-                    claimed = self._now()
-                    self._stages.labels("claim").observe(claimed - pulled)
-                    if trace is not None:
-                        trace.claimed(claimed)
-                    ended = await self._write(request, computation)
+                if refusal is not None:
+                    reason = refusal.reason
+                    logger.info("request %s: attempt %s: refused: %s", *_ids(request), reason)
+                    outcome = "retry" if refusal.elsewhere else "refused"
+                    return JobEnd(outcome, f"the claim was refused: {reason}")
+                claimed = self._now()
+                self._stages.labels("claim").observe(claimed - pulled)
+                if trace is not None:
+                    trace.claimed(claimed)
+                ended = await self._write(request, computation)
         except (DeadlineExceeded, BrokerUnavailable) as exc:
             # The claim may have been granted to this worker, and would block others: give it back.
             return await self._hand_back(request, "abandoned", str(exc), "abandoned")
@@ -160,10 +164,6 @@ class JobRunner:
                 "request %s: attempt %s: engine %s: %s", *_ids(request), request.engine_id, exc
             )
             return await self._hand_back(request, "failed", str(exc), "malformed")
-        if refusal is not None:
-            logger.info("request %s: attempt %s: refused: %s", *_ids(request), refusal.reason)
-            outcome = "retry" if refusal.elsewhere else "refused"
-            return JobEnd(outcome, f"the claim was refused: {refusal.reason}")
         # The claim was granted about half-way through the round trip.
         return await self._report_end(request, ended, (asked + claimed) / 2)
 
