@@ -107,7 +107,7 @@ def test_a_prefix_whose_claim_is_refused_is_not_read(prefill, decode):
     opened.refuse()
     assert of(prefill) == (set(), {"p-a1"})
     assert of(prefill) == (set(), set())
-    assert prefill.mover.started == []
+    assert prefill.mover.started == [] and prefill.rank.stats.take() == {}
 
 
 def test_a_read_is_over_when_it_has_ended(prefill, decode):

@@ -105,6 +105,9 @@ class PrefixReads:
                 "this worker's lease was not certain to be alive at the end of the read"
             )
         request_id = reading.read.request_id
+        if reading.failure == NOT_GRANTED:
+            self._results.lost.add(request_id)
+            return
         if reading.failure is None:
             self._results.received.add(request_id)
         else:

@@ -41,7 +41,11 @@ from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.polled import PolledMover
 from dynamo_lite.transfer.scratch import ScratchMemory
-from dynamo_lite.vllm.engine.arrivals import wait_for_arrival, waits_in_steps
+from dynamo_lite.vllm.engine.arrivals import (
+    let_bridge_run,
+    wait_for_arrival,
+    waits_in_steps,
+)
 from dynamo_lite.vllm.engine.connector_types import (
     ConnectorStats,
     RankHandshake,
@@ -268,6 +272,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             computed = scheduler_output.num_scheduled_tokens
             step = self._decode.build_step(filling, computed)
             step.wait = self._waits and not computed and self._decode.awaits_kv
+            if step.wait and step.expect:
+                let_bridge_run()
             return StepMetadata(step)
         assert self._prefill is not None
         return StepMetadata(
