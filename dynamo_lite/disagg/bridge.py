@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+import uvloop
+
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.tasks import OwnedTasks
 
@@ -46,7 +48,7 @@ class ThreadBridge:
 
     def __init__(self, session: Session):
         self._session = session
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._ready = threading.Event()
         self._failure: BaseException | None = None

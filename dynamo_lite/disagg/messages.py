@@ -6,6 +6,11 @@ The engine carries them between its own processes.
 from dataclasses import dataclass, field
 
 from dynamo_lite.protocol.trace import TraceContext
+from dynamo_lite.runtime.permits import Permit
+
+#: Why nothing is written or read for an attempt whose permit was refused: it has no claim, or it
+#: was abandoned.
+NOT_GRANTED = "it may not be written: it has no claim, or it was abandoned"
 
 
 @dataclass
@@ -20,6 +25,8 @@ class DecodeStep:
     give_up: list[tuple[str, str]] = field(default_factory=list)
     #: Whether any remote write may be in flight.
     poll: bool = False
+    #: Whether the step computes nothing, and the ranks are to wait a moment for KV.
+    wait: bool = False
 
 
 @dataclass
@@ -49,6 +56,8 @@ class BlockWrite:
     began: float = 0.0
     #: Span of the job; None without a trace.
     trace: TraceContext | None = None
+    #: Nothing is written before its verdict. The default is refused.
+    permit: Permit = field(default_factory=Permit)
 
 
 @dataclass
@@ -60,6 +69,8 @@ class PrefixRead:
     target_engine: str
     local_ids: list[int]
     remote_ids: list[int]
+    #: Nothing is read before its verdict. The default is refused.
+    permit: Permit = field(default_factory=Permit)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import Attempt, BlockId, EngineId, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.permits import Permit
 
 _Params = TypeVar("_Params", bound=msgspec.Struct)
 
@@ -41,10 +42,16 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     target: bytes
     #: Decode engines that have left since the last job.
     forget: list[str] = []
+    #: Until its verdict no block is written, and none is read.
+    permit: Permit
 
     @classmethod
     def of(
-        cls, job: RemotePrefillRequest, target: EngineMetadata, forget: list[str]
+        cls,
+        job: RemotePrefillRequest,
+        target: EngineMetadata,
+        forget: list[str],
+        permit: Permit,
     ) -> "PrefillJobParams":
         return cls(
             attempt=job.attempt,
@@ -55,6 +62,7 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
             prefix_block_ids=job.prefix_block_ids,
             target=encode(target),
             forget=forget,
+            permit=permit,
         )
 
 

@@ -15,6 +15,7 @@ from dynamo_lite.protocol.kv import KvChange
 from dynamo_lite.protocol.prefill import EngineStatus, Listen, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.base import GenerateHandler
+from dynamo_lite.runtime.permits import Permit
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,13 @@ class PrefillEngine(Engine, Protocol):
         """Drives the engine; must run while `prefill` is awaited. Raises EngineDied."""
         ...
 
-    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        """Computes and writes one claimed attempt. Returns when no write is in flight.
+    async def prefill(
+        self, job: RemotePrefillRequest, target: EngineMetadata, permit: Permit
+    ) -> AttemptOutcome:
+        """Computes and writes one attempt. Returns when no write is in flight.
 
+        permit: says whether the attempt's claim was granted. Before that nothing is written, and
+        nothing is read from the decode engine; if it is refused, nothing ever is.
         Raises Refused or IncompatiblePeer when nothing was begun.
         """
         ...

@@ -1,10 +1,11 @@
-"""A lease's deadline, shared with the processes that act under it.
+"""A lease's deadline, shared with the processes that act under it, and permits for their work.
 
-The process that holds the lease writes the lease's deadline into a mapped file of eight
-bytes. A process that must stop acting when the lease ends (the engine's worker half, before
-every write) reads it. The deadline is in CLOCK_BOOTTIME, which is the same for all processes
+The process that holds the lease writes the lease's deadline into the first eight bytes of a
+mapped file. A process that must stop acting when the lease ends (the engine's worker half,
+before every write) reads it. The deadline is in CLOCK_BOOTTIME, which is the same for all processes
 of a host and counts the time in which the host was suspended. A holder that is stopped or
-partitioned cannot extend the deadline, so the fence closes without any message.
+partitioned cannot extend the deadline, so the fence closes without any message. Behind the
+deadline lie the cells of the permits (`permits.py`), eight bytes each.
 """
 
 import mmap
@@ -13,12 +14,17 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo_lite.runtime.clock import boottime
+from dynamo_lite.runtime.permits import Permit, Permits, Verdict, verdict
 
 _DEADLINE = struct.Struct("<d")
+_CELL = 8
 
 
 class Fence(Protocol):
     """The lease holder's end."""
+
+    @property
+    def permits(self) -> Permits: ...
 
     def extend(self, remaining_s: float) -> None:
         """Keeps the fence open for `remaining_s` from now; 0 closes it at once."""
@@ -30,21 +36,28 @@ class Fence(Protocol):
 
 
 class FenceHolder:
-    """The lease holder's end. Creates the file; `close` closes the fence for good."""
+    """The lease holder's end. Creates the file; `close` closes the fence for good.
 
-    def __init__(self, path: Path):
+    permits: how many may be open at a time.
+    """
+
+    def __init__(self, path: Path, permits: int = 1):
         self.path = path
-        path.write_bytes(_DEADLINE.pack(0.0))
+        path.write_bytes(_DEADLINE.pack(0.0) + bytes(_CELL * permits))
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _DEADLINE.size)
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._cells = memoryview(self._map)[_DEADLINE.size :].cast("Q")
+        self.permits = Permits(self._cells)
 
     def extend(self, remaining_s: float) -> None:
         """Keeps the fence open for `remaining_s` from now; 0 closes it at once."""
         deadline = boottime() + remaining_s if remaining_s > 0 else 0.0
-        self._map[:] = _DEADLINE.pack(deadline)
+        self._map[: _DEADLINE.size] = _DEADLINE.pack(deadline)
 
     def close(self) -> None:
         self.extend(0.0)
+        self.permits.close()
+        self._cells.release()
         self._map.close()
         self.path.unlink(missing_ok=True)
 
@@ -54,11 +67,16 @@ class FenceReader:
 
     def __init__(self, path: Path):
         with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), _DEADLINE.size, prot=mmap.PROT_READ)
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        self._cells = memoryview(self._map)[_DEADLINE.size :].cast("Q")
 
     def open(self) -> bool:
         """Whether the lease is certainly still alive."""
-        return boottime() < _DEADLINE.unpack(self._map[:])[0]
+        return boottime() < _DEADLINE.unpack(self._map[: _DEADLINE.size])[0]
+
+    def verdict(self, permit: Permit) -> Verdict:
+        return verdict(self._cells, permit)
 
     def close(self) -> None:
+        self._cells.release()
         self._map.close()

@@ -142,3 +142,8 @@ class PrefillWorkerConfig(PrefillOptions):
     step_timeout_s: Seconds = 120.0
     transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)
+
+    @property
+    def most_jobs(self) -> int:
+        """How many jobs it may hold at a time."""
+        return self.concurrency + self.short_slots

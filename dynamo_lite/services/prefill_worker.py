@@ -61,7 +61,7 @@ class PrefillWorker:
 
     async def start(self, host: Host) -> dict[str, Any]:
         await self._parts.prepare()
-        fence = self._parts.open_fence(host)
+        fence = self._parts.open_fence(host, self._config)
         self._stack.callback(fence.close)
         self._fence = updater = FenceUpdater(host, fence)
         host.spawn(updater.keep(), "lease-fence")
@@ -86,6 +86,7 @@ class PrefillWorker:
             ack_wait_s=self._config.queue.ack_wait_s,
             queue=queue,
             engine=engine,
+            permits=fence.permits,
             directory=directory,
             messaging=host.messaging,
             registry=host.registry,

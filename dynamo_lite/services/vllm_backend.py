@@ -36,8 +36,8 @@ class VllmBackend:
         # vLLM takes seconds to import, which must not starve the lease.
         await asyncio.to_thread(__import__, "dynamo_lite.vllm.engine.core")
 
-    def open_fence(self, host: Host) -> FenceHolder:
-        return FenceHolder(_engine_file(self._spec, "fence"))
+    def open_fence(self, host: Host, config: PrefillWorkerConfig) -> FenceHolder:
+        return FenceHolder(_engine_file(self._spec, "fence"), permits=config.most_jobs)
 
     def open_queue(self, host: Host, options: QueueOptions) -> JetStreamQueue:
         return JetStreamQueue(

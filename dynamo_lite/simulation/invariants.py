@@ -1,9 +1,10 @@
 """The invariants of a run, and when each is checked.
 
 A write lands only in blocks of its attempt. A read reads only blocks that are kept for its
-attempt. Every block is freed. Every request ends once, in time, with the model's tokens or a
-stated error. Every job ends, and its decode engine gets a report. No process relies on a lease
-that etcd has ended. No task outlives its owner.
+attempt. Neither comes before the attempt's claim was granted. Every block is freed. Every
+request ends once, in time, with the model's tokens or a stated error. Every job ends, and its
+decode engine gets a report. No process relies on a lease that etcd has ended. No task outlives
+its owner.
 """
 
 from collections import Counter
@@ -286,6 +287,8 @@ def _ownership(engine: Engine, attempt: str, block: int) -> str | None:
     request, blocks, _ = asked
     if any(held.block_id == block for held in halves.held(attempt)):
         return "in quarantine"
+    if halves.queued(attempt):
+        return None
     if engine.core.scheduler.parked(request) and block in blocks:
         return "in time"
     return None
@@ -298,6 +301,8 @@ def _may_be_read(engine: Engine, attempt: str, block: int) -> bool:
     request, _, prefix = halves.asked[attempt]
     if any(held.block_id == block for held in halves.held(attempt)):
         return True
+    if halves.queued(attempt):
+        return False
     return engine.core.scheduler.parked(request) and block in prefix
 
 

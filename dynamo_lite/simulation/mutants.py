@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.etcd.watch import EtcdWatch
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.permits import always_granted
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.services.backend import WorkerBackend
@@ -118,6 +120,15 @@ class NoFence(Shipped):
         rank = super().prefill_rank(setup, mover, metadata)
         rank._alive = lambda: True
         return rank
+
+
+class NoPermit(Shipped):
+    """A writer does not wait for the grant of its claim, but writes what it has computed."""
+
+    def prefill_rank(
+        self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
+    ) -> PrefillRank:
+        return super().prefill_rank(replace(setup, verdict=always_granted), mover, metadata)
 
 
 class MetadataByAddress(Shipped):
@@ -323,6 +334,7 @@ MUTANTS: dict[str, type[Shipped]] = {
     "no-quarantine": NoQuarantine,
     "no-prefix-hold": NoPrefixHold,
     "no-fence": NoFence,
+    "no-permit": NoPermit,
     "metadata-by-address": MetadataByAddress,
     "no-attempt-id": NoAttemptId,
     "no-deadline": NoDeadline,

@@ -20,6 +20,7 @@ from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.fence import Fence
 from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.permits import always_granted
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.host import ProcessEnvironment
 from dynamo_lite.runtime.store import Store
@@ -129,8 +130,8 @@ class SimParts:
     async def prepare(self) -> None:
         await asyncio.sleep(_IMPORTS_S)
 
-    def open_fence(self, host: Host) -> MemoryFence:
-        return MemoryFence(self.process.clock.monotonic)
+    def open_fence(self, host: Host, config: PrefillWorkerConfig) -> MemoryFence:
+        return MemoryFence(self.process.clock.monotonic, config.most_jobs)
 
     def open_queue(
         self, host: Host, options: QueueOptions
@@ -173,6 +174,7 @@ class SimParts:
             clock=self.process.clock,
             rng=self.rng,
             alive=fence.open if fence is not None else lambda: True,
+            verdict=fence.verdict if fence is not None else always_granted,
         )
         return SimEngine(
             setup,

@@ -19,6 +19,7 @@ from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, Logp
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
+from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.vllm.migratable import is_causal, migration_plan
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS, sampling_from_bytes, sampling_to_bytes
 
@@ -162,14 +163,18 @@ def generation(
 
 
 def prefill(
-    job: RemotePrefillRequest, target: EngineMetadata, forget: list[str], model: ModelConfig
+    job: RemotePrefillRequest,
+    target: EngineMetadata,
+    forget: list[str],
+    permit: Permit,
+    model: ModelConfig,
 ) -> EngineCoreRequest:
     """Converts a job to a one-token request with parameters for the connector.
 
-    forget: decode engines that have left. Raises Refused.
+    forget: decode engines that have left. permit: see `PrefillJobParams`. Raises Refused.
     """
     _check_prompt(job.prompt_token_ids, model)
-    transfer = pack(PrefillJobParams.of(job, target, forget))
+    transfer = pack(PrefillJobParams.of(job, target, forget, permit))
     return EngineCoreRequest(
         request_id=job.attempt,
         prompt_token_ids=job.prompt_token_ids,

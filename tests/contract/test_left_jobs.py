@@ -14,6 +14,7 @@ from dynamo_lite.protocol.prefill import Granted, decode_writer_done
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.permits import Permits
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
 from tests.builders import ENGINE, NAMESPACE, prefill_job
@@ -55,12 +56,14 @@ async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str,
             )
 
         async def work(lease_id: int, why_not: str | None) -> PrefillJobs:
+            cells = [0, 0]
             jobs = PrefillJobs(
                 namespace=NAMESPACE,
                 lease_id=lease_id,
                 ack_wait_s=10.0,
                 queue=await open_queue(),
-                engine=ScriptedEngine(),
+                engine=ScriptedEngine(cells),
+                permits=Permits(cells),
                 directory=MetadataDirectory(store, NAMESPACE),
                 messaging=messaging,
                 registry=CollectorRegistry(),

@@ -25,6 +25,7 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.permits import Permits, verdict
 from dynamo_lite.simulation.engine.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.simulation.engine.core import SimModelConfig
 from dynamo_lite.simulation.engine.engine import SimEngine
@@ -88,6 +89,7 @@ class Pair:
         self.ended: dict[str, str] = {}
         self.drops: Counter[str] = Counter()
         self.alive = True
+        self.cells = [0] * self.runners
 
     def start_engine(
         self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
@@ -123,6 +125,7 @@ class Pair:
             clock=self.clock,
             rng=random.Random(name),
             alive=lambda: self.alive,
+            verdict=lambda permit: verdict(self.cells, permit),
         )
         return await self.stack.enter_async_context(
             SimEngine(
@@ -156,6 +159,7 @@ class Pair:
             ack_wait_s=QUEUE.ack_wait_s,
             queue=await self.stack.enter_async_context(self.servers.queue(QUEUE)),
             engine=self.prefill,
+            permits=Permits(self.cells),
             directory=MetadataDirectory(store, "t", self._drop),
             messaging=self.servers.messaging(),
             registry=CollectorRegistry(),

@@ -31,6 +31,7 @@ from dynamo_lite.protocol.records import (
 )
 from dynamo_lite.queue.base import Job, QueueConfig
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.permits import Permit, Permits, Verdict, verdict
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
@@ -78,29 +79,48 @@ class NotedQueue(MemoryQueue):
 
 
 class ScriptedEngine:
-    """A Prefiller that ends an attempt as told: at once, or when it is let go."""
+    """A Prefiller that ends an attempt as told: when it may be written, or when it is let go.
 
-    def __init__(self) -> None:
+    cells: those of its permits. attempts: begun. written: those that it was allowed to write.
+    """
+
+    def __init__(self, cells: list[int]) -> None:
+        self.cells = cells
         self.attempts: list[str] = []
+        self.written: list[str] = []
+        self.permits: dict[str, Permit] = {}
         self.abandoned: list[str] = []
         self.raises: DynamoLiteError | None = None
         self.holds = False
         self.ends: dict[str, asyncio.Future[str]] = {}
 
-    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
+    async def prefill(
+        self, job: RemotePrefillRequest, target: EngineMetadata, permit: Permit
+    ) -> AttemptOutcome:
         assert target.engine_id == job.engine_id
         self.attempts.append(job.attempt)
         if self.raises is not None:
             raise self.raises
         end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
+        self.permits[job.attempt] = permit
         if not self.holds:
-            end.set_result("written")
-        return AttemptOutcome(job.attempt, await end)
+            while not end.done() and self.verdict(job.attempt) is Verdict.PENDING:
+                await asyncio.sleep(0)
+            if not end.done():
+                granted = self.verdict(job.attempt) is Verdict.GRANTED
+                end.set_result("written" if granted else "abandoned")
+        outcome = AttemptOutcome(job.attempt, await end)
+        if self.verdict(job.attempt) is Verdict.GRANTED and outcome.outcome == "written":
+            self.written.append(job.attempt)
+        return outcome
 
     async def abandon(self, attempt: str) -> None:
         self.abandoned.append(attempt)
-        if attempt in self.ends:
+        if attempt in self.ends and not self.ends[attempt].done():
             self.ends[attempt].set_result("abandoned")
+
+    def verdict(self, attempt: str) -> Verdict:
+        return verdict(self.cells, self.permits[attempt])
 
 
 class Rig:
@@ -115,7 +135,8 @@ class Rig:
         tracer: Tracer | None = None,
     ):
         self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
-        self.engine, self.registry = ScriptedEngine(), CollectorRegistry()
+        cells = [0] * 16
+        self.engine, self.registry = ScriptedEngine(cells), CollectorRegistry()
         config = QueueConfig(ack_wait_s=redeliver_s)
         self.queue = NotedQueue(self.broker, stream="s", subject="s.jobs", config=config)
         self.queue.answers, self.queue.delays = [], []
@@ -126,6 +147,7 @@ class Rig:
             ack_wait_s=ack_wait_s,
             queue=self.queue,
             engine=self.engine,
+            permits=Permits(cells),
             directory=MetadataDirectory(self.store, NAMESPACE),
             messaging=self.messaging,
             registry=self.registry,

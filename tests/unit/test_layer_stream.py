@@ -10,6 +10,7 @@ from dynamo_lite.disagg.messages import BlockWrite, DecodeStep, PrefillStep
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.runtime.permits import Verdict
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.builders import engine_metadata
 from tests.shards import LAYERS, Shape, ShardedEngine, kv_of
@@ -62,8 +63,14 @@ class Pair:
         self.far = ShardedEngine(decode, HEADS, BLOCKS, movers, truth=False)
         self.halves = [DecodeRank(movers[i], rank) for i, rank in enumerate(self.far.ranks)]
         self.alive = True
+        self.verdict = Verdict.GRANTED
         self.rank = PrefillRank(
-            self.wire, self.own.ranks[0], 0, lambda: self.alive, checksum_rate=1.0
+            self.wire,
+            self.own.ranks[0],
+            0,
+            lambda: self.alive,
+            verdict=lambda _: self.verdict,
+            checksum_rate=1.0,
         )
         metadata = engine_metadata(
             block_size_tokens=8, num_blocks=BLOCKS, ranks=tuple(self.far.ranks)
@@ -174,6 +181,17 @@ def test_nothing_is_written_early_behind_a_closed_fence():
     pair.alive = True
     pair.rank.step(PrefillStep(ended=[("a1", "p1", False)]), lambda: True)
     assert pair.rank.results().sent == {"p1"}
+
+
+def test_no_layer_is_written_before_the_claim_is_granted():
+    pair = Pair(Shape())
+    pair.verdict = Verdict.PENDING
+    pair.run(pair.chunk([3, 4], 0, last=False))
+    assert pair.wire.started == []
+    pair.verdict = Verdict.GRANTED
+    pair.run(pair.chunk([9, 5, 1, 2], 2, last=True, ended=True))
+    assert [rank for rank, _ in pair.received()] == [{"r1"}]
+    pair.assert_written([3, 4, 9, 5, 1, 2])
 
 
 def test_a_preempted_job_begins_anew():

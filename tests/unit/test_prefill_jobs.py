@@ -12,6 +12,7 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, encode_sealed
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     IncompatiblePeer,
+    NoResponders,
     Refused,
 )
 from dynamo_lite.protocol.prefill import (
@@ -19,6 +20,7 @@ from dynamo_lite.protocol.prefill import (
     Claim,
     ClaimRefused,
 )
+from dynamo_lite.runtime.permits import Verdict
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from dynamo_lite.simulation.servers.memory_queue import MemoryQueue
@@ -73,7 +75,8 @@ async def test_a_refused_claim_ends_the_job():
         rig.verdicts = [ClaimRefused(reason="withdrawn")]
         await rig.push(prefill_job())
         await rig.answered("ack")
-        assert (rig.engine.attempts, rig.told) == ([], [])
+        assert (rig.engine.written, rig.told) == ([], [])
+        assert rig.engine.abandoned == ["a1"], "it was computed meanwhile"
         assert rig.counted("refused") == 1
 
 
@@ -82,7 +85,7 @@ async def test_a_claim_refused_for_now_is_tried_again():
         rig.verdicts = [ClaimRefused(reason="claimed by 1", elsewhere=True)]
         await rig.push(prefill_job())
         await rig.answered("nak", "ack")
-        assert rig.engine.attempts == ["a1"]
+        assert rig.engine.written == ["a1"]
         assert (rig.counted("retry"), rig.counted("written")) == (1, 1)
 
 
@@ -95,7 +98,7 @@ async def test_an_unanswered_claim_is_taken_back(monkeypatch):
         await rig.answered("ack")
         await eventually(lambda: rig.done)
         assert rig.told == [("a1", "abandoned")]
-        assert rig.engine.attempts == []
+        assert rig.engine.written == [] and rig.engine.abandoned == ["a1"]
         assert rig.counted("abandoned") == 1
         never.set()
 
@@ -380,6 +383,128 @@ async def test_metadata_that_cannot_be_read_ends_the_job_unclaimed():
         assert rig.counted("malformed") == 1
 
 
+# Computing beside the claim
+
+
+class HeldClaim:
+    """The decode engine has a claim, and does not answer yet."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.asked.set()
+        await self.may_answer.wait()
+
+
+async def test_a_job_is_computed_and_not_written_while_its_claim_is_under_way():
+    async with working() as rig:
+        rig.on_claim = held = HeldClaim()
+        await rig.push(prefill_job())
+        await held.asked.wait()
+        await eventually(lambda: rig.engine.attempts == ["a1"])
+        assert rig.engine.verdict("a1") is Verdict.PENDING
+        held.may_answer.set()
+        await rig.answered("ack")
+        assert rig.engine.written == ["a1"]
+        assert rig.told == [("a1", "written")]
+        assert rig.engine.verdict("a1") is Verdict.REFUSED, "nothing is written after the end"
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_claim_that_is_refused_stops_the_computing_before_the_job_is_answered(elsewhere):
+    async with working() as rig:
+        rig.engine.holds = True
+        rig.on_claim = held = HeldClaim()
+        rig.verdicts = [ClaimRefused(reason="claimed by 1", elsewhere=elsewhere)]
+        await rig.push(prefill_job())
+        await eventually(lambda: rig.engine.ends)
+        ends = rig.engine.ends["a1"]
+        abandon = rig.engine.abandon
+
+        async def note(attempt: str) -> None:
+            assert rig.answers == [] and rig.engine.verdict(attempt) is Verdict.REFUSED
+            rig.engine.holds = False
+            await abandon(attempt)
+
+        rig.engine.abandon = note
+        held.may_answer.set()
+        await eventually(lambda: rig.answers)
+        assert ends.result() == "abandoned"
+        assert rig.answers[0] == ("nak" if elsewhere else "ack")
+        assert (rig.told, rig.counted("retry" if elsewhere else "refused")) == ([], 1)
+        if elsewhere:
+            await rig.answered("nak", "ack")
+            assert rig.engine.attempts == ["a1", "a1"] and rig.told == [("a1", "written")]
+
+
+async def test_a_job_whose_engine_is_gone_before_the_grant_stops_computing(monkeypatch):
+    gone = asyncio.Event()
+
+    async def nobody_there(self: MemoryMessaging, *args: Any, **kwargs: Any) -> bytes:
+        await gone.wait()
+        raise NoResponders("no process serves the claim")
+
+    async with working(serving=False) as rig:
+        rig.engine.holds = True
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryMessaging, "request", nobody_there)
+            await rig.push(prefill_job())
+            await eventually(lambda: rig.engine.ends)
+            ends = rig.engine.ends["a1"]
+            rig.engine.holds = False
+            gone.set()
+            await eventually(lambda: rig.answers[:1] == ["nak"])
+        assert ends.result() == "abandoned"
+        assert (rig.engine.written, rig.told, rig.counted("retry")) == ([], [], 1)
+        async with rig.messaging.serve(names.claim_subject(NAMESPACE, ENGINE), rig.claim):
+            await eventually(lambda: rig.answers[-1] == "ack")
+        assert rig.engine.written == ["a1"]
+
+
+async def test_a_grant_that_is_lost_or_late_writes_nothing(monkeypatch):
+    monkeypatch.setattr(claims, "_CLAIM_S", 0.05)
+    async with working() as rig:
+        rig.engine.holds = True
+        rig.on_claim = held = HeldClaim()
+        await rig.push(prefill_job())
+        await rig.answered("ack")
+        assert rig.told == [("a1", "abandoned")]
+        assert rig.done[0].number == rig.claims[-1].number
+        held.may_answer.set()
+        rig.engine.holds = False
+        rig.on_claim = None
+        await rig.push(prefill_job("a2"))
+        await rig.answered("ack", "ack")
+        assert rig.engine.verdict("a1") is Verdict.REFUSED
+        assert rig.engine.written == ["a2"]
+
+
+async def test_a_cancel_stops_the_writes_of_a_job_that_is_computed():
+    async with working() as rig:
+        rig.engine.holds = True
+        await rig.push(prefill_job())
+        await eventually(lambda: rig.engine.ends and rig.engine.verdict("a1") is Verdict.GRANTED)
+        await cancel(rig, "a1")
+        await eventually(lambda: rig.engine.abandoned)
+        assert rig.engine.verdict("a1") is Verdict.REFUSED
+        await rig.answered("ack")
+        assert rig.told == [("a1", "abandoned")]
+
+
+async def test_a_worker_that_ends_before_the_grant_refuses_its_permits():
+    async with working() as rig:
+        rig.engine.holds = True
+        rig.on_claim = held = HeldClaim()
+        await rig.push(prefill_job())
+        await eventually(lambda: rig.engine.ends)
+        rig.tasks[0].cancel()
+        await asyncio.gather(rig.tasks.pop(), return_exceptions=True)
+        assert rig.engine.verdict("a1") is Verdict.REFUSED
+        assert rig.engine.ends["a1"].cancelled()
+        held.may_answer.set()
+
+
 # Cancels
 
 
@@ -429,7 +554,7 @@ async def test_a_cancel_that_overtakes_the_granted_claim_is_heeded():
         await eventually(lambda: rig.engine.abandoned)
         may_answer.set()
         await rig.answered("ack")
-        assert rig.engine.attempts == []
+        assert rig.engine.written == []
         assert rig.told == [("a1", "abandoned")]
         rig.on_claim = None
         await rig.push(prefill_job())

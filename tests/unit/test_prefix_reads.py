@@ -21,6 +21,7 @@ from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, unpack
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.runtime.permits import Permit, Permits
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from tests.builders import engine_metadata
 from tests.shards import Shape, ShardedEngine, expected
@@ -28,6 +29,7 @@ from tests.unit.test_rank_groups import SIZES
 from tests.unit.test_ranks import Decode, HeldWrite, Prefill, Wire, blocks, targets
 
 BLOCK = 4
+PERMIT = Permit(1, 5)
 
 
 class HoldingWire(Wire):
@@ -81,6 +83,31 @@ def test_a_prefix_is_read_into_its_blocks_and_nowhere_else(prefill, decode):
     expected[3], expected[5] = 7, 9
     assert own(prefill) == expected
     assert prefill.rank.stats.take() == {"prefix_read/read": 1, "prefix_bytes": 128}
+
+
+def test_nothing_is_read_before_the_claim_is_granted(prefill, decode):
+    opened = Permits(prefill.cells).open()
+    wanted = read([3], [8])
+    wanted.permit = opened.permit
+    prefill.step(reads=[wanted], targets=targets(decode), forget=["e1"])
+    for _ in range(2):
+        assert of(prefill) == (set(), set())
+    assert prefill.mover.started == [] and own(prefill)[3] == 103
+    assert "e1" in prefill.rank._peers, "it left, but is still to be read from"
+    opened.grant()
+    assert of(prefill) == ({"p-a1"}, set())
+    assert own(prefill)[3] == 7
+
+
+def test_a_prefix_whose_claim_is_refused_is_not_read(prefill, decode):
+    opened = Permits(prefill.cells).open()
+    wanted = read([3], [8])
+    wanted.permit = opened.permit
+    prefill.step(reads=[wanted], targets=targets(decode))
+    opened.refuse()
+    assert of(prefill) == (set(), {"p-a1"})
+    assert of(prefill) == (set(), set())
+    assert prefill.mover.started == [] and prefill.rank.stats.take() == {}
 
 
 def test_a_read_is_over_when_it_has_ended(prefill, decode):
@@ -209,6 +236,7 @@ class Half:
             block_ids=list(range(60, 60 - prefix + -(-tokens // BLOCK))),
             prefix_block_ids=list(range(50, 50 + prefix)),
             target=b"e1's",
+            permit=PERMIT,
         )
         return SimpleNamespace(
             request_id=name,
@@ -238,7 +266,7 @@ def test_what_this_engine_lacks_is_read_before_the_rest_is_computed():
     job = half.job()
     assert half.admit(job, cached=4) == 12
     step = half.step()
-    assert step.reads == [PrefixRead("a1", "a1", "e1", [1, 2, 3], [51, 52, 53])]
+    assert step.reads == [PrefixRead("a1", "a1", "e1", [1, 2, 3], [51, 52, 53], PERMIT)]
     assert step.targets == {"e1": b"e1's"} and step.writes == []
     half.half.worker_output(RankResults(received={"a1"}), None)
     assert half.admit(job, cached=16) == 0

@@ -16,6 +16,7 @@ from dynamo_lite.disagg.counters import (
 from dynamo_lite.disagg.decode import rank as decode_rank
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.messages import (
+    NOT_GRANTED,
     BlockWrite,
     DecodeStep,
     PrefillStep,
@@ -25,6 +26,7 @@ from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
+from dynamo_lite.runtime.permits import Permit, Permits, Verdict, verdict
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover, MemoryTransfer
 from dynamo_lite.transfer.digest import sample
 
@@ -124,11 +126,14 @@ class Prefill:
         self.mover = Wire(fabric, f"prefill-{rank}")
         self.memory = Memory(self.mover, lambda i: 100 + i)
         self.alive = True
+        #: The cells of two permits; a write without a permit counts as granted.
+        self.cells = [0, 0]
         self.rank = PrefillRank(
             self.mover,
             self.memory.rank,
             rank,
             lambda: self.alive,
+            verdict=lambda p: verdict(self.cells, p) if p.number else Verdict.GRANTED,
             checksum_rate=checksum_rate,
         )
 
@@ -166,6 +171,7 @@ def blocks(
     engine: str = "e1",
     num_blocks: int = 4,
     first: int = 0,
+    permit: Permit | None = None,
 ) -> BlockWrite:
     return BlockWrite(
         attempt=attempt,
@@ -177,6 +183,7 @@ def blocks(
         num_blocks=num_blocks,
         scheduled=0.0,
         first=first,
+        permit=permit or Permit(),
     )
 
 
@@ -204,6 +211,55 @@ def test_blocks_stream_as_they_complete_and_the_last_one_commits(prefill, decode
     prefill.step(ended=[("a1", "p-a1", True)])
     assert prefill.ended() == ({"p-a1"}, {})
     assert prefill.ended() == (set(), {})
+
+
+def test_nothing_is_written_before_the_claim_is_granted(prefill, decode):
+    decode.settle(expect={"a1": "r1"})
+    opened = Permits(prefill.cells).open()
+    prefill.step(blocks([3, 4], [10, 11], permit=opened.permit), targets=targets(decode))
+    prefill.step(blocks([7], [20], last=True, permit=opened.permit))
+    prefill.step(ended=[("a1", "p-a1", True)])
+    for _ in range(2):
+        assert prefill.ended() == (set(), {})
+    assert decode.memory.written() == {} and prefill.mover.started == []
+    # Attempts do not wait for each other's claims.
+    prefill.step(blocks([1], [2], attempt="a2"))
+    assert decode.memory.written() == {2: 101}
+    opened.grant()
+    # The last write starts when the others have ended.
+    assert prefill.ended() == (set(), {})
+    assert prefill.ended() == ({"p-a1"}, {})
+    assert decode.memory.written() == {2: 101, 10: 103, 11: 104, 20: 107}
+    assert decode.settle() == ({"r1"}, set())
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_attempt_whose_claim_is_refused_is_never_written(prefill, decode, complete):
+    permits = Permits(prefill.cells)
+    opened = permits.open()
+    prefill.step(
+        blocks([3], [10], last=complete, permit=opened.permit),
+        targets=targets(decode),
+        ended=[("a1", "p-a1", True)] if complete else [],
+    )
+    opened.close()
+    # Its cell is used again.
+    permits.open().grant()
+    if not complete:
+        assert prefill.ended() == (set(), {})
+        prefill.step(blocks([4], [11], permit=opened.permit))
+        prefill.step(ended=[("a1", "p-a1", False)])
+    assert prefill.ended() == ({"p-a1"}, {"a1": NOT_GRANTED})
+    assert decode.memory.written() == {} and prefill.mover.started == []
+
+
+def test_an_attempt_that_is_abandoned_between_its_writes_is_not_written_any_more(prefill, decode):
+    opened = Permits(prefill.cells).open()
+    opened.grant()
+    prefill.step(blocks([3], [10], permit=opened.permit), targets=targets(decode))
+    opened.refuse()
+    prefill.step(blocks([4], [11], last=True, permit=opened.permit))
+    assert decode.memory.written() == {10: 103}
 
 
 def test_what_was_written_is_counted(prefill, decode):

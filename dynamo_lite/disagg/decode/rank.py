@@ -63,10 +63,7 @@ class DecodeRank:
             early = self._early.pop(attempt, None) or PartialCommits()
             self._awaited[attempt] = _Awaited(request_id, step.blocks.get(attempt, ()), early)
         if step.poll or self._awaited:
-            for notice in self._mover.notices():
-                self._add_notice(notice)
-        for attempt in [a for a, w in self._awaited.items() if w.notices.complete]:
-            self._finish(attempt, self._awaited.pop(attempt))
+            self.poll()
         for attempt, request_id in step.give_up:
             if (awaited := self._awaited.pop(attempt, None)) is not None:
                 self._failed.add(request_id)
@@ -74,6 +71,14 @@ class DecodeRank:
                 self._given_up[attempt] = None
         while len(self._given_up) > _MAX_GIVEN_UP:
             self._given_up.popitem(last=False)
+
+    def poll(self) -> bool:
+        """Applies the notifications that have come. Whether `results` has anything to report."""
+        for notice in self._mover.notices():
+            self._add_notice(notice)
+        for attempt in [a for a, w in self._awaited.items() if w.notices.complete]:
+            self._finish(attempt, self._awaited.pop(attempt))
+        return bool(self._received or self._failed)
 
     def results(self) -> RankResults:
         """The requests whose KV was received or lost since the last call, each one once."""

@@ -203,6 +203,12 @@ class DecodeScheduler:
         self._apply(instructions, fresh=True)
 
     @property
+    def awaits_kv(self) -> bool:
+        """Whether any request waits for remote KV."""
+        with self._book.lock:
+            return self._book.ledger.waiting > 0
+
+    @property
     def busy(self) -> bool:
         """Whether the engine must make steps even without requests."""
         waits = bool(self._step.give_up or self._net.listening)

@@ -1,5 +1,9 @@
-"""One delivery of a prefill job: claim, compute, write, report the outcome."""
+"""One delivery of a prefill job: claim and compute, write, report the outcome.
 
+The engine computes the job while the claim is on its way (`computation.py`).
+"""
+
+import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Literal
@@ -7,6 +11,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Histogram
 
 from dynamo_lite.disagg.prefill.claims import Claims
+from dynamo_lite.disagg.prefill.computation import Computation
 from dynamo_lite.disagg.prefill.job_trace import JobTrace
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import AttemptOutcome, PrefillEngine
@@ -14,14 +19,13 @@ from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
-    DynamoLiteError,
     ProtocolError,
     Unavailable,
 )
 from dynamo_lite.protocol.prefill import CancelAttempt, RemotePrefillRequest
-from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.queue.base import Job
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.permits import Permits
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 logger = logging.getLogger(__name__)
@@ -40,13 +44,15 @@ class JobEnd:
 
 class JobRunner:
     """When `run` returns a final end, the decode engine knows it: it has refused the claim, or
-    the outcome was reported to it. links: None if all links count as usable.
+    the outcome was reported to it. links: None if all links count as usable. permits: those that
+    the engine's ranks read.
     """
 
     def __init__(
         self,
         *,
         engine: PrefillEngine,
+        permits: Permits,
         directory: MetadataDirectory,
         claims: Claims,
         registry: CollectorRegistry,
@@ -54,7 +60,7 @@ class JobRunner:
         clock: Clock,
     ):
         self._engine, self._directory, self._claims = engine, directory, claims
-        self._links, self._now = links, clock.monotonic
+        self._permits, self._links, self._now = permits, links, clock.monotonic
         self._stages = Histogram(
             "dynamo_lite_prefill_job_stage_seconds",
             "Stages of a prefill job: claim (from its pull to the granted claim), engine (from"
@@ -65,6 +71,8 @@ class JobRunner:
         )
         #: Attempts that were abandoned while a delivery of them runs.
         self._abandoned: set[str] = set()
+        #: By attempt.
+        self._computations: dict[str, Computation] = {}
         self._engine_died = False
 
     async def run(self, job: Job, request: RemotePrefillRequest, trace: JobTrace | None) -> JobEnd:
@@ -74,12 +82,15 @@ class JobRunner:
         finally:
             self._claims.held.pop(request.attempt, None)
             self._abandoned.discard(request.attempt)
+            self._computations.pop(request.attempt, None)
 
     async def abandon(self, attempt: str, *, running: bool) -> None:
-        """Stops a job's writes soon; its outcome is reported as usual."""
+        """Stops a job: no write of it starts any more. Its outcome is reported as usual."""
         if running:
-            # If the claim is not answered yet, the engine does not know the attempt.
+            # The engine may not know the attempt yet.
             self._abandoned.add(attempt)
+        if (computation := self._computations.get(attempt)) is not None:
+            computation.stop_writing()
         await self._engine.abandon(attempt)
 
     async def answer_cancel(self, cancel: CancelAttempt) -> None:
@@ -104,8 +115,12 @@ class JobRunner:
         return await self._hand_back(request, "abandoned", why, "used_up")
 
     async def _prefill(self, request: RemotePrefillRequest, trace: JobTrace | None) -> JobEnd:
-        """Claims the job, then has it computed and written."""
+        """Claims the job and has it computed meanwhile, then has it written."""
         pulled = self._now()
+
+        def cancelled() -> bool:
+            return request.attempt in self._abandoned
+
         try:
             target = await self._directory.get(request.engine_id)
             if target is None:
@@ -118,10 +133,24 @@ class JobRunner:
                     "request %s: attempt %s: left to other workers: %s", *_ids(request), why_not
                 )
                 return JobEnd("left", f"it cannot be written into: {why_not}")
-            asked = self._now()
-            refusal = await self._claims.ask(
-                request, asked - pulled, lambda: request.attempt not in self._abandoned
-            )
+            async with Computation(
+                self._engine, self._permits, request, target, cancelled=cancelled
+            ) as computation:
+                self._computations[request.attempt] = computation
+                # The engine gets the job first: the claim has as long as the computing takes.
+                await asyncio.sleep(0)
+                asked = self._now()
+                refusal = await self._claims.ask(request, asked - pulled, lambda: not cancelled())
+                if refusal is not None:
+                    reason = refusal.reason
+                    logger.info("request %s: attempt %s: refused: %s", *_ids(request), reason)
+                    outcome = "retry" if refusal.elsewhere else "refused"
+                    return JobEnd(outcome, f"the claim was refused: {reason}")
+                claimed = self._now()
+                self._stages.labels("claim").observe(claimed - pulled)
+                if trace is not None:
+                    trace.claimed(claimed)
+                ended = await self._write(request, computation)
         except (DeadlineExceeded, BrokerUnavailable) as exc:
             # The claim may have been granted to this worker, and would block others: give it back.
             return await self._hand_back(request, "abandoned", str(exc), "abandoned")
@@ -135,15 +164,6 @@ class JobRunner:
                 "request %s: attempt %s: engine %s: %s", *_ids(request), request.engine_id, exc
             )
             return await self._hand_back(request, "failed", str(exc), "malformed")
-        if refusal is not None:
-            logger.info("request %s: attempt %s: refused: %s", *_ids(request), refusal.reason)
-            outcome = "retry" if refusal.elsewhere else "refused"
-            return JobEnd(outcome, f"the claim was refused: {refusal.reason}")
-        claimed = self._now()
-        self._stages.labels("claim").observe(claimed - pulled)
-        if trace is not None:
-            trace.claimed(claimed)
-        ended = await self._write(request, target)
         # The claim was granted about half-way through the round trip.
         return await self._report_end(request, ended, (asked + claimed) / 2)
 
@@ -180,18 +200,14 @@ class JobRunner:
             "retry", f"{ended.outcome}, but could not be reported to its engine: {ended.detail}"
         )
 
-    async def _write(self, request: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        """Runs the claimed job in the engine, unless it was cancelled or is malformed."""
-        if request.attempt in self._abandoned:
-            return AttemptOutcome(
-                request.attempt, "abandoned", "cancelled before its prefill began"
-            )
+    async def _write(
+        self, request: RemotePrefillRequest, computation: Computation
+    ) -> AttemptOutcome:
+        """The job is claimed: has it written, unless it was cancelled or is malformed."""
         claimed = self._now()
-        try:
-            _check_blocks(request, target)
-            ended = await self._engine.prefill(request, target)
-        except DynamoLiteError as exc:
-            return AttemptOutcome(request.attempt, "failed", str(exc))
+        ended = await computation.write()
+        if not computation.ran:
+            return ended
         self._stages.labels("engine").observe(self._now() - claimed)
         if self._links is not None and ended.outcome == "failed":
             self._links.retest(request.engine_id)
@@ -202,23 +218,3 @@ class JobRunner:
 def _ids(request: RemotePrefillRequest) -> tuple[str, str]:
     """The two ids that log lines begin with."""
     return request.request_id, request.attempt
-
-
-def _check_blocks(request: RemotePrefillRequest, target: EngineMetadata) -> None:
-    """Raises ProtocolError unless a job's blocks cover its tokens and are in the pool."""
-    size = target.block_size_tokens
-    first, rest = divmod(request.num_computed_tokens, size)
-    wanted = -(-len(request.prompt_token_ids) // size) - first
-    if rest or wanted <= 0 or len(request.block_ids) != wanted:
-        raise ProtocolError(
-            f"{len(request.block_ids)} blocks of {size} tokens for tokens"
-            f" {request.num_computed_tokens} to {len(request.prompt_token_ids)}"
-        )
-    if len(request.prefix_block_ids) not in (0, first):
-        raise ProtocolError(
-            f"{len(request.prefix_block_ids)} blocks of {size} tokens for the first"
-            f" {request.num_computed_tokens} tokens"
-        )
-    highest = max(request.block_ids + request.prefix_block_ids)
-    if highest >= target.num_blocks:
-        raise ProtocolError(f"block {highest} is not one of the engine's {target.num_blocks}")

@@ -25,6 +25,7 @@ from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.permits import Permits
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.transfer.directory import MetadataDirectory
@@ -43,7 +44,8 @@ _UNFIT_PAUSE_S = 0.2
 
 class PrefillJobs:
     """fit: whether the engine can take a job now; while not, no job is pulled. links: the
-    links to decode engines; None if all count as usable. tracer: None without tracing.
+    links to decode engines; None if all count as usable. permits: those that the engine's ranks
+    read. tracer: None without tracing.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class PrefillJobs:
         ack_wait_s: float,
         queue: PrefillQueue,
         engine: PrefillEngine,
+        permits: Permits,
         directory: MetadataDirectory,
         messaging: Messaging,
         registry: CollectorRegistry,
@@ -81,6 +84,7 @@ class PrefillJobs:
         )
         self._runner = JobRunner(
             engine=engine,
+            permits=permits,
             directory=directory,
             claims=self._claims,
             registry=registry,
@@ -123,7 +127,7 @@ class PrefillJobs:
             await self._runner.answer_cancel(cancel)
 
     async def abandon(self, attempt: str) -> None:
-        """Stops a job's writes soon; its outcome is reported as usual."""
+        """Stops a job: no write of it starts any more. Its outcome is reported as usual."""
         await self._runner.abandon(attempt, running=attempt in self.working)
 
     @property

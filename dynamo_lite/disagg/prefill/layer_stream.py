@@ -20,16 +20,18 @@ _Key = tuple[str, int]
 
 
 class LayerStream:
-    """attempts, peers, alive: the rank's own. Does nothing until `ran` is called."""
+    """attempts, peers, granted, alive: the rank's own. Does nothing until `ran` is called."""
 
     def __init__(
         self,
         attempts: Mapping[str, OutgoingAttempt],
         peers: RemoteRanks,
+        granted: Callable[[OutgoingAttempt], bool],
         alive: Callable[[], bool],
         start: Start,
     ):
         self._attempts, self._peers, self._alive, self._start = attempts, peers, alive, start
+        self._granted = granted
         self._waiting: list[tuple[BlockWrite, str, Ready]] = []
         self._begun: dict[_Key, dict[str, set[str]]] = {}
 
@@ -74,9 +76,10 @@ class LayerStream:
         """Whether layers of the attempt may be written by themselves.
 
         Not while a write waits: layers of its step go with it, and later layers would delay an
-        earlier step's blocks. Not with staging memory either: that takes all layers at once.
+        earlier step's blocks. Not with staging memory either: that takes all layers at once. Not
+        before the claim was granted: the layers go with the write after the step.
         """
-        if attempt.queue or attempt.failure is not None:
+        if attempt.queue or attempt.failure is not None or not self._granted(attempt):
             return False
         if self._peers.layout(attempt.target) is not None:
             return False

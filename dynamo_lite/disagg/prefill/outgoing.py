@@ -8,6 +8,7 @@ from dynamo_lite.disagg.counters import SECONDS, WRITTEN, Counters
 from dynamo_lite.disagg.messages import BlockWrite
 from dynamo_lite.disagg.prefill.staging import Slot
 from dynamo_lite.disagg.span_notes import note_child
+from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.transfer.base import Transfer
 
 #: Returns whether the step that fills the blocks has ended (work on a GPU is queued).
@@ -35,6 +36,8 @@ class OutgoingAttempt:
 
     #: Engine id of the decode engine.
     target: str
+    #: Says whether the attempt's claim was granted.
+    permit: Permit
     #: Writes that were not started.
     queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
     in_flight: list[InFlightWrite] = field(default_factory=list)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dynamo_lite.disagg.counters import PREFIX_BYTES, PREFIX_READ, Counters
-from dynamo_lite.disagg.messages import PrefixRead, RankResults
+from dynamo_lite.disagg.messages import NOT_GRANTED, PrefixRead, RankResults
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRanks, Source
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
+from dynamo_lite.runtime.permits import Permit, Verdict
 from dynamo_lite.transfer.base import Mover, Transfer
 
 logger = logging.getLogger(__name__)
@@ -28,18 +29,20 @@ class _Reading:
 
 
 class PrefixReads:
-    """own: this rank's memory. alive: whether the fence is open."""
+    """own: this rank's memory. verdict: whether the claim of an attempt was granted, by its permit.
+    alive: whether the fence is open."""
 
     def __init__(
         self,
         mover: Mover,
         own: RankMetadata,
         peers: RemoteRanks,
+        verdict: Callable[[Permit], Verdict],
         alive: Callable[[], bool],
         stats: Counters,
     ):
         self._mover, self._own, self._peers, self._alive = mover, own, peers, alive
-        self._stats = stats
+        self._verdict, self._stats = verdict, stats
         self._open: list[_Reading] = []
         self._results = RankResults()
 
@@ -53,8 +56,12 @@ class PrefixReads:
         return {reading.read.target_engine for reading in self._open}
 
     def start(self, read: PrefixRead) -> None:
+        """Must not be called before the verdict. If the claim was refused, the read fails."""
         reading = _Reading(read)
         self._open.append(reading)
+        if self._verdict(read.permit) is not Verdict.GRANTED:
+            reading.failure = NOT_GRANTED
+            return
         if not self._alive():
             reading.failure = "this worker's lease is not certain to be alive"
             return
@@ -98,6 +105,9 @@ class PrefixReads:
                 "this worker's lease was not certain to be alive at the end of the read"
             )
         request_id = reading.read.request_id
+        if reading.failure == NOT_GRANTED:
+            self._results.lost.add(request_id)
+            return
         if reading.failure is None:
             self._results.received.add(request_id)
         else:

@@ -3,9 +3,10 @@
 It writes the blocks of an attempt as they complete, into every rank of the decode engine
 that needs a part of them; each write carries a notification. The last write into each rank
 is the commit. Writes are not ordered, so it starts only when all earlier ones have ended.
-Writes are started and polled only while the fence is open. `staging.py` converts blocks for
-peers with other blocks, `layer_stream.py` writes layers before the end of their step, and
-`prefix_reads.py` reads prefixes.
+Writes are started and polled only while the fence is open. They are started only after the
+attempt's claim was granted, since the prompt is computed while the claim is on its way.
+`staging.py` converts blocks for peers with other blocks, `layer_stream.py` writes layers
+before the end of their step, and `prefix_reads.py` reads prefixes.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import numpy as np
 
 from dynamo_lite.disagg.counters import BYTES, DESCRIPTORS, FENCED, Counters
 from dynamo_lite.disagg.messages import (
+    NOT_GRANTED,
     BlockWrite,
     PrefillStep,
     PrefixRead,
@@ -30,6 +32,7 @@ from dynamo_lite.disagg.prefill.write_notifications import WriteNotifications
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+from dynamo_lite.runtime.permits import Permit, Verdict, always_granted
 from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.digest import ReadMemory, read_dram
@@ -43,7 +46,8 @@ _COMMIT_POLL_S = 0.002
 
 
 class PrefillRank:
-    """own: this rank's memory. rank: its index. alive: whether the fence is open.
+    """own: this rank's memory. rank: its index. alive: whether the fence is open. verdict: whether
+    the claim of an attempt was granted, by its permit.
 
     checksum_rate: share of an attempt's blocks that its commit has a checksum of.
     read: reads blocks from this rank's memory. open_transposer: makes staging memory for
@@ -58,6 +62,7 @@ class PrefillRank:
         alive: Callable[[], bool],
         clock: Clock = SYSTEM_CLOCK,
         *,
+        verdict: Callable[[Permit], Verdict] = always_granted,
         checksum_rate: float = 0.0,
         read: ReadMemory = read_dram,
         open_transposer: OpenTransposer | None = None,
@@ -65,6 +70,7 @@ class PrefillRank:
     ):
         self._now = clock.monotonic
         self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
+        self._verdict = verdict
         self.stats = Counters()
         self._times = WriteTimes(self.stats, rank)
         self.on_gpu = own.memory == "VRAM"
@@ -72,14 +78,18 @@ class PrefillRank:
         self._notices = WriteNotifications(rank, checksum_rate, read, self._staging)
         self._peers = RemoteRanks(mover, own, rank, self._staging)
         self._attempts: dict[str, OutgoingAttempt] = {}
+        #: Reads of attempts whose claims are not answered.
+        self._awaiting_claim: list[PrefixRead] = []
         #: Attempt -> request id, of finished requests whose writes are not reported as ended.
         self._ended: dict[str, str] = {}
         #: Attempt -> reason, for the next report.
         self._failures: dict[str, str] = {}
         self._layers = LayerStream(
-            self._attempts, self._peers, lambda: self._alive(), self._start_layer
+            self._attempts, self._peers, self._is_granted, lambda: self._alive(), self._start_layer
         )
-        self._reads = PrefixReads(mover, own, self._peers, lambda: self._alive(), self.stats)
+        self._reads = PrefixReads(
+            mover, own, self._peers, self._verdict, lambda: self._alive(), self.stats
+        )
         self._preflights = LinkTestRank(
             mover, own, rank, scratch, self._peers, lambda: self._alive(), self._now
         )
@@ -91,7 +101,7 @@ class PrefillRank:
             self._preflights.start(order)
         for read in step.reads:
             self._peers.ensure_connected(read.target_engine)
-            self._start_read(read)
+            self._awaiting_claim.append(read)
         for write in step.writes:
             attempt = self._open(write)
             layout = self._peers.layout(write.target_engine)
@@ -157,6 +167,7 @@ class PrefillRank:
             sent.add(request_id)
         if self._peers.left:
             users = {attempt.target for attempt in self._attempts.values()}
+            users |= {read.target_engine for read in self._awaiting_claim}
             self._peers.forget_left(users | self._reads.engines | self._preflights.engines)
         read = self._reads.take()
         return RankResults(sent=sent, received=read.received, lost=read.lost)
@@ -183,12 +194,20 @@ class PrefillRank:
         self._reads.start(read)
 
     def _open(self, write: BlockWrite) -> OutgoingAttempt:
-        attempt = self._attempts.setdefault(write.attempt, OutgoingAttempt(write.target_engine))
+        attempt = self._attempts.setdefault(
+            write.attempt, OutgoingAttempt(write.target_engine, write.permit)
+        )
         if attempt.failure is None:
             attempt.failure = self._peers.ensure_connected(write.target_engine)
         return attempt
 
     def _pump(self) -> None:
+        reads, self._awaiting_claim = self._awaiting_claim, []
+        for read in reads:
+            if self._verdict(read.permit) is Verdict.PENDING:
+                self._awaiting_claim.append(read)
+            else:
+                self._start_read(read)
         self._reads.poll()
         self._layers.pump()
         self._preflights.poll()
@@ -201,6 +220,8 @@ class PrefillRank:
     def _start_next(self, attempt: OutgoingAttempt) -> bool:
         """Starts the attempt's next write if it may start now; returns whether it was taken."""
         write, ready = attempt.queue[0]
+        if attempt.failure is None and not self._is_granted(attempt):
+            return False
         alone = write.last or attempt.again or self._layers.begun(write)
         if attempt.failure is None and (not ready() or (alone and attempt.in_flight)):
             return False
@@ -215,6 +236,14 @@ class PrefillRank:
             self._fail(attempt, exc)
         self._release_slot(attempt)
         return True
+
+    def _is_granted(self, attempt: OutgoingAttempt) -> bool:
+        """Whether the attempt's claim was granted. If it was refused, nothing is written."""
+        verdict = self._verdict(attempt.permit)
+        if verdict is Verdict.REFUSED:
+            attempt.failure = NOT_GRANTED
+            self._clear(attempt)
+        return verdict is Verdict.GRANTED
 
     def _staged(self, attempt: OutgoingAttempt, write: BlockWrite) -> bool:
         """Whether the write's bytes can be read. If they need staging, starts that first."""

@@ -16,6 +16,7 @@ from dynamo_lite.disagg.counters import COMPUTED, ENDED, Counters
 from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import (
+    NOT_GRANTED,
     BlockWrite,
     PrefillStep,
     PrefixRead,
@@ -207,7 +208,8 @@ class PrefillScheduler:
             job = self._ending.pop(request_id)
             failure = self._failures.pop(job.attempt, None)
             if failure is not None:
-                self._report_end(job, "failed", failure)
+                outcome = "abandoned" if failure == NOT_GRANTED else "failed"
+                self._report_end(job, outcome, failure)
             else:
                 self._report_end(job, "written" if job.complete else "abandoned")
 
@@ -234,6 +236,7 @@ class PrefillScheduler:
                 target_engine=job.params.engine_id,
                 local_ids=list(block_ids[start : len(prefix)]),
                 remote_ids=list(prefix[start:]),
+                permit=job.params.permit,
             )
         )
 
@@ -269,6 +272,7 @@ class PrefillScheduler:
                 skip_tokens=skip,
                 began=self._stepped_at,
                 trace=job.trace,
+                permit=job.params.permit,
             )
         )
         job.written, job.complete = end, last

@@ -19,6 +19,7 @@ from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.permits import Permit, Verdict, always_granted
 from dynamo_lite.simulation.engine.core import Outputs, SimCore, SimModelConfig
 from dynamo_lite.simulation.engine.halves import (
     DecodeHalves,
@@ -39,8 +40,8 @@ _BASE, _SHIFTS = 1 << 20, 4
 class EngineSetup:
     """What one incarnation of an engine is made from.
 
-    outside: the engine process's own clients. alive: a prefill engine's fence.
-    address: its host on the fabric.
+    outside: the engine process's own clients. alive, verdict: a prefill engine's fence, and the
+    verdicts on its permits. address: its host on the fabric.
     """
 
     config: SimModelConfig
@@ -51,6 +52,7 @@ class EngineSetup:
     clock: Clock
     rng: random.Random
     alive: Callable[[], bool] = lambda: True
+    verdict: Callable[[Permit], Verdict] = always_granted
 
 
 @dataclass
@@ -161,6 +163,7 @@ class Assembly:
             0,
             setup.alive,
             rank_clock(setup.clock),
+            verdict=setup.verdict,
             checksum_rate=role.options.kv_checksum_rate,
             read=mover.memory.read_raw,
             scratch=mover.scratch,

@@ -33,6 +33,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.simulation.engine.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.simulation.engine.core import Outputs
 from dynamo_lite.simulation.engine.model import Sampling, sampling_from_bytes
@@ -171,11 +172,13 @@ class SimEngine:
             self._resolve_attempts([(attempt, "died", str(exc)) for attempt in self._attempts])
             raise
 
-    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
+    async def prefill(
+        self, job: RemotePrefillRequest, target: EngineMetadata, permit: Permit
+    ) -> AttemptOutcome:
         self._check_peer(target)
         self._check_prompt(job.prompt_token_ids)
         left, self._left = self._left, []
-        transfer = pack(PrefillJobParams.of(job, target, left))
+        transfer = pack(PrefillJobParams.of(job, target, left, permit))
         ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self._attempts[job.attempt] = ended
         try:

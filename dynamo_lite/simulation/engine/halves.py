@@ -89,6 +89,10 @@ class DecodeHalves:
             return True
         return state is AttemptState.CLAIMED and ledger.writer(attempt) == writer_lease_id
 
+    def queued(self, attempt: str) -> bool:
+        """Whether no writer has claimed the attempt, which is still wanted."""
+        return self.scheduler._book.ledger.state(attempt) is AttemptState.QUEUED
+
     def awaits_claim(self, attempt: str, now: float) -> bool:
         """Whether the attempt is wanted, and may still be claimed."""
         entry = self.scheduler._book.ledger._attempts.get(attempt)

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 
+from dynamo_lite.runtime.permits import Permit, Permits, Verdict, verdict
+
 
 class MemoryFence:
-    """Implements Fence, and is read by `open`. now: a clock in seconds, as `boottime`."""
+    """Implements Fence, and is read by `open` and `verdict`. now: a clock in seconds, as
+    `boottime`. permits: how many may be open at a time."""
 
-    def __init__(self, now: Callable[[], float]):
+    def __init__(self, now: Callable[[], float], permits: int):
         self._now = now
+        self._cells = [0] * permits
+        self.permits = Permits(self._cells)
         self._deadline = 0.0
 
     def extend(self, remaining_s: float) -> None:
@@ -16,5 +21,9 @@ class MemoryFence:
     def open(self) -> bool:
         return self._now() < self._deadline
 
+    def verdict(self, permit: Permit) -> Verdict:
+        return verdict(self._cells, permit)
+
     def close(self) -> None:
         self._deadline = 0.0
+        self.permits.close()

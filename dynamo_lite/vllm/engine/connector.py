@@ -41,6 +41,11 @@ from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.polled import PolledMover
 from dynamo_lite.transfer.scratch import ScratchMemory
+from dynamo_lite.vllm.engine.arrivals import (
+    let_bridge_run,
+    wait_for_arrival,
+    waits_in_steps,
+)
 from dynamo_lite.vllm.engine.connector_types import (
     ConnectorStats,
     RankHandshake,
@@ -89,6 +94,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         self._streams = (
             isinstance(role_here, PrefillEngineConfig) and role_here.options.stream_layers
         )
+        #: Whether steps that compute nothing wait for KV.
+        self._waits = waits_in_steps(vllm_config)
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
         self._rank: DecodeRank | PrefillRank | None = None
         self._handshake: RankHandshake | None = None
@@ -128,7 +135,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         index, role = rank_index(self._vllm_config), self._engine_config.role
         device = next(iter(kv_caches.values())).device
         prefill = isinstance(role, PrefillEngineConfig)
-        alive = FenceReader(Path(role.fence_path)).open if prefill else lambda: True
+        fence = FenceReader(Path(role.fence_path)) if prefill else None
+        alive = (lambda: True) if fence is None else fence.open
         self._mover = mover = open_mover(self._engine_config, index, device, alive)
         # Registers memory: must come before `mover.metadata` is read.
         self._scratch = scratch = make_scratch(mover, device)
@@ -137,11 +145,13 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         rank = msgspec.structs.replace(kv.rank, scratch=scratch.region)
         self._handshake = RankHandshake(encode(rank), kv.orders)
         if isinstance(role, PrefillEngineConfig):
+            assert fence is not None
             self._rank = PrefillRank(
                 mover,
                 rank,
                 index,
                 alive,
+                verdict=fence.verdict,
                 checksum_rate=role.options.kv_checksum_rate,
                 read=kv.read,
                 open_transposer=kv.open_transposer,
@@ -185,6 +195,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             step = self._step()
             assert isinstance(step, DecodeStep)
             self._rank.step(step)
+            if step.wait:
+                wait_for_arrival(self._rank)
         results = RankResults() if self._rank is None else self._rank.results()
         return KVConnectorTransferResults(
             finished_sending=results.sent,
@@ -257,7 +269,11 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             assert self._manager is not None
             size = self._vllm_config.cache_config.block_size
             filling = filling_blocks(scheduler_output, self._manager, size)
-            step = self._decode.build_step(filling, scheduler_output.num_scheduled_tokens)
+            computed = scheduler_output.num_scheduled_tokens
+            step = self._decode.build_step(filling, computed)
+            step.wait = self._waits and not computed and self._decode.awaits_kv
+            if step.wait and step.expect:
+                let_bridge_run()
             return StepMetadata(step)
         assert self._prefill is not None
         return StepMetadata(

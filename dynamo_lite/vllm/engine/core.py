@@ -46,6 +46,7 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.runtime.tracing.tracer import Tracer, record_notes
 from dynamo_lite.vllm import requests
 from dynamo_lite.vllm.engine.connector_types import KV_LAYOUT
@@ -179,8 +180,10 @@ class VllmEngine:
             self._attempts.died(str(exc))
             raise
 
-    async def prefill(self, job: RemotePrefillRequest, target: EngineMetadata) -> AttemptOutcome:
-        """Runs one claimed attempt; `run_prefills` must be running.
+    async def prefill(
+        self, job: RemotePrefillRequest, target: EngineMetadata, permit: Permit
+    ) -> AttemptOutcome:
+        """Runs one attempt; `run_prefills` must be running.
 
         Raises Refused for a prompt that this engine cannot take, IncompatiblePeer for a target
         that it cannot write to.
@@ -193,7 +196,7 @@ class VllmEngine:
             # Its blocks differ: they are converted when they are written, and cannot be read.
             job = msgspec.structs.replace(job, prefix_block_ids=[])
         left, self._left = self._left, []
-        request = requests.prefill(job, target, left, self.config.model_config)
+        request = requests.prefill(job, target, left, permit, self.config.model_config)
         with self._attempts.ending(job.attempt) as ended:
             await self._add(request)
             return await ended

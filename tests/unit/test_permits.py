@@ -1,0 +1,67 @@
+"""Permits: pending until decided, and refused whenever they are not certainly granted."""
+
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.runtime.fence import FenceHolder, FenceReader
+from dynamo_lite.runtime.permits import Permit, Permits, Verdict, verdict
+
+
+def test_a_permit_is_pending_until_it_is_decided():
+    cells = [0, 0]
+    opened = Permits(cells).open()
+    assert verdict(cells, opened.permit) is Verdict.PENDING
+    opened.grant()
+    assert verdict(cells, opened.permit) is Verdict.GRANTED
+    opened.refuse()
+    assert verdict(cells, opened.permit) is Verdict.REFUSED
+
+
+def test_a_permit_is_refused_after_its_end_also_when_its_cell_is_used_again():
+    cells = [0]
+    permits = Permits(cells)
+    first = permits.open()
+    first.grant()
+    first.close()
+    assert verdict(cells, first.permit) is Verdict.REFUSED
+    second = permits.open()
+    second.grant()
+    assert second.permit.cell == first.permit.cell
+    first.refuse()
+    first.grant()
+    first.close()
+    assert verdict(cells, first.permit) is Verdict.REFUSED
+    assert verdict(cells, second.permit) is Verdict.GRANTED
+
+
+@pytest.mark.parametrize("permit", [Permit(), Permit(0, 2), Permit(1, 1)])
+def test_a_permit_that_was_not_opened_is_refused(permit: Permit):
+    cells = [0]
+    Permits(cells).open().grant()
+    assert verdict(cells, permit) is Verdict.REFUSED
+
+
+def test_no_cell_is_used_twice_at_a_time():
+    permits = Permits([0, 0])
+    assert {permits.open().permit.cell for _ in range(2)} == {0, 1}
+    with pytest.raises(RuntimeError, match="more permits than cells"):
+        permits.open()
+
+
+def test_another_process_reads_them_beside_the_fence(tmp_path: Path):
+    holder = FenceHolder(tmp_path / "fence", permits=3)
+    reader = FenceReader(holder.path)
+    opened = [holder.permits.open() for _ in range(3)]
+    holder.extend(10.0)
+    assert [reader.verdict(one.permit) for one in opened] == [Verdict.PENDING] * 3
+    opened[1].grant()
+    holder.extend(20.0)
+    found = [reader.verdict(one.permit) for one in opened]
+    assert found == [Verdict.PENDING, Verdict.GRANTED, Verdict.PENDING]
+    assert reader.open()
+    holder.close()
+    assert [reader.verdict(one.permit) for one in opened] == [Verdict.REFUSED] * 3
+    # A job may end after the fence was closed for good.
+    opened[0].close()
+    reader.close()
