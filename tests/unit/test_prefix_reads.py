@@ -205,6 +205,7 @@ class Half:
             attempt=name,
             engine_id="e1",
             num_computed_tokens=prefix * BLOCK,
+            num_tokens=tokens,
             block_size=BLOCK,
             block_ids=list(range(60, 60 - prefix + -(-tokens // BLOCK))),
             prefix_block_ids=list(range(50, 50 + prefix)),

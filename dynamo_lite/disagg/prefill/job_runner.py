@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -189,7 +190,9 @@ class JobRunner:
         claimed = self._now()
         try:
             _check_blocks(request, target)
-            ended = await self._engine.prefill(request, target)
+            ended = await self._engine.prefill(
+                request, target, partial(self._claims.send_first_token, request)
+            )
         except DynamoLiteError as exc:
             return AttemptOutcome(request.attempt, "failed", str(exc))
         self._stages.labels("engine").observe(self._now() - claimed)
