@@ -10,7 +10,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
+from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
@@ -20,7 +22,7 @@ from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger, Refusal
 from dynamo_lite.protocol.backlog import Lane
-from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
 from dynamo_lite.queue.base import Job, PrefillQueue
@@ -316,6 +318,19 @@ class WaitsForBroker(Shipped):
         return make_waiting
 
 
+class FirstTokenTwice(Shipped):
+    """The decode engine's first token is sent, also when the client has the prefill worker's."""
+
+    def first_tokens(self, setup: EngineSetup) -> FirstTokens:
+        return _SendsAll(CollectorRegistry(), setup.clock)
+
+
+class _SendsAll(FirstTokens):
+    def settle(self, own: str, delta: TokenDelta) -> TokenDelta:
+        super().settle(own, delta)
+        return delta
+
+
 #: By the name that the command line takes.
 MUTANTS: dict[str, type[Shipped]] = {
     "ack-on-dequeue": AckOnDequeue,
@@ -332,4 +347,5 @@ MUTANTS: dict[str, type[Shipped]] = {
     "late-resume": LateResume,
     "lease-from-answer": LeaseFromAnswer,
     "waits-for-broker": WaitsForBroker,
+    "first-token-twice": FirstTokenTwice,
 }

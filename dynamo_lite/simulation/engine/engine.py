@@ -176,7 +176,9 @@ class SimEngine:
 
     def first_token(self, first: FirstToken) -> TokenDelta | None:
         caller = self._ids.running(first.request_id)
-        return self._first_tokens.take(first, caller=caller, vocabulary=VOCABULARY)
+        delta = self._first_tokens.take(first, caller=caller, vocabulary=VOCABULARY)
+        self._on_counts({"first tokens late" if delta is None else "first tokens sent": 1})
+        return delta
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
         while (outputs := await self._next()) is not None:
