@@ -14,7 +14,8 @@ from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from dynamo_lite.protocol.prefill import FirstTokenSampling
-from dynamo_lite.vllm.migratable import facts, is_causal
+from dynamo_lite.vllm.migratable import depends_on_output, is_causal
+from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
 
 
 def stop_tokens(params: SamplingParams) -> frozenset[int]:
@@ -92,10 +93,11 @@ def first_token_params(wanted: FirstTokenSampling) -> SamplingParams:
 def _is_plain(params: SamplingParams) -> bool:
     """Whether nothing but temperature, top_p, top_k, min_p and seed chooses the first token, and
     nothing but the token is wanted of it."""
-    known = facts(params)
     return not (
-        known.history_dependent
-        or known.grammar
+        depends_on_output(params)
+        # Parameters of custom logits processors and samplers.
+        or (params.extra_args or {}).keys() - {KV_TRANSFER_PARAMS}
+        or params.structured_outputs is not None
         or params.repetition_penalty != 1
         or params.logit_bias
         or params.allowed_token_ids is not None

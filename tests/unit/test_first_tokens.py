@@ -1,13 +1,25 @@
 """First tokens from prefill workers, at the component of the decode engine."""
 
+import contextlib
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
 import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
+from dynamo_lite.policy.migration import Continue, Replay
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken
-from tests.builders import ManualClock
+from dynamo_lite.request_plane.migrating_request import MigratingRequest
+from dynamo_lite.runtime.drops import counted
+from dynamo_lite.services.config import VllmWorkerConfig
+from dynamo_lite.services.decode_worker import VllmWorker
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from tests.builders import ENGINE, NAMESPACE, ManualClock, endpoint_record, eventually
 
 VOCABULARY, STOP = 100, 9
 COUNTS = PrefillCounts(5, 0, 4, 0.5, 0.25)
@@ -153,3 +165,71 @@ def test_a_token_that_does_not_fit_is_refused(token: int, cached: int):
     with pytest.raises(ProtocolError, match="r#1"):
         worker.take(token, cached=cached)
     assert worker.settle(7) == TokenDelta("r", [7], prefill=COUNTS)
+
+
+# What the Frontend makes of it
+
+
+def test_a_request_that_loses_its_worker_after_the_token_goes_on_behind_it():
+    """The decode worker dies with the token sent and nothing of its engine's."""
+    worker = Worker()
+    flight = MigratingRequest(worker.request, Continue(reason="greedy"), None)
+    flight.attempt("r", endpoint_record(1), 0.0)
+    early = worker.take(7)
+    assert early is not None and flight.take(early) == early
+    flight.moves += 1
+    again = flight.attempt("r~1", endpoint_record(2), 0.0)
+    assert again.output_token_ids == [7]
+    engines = TokenDelta("r~1", [8], prefill=PrefillCounts(6, 0, 0, 0.0, 0.0))
+    assert flight.take(engines) == TokenDelta("r", [8])
+
+
+def test_a_replayed_request_is_sent_its_first_token_once():
+    worker = Worker()
+    flight = MigratingRequest(worker.request, Replay(reason="seeded"), None)
+    flight.attempt("r", endpoint_record(1), 0.0)
+    early = worker.take(7)
+    assert early is not None and flight.take(early) == early
+    flight.moves += 1
+    assert flight.attempt("r~1", endpoint_record(2), 0.0).output_token_ids == []
+    assert flight.take(TokenDelta("r~1", [7], prefill=COUNTS)) is None
+    assert flight.take(TokenDelta("r~1", [8])) == TokenDelta("r", [8])
+
+
+# The message at the decode worker
+
+
+@pytest.mark.parametrize("broken", [b"", b"nonsense", b"seal"], ids=str)
+async def test_a_malformed_message_is_dropped_and_counted(broken: bytes):
+    async with serving() as (messaging, sent, drops):
+        first = encode_sealed(FirstToken(request_id="r#1", attempt="a1", token_id=7))
+        await messaging.publish(SUBJECT, first[:-1] if broken == b"seal" else broken)
+        await messaging.publish(SUBJECT, encode_sealed(UNKNOWN))
+        await messaging.publish(SUBJECT, first)
+        await eventually(lambda: sent)
+        assert sent == [TokenDelta("r", [7])]
+        assert drops == ["first_token", "first_token"]
+
+
+SUBJECT = names.first_token_subject(NAMESPACE, ENGINE)
+UNKNOWN = FirstToken(request_id="x#1", attempt="a1", token_id=7)
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[tuple[MemoryMessaging, list[TokenDelta], list[str]]]:
+    """A decode worker's handler; what it delivers, and where messages were dropped."""
+    sent: list[TokenDelta] = []
+    drops: list[str] = []
+
+    def first_token(first: FirstToken) -> TokenDelta:
+        if first.request_id != "r#1":
+            raise ProtocolError("it does not run here")
+        return TokenDelta("r", [first.token_id])
+
+    worker = VllmWorker(VllmWorkerConfig(), None, SimpleNamespace())  # type: ignore[arg-type]
+    worker._engine = SimpleNamespace(first_token=first_token)  # type: ignore[assignment]
+    worker._server = SimpleNamespace(deliver=sent.extend)  # type: ignore[assignment]
+    messaging = MemoryMessaging()
+    handler = counted(worker._on_first_token, "first_token", drops.append)
+    async with messaging.serve(SUBJECT, handler):
+        yield messaging, sent, drops

@@ -292,17 +292,20 @@ class VllmEngine:
         before = self._ids.leave([caller])
         if not before:
             return []  # aborted meanwhile
+        own = self._ids.enter(caller)
+        self._first_tokens.go_on(own, request)
         await self._abort(before)
         try:
-            made = requests.generation(request, self.config.model_config, timed=True)
-            made.request_id = own = self._ids.enter(caller)
-            self._first_tokens.go_on(own, request)
-            await self._add(made)
+            timed = self._engine_config is not None
+            made = requests.generation(request, self.config.model_config, timed=timed)
+            made.request_id = own
+            if self._ids.running(own) is not None:
+                await self._add(made)
         except Refused as exc:
             logger.error("request %s: cannot go on from its first token: %s", caller, exc)
             self._leave([caller])
             return [TokenDelta(request_id=caller, token_ids=[], finish_reason="error")]
-        if self._ids.running(own) is None:  # aborted before the engine had it
+        if self._ids.running(own) is None:  # aborted, perhaps before the engine had it
             await self._abort([own])
         return []
 
