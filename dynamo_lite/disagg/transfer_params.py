@@ -30,6 +30,8 @@ class PrefillLength(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Tokens that the decode engine holds; a multiple of `block_size`.
     num_computed_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    #: Tokens whose KV is wanted, from position 0. The request may have one more, to sample from it.
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
@@ -38,8 +40,6 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     attempt: Attempt
     #: The decode engine that gets the KV.
     engine_id: EngineId
-    #: Tokens whose KV is wanted. The request may have one more, to sample from it.
-    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
     #: The decode engine's block size in tokens.
     block_size: Annotated[int, msgspec.Meta(ge=1)]
     #: The decode engine's blocks from position `num_computed_tokens` on; to be written.

@@ -930,6 +930,13 @@ def test_what_earlier_versions_say_of_claims_and_promises_can_be_read():
     assert prefill.decode_claim_reply(b"\x81\xa4type\xa7Granted") == Granted()
 
 
+def test_a_job_of_an_earlier_version_asks_for_no_first_token():
+    fields = msgspec.msgpack.decode(encode(FULL_JOB))
+    del fields["first_token"]
+    old = wire(prefill.decode_job, msgspec.msgpack.encode(fields))
+    assert prefill.decode_job(old) == msgspec.structs.replace(FULL_JOB, first_token=None)
+
+
 def test_the_empty_answer_of_earlier_versions_is_no_accepted_promise():
     with pytest.raises(ProtocolError):
         prefill.decode_stay_reply(b"")

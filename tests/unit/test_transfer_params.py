@@ -101,7 +101,9 @@ def test_a_request_without_parameters_has_none(params: Any):
 
 
 def test_the_length_alone_is_read_from_a_jobs_parameters():
-    assert unpack(carried(PARAMS), PrefillLength) == PrefillLength(num_computed_tokens=8)
+    assert unpack(carried(PARAMS), PrefillLength) == PrefillLength(
+        num_computed_tokens=8, num_tokens=20
+    )
 
 
 def test_unknown_keys_are_ignored():
