@@ -42,6 +42,11 @@ prompt of more than 128 tokens to its prefill worker, the other prefills all
 itself. Each round sends one fresh random prompt of each length to both, one at a
 time, in alternating order, and takes the time to the first streamed token.
 
+A prompt of one token's answer gets this token from the decode engine (`remote`). Then the first
+graph gets another prompt of the same length and an answer of two tokens, of which the
+first comes from the prefill worker (`early token`); --no-early-token switches that off
+in the graph (first-token-from-prefill: false), for a comparison of the same requests.
+
 The split comes from the workers' own metrics ({_STAGE}),
 read before and after each request:
 
@@ -73,6 +78,7 @@ class Length:
     tokens: int
     local: list[float] = field(default_factory=list)
     remote: list[float] = field(default_factory=list)
+    early: list[float] = field(default_factory=list)
     stages: dict[str, list[float]] = field(default_factory=lambda: {s: [] for s in _ROWS})
     wrong: int = 0
     skipped: int = 0
@@ -92,6 +98,9 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="prompt lengths"
     )
+    parser.add_argument(
+        "--no-early-token", action="store_true", help="all first tokens from the decode engine"
+    )
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     os.chdir(ROOT)
@@ -102,6 +111,7 @@ def main() -> None:
                 "graphs.disagg:Frontend",
                 "configs/disagg.yaml",
                 "--VllmWorker.max-local-prefill-length=128",
+                f"--VllmWorker.first-token-from-prefill={_yaml(not options.no_early_token)}",
             )
         )
         local = stack.enter_context(
@@ -145,6 +155,8 @@ async def one_round(
     if stages is None:
         length.skipped += 1
         return
+    early = await ask(remote, random.choices(VOCABULARY, k=length.tokens), tokens=2)
+    length.early.append(1000 * early.first_s)
     length.local.append(1000 * here.first_s)
     length.remote.append(1000 * there.first_s)
     length.wrong += here.text != there.text
@@ -153,9 +165,11 @@ async def one_round(
         values.append(1000 * stages[stage])
 
 
-async def ask(graph: RunningGraph, prompt: list[int], model: str = "tiny") -> Answer:
+async def ask(
+    graph: RunningGraph, prompt: list[int], model: str = "tiny", *, tokens: int = 1
+) -> Answer:
     await asyncio.sleep(_PAUSE_S)
-    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     async with connect(graph.port) as connection:
         return await connection.stream("/v1/completions", body)
 
@@ -195,11 +209,12 @@ class Totals:
 
 def report(lengths: list[Length], rounds: int) -> None:
     print(f"unloaded time to first token in ms, median (quartiles) of {rounds} rounds\n")
-    print(f"{'prompt':>8}{'local':>22}{'remote':>22}{'remote - local':>22}")
+    columns = ("local", "remote", "remote - local", "early token")
+    print(f"{'prompt':>8}" + "".join(f"{column:>22}" for column in columns))
     for length in lengths:
         more = [r - h for r, h in zip(length.remote, length.local, strict=True)]
-        columns = "".join(f"{spread(v):>22}" for v in (length.local, length.remote, more))
-        print(f"{length.tokens:8}{columns}")
+        rows = (length.local, length.remote, more, length.early)
+        print(f"{length.tokens:8}" + "".join(f"{spread(values):>22}" for values in rows))
     print("\nsplit of the remote path in ms, median (quartiles)\n")
     print(f"{'':12}" + "".join(f"{length.tokens:>20}" for length in lengths))
     for stage in _ROWS:
@@ -216,6 +231,10 @@ def report(lengths: list[Length], rounds: int) -> None:
                 f"{length.tokens} tokens: {length.skipped} rounds not handed over,"
                 f" {length.wrong} with another first token"
             )
+
+
+def _yaml(value: bool) -> str:
+    return str(value).lower()
 
 
 def overhead(length: Length) -> list[float]:

@@ -5,6 +5,7 @@ vLLM carries them as a plain dict under one key of a request's `extra_args` and 
 """
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -12,7 +13,13 @@ import msgspec
 from dynamo_lite.disagg.engine_api import Prompt
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.prefill import Attempt, BlockId, EngineId, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import (
+    Attempt,
+    BlockId,
+    EngineId,
+    FirstTokenSampling,
+    RemotePrefillRequest,
+)
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.runtime.permits import Permit
 
@@ -24,6 +31,8 @@ class PrefillLength(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Tokens that the decode engine holds; a multiple of `block_size`.
     num_computed_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    #: Tokens whose KV is wanted, from position 0. The request may have one more, to sample from it.
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
@@ -57,6 +66,7 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
             attempt=job.attempt,
             engine_id=job.engine_id,
             num_computed_tokens=job.num_computed_tokens,
+            num_tokens=len(job.prompt_token_ids),
             block_size=target.block_size_tokens,
             block_ids=job.block_ids,
             prefix_block_ids=job.prefix_block_ids,
@@ -66,11 +76,13 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
         )
 
 
-class DecodeRequestParams(msgspec.Struct, frozen=True, kw_only=True):
+class DecodeRequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A client's request, for the scheduler half of a decode engine."""
 
-    #: End of the request's time, in seconds on this host's monotonic clock.
-    deadline: float
+    #: End of the request's time, in seconds on this host's monotonic clock; None: no limit.
+    deadline: float | None
+    #: How a prefill worker can sample the request's first token; None if it must not.
+    first_token: FirstTokenSampling | None = None
 
 
 def pack(params: msgspec.Struct) -> dict[str, Any]:
@@ -99,7 +111,24 @@ def time_limit(timeout_s: float | None, now: float) -> dict[str, Any] | None:
     return None if timeout_s is None else pack(DecodeRequestParams(deadline=now + timeout_s))
 
 
+def with_first_token(
+    limit: Mapping[str, Any] | None, sampling: FirstTokenSampling
+) -> dict[str, Any]:
+    """The `kv_transfer_params` of a request whose first token a prefill worker may sample.
+
+    limit: from `time_limit`.
+    """
+    params = dict(limit) if limit is not None else pack(DecodeRequestParams(deadline=None))
+    return params | {"first_token": pack(sampling)}
+
+
 def time_left_s(request: Prompt, now: float) -> float:
     """Infinite for a request without a limit."""
     params = unpack(request, DecodeRequestParams)
-    return math.inf if params is None else params.deadline - now
+    return math.inf if params is None or params.deadline is None else params.deadline - now
+
+
+def first_token_sampling(request: Prompt) -> FirstTokenSampling | None:
+    """How a prefill worker can sample the request's first token; None if it must not."""
+    params = unpack(request, DecodeRequestParams)
+    return None if params is None else params.first_token

@@ -5,14 +5,14 @@ compute, for measuring the runtime). An engine is an async context manager: ente
 leaving frees it.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_lite.kv_events.publisher import Holdings
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.kv import KvChange
-from dynamo_lite.protocol.prefill import EngineStatus, Listen, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import EngineStatus, FirstToken, Listen, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.runtime.permits import Permit
@@ -53,6 +53,10 @@ class LinkReport:
     lanes: int = 0
     contact_s: float = 0.0
     round_trip_s: float = 0.0
+
+
+#: Takes the token that follows a job's prompt.
+OnFirstToken = Callable[[int], Awaitable[None]]
 
 
 class KvEvents(Holdings, Protocol):
@@ -102,6 +106,14 @@ class DecodeEngine(Engine, GenerateHandler, Protocol):
         """
         ...
 
+    def first_token(self, first: FirstToken) -> TokenDelta | None:
+        """A prefill worker has sampled a request's first token. Returns what is to be sent to the
+        client now; `steps` leaves that out then. Only with metadata.
+
+        Raises ProtocolError for a request that does not run, or a token that does not fit.
+        """
+        ...
+
     def steps(self) -> AsyncIterator[list[TokenDelta]]:
         """One list per engine step, until the engine is closed. Only one reader.
 
@@ -118,13 +130,18 @@ class PrefillEngine(Engine, Protocol):
         ...
 
     async def prefill(
-        self, job: RemotePrefillRequest, target: EngineMetadata, permit: Permit
+        self,
+        job: RemotePrefillRequest,
+        target: EngineMetadata,
+        permit: Permit,
+        on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
         """Computes and writes one attempt. Returns when no write is in flight.
 
         permit: says whether the attempt's claim was granted. Before that nothing is written, and
         nothing is read from the decode engine; if it is refused, nothing ever is.
-        Raises Refused or IncompatiblePeer when nothing was begun.
+        on_first_token: awaited with the first token of the answer, if the job asks for it and
+        this engine can sample it. Raises Refused or IncompatiblePeer when nothing was begun.
         """
         ...
 

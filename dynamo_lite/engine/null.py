@@ -10,7 +10,7 @@ import msgspec
 from dynamo_lite.engine.base import EngineLoad
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
-from dynamo_lite.protocol.prefill import EngineStatus, Listen
+from dynamo_lite.protocol.prefill import EngineStatus, FirstToken, Listen
 from dynamo_lite.protocol.records import EngineMetadata
 
 
@@ -86,6 +86,10 @@ class NullEngine:
 
     async def listen(self, listen: Listen) -> None:
         raise Unavailable("a null engine takes no remote KV")
+
+    def first_token(self, first: FirstToken) -> TokenDelta | None:
+        """A null engine asks no prefill worker."""
+        return None
 
     async def submit(self, request: GenerateRequest) -> None:
         try:

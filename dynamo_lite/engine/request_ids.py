@@ -46,6 +46,10 @@ class RequestIds:
         found = (self._own.pop(request_id, None) for request_id in request_ids)
         return [own for own in found if own is not None]
 
+    def running(self, own: str) -> str | None:
+        """The caller's id of a request that runs; None for other names."""
+        return self.caller(own, ended=False)
+
     def caller(self, own: str, *, ended: bool) -> str | None:
         """The caller's id for an output; None when its request was aborted. ended: it is the last
         output."""

@@ -146,6 +146,11 @@ def listen_subject(namespace: str, engine_id: str) -> str:
     return f"{namespace}_engine.{engine_id}.listen"
 
 
+def first_token_subject(namespace: str, engine_id: str) -> str:
+    """Notices from prefill workers to a decode worker: a first token of an answer."""
+    return f"{namespace}_engine.{engine_id}.first_token"
+
+
 def poll_subject(namespace: str, engine_id: str) -> str:
     """Requests from a decode worker to its engine: a link to you is being tested, so poll."""
     return f"{namespace}_engine.{engine_id}.poll"

@@ -11,13 +11,35 @@ import msgspec
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
-from dynamo_lite.protocol.generate import RequestId, Seconds, Timestamp, TokenId
+from dynamo_lite.protocol.generate import Count, RequestId, Seconds, Timestamp, TokenId
 from dynamo_lite.protocol.records import EngineMetadata, LeaseId, Natural, Positive
 
 Attempt = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
 #: Part of subjects and keys.
 EngineId = Annotated[str, msgspec.Meta(pattern=rf"^{names.ENGINE_ID}\Z")]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class FirstTokenSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request's first token is sampled. The defaults are greedy."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    #: 0: all tokens.
+    top_k: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    #: Of the random generator; None for a greedy request.
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+
+
+class FirstTokenWanted(msgspec.Struct, frozen=True, kw_only=True):
+    """In a job: the prefill worker is asked for the first token of the answer, too."""
+
+    sampling: FirstTokenSampling
+    #: The last token of the prompt.
+    last_token_id: TokenId
+    #: Prompt tokens in the decode engine's prefix cache. The writer sends the number back.
+    cached_tokens: Count = 0
 
 
 class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +65,9 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     trace_headers: dict[str, str] | None = None
+    #: None: the first token is not wanted. A worker that does not send it leaves it to the decode
+    #: engine, which computes it in any case.
+    first_token: FirstTokenWanted | None = None
     wire_version: int = WIRE_VERSION
 
 
@@ -89,6 +114,21 @@ class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     #: Of the last claim that the message is about. Jobs are delivered again and messages overtake
     #: each other: the end of an earlier claim says nothing about a later one.
     number: Natural = 0
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill worker to the decode worker (not its engine): the first token of a request's answer.
+
+    Sent before the KV has arrived, or together with it. It is the token of that prompt and its
+    sampling parameters, also if the attempt fails later.
+    """
+
+    #: The decode engine's name of the request, from the job.
+    request_id: RequestId
+    attempt: Attempt
+    token_id: TokenId
+    #: From the job.
+    cached_tokens: Count = 0
 
 
 class WriterStays(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +264,7 @@ decode_job: Decoder[RemotePrefillRequest] = SealedDecoder(RemotePrefillRequest)
 decode_claim: Decoder[Claim] = SealedDecoder(Claim)
 decode_claim_reply: Decoder[Granted | ClaimRefused] = Decoder(Granted | ClaimRefused)
 decode_writer_done: Decoder[WriterDone] = SealedDecoder(WriterDone)
+decode_first_token: Decoder[FirstToken] = SealedDecoder(FirstToken)
 decode_writer_stays: Decoder[WriterStays] = SealedDecoder(WriterStays)
 decode_stay_reply: Decoder[StayAccepted | StayRefused] = Decoder(StayAccepted | StayRefused)
 decode_cancel_attempt: Decoder[CancelAttempt] = SealedDecoder(CancelAttempt)

@@ -119,6 +119,8 @@ class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
 
     #: Whether prompts may be prefilled by prefill workers at all.
     remote_prefill: bool = True
+    #: Whether the first token of an answer may come from the prefill worker.
+    first_token_from_prefill: bool = True
     max_in_flight_requests: Positive = 1024
     max_queued_tokens: Positive = 500_000
     #: An engine that has work but completes no step for this long has failed. Until its first

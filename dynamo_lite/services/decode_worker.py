@@ -14,9 +14,10 @@ from dynamo_lite.policy.backlog import BacklogTotals
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.errors import DeadlineExceeded, EngineDied, Unavailable
+from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
-from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_listen
+from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_first_token, decode_listen
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.drops import counted
@@ -52,6 +53,7 @@ class VllmWorker:
         self._stack = AsyncExitStack()
         self._engine: DecodeEngine | None = None
         self._server: GenerateServer | None = None
+        self._traced: TracedGeneration | None = None
         self._host: Host | None = None
         self._probe: EngineProbe | None = None
         self._heartbeat: HeartbeatPublisher | None = None
@@ -67,6 +69,7 @@ class VllmWorker:
             self._parts.open_decode_engine(host, self._config)
         )
         traced = None if host.tracer is None else TracedGeneration(engine, host.tracer)
+        self._traced = traced
         self._server = server = await self._stack.enter_async_context(
             GenerateServer(
                 host.messaging,
@@ -84,7 +87,7 @@ class VllmWorker:
             lambda values: server.limit(limits(self._config, values)),
         )
         await self._stack.enter_async_context(options.following)
-        host.spawn(self._deliver(engine, server, traced), "engine-steps")
+        host.spawn(self._deliver(engine, server), "engine-steps")
         if self._config.remote_prefill:
             self._backlog = await follow_backlog(
                 self._stack, host, lambda *_: self._publisher and self._publisher.load_changed()
@@ -200,6 +203,9 @@ class VllmWorker:
             listen = names.listen_subject(namespace, engine_id)
             on_listen = counted(self._on_listen, "listen", host.drops)
             await self._stack.enter_async_context(host.messaging.serve(listen, on_listen))
+            first_token = names.first_token_subject(namespace, engine_id)
+            on_first_token = counted(self._on_first_token, "first_token", host.drops)
+            await self._stack.enter_async_context(host.messaging.serve(first_token, on_first_token))
             key = names.nixl_metadata_key(namespace, engine_id)
             await host.hold(key, encode_engine(engine.metadata))
         name = self._spec.component
@@ -216,6 +222,12 @@ class VllmWorker:
         assert self._engine is not None
         await self._engine.listen(decode_listen(payload))
         return b""
+
+    async def _on_first_token(self, payload: bytes) -> None:
+        assert self._engine is not None
+        delta = self._engine.first_token(decode_first_token(payload))
+        if delta is not None:
+            self._send([delta])
 
     async def _load_metrics(self, _payload: bytes) -> bytes:
         """The fields of `Load`, as msgpack."""
@@ -243,19 +255,22 @@ class VllmWorker:
             server.disconnect_all("the worker's engine is stuck")
             raise
 
-    async def _deliver(
-        self, engine: DecodeEngine, server: GenerateServer, traced: TracedGeneration | None
-    ) -> None:
+    async def _deliver(self, engine: DecodeEngine, server: GenerateServer) -> None:
         try:
             async for deltas in engine.steps():
-                if traced is not None:
-                    traced.delivered(deltas)
-                server.deliver(deltas)
-                if self._publisher is not None:
-                    self._publisher.load_changed()
+                self._send(deltas)
         except EngineDied:
             server.disconnect_all("the worker's engine died")
             raise
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        """To the Frontends."""
+        assert self._server is not None
+        if self._traced is not None:
+            self._traced.delivered(deltas)
+        self._server.deliver(deltas)
+        if self._publisher is not None:
+            self._publisher.load_changed()
 
 
 async def _publish_changes(events: KvEvents, publisher: KvPublisher) -> None:

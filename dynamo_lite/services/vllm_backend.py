@@ -53,7 +53,12 @@ class VllmBackend:
             return self._engine(host, None, tells_kv=config.kv_events)
         role = decode_role(config, self._spec.component)
         engine_config = self._engine_config(host, role, config.transfer_thread)
-        return self._engine(host, engine_config, tells_kv=config.kv_events)
+        return self._engine(
+            host,
+            engine_config,
+            tells_kv=config.kv_events,
+            first_tokens=config.first_token_from_prefill,
+        )
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
@@ -78,7 +83,12 @@ class VllmBackend:
         )
 
     def _engine(
-        self, host: Host, engine_config: EngineConfig | None, *, tells_kv: bool = False
+        self,
+        host: Host,
+        engine_config: EngineConfig | None,
+        *,
+        tells_kv: bool = False,
+        first_tokens: bool = False,
     ) -> "VllmEngine":
         from dynamo_lite.vllm.engine.core import VllmEngine
 
@@ -90,6 +100,7 @@ class VllmBackend:
             registry=host.registry,
             on_drop=host.drops,
             tells_kv=tells_kv,
+            first_tokens=first_tokens,
             tracer=host.tracer,
         )
 

@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
+from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
@@ -21,7 +23,7 @@ from dynamo_lite.engine.base import PrefillEngine
 from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger, Refusal
 from dynamo_lite.protocol.backlog import Lane
-from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
 from dynamo_lite.queue.base import Job, PrefillQueue
@@ -327,6 +329,19 @@ class WaitsForBroker(Shipped):
         return make_waiting
 
 
+class FirstTokenTwice(Shipped):
+    """The decode engine's first token is sent, also when the client has the prefill worker's."""
+
+    def first_tokens(self, setup: EngineSetup) -> FirstTokens:
+        return _SendsAll(CollectorRegistry(), setup.clock)
+
+
+class _SendsAll(FirstTokens):
+    def settle(self, own: str, delta: TokenDelta) -> TokenDelta:
+        super().settle(own, delta)
+        return delta
+
+
 #: By the name that the command line takes.
 MUTANTS: dict[str, type[Shipped]] = {
     "ack-on-dequeue": AckOnDequeue,
@@ -344,4 +359,5 @@ MUTANTS: dict[str, type[Shipped]] = {
     "late-resume": LateResume,
     "lease-from-answer": LeaseFromAnswer,
     "waits-for-broker": WaitsForBroker,
+    "first-token-twice": FirstTokenTwice,
 }

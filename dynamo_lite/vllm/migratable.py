@@ -29,14 +29,16 @@ def facts(params: SamplingParams, *, causal: bool = True) -> SamplingFacts:
     return SamplingFacts(
         greedy=params.sampling_type is SamplingType.GREEDY,
         seeded=params.sampling_type is SamplingType.RANDOM_SEED,
-        history_dependent=_depends_on_output(params),
+        # `extra_args` are those of custom logits processors and samplers, which may do anything.
+        history_dependent=depends_on_output(params) or bool(params.extra_args),
         grammar=params.structured_outputs is not None,
         causal=causal,
     )
 
 
-def _depends_on_output(params: SamplingParams) -> bool:
-    """Whether the next token depends on where the prompt ends and the output begins.
+def depends_on_output(params: SamplingParams) -> bool:
+    """Whether the next token depends on where the prompt ends and the output begins, by vLLM's own
+    parameters.
 
     It does not with `repetition_penalty`, which treats both alike, `logit_bias`,
     `allowed_token_ids`, stops and `min_tokens` (its rest is sent along).
@@ -51,6 +53,4 @@ def _depends_on_output(params: SamplingParams) -> bool:
         or params.thinking_token_budget is not None
         or params.trace_decode_token_ids is not None
         or bool(params.watermarking)
-        # Parameters of custom logits processors and samplers, which may do anything.
-        or bool(params.extra_args)
     )

@@ -12,14 +12,20 @@ from vllm.config import ModelConfig
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 
-from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, time_limit
+from dynamo_lite.disagg.transfer_params import (
+    PrefillJobParams,
+    pack,
+    time_limit,
+    with_first_token,
+)
 from dynamo_lite.policy.migration import Plan
 from dynamo_lite.protocol.errors import ProtocolError, Refused
 from dynamo_lite.protocol.generate import MAX_DELTA_BYTES, GenerateRequest, LogprobRows
-from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.prefill import FirstTokenSampling, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.request_plane.failover import MAX_REQUEST_ID
 from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.vllm.first_token import first_token_params
 from dynamo_lite.vllm.migratable import is_causal, migration_plan
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS, sampling_from_bytes, sampling_to_bytes
 
@@ -162,29 +168,48 @@ def generation(
     )
 
 
+def ask_first_token(request: EngineCoreRequest, sampling: FirstTokenSampling) -> None:
+    """Lets a prefill worker sample the first token of a request from `generation`."""
+    params = request.sampling_params
+    assert params is not None
+    extra = params.extra_args or {}
+    transfer = with_first_token(extra.get(KV_TRANSFER_PARAMS), sampling)
+    params.extra_args = {**extra, KV_TRANSFER_PARAMS: transfer}
+
+
 def prefill(
     job: RemotePrefillRequest,
     target: EngineMetadata,
     forget: list[str],
     permit: Permit,
     model: ModelConfig,
+    *,
+    first_token: bool = False,
 ) -> EngineCoreRequest:
     """Converts a job to a one-token request with parameters for the connector.
 
-    forget: decode engines that have left. permit: see `PrefillJobParams`. Raises Refused.
+    forget: decode engines that have left. first_token: its token is the first one of the answer,
+    as the job wants it; otherwise it means nothing. permit: see `PrefillJobParams`.
+    Raises Refused.
     """
-    _check_prompt(job.prompt_token_ids, model)
+    prompt, wanted = job.prompt_token_ids, job.first_token if first_token else None
+    if wanted is None:
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    else:
+        prompt = [*prompt, wanted.last_token_id]
+        try:
+            sampling = first_token_params(wanted.sampling)
+            sampling.verify(model, None, None, None)
+        except (VLLMError, ValueError) as exc:
+            raise Refused(f"sampling of the first token: {exc}", elsewhere=False) from exc
+    _check_prompt(prompt, model)
     transfer = pack(PrefillJobParams.of(job, target, forget, permit))
+    sampling.extra_args = {KV_TRANSFER_PARAMS: transfer}
     return EngineCoreRequest(
         request_id=job.attempt,
-        prompt_token_ids=job.prompt_token_ids,
+        prompt_token_ids=prompt,
         mm_features=None,
-        sampling_params=SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            extra_args={KV_TRANSFER_PARAMS: transfer},
-        ),
+        sampling_params=sampling,
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,

@@ -36,5 +36,6 @@ def _check_coverage(tally: Tally) -> None:
     assert counts["writes landed in quarantine"] and counts["fenced_writes"]
     assert counts["requests without the broker"]
     assert counts["leases revoked by supervisors"]
+    assert counts["first tokens sent"] and counts["first tokens late"]
     # Some requests waited until their deadline; the judge lets none wait longer.
     assert tally.waits.latest is not None and tally.waits.latest.over_s > -0.1

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
-from dynamo_lite.engine.base import AttemptOutcome
+from dynamo_lite.engine.base import AttemptOutcome, OnFirstToken
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import (
@@ -92,15 +92,23 @@ class ScriptedEngine:
         self.abandoned: list[str] = []
         self.raises: DynamoLiteError | None = None
         self.holds = False
+        #: The first token, if it gives one.
+        self.samples: int | None = None
         self.ends: dict[str, asyncio.Future[str]] = {}
 
     async def prefill(
-        self, job: RemotePrefillRequest, target: EngineMetadata, permit: Permit
+        self,
+        job: RemotePrefillRequest,
+        target: EngineMetadata,
+        permit: Permit,
+        on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
         assert target.engine_id == job.engine_id
         self.attempts.append(job.attempt)
         if self.raises is not None:
             raise self.raises
+        if self.samples is not None:
+            await on_first_token(self.samples)
         end = self.ends[job.attempt] = asyncio.get_running_loop().create_future()
         self.permits[job.attempt] = permit
         if not self.holds:

@@ -712,6 +712,11 @@ class RemotePrefill(Pair):
             assert self.counts["remote/committed"] > before
             await self.nothing_left()
 
+    async def writes_end(self) -> None:
+        """No write is in flight: behind a closed fence it would stay."""
+        rank = cast("Any", self.engines["prefill"].halves).rank
+        await self.until(lambda: not any(a.in_flight for a in rank._attempts.values()))
+
     async def blocks_free(self) -> None:
         """No attempt is left in the decode engine, and every block of both is free."""
         decode, prefill = (self.engines[name] for name in ("decode", "prefill"))
@@ -753,6 +758,7 @@ async def test_the_job_loop_of_a_prefill_worker_that_leaves(cancel: Cancel):
         store, key = pair.servers.store(), names.endpoint_key("t", "PrefillWorker", "prefill", 2)
         record = await store.get(key)
         assert record is not None
+        await pair.writes_end()
         pair.alive = False
         await store.delete(key)
         await pair.answered("a", first)

@@ -12,6 +12,7 @@ import pytest
 from dynamo_lite.disagg.decode import control_session
 from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers
 from dynamo_lite.disagg.messages import DecodeStep
+from dynamo_lite.disagg.transfer_params import with_first_token
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.protocol import names
@@ -20,6 +21,8 @@ from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     ClaimRefused,
+    FirstTokenSampling,
+    FirstTokenWanted,
     Granted,
     Leave,
     StayAccepted,
@@ -88,6 +91,18 @@ async def test_a_job_names_the_blocks_of_the_tokens_that_are_wanted(
     assert job.deadline == decode.clock.wall() + TIMEOUT_S
     assert decode.counted("decision/remote/long") == 1
     assert decode.half.build_step().expect == {}
+
+
+async def test_a_job_asks_for_the_first_token_that_its_request_may_get(decode: Decode):
+    sampling = FirstTokenSampling(temperature=0.5, seed=3)
+    asks = with_first_token(None, sampling)
+    request = prompt("r1", 17, kv_transfer_params=asks)
+    decode.admit(request, 8)
+    assert (await decode.job_of_step()).first_token == FirstTokenWanted(
+        sampling=sampling, last_token_id=request.prompt_token_ids[-1], cached_tokens=8
+    )
+    decode.admit(prompt("r2", 17), 8)
+    assert (await decode.job_of_step()).first_token is None
 
 
 async def test_a_prefix_that_a_step_under_way_still_computes_is_not_offered(decode: Decode):

@@ -19,6 +19,10 @@ from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
     ClaimRefused,
+    FirstToken,
+    FirstTokenSampling,
+    FirstTokenWanted,
+    decode_first_token,
 )
 from dynamo_lite.runtime.permits import Verdict
 from dynamo_lite.services.prefill_worker import PrefillWorker
@@ -68,6 +72,44 @@ async def test_a_written_job_is_claimed_told_and_acknowledged():
         assert rig.told == [("a1", "written")]
         assert await rig.total() == 0
         assert rig.counted("written") == 1
+
+
+async def test_the_first_token_goes_to_the_decode_worker_before_the_job_has_ended():
+    wanted = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=10, cached_tokens=4)
+    got: list[bytes] = []
+
+    async def take(payload: bytes) -> None:
+        assert not rig.done
+        got.append(payload)
+
+    async with working() as rig:
+        rig.engine.samples, rig.engine.holds = 7, True
+        subject = names.first_token_subject(NAMESPACE, ENGINE)
+        async with rig.messaging.serve(subject, take):
+            await rig.push(prefill_job(first_token=wanted))
+            await eventually(lambda: got)
+            first = FirstToken(request_id="r-a1", attempt="a1", token_id=7, cached_tokens=4)
+            assert decode_first_token(got[0]) == first
+            rig.engine.ends["a1"].set_result("written")
+            await rig.answered("ack")
+        assert (len(got), rig.told) == (1, [("a1", "written")])
+
+
+async def test_a_first_token_that_cannot_be_sent_harms_no_job(monkeypatch):
+    wanted = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=10)
+    publish = MemoryMessaging.publish
+
+    async def breaks(self: MemoryMessaging, subject: str, payload: bytes) -> None:
+        if subject == names.first_token_subject(NAMESPACE, ENGINE):
+            raise BrokerUnavailable("the connection broke")
+        await publish(self, subject, payload)
+
+    async with working() as rig:
+        monkeypatch.setattr(MemoryMessaging, "publish", breaks)
+        rig.engine.samples = 7
+        await rig.push(prefill_job(first_token=wanted))
+        await rig.answered("ack")
+        assert rig.told == [("a1", "written")]
 
 
 async def test_a_refused_claim_ends_the_job():

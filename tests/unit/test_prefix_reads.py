@@ -232,6 +232,7 @@ class Half:
             attempt=name,
             engine_id="e1",
             num_computed_tokens=prefix * BLOCK,
+            num_tokens=tokens,
             block_size=BLOCK,
             block_ids=list(range(60, 60 - prefix + -(-tokens // BLOCK))),
             prefix_block_ids=list(range(50, 50 + prefix)),
@@ -379,6 +380,33 @@ def test_blocks_of_an_odd_ratio_begin_inside_of_ours():
     half.half.build_step({}, ["a1"])
     job.num_computed_tokens = 0
     assert written(half.step(a1=20)) == [([1, 2, 3, 4], 2, [60, 61, 62], 0, True)]
+
+
+# The token to sample from
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_the_last_write_waits_for_the_token_to_sample_from(prefix: int):
+    """The KV of the last prompt token is not wanted, but its logits are."""
+    half = Half()
+    job = half.job(tokens=9, prefix=prefix)
+    change(job, num_tokens=8, block_ids=[60, 61][prefix:])
+    assert half.admit(job) == 0
+    # All KV that is wanted, and a block of it is left for the last write.
+    first = [([0], 0, [60], 0, False)] if prefix == 0 else []
+    assert written(half.step(a1=8)) == first
+    job.num_computed_tokens = 8
+    assert written(half.step(a1=1)) == [([1], 0, [61], 1 - prefix, True)]
+    assert half.half.request_finished(job) is True
+    assert half.step().ended == [("a1", "a1", True)]
+
+
+def test_the_block_of_the_token_to_sample_from_is_not_written():
+    half = Half()
+    job = half.job(tokens=9, prefix=0)
+    change(job, num_tokens=8, block_ids=[60, 61])
+    assert half.admit(job) == 0
+    assert written(half.step(a1=9)) == [([0, 1], 0, [60, 61], 0, True)]
 
 
 # Whom the ranks are told of

@@ -44,6 +44,9 @@ from dynamo_lite.protocol.prefill import (
     ClaimRefused,
     Committed,
     EngineStatus,
+    FirstToken,
+    FirstTokenSampling,
+    FirstTokenWanted,
     Granted,
     Landed,
     Leave,
@@ -197,6 +200,11 @@ FULL_JOB = RemotePrefillRequest(
     priority=3,
     cache_salt="s",
     trace_headers={"t": "0"},
+    first_token=FirstTokenWanted(
+        sampling=FirstTokenSampling(temperature=0.5, top_k=5, min_p=0.25, seed=-8),
+        last_token_id=9,
+        cached_tokens=32,
+    ),
     wire_version=5,
 )
 STATUS = EngineStatus(
@@ -439,19 +447,24 @@ GOLDEN = [
     (
         JOB,
         prefill.decode_job,
-        b"\x8c\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
+        b"\x8d\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
         b"\xb0prompt_token_ids\x93\x01\x02\x03\xb3num_computed_tokens "
         b"\xa9block_ids\x92\x04\x05\xb0prefix_block_ids\x91\x03"
         b"\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00"
-        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xacwire_version\x05",
+        b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xabfirst_token\xc0"
+        b"\xacwire_version\x05",
     ),
     (
         FULL_JOB,
         prefill.decode_job,
-        b"\x8c\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
+        b"\x8d\xa9engine_id\xa2e1\xaarequest_id\xa2r1\xa7attempt\xa2a1"
         b"\xb0prompt_token_ids\x90\xb3num_computed_tokens\x00\xa9block_ids\x90"
         b"\xb0prefix_block_ids\x90\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00\xa8priority\x03"
-        b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10\xacwire_version\x05",
+        b"\xaacache_salt\xa1s\xadtrace_headers\x81\xa1t\xa10"
+        b"\xabfirst_token\x83\xa8sampling\x85\xabtemperature\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+        b"\xa5top_p\xcb?\xf0\x00\x00\x00\x00\x00\x00\xa5top_k\x05"
+        b"\xa5min_p\xcb?\xd0\x00\x00\x00\x00\x00\x00\xa4seed\xf8"
+        b"\xadlast_token_id\x09\xadcached_tokens\x20\xacwire_version\x05",
     ),
     (
         Claim(attempt="a1", writer_lease_id=LEASE, held_s=0.5, number=3),
@@ -474,6 +487,11 @@ GOLDEN = [
         prefill.decode_writer_done,
         b"\x86\xa7attempt\xa2a1\xa7outcome\xa6failed\xa6detail\xa3why\xafwriter_lease_id\x1f"
         b"\xa6took_s\xc0\xa6number\x03",
+    ),
+    (
+        FirstToken(request_id="r1", attempt="a1", token_id=7, cached_tokens=32),
+        prefill.decode_first_token,
+        b"\x84\xaarequest_id\xa2r1\xa7attempt\xa2a1\xa8token_id\x07\xadcached_tokens ",
     ),
     (
         WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0, number=7),
@@ -801,6 +819,17 @@ def test_the_largest_message_is_read_and_a_larger_one_is_not():
             {"outcome": "perhaps"},
         ),
         (
+            prefill.decode_first_token,
+            FirstToken(request_id="r", attempt="a", token_id=1),
+            {"token_id": -1},
+        ),
+        (
+            prefill.decode_first_token,
+            FirstToken(request_id="r", attempt="a", token_id=1),
+            {"cached_tokens": 1 << 31},
+        ),
+        (prefill.decode_job, FULL_JOB, {"first_token": {"last_token_id": 1}}),
+        (
             prefill.decode_writer_stays,
             WriterStays(attempt="a", writer_lease_id=1, for_s=1.0),
             {"for_s": 0.0},
@@ -899,6 +928,13 @@ def test_what_earlier_versions_say_of_claims_and_promises_can_be_read():
     stays = prefill.decode_writer_stays(wire(prefill.decode_writer_stays, promise))
     assert stays == WriterStays(attempt="a1", writer_lease_id=31, for_s=3.0, number=0)
     assert prefill.decode_claim_reply(b"\x81\xa4type\xa7Granted") == Granted()
+
+
+def test_a_job_of_an_earlier_version_asks_for_no_first_token():
+    fields = msgspec.msgpack.decode(encode(FULL_JOB))
+    del fields["first_token"]
+    old = wire(prefill.decode_job, msgspec.msgpack.encode(fields))
+    assert prefill.decode_job(old) == msgspec.structs.replace(FULL_JOB, first_token=None)
 
 
 def test_the_empty_answer_of_earlier_versions_is_no_accepted_promise():

@@ -13,14 +13,19 @@ from dynamo_lite.vllm.engine import short_first
 from dynamo_lite.vllm.engine.short_first import ShortFirst
 
 
-def request(name: str, tokens: int, *, held_there: int = 0, priority: int = 0) -> Any:
+def request(
+    name: str, tokens: int, *, held_there: int = 0, priority: int = 0, wanted: int = 0
+) -> Any:
+    """wanted: tokens whose KV is wanted, if there are fewer."""
     return SimpleNamespace(
         request_id=name,
         num_prompt_tokens=tokens,
         num_computed_tokens=0,
         priority=priority,
         status=RequestStatus.WAITING,
-        kv_transfer_params=pack(PrefillLength(num_computed_tokens=held_there)),
+        kv_transfer_params=pack(
+            PrefillLength(num_computed_tokens=held_there, num_tokens=wanted or tokens)
+        ),
     )
 
 
@@ -77,6 +82,11 @@ def test_long_prompts_among_themselves_go_on_as_ever():
 def test_what_is_short_is_what_there_is_to_compute_and_priority_counts():
     engine = Engine([request("long", 1000)], [request("cached there", 1000, held_there=990)])
     assert engine.steps(1) == ["cached there"]
+    # One token more is computed, to sample from it.
+    engine = Engine([request("long", 1000)], [request("edge", 101, wanted=100)])
+    assert engine.steps(1) == ["edge"]
+    engine = Engine([request("long", 1000)], [request("beyond", 101)])
+    assert engine.steps(1) == ["long"]
     engine = Engine([request("long", 1000)], [request("urgent", 1000, priority=-1)])
     assert engine.steps(1) == ["urgent"]
     engine = Engine([request("urgent", 1000, priority=-1)], [request("later", 10, priority=1)])

@@ -1,5 +1,6 @@
 """The parameters that a component hands to its engine's scheduler half."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,16 @@ from dynamo_lite.disagg.transfer_params import (
     DecodeRequestParams,
     PrefillJobParams,
     PrefillLength,
+    first_token_sampling,
     pack,
+    time_left_s,
+    time_limit,
     unpack,
+    with_first_token,
 )
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.prefill import FirstTokenSampling
 from dynamo_lite.runtime.permits import Permit
 from tests.builders import engine_metadata, prefill_job
 
@@ -44,6 +50,7 @@ def test_a_job_is_unpacked_as_it_was_packed():
         attempt="a1",
         engine_id="e1",
         num_computed_tokens=8,
+        num_tokens=20,
         block_size=4,
         block_ids=[4, 5, 6],
         prefix_block_ids=[2, 3],
@@ -59,6 +66,7 @@ def test_what_is_packed_is_plain():
         "attempt": "a1",
         "engine_id": "e1",
         "num_computed_tokens": 8,
+        "num_tokens": 20,
         "block_size": 4,
         "block_ids": [4, 5, 6],
         "prefix_block_ids": [2, 3],
@@ -75,6 +83,20 @@ def test_a_deadline_is_unpacked_as_it_was_packed():
     assert unpack(carried(params), DecodeRequestParams) == params
 
 
+@pytest.mark.parametrize("timeout_s", [None, 2.0])
+def test_a_first_token_is_asked_for_beside_a_deadline(timeout_s: float | None):
+    sampling = FirstTokenSampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-3)
+    params = with_first_token(time_limit(timeout_s, 10.0), sampling)
+    sent = carrier(msgspec.msgpack.decode(msgspec.msgpack.encode(params)))
+    assert first_token_sampling(sent) == sampling
+    assert time_left_s(sent, 11.0) == (math.inf if timeout_s is None else 1.0)
+
+
+def test_without_being_asked_for_no_first_token_is_wanted():
+    assert first_token_sampling(carrier(None)) is None
+    assert first_token_sampling(carrier(time_limit(2.0, 10.0))) is None
+
+
 @pytest.mark.parametrize("params", [None, {}])
 def test_a_request_without_parameters_has_none(params: Any):
     for kind in (PrefillJobParams, PrefillLength, DecodeRequestParams):
@@ -82,7 +104,9 @@ def test_a_request_without_parameters_has_none(params: Any):
 
 
 def test_the_length_alone_is_read_from_a_jobs_parameters():
-    assert unpack(carried(PARAMS), PrefillLength) == PrefillLength(num_computed_tokens=8)
+    assert unpack(carried(PARAMS), PrefillLength) == PrefillLength(
+        num_computed_tokens=8, num_tokens=20
+    )
 
 
 def test_unknown_keys_are_ignored():
@@ -97,6 +121,7 @@ def test_unknown_keys_are_ignored():
         ("engine_id", "e1/../e2"),
         ("num_computed_tokens", -1),
         ("num_computed_tokens", "8"),
+        ("num_tokens", 0),
         ("block_size", 0),
         ("block_ids", [1, -1]),
         ("block_ids", None),
@@ -112,7 +137,16 @@ def test_a_bad_value_is_refused_by_its_name(field: str, value: Any):
 
 
 @pytest.mark.parametrize(
-    "field", ["attempt", "engine_id", "num_computed_tokens", "block_size", "block_ids", "target"]
+    "field",
+    [
+        "attempt",
+        "engine_id",
+        "num_computed_tokens",
+        "num_tokens",
+        "block_size",
+        "block_ids",
+        "target",
+    ],
 )
 def test_a_missing_value_is_refused_by_its_name(field: str):
     packed = pack(PARAMS)

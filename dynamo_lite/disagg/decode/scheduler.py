@@ -28,7 +28,7 @@ from dynamo_lite.disagg.engine_api import Block, BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.disagg.transfer_params import time_left_s
+from dynamo_lite.disagg.transfer_params import first_token_sampling, time_left_s
 from dynamo_lite.policy.instructions import (
     CancelWriter,
     DeleteJob,
@@ -40,7 +40,7 @@ from dynamo_lite.policy.instructions import (
     Release,
 )
 from dynamo_lite.policy.ledger import Ledger
-from dynamo_lite.protocol.prefill import EngineStatus, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import EngineStatus, FirstTokenWanted, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -251,6 +251,7 @@ class DecodeScheduler:
             priority=request.priority,
             cache_salt=request.cache_salt,
             trace_headers=None if prefill.trace is None else prefill.trace.headers(),
+            first_token=_first_token(request, wanted - external),
         )
         # The writer may read the prefix while it writes the rest, so both are held.
         blocks = tuple(block_ids[:end])
@@ -304,3 +305,11 @@ class DecodeScheduler:
             unusable_writers=self._net.workers.unusable,
             options_version=self._net.options_version,
         )
+
+
+def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:
+    """cached: prompt tokens in the prefix cache."""
+    sampling, prompt = first_token_sampling(request), request.prompt_token_ids
+    if sampling is None or not prompt:
+        return None
+    return FirstTokenWanted(sampling=sampling, last_token_id=prompt[-1], cached_tokens=cached)

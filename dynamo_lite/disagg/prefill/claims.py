@@ -13,6 +13,7 @@ from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, Unavail
 from dynamo_lite.protocol.prefill import (
     Claim,
     ClaimRefused,
+    FirstToken,
     Granted,
     RemotePrefillRequest,
     WriterDone,
@@ -129,6 +130,24 @@ class Claims:
             logger.warning("request %s: attempt %s: could not report its end: %s", *about)
             return False
         return True
+
+    async def send_first_token(self, request: RemotePrefillRequest, token_id: int) -> None:
+        """Sends the first token of the answer to the decode worker. If it gets lost, the decode
+        engine's is sent to the client."""
+        if request.first_token is None:
+            return
+        first = FirstToken(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            token_id=token_id,
+            cached_tokens=request.first_token.cached_tokens,
+        )
+        subject = names.first_token_subject(self._namespace, request.engine_id)
+        try:
+            await self._messaging.publish(subject, encode_sealed(first))
+        except Unavailable as exc:
+            about = request.request_id, request.attempt, exc
+            logger.info("request %s: attempt %s: its first token was not sent: %s", *about)
 
     def _compare_clocks(
         self, engine_id: str, granted: Granted, asked_wall: float, round_trip_s: float

@@ -1,14 +1,15 @@
 """A job that its engine computes while its claim is on the way.
 
 A permit keeps the engine from writing, and from reading the decode engine's prefix, until the
-claim is granted. If it is not, the computation is stopped at once.
+claim is granted. Until then the first token of the answer is held back, too. If the claim is not
+granted, the computation is stopped at once.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Self
 
-from dynamo_lite.engine.base import AttemptOutcome, PrefillEngine
+from dynamo_lite.engine.base import AttemptOutcome, OnFirstToken, PrefillEngine
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
 from dynamo_lite.protocol.prefill import RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
@@ -22,6 +23,7 @@ class Computation:
     After the context nothing of the job is in the engine, so it may be delivered here again. A
     job that was not written with `write` was not written at all, and never will be.
     cancelled: whether the attempt is not wanted any more. permits: the engine's ranks read them.
+    on_first_token: awaited with the first token of the answer, after the grant.
     A class and not a generator, for the reason that `runtime.tasks.running` gives.
     """
 
@@ -33,11 +35,15 @@ class Computation:
         target: EngineMetadata,
         *,
         cancelled: Callable[[], bool],
+        on_first_token: OnFirstToken,
     ):
         self._engine, self._permit = engine, permits.open()
+        self._on_first_token = on_first_token
         self._request, self._target, self._cancelled = request, target, cancelled
         self._task: asyncio.Task[AttemptOutcome] | None = None
         self._leaves = False
+        #: Whether the engine may write.
+        self._granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         #: Whether the engine has accepted the job and ended it.
         self.ran = False
 
@@ -48,7 +54,7 @@ class Computation:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._task is not None
         try:
-            self._permit.refuse()
+            self._decide(False)
             self._leaves = True
             if not self._task.done() and (kind is None or issubclass(kind, DynamoLiteError)):
                 await self._engine.abandon(self._request.attempt)
@@ -61,13 +67,24 @@ class Computation:
         """The claim is granted: lets the engine write, unless the attempt was cancelled. Returns
         when no write is in flight."""
         assert self._task is not None
-        if not self._cancelled():
-            self._permit.grant()
+        self._decide(not self._cancelled())
         return await self._task
 
     def stop_writing(self) -> None:
         """The engine starts no write from now on, not even one of blocks that are computed."""
         self._permit.refuse()
+
+    def _decide(self, granted: bool) -> None:
+        if granted:
+            self._permit.grant()
+        else:
+            self._permit.refuse()
+        if not self._granted.done():
+            self._granted.set_result(granted)
+
+    async def _send_first_token(self, token_id: int) -> None:
+        if await self._granted:
+            await self._on_first_token(token_id)
 
     async def _run(self) -> AttemptOutcome:
         attempt = self._request.attempt
@@ -76,7 +93,9 @@ class Computation:
             return AttemptOutcome(attempt, "abandoned", "cancelled before its prefill began")
         try:
             _check_blocks(self._request, self._target)
-            ended = await self._engine.prefill(self._request, self._target, self._permit.permit)
+            ended = await self._engine.prefill(
+                self._request, self._target, self._permit.permit, self._send_first_token
+            )
         except DynamoLiteError as exc:
             return AttemptOutcome(attempt, "failed", str(exc))
         self.ran = True

@@ -6,6 +6,7 @@ The engine computes the job while the claim is on its way (`computation.py`).
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -134,7 +135,12 @@ class JobRunner:
                 )
                 return JobEnd("left", f"it cannot be written into: {why_not}")
             async with Computation(
-                self._engine, self._permits, request, target, cancelled=cancelled
+                self._engine,
+                self._permits,
+                request,
+                target,
+                cancelled=cancelled,
+                on_first_token=partial(self._claims.send_first_token, request),
             ) as computation:
                 self._computations[request.attempt] = computation
                 # The engine gets the job first: the claim has as long as the computing takes.

@@ -247,10 +247,11 @@ class PrefillScheduler:
             self._introductions.introduce(step, job.params.engine_id, job.params.target)
 
     def _add_write(self, step: PrefillStep, job: _Job, done_tokens: int) -> None:
-        total, size = job.request.num_prompt_tokens, job.params.block_size
+        total, size = job.params.num_tokens, job.params.block_size
         remote = job.params.block_ids
-        last = done_tokens >= total
-        end = -(-total // size) if last else done_tokens // size
+        # The last step may compute only the token to sample from. A block is left for its write.
+        last = done_tokens >= job.request.num_prompt_tokens
+        end = -(-total // size) if last else min(done_tokens, total - 1) // size
         if end <= job.written and not last:
             return
         assert self._block_ids is not None

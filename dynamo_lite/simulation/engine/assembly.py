@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_config import (
@@ -125,6 +128,10 @@ class Assembly:
             bridges[0],
             setup.config.block_size,
         )
+
+    def first_tokens(self, setup: EngineSetup) -> FirstTokens:
+        """Of an engine's component."""
+        return FirstTokens(CollectorRegistry(), setup.clock)
 
     #: Makes a decode engine's scheduler half.
     decode_scheduler: type[DecodeScheduler] = DecodeScheduler

@@ -13,8 +13,14 @@ import msgspec
 
 from dynamo_lite.disagg.counters import ENDED, PREFLIGHT
 from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
-from dynamo_lite.disagg.transfer_params import PrefillJobParams, pack, time_limit
-from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
+from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
+from dynamo_lite.disagg.transfer_params import (
+    PrefillJobParams,
+    pack,
+    time_limit,
+    with_first_token,
+)
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport, OnFirstToken
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -27,6 +33,8 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import (
     EngineStatus,
+    FirstToken,
+    FirstTokenSampling,
     Listen,
     RemotePrefillRequest,
     decode_engine_status,
@@ -36,7 +44,7 @@ from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.simulation.engine.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.simulation.engine.core import Outputs
-from dynamo_lite.simulation.engine.model import Sampling, sampling_from_bytes
+from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling, sampling_from_bytes
 from dynamo_lite.simulation.engine.request import SimRequest
 
 _START_S = 15.0
@@ -77,7 +85,8 @@ class SimEngine:
         self._process: EngineProcess | None = None
         self._ready, self._ended = asyncio.Event(), asyncio.Event()
         self._outputs: asyncio.Queue[Outputs | None] = asyncio.Queue()
-        self._attempts: dict[str, asyncio.Future[AttemptOutcome]] = {}
+        self._attempts = OpenAttempts()
+        self._first_tokens = assembly.first_tokens(setup)
         self._left: list[str] = []
         self._ids = RequestIds()
         self._preflights = LinkTestClient(setup.engine_config, messaging, self._wake)
@@ -103,8 +112,7 @@ class SimEngine:
     async def __aexit__(self, *_: object) -> None:
         assert self._engine is not None and self._process is not None
         self._closing = True
-        for waiting in self._attempts.values():
-            waiting.cancel()
+        self._attempts.cancel()
         self._preflights.close()
         self._engine.core.stop()
         with suppress(TimeoutError):
@@ -139,23 +147,39 @@ class SimEngine:
             delta = TokenDelta(request_id=own, token_ids=[], finish_reason="length")
             self._outputs.put_nowait(Outputs(deltas=[delta], load=self.load))
             return
+        own = self._ids.enter(request.request_id)
+        max_tokens = min(left, self._setup.config.max_model_len - len(prompt))
+        limit = time_limit(request.timeout_s, now)
+        if max_tokens > 1 and (sampling.greedy or sampling.seed is not None):
+            self._first_tokens.expect(own, request, frozenset())
+            drawn = FirstTokenSampling(temperature=sampling.temperature, seed=sampling.seed)
+            limit = with_first_token(limit, drawn)
         self._add(
             SimRequest(
-                request_id=self._ids.enter(request.request_id),
+                request_id=own,
                 prompt_token_ids=prompt,
                 sampling=sampling,
-                max_tokens=min(left, self._setup.config.max_model_len - len(prompt)),
+                max_tokens=max_tokens,
                 arrived=now,
                 block_size=self._setup.config.block_size,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                kv_transfer_params=time_limit(request.timeout_s, now),
+                kv_transfer_params=limit,
             )
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if self._engine is not None:
-            self._engine.core.abort(self._ids.leave(request_ids))
+            left = self._ids.leave(request_ids)
+            for own in left:
+                self._first_tokens.forget(own)
+            self._engine.core.abort(left)
+
+    def first_token(self, first: FirstToken) -> TokenDelta | None:
+        caller = self._ids.running(first.request_id)
+        delta = self._first_tokens.take(first, caller=caller, vocabulary=VOCABULARY)
+        self._on_counts({"first tokens late" if delta is None else "first tokens sent": 1})
+        return delta
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
         while (outputs := await self._next()) is not None:
@@ -169,24 +193,31 @@ class SimEngine:
                 pass
         except EngineDied as exc:
             # A dead process starts no write: its attempts end now.
-            self._resolve_attempts([(attempt, "died", str(exc)) for attempt in self._attempts])
+            self._attempts.died(str(exc))
             raise
 
     async def prefill(
-        self, job: RemotePrefillRequest, target: EngineMetadata, permit: Permit
+        self,
+        job: RemotePrefillRequest,
+        target: EngineMetadata,
+        permit: Permit,
+        on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
         self._check_peer(target)
-        self._check_prompt(job.prompt_token_ids)
+        prompt, wanted, sampling = job.prompt_token_ids, job.first_token, Sampling(max_tokens=1)
+        if wanted is not None:
+            prompt = [*prompt, wanted.last_token_id]
+            drawn = wanted.sampling
+            sampling = Sampling(max_tokens=1, temperature=drawn.temperature, seed=drawn.seed)
+        self._check_prompt(prompt)
         left, self._left = self._left, []
         transfer = pack(PrefillJobParams.of(job, target, left, permit))
-        ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
-        self._attempts[job.attempt] = ended
-        try:
+        with self._attempts.open(job.attempt) as attempt:
             self._add(
                 SimRequest(
                     request_id=job.attempt,
-                    prompt_token_ids=job.prompt_token_ids,
-                    sampling=Sampling(max_tokens=1),
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
                     max_tokens=1,
                     arrived=self._setup.clock.monotonic(),
                     block_size=self._setup.config.block_size,
@@ -195,9 +226,9 @@ class SimEngine:
                     kv_transfer_params=transfer,
                 )
             )
-            return await ended
-        finally:
-            self._attempts.pop(job.attempt, None)
+            if wanted is not None and (token := await attempt.first_token()) is not None:
+                await on_first_token(token)
+            return await attempt.ended
 
     async def preflight(self, target: EngineMetadata) -> LinkReport:
         self._check_peer(target)
@@ -224,8 +255,14 @@ class SimEngine:
 
     def _named(self, delta: TokenDelta) -> TokenDelta | None:
         """The delta as its caller knows it; None when that has aborted the request."""
-        caller = self._ids.caller(delta.request_id, ended=delta.finish_reason is not None)
-        return None if caller is None else msgspec.structs.replace(delta, request_id=caller)
+        own = delta.request_id
+        caller = self._ids.caller(own, ended=delta.finish_reason is not None)
+        if caller is None:
+            return None
+        left = self._first_tokens.settle(own, msgspec.structs.replace(delta, request_id=caller))
+        # The simulated engines compute the same tokens.
+        assert not isinstance(left, GenerateRequest)
+        return left
 
     async def _wait_ready(self) -> None:
         waits = [asyncio.ensure_future(e.wait()) for e in (self._ready, self._ended)]
@@ -257,17 +294,13 @@ class SimEngine:
                 return None
             raise EngineDied("the engine's process ended")
         self.load = outputs.load
+        for delta in outputs.deltas if self._attempts else ():
+            self._attempts.sampled(delta.request_id, delta.token_ids)
         if outputs.counts:
-            self._resolve_attempts(outputs.counts.get(ENDED, ()))
+            self._attempts.apply({ENDED: outputs.counts.get(ENDED, ())})
             self._preflights.resolve(outputs.counts.get(PREFLIGHT, ()))
             self._on_counts(outputs.counts)
         return outputs
-
-    def _resolve_attempts(self, ended: Sequence[Sequence[str]]) -> None:
-        for attempt, outcome, detail in ended:
-            waiting = self._attempts.get(attempt)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(AttemptOutcome(attempt, outcome, detail))
 
     def _on_end(self) -> None:
         self._ended.set()

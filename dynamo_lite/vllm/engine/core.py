@@ -8,7 +8,7 @@ Detokenisation happens in the Frontend.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -21,11 +21,13 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from dynamo_lite.disagg.counters import ENDED, PREFLIGHT, SPAN, WRITTEN
+from dynamo_lite.disagg.counters import PREFLIGHT, SPAN
+from dynamo_lite.disagg.decode.first_tokens import FirstTokens
 from dynamo_lite.disagg.engine_config import EngineConfig, write_engine_config
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.disagg.prefill.link_test_client import LinkTestClient
-from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport
+from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
+from dynamo_lite.engine.base import AttemptOutcome, EngineLoad, LinkReport, OnFirstToken
 from dynamo_lite.engine.request_ids import RequestIds
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import (
@@ -39,6 +41,7 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.prefill import (
     EngineStatus,
+    FirstToken,
     Listen,
     RemotePrefillRequest,
     decode_engine_status,
@@ -54,6 +57,7 @@ from dynamo_lite.vllm.engine.engine_config import vllm_config
 from dynamo_lite.vllm.engine.fingerprint import check_peer, fingerprint
 from dynamo_lite.vllm.engine.kv_events import VllmKvEvents
 from dynamo_lite.vllm.engine.supported import refusal_reported
+from dynamo_lite.vllm.first_token import FirstTokenRules, stop_tokens
 from dynamo_lite.vllm.wire import delta_from_output
 
 logger = logging.getLogger(__name__)
@@ -66,7 +70,8 @@ class VllmEngine:
 
     engine_args: flags of `vllm serve`. engine_config: None for an engine without
     remote prefills. engine_config_path: its file, for the engine's processes.
-    tells_kv: whether it publishes KV events. tracer: records the spans that its processes note.
+    tells_kv: whether it publishes KV events. first_tokens: whether a decode engine takes first
+    tokens from prefill workers. tracer: records the spans that its processes note.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class VllmEngine:
         registry: CollectorRegistry,
         on_drop: OnDrop = uncounted,
         tells_kv: bool = False,
+        first_tokens: bool = False,
         tracer: Tracer | None = None,
     ):
         self._args = engine_args
@@ -87,9 +93,11 @@ class VllmEngine:
         self._metrics, self._tracer = RemotePrefillMetrics(registry, on_drop), tracer
         self._client: Any = None
         self._config: VllmConfig | None = None
+        self._rules: FirstTokenRules | None = None
+        self._first_tokens = FirstTokens(registry) if first_tokens else None
         self._loaded_len: int | None = None
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
-        self._attempts = _Attempts()
+        self._attempts = OpenAttempts()
         #: Decode engines that have left; sent to the engine with the next job.
         self._left: list[str] = []
         #: Compatible decode engines, and whether their blocks can also be read.
@@ -155,24 +163,38 @@ class VllmEngine:
         timed = self._engine_config is not None
         made = requests.generation(request, self.config.model_config, timed=timed)
         made.request_id = self._ids.enter(request.request_id)
+        if self._first_tokens is not None:
+            self._expect_first_token(self._first_tokens, request, made)
         try:
             await self._add(made)
         except Exception:
-            self._ids.leave([request.request_id])
+            self._leave([request.request_id])
             raise
         # After a cancel the engine's process may have the request: `abort` needs its name there.
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._abort(self._ids.leave(request_ids))
+        await self._abort(self._leave(request_ids))
+
+    def first_token(self, first: FirstToken) -> TokenDelta | None:
+        if self._first_tokens is None:
+            raise ProtocolError(f"first token of {first.request_id}, which did not ask for it")
+        return self._first_tokens.take(
+            first,
+            caller=self._ids.running(first.request_id),
+            vocabulary=self.config.model_config.get_vocab_size(),
+        )
 
     async def steps(self) -> AsyncIterator[list[TokenDelta]]:
         """Ends when the engine is closed. Raises EngineDied if its process ended by itself."""
         while (outputs := await self._next()) is not None:
             if outputs.outputs:
-                yield self._deltas(outputs)
+                deltas, instead = self._deltas(outputs)
+                for request in instead:
+                    deltas += await self._go_on(request)
+                yield deltas
 
     async def run_prefills(self) -> None:
-        """Reads the engine's outputs for `prefill` and drops its tokens. Raises EngineDied."""
+        """Reads the engine's outputs for `prefill`. Raises EngineDied."""
         try:
             while await self._next() is not None:
                 pass
@@ -181,7 +203,11 @@ class VllmEngine:
             raise
 
     async def prefill(
-        self, job: RemotePrefillRequest, target: EngineMetadata, permit: Permit
+        self,
+        job: RemotePrefillRequest,
+        target: EngineMetadata,
+        permit: Permit,
+        on_first_token: OnFirstToken,
     ) -> AttemptOutcome:
         """Runs one attempt; `run_prefills` must be running.
 
@@ -196,10 +222,14 @@ class VllmEngine:
             # Its blocks differ: they are converted when they are written, and cannot be read.
             job = msgspec.structs.replace(job, prefix_block_ids=[])
         left, self._left = self._left, []
-        request = requests.prefill(job, target, left, permit, self.config.model_config)
-        with self._attempts.ending(job.attempt) as ended:
+        sampled = self._samples(job)
+        model = self.config.model_config
+        request = requests.prefill(job, target, left, permit, model, first_token=sampled)
+        with self._attempts.open(job.attempt) as attempt:
             await self._add(request)
-            return await ended
+            if sampled and (token := await attempt.first_token()) is not None:
+                await on_first_token(token)
+            return await attempt.ended
 
     async def preflight(self, target: EngineMetadata) -> LinkReport:
         assert self.metadata is not None and self._preflights is not None
@@ -231,18 +261,82 @@ class VllmEngine:
         if self._client is not None and own_ids:
             await self._client.abort_requests_async(own_ids)
 
-    def _deltas(self, outputs: EngineCoreOutputs) -> list[TokenDelta]:
-        """The deltas of one step, for requests that still run."""
+    def _samples(self, job: RemotePrefillRequest) -> bool:
+        """Whether this prefill engine samples the first token that the job asks for."""
+        wanted = job.first_token
+        if wanted is None or self._rules is None:
+            return False
+        return self._rules.samples(wanted.sampling, len(job.prompt_token_ids) + 1)
+
+    def _expect_first_token(
+        self, first_tokens: FirstTokens, request: GenerateRequest, made: EngineCoreRequest
+    ) -> None:
+        """made: the engine's request."""
+        assert self._rules is not None and made.sampling_params is not None
+        params = made.sampling_params
+        sampling = self._rules.sampling(params, len(made.prompt_token_ids or ()))
+        if sampling is not None:
+            first_tokens.expect(made.request_id, request, stop_tokens(params))
+            requests.ask_first_token(made, sampling)
+
+    def _leave(self, request_ids: Sequence[str]) -> list[str]:
+        """Forgets requests. Returns the engine's names of those that ran."""
+        left = self._ids.leave(request_ids)
+        if self._first_tokens is not None:
+            for own in left:
+                self._first_tokens.forget(own)
+        return left
+
+    async def _go_on(self, request: GenerateRequest) -> list[TokenDelta]:
+        """Submits a request again that goes on from the first token that the client has.
+
+        Returns the end of the answer if that is not possible.
+        """
+        assert self._first_tokens is not None
+        caller = request.request_id
+        before = self._ids.leave([caller])
+        if not before:
+            return []  # aborted meanwhile
+        own = self._ids.enter(caller)
+        self._first_tokens.go_on(own, request)
+        await self._abort(before)
+        try:
+            timed = self._engine_config is not None
+            made = requests.generation(request, self.config.model_config, timed=timed)
+            made.request_id = own
+            if self._ids.running(own) is not None:
+                await self._add(made)
+        except Refused as exc:
+            logger.error("request %s: cannot go on from its first token: %s", caller, exc)
+            self._leave([caller])
+            return [TokenDelta(request_id=caller, token_ids=[], finish_reason="error")]
+        if self._ids.running(own) is None:  # aborted, perhaps before the engine had it
+            await self._abort([own])
+        return []
+
+    def _deltas(self, outputs: EngineCoreOutputs) -> tuple[list[TokenDelta], list[GenerateRequest]]:
+        """The deltas of one step, for requests that still run; and requests to be submitted in
+        place of those with their ids, see `FirstTokens.settle`."""
         deltas: list[TokenDelta] = []
+        instead: list[GenerateRequest] = []
         for output in outputs.outputs:
-            caller = self._ids.caller(output.request_id, ended=output.finish_reason is not None)
-            if caller is not None:
-                output.request_id = caller
-                delta = delta_from_output(output, outputs.timestamp)
-                if delta.prefill is not None:
-                    self._metrics.first_token(delta.prefill)
-                deltas.append(delta)
-        return deltas
+            own = output.request_id
+            if (caller := self._ids.running(own)) is None:
+                continue
+            output.request_id = caller
+            left = delta = delta_from_output(output, outputs.timestamp)
+            if delta.prefill is not None:
+                self._metrics.first_token(delta.prefill)
+            if self._first_tokens is not None:
+                left = self._first_tokens.settle(own, delta)
+            if isinstance(left, GenerateRequest):
+                instead.append(left)
+                continue
+            if delta.finish_reason is not None:
+                self._ids.leave([caller])
+            if left is not None:
+                deltas.append(left)
+        return deltas, instead
 
     async def _add(self, request: EngineCoreRequest) -> None:
         try:
@@ -260,6 +354,9 @@ class VllmEngine:
             if self._client is None:
                 return None
             raise EngineDied(str(exc)) from exc
+        # Before the outcomes of attempts, which come with the statistics.
+        for output in outputs.outputs if self._attempts else ():
+            self._attempts.sampled(output.request_id, output.new_token_ids)
         if (stats := outputs.scheduler_stats) is not None:
             self.load = EngineLoad(
                 running=stats.num_running_reqs,
@@ -289,6 +386,7 @@ class VllmEngine:
         if self.kv_events is not None and not self.kv_events.attach(config):
             self.kv_events = None
         self._loaded_len = config.model_config.max_model_len
+        self._rules = FirstTokenRules(config)
         with refusal_reported(self._engine_config_path):
             return EngineCoreClient.make_async_mp_client(
                 vllm_config=config,
@@ -313,45 +411,3 @@ class VllmEngine:
         self._starter.shutdown(wait=False)
         with contextlib.suppress(FileNotFoundError):
             self._engine_config_path.unlink()
-
-
-class _Attempts:
-    """The attempts in a prefill engine, until it reports how they ended.
-
-    Used on the component's event loop.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[str, asyncio.Future[AttemptOutcome]] = {}
-        self._written: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def ending(self, attempt: str) -> Iterator[asyncio.Future[AttemptOutcome]]:
-        """Registers the attempt; its outcome is to be awaited within the context."""
-        ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
-        self._open[attempt] = ended
-        try:
-            yield ended
-        finally:
-            self._open.pop(attempt, None)
-
-    def apply(self, counts: Mapping[str, Any]) -> None:
-        """Takes the outcomes from the counters of the connector's halves, of one step."""
-        self._written.update(counts.get(WRITTEN, ()))
-        for attempt, outcome, detail in counts.get(ENDED, ()):
-            written_at = self._written.pop(attempt, None)
-            self._resolve(AttemptOutcome(attempt, outcome, detail, written_at))
-
-    def died(self, why: str) -> None:
-        """The engine's process has died: ends all attempts. A dead process starts no write."""
-        for attempt in self._open:
-            self._resolve(AttemptOutcome(attempt, "died", why))
-
-    def cancel(self) -> None:
-        for waiting in self._open.values():
-            waiting.cancel()
-
-    def _resolve(self, ended: AttemptOutcome) -> None:
-        waiting = self._open.get(ended.attempt)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(ended)

@@ -94,7 +94,10 @@ class _ShortFirstMixin(Scheduler):
 
     def _passes(self, request: Request) -> bool:
         job = unpack(request, PrefillLength)
-        tokens = request.num_prompt_tokens - (0 if job is None else job.num_computed_tokens)
+        # As the decode engine counts when it chooses the lane.
+        tokens = (
+            request.num_prompt_tokens if job is None else job.num_tokens - job.num_computed_tokens
+        )
         return lane_of(tokens, request.priority, self._short_length) in BEFORE_LONG
 
 

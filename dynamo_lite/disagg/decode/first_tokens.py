@@ -1,0 +1,172 @@
+"""First tokens that prefill workers send ahead of the decode engine; runs in its component.
+
+A prefill worker samples the first token of an answer while it computes the prompt. That token goes
+to the client at once. The decode engine computes it as well, in its first step, and goes on from
+there; its equal token is dropped. If the two differ, the client's token stands, and the request
+goes on from it as a new request of the engine. A prefill worker's token that comes after the
+engine's is dropped.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.generate import GenerateRequest, PrefillCounts, TokenDelta
+from dynamo_lite.protocol.prefill import FirstToken
+from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
+
+logger = logging.getLogger(__name__)
+
+_LEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30)
+
+
+@dataclass
+class _Awaited:
+    """A request of the engine without output so far."""
+
+    request: GenerateRequest
+    #: Tokens that end the answer; None if no prefill worker's token is taken.
+    stops: frozenset[int] | None
+    #: Monotonic.
+    began: float
+    #: Whether the client has the counts of the prompt.
+    told: bool = False
+    #: The first token, if the client has it from a prefill worker.
+    token: int | None = None
+    #: When the client got it, monotonic.
+    sent: float = 0.0
+
+
+class FirstTokens:
+    """Requests go by the engine's own names; deltas have the caller's.
+
+    Used on the component's event loop.
+    """
+
+    def __init__(self, registry: CollectorRegistry, clock: Clock = SYSTEM_CLOCK):
+        self._now: Callable[[], float] = clock.monotonic
+        self._awaited: dict[str, _Awaited] = {}
+        self._arrived = Counter(
+            "dynamo_lite_first_tokens",
+            "First tokens that came from prefill workers: sent (to the client), late (the decode"
+            " engine's came before), last (it ends the answer, so the decode engine's is sent)",
+            ["outcome"],
+            registry=registry,
+        )
+        self._different = Counter(
+            "dynamo_lite_first_token_differences",
+            "Sent first tokens from prefill workers that differed from the decode engine's; the"
+            " answer went on from the sent one",
+            registry=registry,
+        )
+        self._lead = Histogram(
+            "dynamo_lite_first_token_lead_seconds",
+            "How much earlier than the decode engine's a prefill worker's first token was sent",
+            buckets=_LEAD_S,
+            registry=registry,
+        )
+
+    def __len__(self) -> int:
+        """Requests that are awaited."""
+        return len(self._awaited)
+
+    def expect(self, own: str, request: GenerateRequest, stops: frozenset[int]) -> None:
+        """A prefill worker may send the first token of this request.
+
+        stops: tokens that end its answer.
+        """
+        self._awaited[own] = _Awaited(request, stops, self._now())
+
+    def go_on(self, own: str, request: GenerateRequest) -> None:
+        """The request continues one whose first token was sent; see `settle`."""
+        self._awaited[own] = _Awaited(request, None, self._now(), told=True)
+
+    def forget(self, own: str) -> None:
+        """The request was aborted. Unknown names are ignored."""
+        self._awaited.pop(own, None)
+
+    def take(self, first: FirstToken, *, caller: str | None, vocabulary: int) -> TokenDelta | None:
+        """The delta to be sent now, if any.
+
+        caller: the caller's id of the request; None if it does not run. vocabulary: number of
+        tokens of the model. Raises ProtocolError for a token that does not fit.
+        """
+        if caller is None:
+            raise ProtocolError(f"first token of {first.request_id}, which does not run here")
+        awaited = self._awaited.get(first.request_id)
+        if awaited is None or awaited.stops is None or awaited.token is not None:
+            self._arrived.labels("late").inc()
+            return None
+        request, token = awaited.request, first.token_id
+        prompt_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        if token >= vocabulary or first.cached_tokens >= prompt_tokens:
+            raise ProtocolError(
+                f"first token of {first.request_id}: token {token} of a vocabulary of"
+                f" {vocabulary}, {first.cached_tokens} cached tokens of a prompt of {prompt_tokens}"
+            )
+        if token in awaited.stops:
+            self._arrived.labels("last").inc()
+            return None
+        self._arrived.labels("sent").inc()
+        awaited.token, awaited.sent, awaited.told = token, self._now(), True
+        return TokenDelta(
+            request_id=caller,
+            token_ids=[token],
+            # As the engine counts a remote prefill. It has not scheduled the request yet.
+            prefill=PrefillCounts(
+                prompt_tokens=prompt_tokens,
+                local_cached_tokens=first.cached_tokens,
+                external_cached_tokens=prompt_tokens - 1 - first.cached_tokens,
+                waited_s=awaited.sent - awaited.began,
+            ),
+        )
+
+    def settle(self, own: str, delta: TokenDelta) -> TokenDelta | GenerateRequest | None:
+        """What is left to send of an engine's output.
+
+        None: nothing. A request: the engine has sampled another first token than the client got.
+        Its request is to be aborted, and this one submitted in its place, which goes on from the
+        client's token; see `go_on`.
+        """
+        awaited = self._awaited.get(own)
+        if awaited is None:
+            return delta
+        if delta.token_ids or delta.finish_reason is not None:
+            del self._awaited[own]
+        if awaited.told:
+            delta = msgspec.structs.replace(delta, prefill=None)
+        if awaited.token is not None and delta.token_ids:
+            self._lead.observe(self._now() - awaited.sent)
+            if delta.token_ids[0] == awaited.token:
+                delta = msgspec.structs.replace(delta, token_ids=delta.token_ids[1:])
+            elif delta.finish_reason in ("abort", "error"):
+                delta = msgspec.structs.replace(delta, token_ids=[])
+            else:
+                return self._continuation(awaited, delta.token_ids[0])
+        return None if _is_empty(delta) else delta
+
+    def _continuation(self, awaited: _Awaited, other: int) -> GenerateRequest:
+        self._different.inc()
+        request, token = awaited.request, awaited.token
+        assert token is not None
+        logger.warning(
+            "request %s: its first token from the prefill worker is %d, the decode engine's %d:"
+            " it goes on from the first one, which the client has",
+            request.request_id,
+            token,
+            other,
+        )
+        left_s = request.timeout_s
+        if left_s is not None:
+            left_s = max(0.0, left_s - (self._now() - awaited.began))
+        return msgspec.structs.replace(
+            request, output_token_ids=[*request.output_token_ids, token], timeout_s=left_s
+        )
+
+
+def _is_empty(delta: TokenDelta) -> bool:
+    return not (delta.token_ids or delta.finish_reason or delta.prefill or delta.prompt_logprobs)

@@ -1,0 +1,111 @@
+"""Which requests' first tokens a prefill engine can sample for a decode engine, exactly.
+
+Both engines compute the same logits of the last prompt token. The sampled token is the same one if
+nothing else takes part in its choice but what `FirstTokenSampling` carries. A request with more
+gets its first token from the decode engine.
+"""
+
+from importlib.metadata import entry_points
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams, SamplingType
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+from dynamo_lite.protocol.prefill import FirstTokenSampling
+from dynamo_lite.vllm.migratable import depends_on_output, is_causal
+from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
+
+
+def stop_tokens(params: SamplingParams) -> frozenset[int]:
+    """Tokens that end the answer, as in vLLM's `check_stop`."""
+    stops = set(params.stop_token_ids or ())
+    if params.eos_token_id is not None:
+        stops.add(params.eos_token_id)
+    return frozenset(stops)
+
+
+class FirstTokenRules:
+    """The rules of one engine."""
+
+    def __init__(self, config: VllmConfig):
+        #: vLLM may reduce its length while it loads the model.
+        self._model = model = config.model_config
+        #: A request whose first tokens differ goes on from a longer prompt.
+        self._plain = is_causal(model) and not (
+            model.logits_processors or list(entry_points(group=LOGITSPROCS_GROUP))
+        )
+        self._draws = config.speculative_config is None
+        #: vLLM samples after each chunk of a prompt and sets the random generator back. It cannot
+        #: set back a CPU's, and its engine dies of that.
+        self._chunked_draws = self._draws and not current_platform.is_cpu()
+
+    def sampling(self, params: SamplingParams, prompt_tokens: int) -> FirstTokenSampling | None:
+        """How a prefill engine is to sample the first token of this engine's request; None if it
+        cannot."""
+        if not self._plain or not _is_plain(params):
+            return None
+        # The first token must not be the last one: that has the end of the answer with it.
+        if params.max_tokens is None or params.max_tokens < 2:
+            return None
+        if prompt_tokens + 1 >= self._model.max_model_len:
+            return None
+        if params.sampling_type is SamplingType.GREEDY:
+            return FirstTokenSampling()
+        if params.sampling_type is not SamplingType.RANDOM_SEED or not self._draws:
+            return None
+        drawn = {
+            name: getattr(params, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "seed")
+        }
+        drawn["top_k"] = max(drawn["top_k"], 0)  # -1 is another name of 0
+        try:
+            return msgspec.convert(drawn, FirstTokenSampling)
+        except msgspec.ValidationError:
+            return None
+
+    def samples(self, wanted: FirstTokenSampling, prompt_tokens: int) -> bool:
+        """Whether this engine, a prefill engine, can sample a first token so.
+
+        prompt_tokens: of the whole prompt.
+        """
+        if not self._plain or prompt_tokens >= self._model.max_model_len:
+            return False
+        return wanted.seed is None or self._chunked_draws
+
+
+def first_token_params(wanted: FirstTokenSampling) -> SamplingParams:
+    """Parameters of the one-token request of a prefill engine. Raises VLLMError."""
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        min_p=wanted.min_p,
+        seed=wanted.seed,
+        detokenize=False,
+    )
+    params.watermarking = False
+    return params
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether nothing but temperature, top_p, top_k, min_p and seed chooses the first token, and
+    nothing but the token is wanted of it."""
+    return not (
+        depends_on_output(params)
+        # Parameters of custom logits processors and samplers.
+        or (params.extra_args or {}).keys() - {KV_TRANSFER_PARAMS}
+        or params.structured_outputs is not None
+        or params.repetition_penalty != 1
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.bad_words
+        or params.min_tokens
+        or params.logprobs is not None
+        or params.logprob_token_ids is not None
+        or params.prompt_logprobs is not None
+        or params.prompt_logprob_token_ids is not None
+        or params.skip_reading_prefix_cache
+    )

@@ -1,0 +1,249 @@
+"""A vLLM engine's component and first tokens: what its engine core is asked for, and what it sends.
+
+The engine core's client is scripted.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.stats import PrefillStats
+
+from dynamo_lite.disagg.counters import ENDED
+from dynamo_lite.engine.base import AttemptOutcome
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
+from dynamo_lite.simulation.servers.memory import MemoryMessaging
+from dynamo_lite.vllm.engine import core
+from dynamo_lite.vllm.first_token import FirstTokenRules
+from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
+from tests.builders import engine_metadata, eventually, prefill_job
+from tests.unit.test_requests import MODEL, message
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+class EngineCore:
+    """vLLM's client of its engine core."""
+
+    def __init__(self) -> None:
+        self.outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self.added: list[Any] = []
+        self.aborted: list[str] = []
+        self.dead = False
+        #: Awaited by each abort.
+        self.on_abort: Any = None
+
+    async def add_request_async(self, request: Any) -> None:
+        if self.dead:
+            raise EngineDeadError
+        self.added.append(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        if self.on_abort is not None:
+            then, self.on_abort = self.on_abort, None
+            await then()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self.outputs.get()
+
+    def step(self, *outputs: EngineCoreOutput, **counts: Any) -> None:
+        stats = SimpleNamespace(
+            num_running_reqs=0,
+            num_waiting_reqs=0,
+            num_skipped_waiting_reqs=0,
+            kv_cache_usage=0.0,
+            kv_connector_stats=counts,
+        )
+        made = EngineCoreOutputs(outputs=list(outputs))
+        made.scheduler_stats = stats  # type: ignore[assignment]
+        self.outputs.put_nowait(made)
+
+
+class Rig:
+    def __init__(self, *, first_tokens: bool = True):
+        self.core = EngineCore()
+        self.engine = engine = core.VllmEngine(
+            [],
+            engine_config=None,
+            engine_config_path=Path("none"),
+            messaging=MemoryMessaging(),
+            registry=CollectorRegistry(),
+            first_tokens=first_tokens,
+        )
+        config: Any = SimpleNamespace(model_config=MODEL, speculative_config=None)
+        engine._client, engine._config = self.core, config
+        engine._engine_config = SimpleNamespace()  # type: ignore[assignment]
+        engine._rules = FirstTokenRules(config)
+        self.deltas = engine.steps()
+
+    async def submit(self, **params: Any) -> None:
+        await self.engine.submit(message(**({"temperature": 0, "max_tokens": 8} | params)))
+
+    async def step(self, *outputs: EngineCoreOutput) -> list[TokenDelta]:
+        self.core.step(*outputs)
+        return await anext(self.deltas)
+
+    def token(self, token_id: int, own: str = "r#1") -> TokenDelta | None:
+        first = FirstToken(request_id=own, attempt="a1", token_id=token_id)
+        return self.engine.first_token(first)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    await rig.deltas.aclose()  # type: ignore[attr-defined]
+    rig.engine._client = None
+
+
+def output(own: str, *tokens: int, end: FinishReason | None = None) -> EngineCoreOutput:
+    made = EngineCoreOutput(request_id=own, new_token_ids=list(tokens), finish_reason=end)
+    made.prefill_stats = PrefillStats()
+    made.prefill_stats.set(3, 0, 2)
+    return made
+
+
+def asked(request: Any) -> Any:
+    extra = request.sampling_params.extra_args or {}
+    return extra.get(KV_TRANSFER_PARAMS, {}).get("first_token")
+
+
+async def test_the_token_is_sent_early_and_the_engines_is_not(rig: Rig):
+    await rig.submit()
+    assert asked(rig.core.added[0]) is not None
+    early = rig.token(7)
+    assert early is not None and (early.request_id, early.token_ids) == ("r", [7])
+    assert await rig.step(output("r#1", 7)) == []
+    assert await rig.step(EngineCoreOutput("r#1", [8])) == [TokenDelta("r", [8])]
+    end = EngineCoreOutput("r#1", [9], finish_reason=FinishReason.LENGTH)
+    assert await rig.step(end) == [TokenDelta("r", [9], "length")]
+    with pytest.raises(ProtocolError):
+        rig.token(7)
+    assert len(rig.engine._first_tokens or ()) == 0 and rig.core.aborted == []
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"max_tokens": 1}, {"logprobs": 1}])
+async def test_a_request_that_may_not_get_it_early_gets_the_engines(rig: Rig, params: Any):
+    await rig.submit(**params)
+    assert asked(rig.core.added[0]) is None
+    assert rig.token(7) is None
+    [delta] = await rig.step(output("r#1", 7))
+    assert delta.token_ids == [7] and delta.prefill is not None
+
+
+async def test_it_can_be_switched_off():
+    rig = Rig(first_tokens=False)
+    await rig.submit()
+    assert asked(rig.core.added[0]) is None
+    with pytest.raises(ProtocolError):
+        rig.token(7)
+    assert [d.token_ids for d in await rig.step(output("r#1", 7))] == [[7]]
+    await rig.deltas.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("end", [None, FinishReason.STOP])
+async def test_another_token_of_the_engine_is_replaced_by_an_answer_that_goes_on(
+    rig: Rig, end: FinishReason | None
+):
+    await rig.submit()
+    rig.token(7)
+    assert await rig.step(output("r#1", 6, end=end)) == []
+    assert rig.core.aborted == ["r#1"]
+    again = rig.core.added[1]
+    assert (again.request_id, again.prompt_token_ids) == ("r#2", [1, 2, 3, 7])
+    assert again.sampling_params.max_tokens == 7 and asked(again) is None
+    # What the engine still says of the first one is not sent.
+    assert await rig.step(EngineCoreOutput("r#1", [5])) == []
+    assert await rig.step(output("r#2", 8)) == [TokenDelta("r", [8])]
+    await rig.engine.abort(["r"])
+    assert rig.core.aborted == ["r#1", "r#2"]
+
+
+async def test_a_request_that_is_aborted_meanwhile_does_not_go_on(rig: Rig):
+    await rig.submit()
+    rig.token(7)
+    rig.core.on_abort = lambda: rig.engine.abort(["r"])
+    assert await rig.step(output("r#1", 6)) == []
+    assert len(rig.core.added) == 1 and "r#2" in rig.core.aborted
+    assert len(rig.engine._first_tokens or ()) == 0
+
+
+async def test_a_request_that_cannot_go_on_ends(rig: Rig):
+    await rig.submit()
+    rig.token(7)
+    rig.core.dead = True
+    assert await rig.step(output("r#1", 6)) == [TokenDelta("r", [], "error")]
+    assert len(rig.engine._first_tokens or ()) == 0
+
+
+async def test_an_aborted_request_is_forgotten(rig: Rig):
+    await rig.submit()
+    await rig.engine.abort(["r"])
+    with pytest.raises(ProtocolError):
+        rig.token(7)
+    assert len(rig.engine._first_tokens or ()) == 0
+
+
+# The prefill engine
+
+
+WANTED = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=9)
+
+
+@contextlib.asynccontextmanager
+async def prefilling(rig: Rig) -> AsyncIterator[asyncio.Queue[int]]:
+    """Runs a job; the tokens that it passes on."""
+    target = engine_metadata(num_blocks=9)
+    rig.engine.metadata = target
+    rig.engine._checked[target.engine_id] = target, True
+    tokens: asyncio.Queue[int] = asyncio.Queue()
+    reads = asyncio.create_task(rig.engine.run_prefills())
+    job = prefill_job(first_token=WANTED)
+    run = asyncio.create_task(rig.engine.prefill(job, target, tokens.put))
+    await eventually(lambda: rig.core.added)
+    try:
+        yield tokens
+        rig.core.step(**{ENDED: [["a1", "written", ""]]})
+        assert await run == AttemptOutcome("a1", "written")
+    finally:
+        reads.cancel()
+        run.cancel()
+        await asyncio.gather(reads, run, return_exceptions=True)
+
+
+async def test_a_prefill_engine_passes_the_token_on_before_its_writes_have_ended(rig: Rig):
+    async with prefilling(rig) as tokens:
+        rig.core.step(EngineCoreOutput("a1", [7], finish_reason=FinishReason.LENGTH))
+        assert await tokens.get() == 7
+        assert rig.core.added[0].prompt_token_ids == [*range(10), 9]
+    assert tokens.empty()
+
+
+async def test_a_job_that_ends_without_a_token_passes_none_on(rig: Rig):
+    async with prefilling(rig) as tokens:
+        pass
+    assert tokens.empty()
+
+
+async def test_a_token_that_comes_with_the_end_of_its_job_is_passed_on(rig: Rig):
+    async with prefilling(rig) as tokens:
+        rig.core.step(EngineCoreOutput("a1", [7]), **{ENDED: [["a1", "written", ""]]})
+    assert tokens.get_nowait() == 7
+
+
+async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(rig: Rig):
+    rig.engine._rules = SimpleNamespace(samples=lambda *_: False)  # type: ignore[assignment]
+    async with prefilling(rig) as tokens:
+        rig.core.step(EngineCoreOutput("a1", [7]))
+    assert rig.core.added[0].prompt_token_ids == list(range(10))
+    assert tokens.empty()

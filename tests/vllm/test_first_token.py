@@ -1,0 +1,95 @@
+"""First tokens from the prefill worker: the answers stay those of plain vLLM."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.vllm.asking import ask, assert_same, prompt_ids
+from tests.vllm.graph import Graph, PlainServer, eventually
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+ARRIVED = "dynamo_lite_first_tokens_total"
+DIFFERENT = "dynamo_lite_first_token_differences_total"
+REMOTE = "dynamo_lite_remote_prefills_total"
+VLLM_ONLY = {"min_tokens", "repetition_penalty", "stop_token_ids"}
+GREEDY = {"temperature": 0, "max_tokens": 16}
+
+
+def arrivals(graph: Graph) -> Callable[[], dict[str, int]]:
+    """A function that says what became of first tokens since."""
+    before = {o: graph.count("VllmWorker", ARRIVED, outcome=o) for o in ("sent", "late", "last")}
+
+    def since() -> dict[str, int]:
+        now = {o: graph.count("VllmWorker", ARRIVED, outcome=o) for o in before}
+        return {o: int(now[o] - before[o]) for o in before if now[o] > before[o]}
+
+    return since
+
+
+def handed_over(graph: Graph) -> Callable[[], int]:
+    """A function that says how many remote prefills have succeeded since."""
+    before = graph.count("VllmWorker", REMOTE, outcome="committed")
+    return lambda: int(graph.count("VllmWorker", REMOTE, outcome="committed") - before)
+
+
+def compare(graph: Graph, reference: PlainServer, request: dict[str, Any]) -> dict[str, Any]:
+    got = ours(graph.url, request)
+    assert_same(got, ours(reference.url, request))
+    return got
+
+
+def ours(url: str, request: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's client takes vLLM's own parameters apart from its own."""
+    own = {k: v for k, v in request.items() if k in VLLM_ONLY}
+    known = {k: v for k, v in request.items() if k not in VLLM_ONLY}
+    return ask(url, "completions", known | {"extra_body": {"return_token_ids": True, **own}})
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_greedy_answers_begin_with_the_prefill_workers_token(
+    disagg: Graph, reference: PlainServer, stream: bool
+):
+    since, different = arrivals(disagg), disagg.count("VllmWorker", DIFFERENT)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    # The last one's tokens without the last fill whole chunks and blocks.
+    for number, tokens in enumerate((700, 1024, 1601, 2049)):
+        request = {"prompt": prompt_ids(tokens, seed=200 + number + 10 * stream)}
+        compare(disagg, reference, request | GREEDY | options)
+    # The decode engine's token may come first now and then.
+    assert sum(since().values()) == 4 and since()["sent"] >= 1
+    assert disagg.count("VllmWorker", DIFFERENT) == different
+
+
+def test_a_stop_token_is_left_to_the_decode_engine(disagg: Graph, reference: PlainServer):
+    request = {"prompt": prompt_ids(900, seed=220), **GREEDY}
+    first = ours(reference.url, request)["choices"][0]["token_ids"][0]
+    since = arrivals(disagg)
+    # Another prompt than before, to the prefix cache of either engine.
+    got = compare(disagg, reference, request | {"stop_token_ids": [first]})
+    assert got["choices"][0]["stop_reason"] == first
+    assert got["choices"][0]["token_ids"] == [first]
+    assert sum(since().values()) == 1 and "sent" not in since()
+
+
+@pytest.mark.parametrize(
+    ("more", "seed"),
+    [
+        ({"max_tokens": 1}, 230),
+        ({"logprobs": 2}, 231),
+        ({"min_tokens": 2}, 232),
+        ({"logit_bias": {"7": 1.0}}, 233),
+        ({"repetition_penalty": 1.1}, 234),
+        # A CPU's random generator cannot be set back after a chunk of a prompt.
+        ({"temperature": 1, "seed": 11}, 235),
+    ],
+    ids=str,
+)
+def test_other_requests_get_it_from_the_decode_engine(
+    disagg: Graph, reference: PlainServer, more: dict[str, Any], seed: int
+):
+    since, done = arrivals(disagg), handed_over(disagg)
+    compare(disagg, reference, {"prompt": prompt_ids(800, seed), **GREEDY, **more})
+    assert eventually(done, timeout_s=5, what="a prompt is handed over") == 1
+    assert since() == {}
