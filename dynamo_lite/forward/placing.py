@@ -30,6 +30,10 @@ ALONE_REASONS = (
 )
 
 
+class CannotServe(Exception):
+    """None of the configured engines could ever answer this request."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Tried:
     """What a request has met so far; the workflow fills it in."""
@@ -82,7 +86,7 @@ class Placer:
         self._staged = config.choose_decode == "staged" and protocol.order is Order.SERIAL
 
     def place(self, request: Request, tried: Tried) -> Placement:
-        """Raises NoWorkers."""
+        """Raises NoWorkers, CannotServe."""
         chain = text_chain(request.prompt) if self._compares else []
         matched = self._sent.matched(chain)
         tokens = tokens_of(request.prompt)
@@ -92,10 +96,13 @@ class Placer:
             alone = "no_prefill_worker"
         decode = None
         if alone or not self._staged:
-            decode = self._choose_decode(tried, matched, tokens, alone=bool(alone))
+            # What is passed on is the same at every engine.
+            decode = self._choose_decode(
+                tried, matched, tokens, alone=bool(alone and request.route)
+            )
             prefilling = [engine for engine in prefilling if engine is not decode]
             alone = alone or self._not_worth_it(decode, len(prefilling), matched, tokens)
-            if alone and not decode.decodes_alone:
+            if alone and request.route and not decode.decodes_alone:
                 decode = self._choose_decode(tried, matched, tokens, alone=True)
         prefill = (
             None if alone else self._choose(self._prefill, "prefill", prefilling, matched, tokens)
@@ -122,6 +129,16 @@ class Placer:
         self._sent.sent(engine.number, placement.chain)
 
     def _alone(self, request: Request) -> str:
+        """Raises CannotServe."""
+        reason = self._why_alone(request)
+        if reason and request.route and not any(e.decodes_alone for e in self._engines.all):
+            raise CannotServe(
+                f"{request.route} with {reason} needs an engine that prefills and decodes; with"
+                f" {self._protocol.name} none of these engines does"
+            )
+        return reason
+
+    def _why_alone(self, request: Request) -> str:
         if request.route not in self._protocol.routes:
             return "route"
         if request.batch and not self._protocol.batches:
@@ -184,6 +201,5 @@ class Placer:
         if tried.decode:
             return "no other decode engine is healthy"
         if alone:
-            name = self._protocol.name
-            return f"no engine of {name} can answer this request without a prefill engine"
+            return "no healthy engine can answer this request without a prefill engine"
         return "no decode engine is left"

@@ -31,7 +31,7 @@ from dynamo_lite.forward.health import EngineMonitor
 from dynamo_lite.forward.legs import Legs
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.orders import Job, Orders
-from dynamo_lite.forward.placing import Placement, Placer
+from dynamo_lite.forward.placing import CannotServe, Placement, Placer
 from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, Order, Peer
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.protocol.errors import NoWorkers
@@ -153,6 +153,8 @@ class Forwarding:
             try:
                 await self._attempt(job)
                 return
+            except CannotServe as exc:
+                answer = error(501, "NotImplementedError", str(exc))
             except NoWorkers as exc:
                 answer = _nobody(exc) if failure is None else failure_answer(failure)
             except PrefillFailed as exc:
@@ -163,7 +165,7 @@ class Forwarding:
                 return await self._refuse(job.client, answer)
 
     async def _attempt(self, job: Job) -> None:
-        """Raises EngineFailed, NoWorkers, and what `_until_answered` raises."""
+        """Raises EngineFailed, NoWorkers, CannotServe, and what `_until_answered` raises."""
         placement = self._placer.place(job.request, job.tried)
         if placement.prefill is None:
             return await self._orders.alone(job, placement)

@@ -66,4 +66,10 @@ STATIC = ForwardProtocol(
 )
 
 #: Any number of each.
-DYNAMIC = replace(STATIC, name="neuron-dynamic", prefill=_dynamic_prefill, decode=_dynamic_decode)
+DYNAMIC = replace(
+    STATIC,
+    name="neuron-dynamic",
+    prefill=_dynamic_prefill,
+    decode=_dynamic_decode,
+    hides_ids=True,
+)

@@ -43,7 +43,7 @@ def sampling_params(body: Body) -> dict[str, Any]:
 def object_of(value: Any) -> dict[str, Any] | None:
     """A body's value, decoded, if it is an object."""
     found = plain(value)
-    return cast(dict[str, Any], found) if isinstance(found, dict) else None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
 
 
 def plain(value: Any) -> Any:
