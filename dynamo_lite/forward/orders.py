@@ -109,9 +109,8 @@ class Orders:
         first = protocol.prefill(job.request.body, attempt)
         async with self._open_legs(job.incoming) as legs:
             with prefill.leg(placement.uncached_tokens):
-                answer = await legs.prefill(sending(prefill, first), streams=False)
+                answer = await self._prefill(legs, sending(prefill, first), attempt)
             self._placer.sent(prefill, placement)
-            self._learn(prefill, attempt, answer)
             engine = placement.decode
             if engine is None or not engine.usable:
                 engine = self._placer.place_decode(placement, job.tried)
@@ -136,14 +135,14 @@ class Orders:
         async with self._open_legs(job.incoming) as legs:
             with engine.leg(0) as counted, prefill.leg(placement.uncached_tokens) as prompt:
                 prefilling = legs.start(
-                    legs.prefill(sending(prefill, first), streams=streams), "prefill leg"
+                    self._prefill(legs, sending(prefill, first), attempt, streams=streams),
+                    "prefill leg",
                 )
                 decoding = legs.start(
                     legs.open(sending(engine, second), DecodeFailed), "decode leg"
                 )
                 await all_or_first_failure(prefilling, decoding)
                 answer, response = prefilling.result(), decoding.result()
-                self._learn(prefill, attempt, answer)
                 prompt.answered()
                 self._placer.sent(prefill, placement)
                 changes = self._changes(attempt, second, answer)
@@ -236,14 +235,20 @@ class Orders:
             self._over.start(_let_go(opening), name="let go")
             raise
 
-    def _learn(self, prefill: Engine, attempt: Attempt, answer: PrefillAnswer) -> None:
-        """Raises PrefillFailed if another process has answered than the decode engine waits for."""
+    async def _prefill(
+        self, legs: Legs, one: Sending, attempt: Attempt, *, streams: bool = False
+    ) -> PrefillAnswer:
+        """A prefill leg. Raises PrefillFailed also if another process has answered than the one
+        that the decode engine waits for."""
+        answer = await legs.prefill(one, streams=streams)
         if not self._protocol.needs_identity:
-            return
+            return answer
         learned, expected = self._protocol.learn(answer), attempt.prefill.identity
-        prefill.identity = learned
+        one.engine.identity = learned
         if expected is not None and learned != expected:
-            raise PrefillFailed(prefill, "unpaired", "it was restarted, or handed nothing over")
+            text = "it was restarted, or handed nothing over"
+            raise PrefillFailed(one.engine, "unpaired", text)
+        return answer
 
     def _changes(self, attempt: Attempt, leg: Leg, answer: PrefillAnswer) -> Changes:
         """What has to change in the answer of this leg."""
