@@ -47,11 +47,13 @@ class Leg:
 
 @dataclass
 class Fault:
-    """What the next request of an engine meets. hold: it waits for this first."""
+    """What the next request of an engine meets. hold: it waits for this first. seen: a cut in the
+    middle of a stream waits for this, since what is not read yet is lost with the connection."""
 
     stage: Stage | None = None
     status: int = 500
     hold: asyncio.Event | None = None
+    seen: asyncio.Event | None = None
     body: Any = None
 
 
@@ -235,6 +237,8 @@ class ScriptedEngine:
         events = self._events(leg)
         for number, event in enumerate(events):
             if fault.stage == "mid_stream" and number == 2:
+                if fault.seen is not None:
+                    await fault.seen.wait()
                 return _cut(request)
             await response.write(b"data: " + event + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
