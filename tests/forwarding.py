@@ -34,6 +34,7 @@ class Rig:
     monitor: EngineMonitor
     forwarding: Forwarding
     placer: Placer
+    server: ForwardServer
     session: aiohttp.ClientSession
     url: str
 
@@ -130,7 +131,7 @@ async def rig(
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         made = Rig(
             fleet, sides["prefill"], sides["decode"], engines, monitor, forwarding, placer,
-            session, url,
+            server, session, url,
         )  # fmt: skip
         await made.check()
         yield made

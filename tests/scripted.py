@@ -156,10 +156,11 @@ class ScriptedEngine:
 
     async def _leg(self, request: web.BaseRequest) -> web.StreamResponse:
         raw = await request.read()
+        malformed = False
         try:
             body = json.loads(raw) if raw else None
         except ValueError:
-            return web.json_response({"error": {"message": "malformed"}}, status=400)
+            body, malformed = None, True
         leg = Leg(
             engine=self,
             number=next(self.fleet.clock),
@@ -172,6 +173,8 @@ class ScriptedEngine:
         self.legs.append(leg)
         self.fleet.legs.append(leg)
         try:
+            if malformed:
+                return web.json_response({"error": {"message": "malformed"}}, status=400)
             return await self._answer(request, leg)
         except asyncio.CancelledError:
             leg.aborted.set()

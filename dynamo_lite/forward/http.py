@@ -62,6 +62,7 @@ class ForwardServer:
             self._handle,
             handler_cancellation=True,
             access_log=None,
+            logger=_parser_logger(),
             auto_decompress=False,
             lingering_time=_LINGER_S,
             max_line_size=_MAX_FIELD_BYTES,
@@ -91,6 +92,12 @@ class ForwardServer:
         except ClientGone:
             # The connection is closed. aiohttp asks for a response all the same.
             logger.debug("the client of %s has gone", request.path)
+        except Exception:
+            logger.exception("a request to %s failed", request.path)
+            if client.started:
+                client.abort()
+            else:
+                await send(client, error(500, "InternalServerError", "the Forwarder failed"))
         return client.response or web.Response(status=500)
 
     async def _answer(self, request: web.BaseRequest, client: "HttpClient") -> None:
@@ -158,6 +165,14 @@ class ForwardServer:
             " limit here (the Forwarder's `max-body-bytes`)"
         )
         return error(413, "RequestEntityTooLarge", text, _CLOSE)
+
+
+def _parser_logger() -> logging.Logger:
+    """aiohttp logs every malformed request as an error, with a traceback: anybody could fill the
+    log. Its answers of 400 are enough."""
+    quiet = logging.getLogger(f"{__name__}.parser")
+    quiet.setLevel(logging.CRITICAL)
+    return quiet
 
 
 _CLOSE = {"connection": "close"}
