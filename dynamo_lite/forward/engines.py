@@ -45,15 +45,21 @@ class Engine:
     kv_usage: float = 0.0
     identity: Mapping[str, Any] | None = None
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
+    #: HOST:PORT.
+    name: str = field(init=False)
+    base: str = field(init=False)
+    #: Where its side of the handover listens.
+    transfer_address: tuple[str, int] = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """HOST:PORT."""
-        return host_port(*self.options.address)
-
-    @property
-    def base(self) -> str:
-        return f"http://{self.name}"
+    def __post_init__(self) -> None:
+        host, port = self.options.address
+        self.name = host_port(host, port)
+        self.base = f"http://{self.name}"
+        own = self.options.transfer_port or self.protocol.default_port
+        self.transfer_address = (
+            self.options.transfer_host or host,
+            own or port + self.protocol.port_offset,
+        )
 
     @property
     def prefills(self) -> bool:
@@ -79,13 +85,6 @@ class Engine:
         if not self.prefills or not self.usable:
             return False
         return bool(self.engine_ids) or not self.protocol.query_path
-
-    @property
-    def transfer_address(self) -> tuple[str, int]:
-        """Where its side of the handover listens."""
-        host, port = self.options.address
-        own = self.options.transfer_port or self.protocol.default_port
-        return self.options.transfer_host or host, own or port + self.protocol.port_offset
 
     @property
     def peer(self) -> Peer:

@@ -15,8 +15,9 @@ from dynamo_lite.forward.rewriting import UNCHANGED, Changes, EventCutter
 
 logger = logging.getLogger(__name__)
 
-#: An engine's error in place of a stream's first event: nothing was generated yet.
-_ERROR_EVENT = b'data: {"error"'
+#: An engine's error in place of a stream's first event: nothing was generated yet. SGLang writes
+#: it as Python does.
+_ERROR_EVENTS = (b'data: {"error"', b"data: {'error'")
 
 
 def is_stream(response: aiohttp.ClientResponse) -> bool:
@@ -46,7 +47,7 @@ async def relay(
         return await client.finish()
     # The head waits for the first bytes: without them, another engine can still be asked.
     data = await legs.some(engine, response)
-    if data.startswith(_ERROR_EVENT):
+    if data.startswith(_ERROR_EVENTS):
         raise DecodeFailed(engine, "event", answer=_as_answer(data))
     on_first()
     await client.start(response.status, head)

@@ -7,11 +7,13 @@ import msgspec
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from dynamo_lite.forward import headers
-from dynamo_lite.forward.engines import Engine, EngineLoad, parse_load
+from dynamo_lite.forward import bodies, headers
+from dynamo_lite.forward.bodies import Request
+from dynamo_lite.forward.engines import Engine, EngineLoad, Engines, parse_load
 from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
+from dynamo_lite.forward.placing import CannotServe, Placer, Tried
 from dynamo_lite.forward.protocols import mooncake
-from dynamo_lite.forward.protocols.base import PrefillAnswer
+from dynamo_lite.forward.protocols.base import COMPLETIONS, PrefillAnswer
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.rewriting import Changes, EventCutter
 from dynamo_lite.forward.usage import cached_by_prefill
@@ -25,6 +27,7 @@ from dynamo_lite.policy.forwarding import (
     needs_prefill,
     text_chain,
 )
+from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.options import KvRoutingOptions
 
 
@@ -143,6 +146,58 @@ def test_load_is_read_of_vllm_and_sglang():
 def engine(role: Any = "decode", protocol: str = "nixl", **fields: Any) -> Engine:
     options = EngineOptions(url="http://10.0.0.1:8000", role=role, **fields)
     return Engine(0, options, PROTOCOLS[protocol])
+
+
+def placer(config: ForwarderConfig) -> tuple[Placer, Engines]:
+    """With healthy engines."""
+    protocol = PROTOCOLS[config.protocol]
+    engines = Engines(config.engines, protocol)
+    for one in engines.all:
+        one.passed()
+    return Placer(engines, protocol, config, SentPrompts(100), uniform=lambda: 0.0), engines
+
+
+def request(**fields: Any) -> Request:
+    return bodies.read(COMPLETIONS, msgspec.json.encode({"prompt": "p", **fields}))
+
+
+def configured(*roles: Any, **options: Any) -> ForwarderConfig:
+    engines = (EngineOptions(url=f"http://e:{n + 1}", role=role) for n, role in enumerate(roles))
+    return ForwarderConfig(engines=tuple(engines), **options)
+
+
+@pytest.mark.parametrize("when", ["batch", "staged"])
+def test_an_engine_with_both_roles_takes_one_leg_of_a_request(when: Any):
+    one, _ = placer(configured("prefill-decode", "prefill-decode", choose_decode=when))
+    for _ in range(4):
+        tried = Tried()
+        placed = one.place(request(), tried)
+        assert placed.prefill is not None and not placed.alone
+        decode = placed.decode or one.place_decode(placed, tried)
+        assert placed.prefill is not decode
+    alone = one.place(request(n=2), Tried())
+    assert (alone.prefill, alone.alone) == (None, "n")
+
+
+def test_a_lone_engine_with_both_roles_does_everything():
+    one, _ = placer(configured("prefill-decode"))
+    placed = one.place(request(), Tried())
+    assert placed.prefill is None and placed.decode is not None
+    assert placed.alone == "no_prefill_worker"
+
+
+def test_only_an_engine_with_both_roles_answers_alone_for_sglang():
+    one, engines = placer(configured("prefill", "decode", "prefill-decode", protocol="sglang"))
+    for _ in range(3):
+        assert one.place(request(echo=True), Tried()).decode is engines[2]
+    # Without a prefill engine that is left, too.
+    assert one.place(request(), Tried(prefill={0, 2})).decode is engines[2]
+    engines[2].failed("gone", at_once=True)
+    with pytest.raises(NoWorkers):
+        one.place(request(echo=True), Tried())
+    only_pair, _ = placer(configured("prefill", "decode", protocol="sglang"))
+    with pytest.raises(CannotServe, match="echo"):
+        only_pair.place(request(echo=True), Tried())
 
 
 def test_other_requests_are_those_beyond_ours():
