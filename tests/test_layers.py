@@ -18,7 +18,7 @@ ROWS = (
     ("queue", "transfer", "request_plane", "kv_events"),
     ("engine",),
     ("disagg",),
-    ("vllm", "overview"),
+    ("vllm", "overview", "forward"),
     ("services",),
     ("simulation", "serve"),
     ("cli",),
@@ -33,12 +33,16 @@ HOMES = {
     "triton": ("vllm",),
     "nats": ("runtime/nats", "queue"),
     "aetcd": ("runtime/etcd", "simulation"),
+    "aiohttp": ("forward",),
     "opentelemetry": ("runtime/tracing",),
     "pydantic": ("serve", "cli"),
     "yaml": ("serve", "cli"),
     "rich": ("serve", "cli"),
     "typer": ("serve", "cli"),
 }
+
+#: Folders of values in, values out.
+PURE = ("policy", "forward/protocols")
 
 #: What would make a decision depend on more than its arguments.
 IMPURE = {
@@ -80,8 +84,9 @@ def complaints(file: Path) -> Iterator[str]:
         homes = HOMES.get(top)
         if homes and not any(f"{relative.as_posix()}/".startswith(f"{home}/") for home in homes):
             yield f"{where}: {top} belongs to {', '.join(homes)}"
-        if own == "policy" and top in IMPURE:
-            yield f"{where}: policy imports {top}"
+        pure = next((f for f in PURE if f"{relative.as_posix()}/".startswith(f"{f}/")), None)
+        if pure and top in IMPURE:
+            yield f"{where}: {pure} imports {top}"
 
 
 def test_every_package_has_a_row():

@@ -9,7 +9,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
 from dynamo_lite.policy.kv_index import KvIndex
@@ -72,12 +72,28 @@ class Candidate:
     credit: int = 0
 
 
-def with_room(candidates: Sequence[Candidate], max_kv_usage: float) -> Sequence[Candidate]:
+class Rated(Protocol):
+    """What a filter and a score read of a candidate; the fields are those of `Candidate`."""
+
+    @property
+    def matched(self) -> int: ...
+    @property
+    def load(self) -> int: ...
+    @property
+    def kv_usage(self) -> float: ...
+    @property
+    def credit(self) -> int: ...
+
+
+R = TypeVar("R", bound=Rated)
+
+
+def with_room(candidates: Sequence[R], max_kv_usage: float) -> Sequence[R]:
     """The candidates whose KV cache is not full; all, if all are full."""
     return [c for c in candidates if c.kv_usage < max_kv_usage] or candidates
 
 
-def score(candidate: Candidate, options: KvRoutingOptions) -> float:
+def score(candidate: Rated, options: KvRoutingOptions) -> float:
     """Higher is better."""
     held = max(candidate.matched, candidate.credit)
     return options.kv_weight * held - options.load_weight * candidate.load

@@ -251,6 +251,8 @@ def _check_agreement(document: Document, services: tuple[ServiceConfig, ...]) ->
 def _kebab_keys(options: Any) -> Any:
     if isinstance(options, dict):
         return {kebab(str(key)): _kebab_keys(value) for key, value in options.items()}
+    if isinstance(options, list | tuple):
+        return [_kebab_keys(value) for value in options]
     return options
 
 

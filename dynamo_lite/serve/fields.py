@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -74,8 +74,19 @@ def _snake(
         name = accepted.get(str(key))
         if name is None:
             document.complain((*path, str(key)), unknown_key(str(key), accepted))
-        elif isinstance(value, dict) and dataclasses.is_dataclass(hints[name]):
-            result[name] = _snake(document, (*path, str(key)), hints[name], value)
         else:
-            result[name] = value
+            result[name] = _snake_value(document, (*path, str(key)), hints[name], value)
     return result
+
+
+def _snake_value(document: Document, path: KeyPath, kind: Any, value: Any) -> Any:
+    """A dataclass, a tuple of one kind of dataclass, or any other value."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _snake(document, path, kind, value)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        element = get_args(kind)[0]
+        return [
+            _snake_value(document, (*path, str(number)), element, one)
+            for number, one in enumerate(value)
+        ]
+    return value

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.services.config import (
     FrontendConfig,
     PrefillWorkerConfig,
@@ -127,4 +128,10 @@ PREFILL_WORKER = Service(
     component="dynamo_lite.services.prefill_worker:PrefillWorker",
     flags="engine",
     reserved=_RESERVED,
+)
+
+FORWARDER = Service(
+    name="Forwarder",
+    config=ForwarderConfig,
+    component="dynamo_lite.services.forwarder:Forwarder",
 )

@@ -12,7 +12,7 @@ from dynamo_lite.serve.config import GraphConfig, child_environment, describe, r
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
-from graphs import agg, agg_router, disagg, disagg_router
+from graphs import agg, agg_router, disagg, disagg_router, forward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -241,6 +241,43 @@ def test_shipped_configurations_resolve(file: str, graph: Graph, router: str):
     document.raise_mistakes()
     assert set(describe(config)) == {"Graph", *(s.name for s in graph.services)}
     assert describe(config)["Frontend"]["router"] == router
+
+
+def test_the_forwarders_configuration_resolves():
+    document = read_document(ROOT / "configs" / "forward_nixl.yaml", [])
+    config = resolve(forward.Forwarder, document)
+    document.raise_mistakes()
+    engines = describe(config)["Forwarder"]["engines"]
+    assert [(engine["url"], engine["role"]) for engine in engines] == [
+        ("http://127.0.0.1:8100", "prefill"),
+        ("http://127.0.0.1:8200", "decode"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"protocol": "nxl"}, "Forwarder.protocol: input should be 'nixl', 'nixl-push'"),
+        ({"engines": []}, "Forwarder: value error, no engine decodes"),
+        (
+            {"engines": [{"url": "http://a:1", "role": "both"}]},
+            "Forwarder.engines.0.role: input should be 'prefill', 'decode' or",
+        ),
+        (
+            {"engines": [{"url": "ftp://a:1", "role": "decode"}]},
+            "Forwarder.engines.0: value error, expected http://HOST:PORT",
+        ),
+        (
+            {"engines": [{"url": "http://a:1", "role": "decode", "transferport": 1}]},
+            "Forwarder.engines.0.transferport: unknown key; did you mean transfer-port?",
+        ),
+    ],
+)
+def test_mistakes_about_engines(load: Loader, fields: dict[str, Any], message: str):
+    good = {"engines": [{"url": "http://a:1", "role": "decode", "transfer-port": 5}]}
+    load({"Forwarder": good}, graph=forward.Forwarder)
+    [mistake] = load.mistakes({"Forwarder": good | fields}, graph=forward.Forwarder)
+    assert message in mistake
 
 
 def test_the_service_environment_wins(monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
 from dynamo_lite.services.config import (
     CanaryOptions,
     FrontendConfig,
@@ -27,6 +28,8 @@ TABLES = {
     "## `VllmWorker`": VllmWorkerConfig,
     "## `PrefillWorker`": PrefillWorkerConfig,
     "## `queue`": QueueOptions,
+    "## `Forwarder`": ForwarderConfig,
+    "`engines`, as in": EngineOptions,
 }
 
 
@@ -58,7 +61,10 @@ def test_the_table_has_every_option_with_its_default(heading: str):
     assert rows.keys() == fields.keys()
     for key, field in fields.items():
         nested = field.default_factory is not dataclasses.MISSING
-        if not nested and field.default is not None:
+        required = field.default is dataclasses.MISSING and not nested
+        if required:
+            assert rows[key] == "required"
+        elif not nested and field.default is not None:
             assert rows[key].startswith(said(field.default)), (key, rows[key])
 
 

@@ -148,7 +148,8 @@ class Command:
 class Graph(Command):
     """`dynamo-lite serve GRAPH -f FILE OPTIONS` on a private state directory.
 
-    service: the one service to start alone, on the servers that the options name.
+    service: the one service to start alone, on the servers that the options name. http: the
+    service with the HTTP port.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Graph(Command):
         graph: tuple[str, str] = DISAGG,
         options: Sequence[str] = (),
         service: str = "",
+        http: str = "Frontend",
     ):
         name, file = graph
         alone = ["--service-name", service] if service else []
@@ -164,7 +166,7 @@ class Graph(Command):
             directory,
             [
                 *(sys.executable, "-m", "dynamo_lite.cli.cli", "serve", name, "-f", file),
-                *("--state-dir", str(directory), "--Frontend.port=0", *alone, *options),
+                *("--state-dir", str(directory), f"--{http}.port=0", *alone, *options),
             ],
         )
         self._excused: list[str] = []

@@ -1,0 +1,190 @@
+"""What is read of a client's body, and what is removed from it.
+
+The top level is decoded into raw values: messages, prompts and tools are never decoded, nor
+encoded again, and reach the engines byte by byte as the client wrote them.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.forward.protocols.base import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    SGLANG_GENERATE,
+    TOKENS,
+    Body,
+)
+from dynamo_lite.forward.protocols.one_token import plain
+
+#: Only a forwarder may set these: with them a client could make an engine read from a foreign
+#: host, or end its process (vLLM 0.32 fails assertions on them).
+_OURS = ("kv_transfer_params", "ec_transfer_params")
+_OURS_PREFIXES = ("bootstrap_", "disagg_prefill_")
+#: Objects whose content becomes vLLM's `extra_args`, where it looks for the transfer parameters.
+_NESTED = {"vllm_xargs": (), "sampling_params": ("extra_args",)}
+
+#: The field with the prompt of each route.
+_PROMPT_FIELDS = {
+    CHAT: ("tools", "messages"),
+    MESSAGES: ("tools", "system", "messages"),
+    COMPLETIONS: ("prompt",),
+    RESPONSES: ("tools", "instructions", "input"),
+    TOKENS: ("token_ids",),
+    SGLANG_GENERATE: ("text", "input_ids"),
+}
+
+
+class MalformedBody(Exception):
+    """Not a JSON object. The engine has a better text for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A client's request to generate."""
+
+    route: str
+    #: Without the fields that only a forwarder may set.
+    body: Body
+    #: The same as bytes: the client's own if nothing was removed.
+    data: bytes
+    #: Why it goes to a decode engine alone whatever the protocol; empty if it need not.
+    alone: str = ""
+    #: Why it has several sequences; empty if it has one.
+    batch: str = ""
+    #: How many sequences (`n` times prompts).
+    sequences: int = 1
+    stream: bool = False
+    removed: tuple[str, ...] = ()
+    #: The prompt as raw JSON; equal prefixes of prompts are equal prefixes of it.
+    prompt: bytes = field(default=b"", repr=False)
+
+
+def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
+    """The body without the fields that only a forwarder may set, also as bytes, and their names.
+
+    Raises MalformedBody when no JSON parser would accept it.
+    """
+    body = _parse(data)
+    removed = [key for key in body if key in _OURS or key.startswith(_OURS_PREFIXES)]
+    for key in removed:
+        del body[key]
+    for key, path in _NESTED.items():
+        if key in body and b"_transfer_params" in bytes(msgspec.Raw(body[key])):
+            value = plain(body[key])
+            if _strip(value, path):
+                body[key] = value
+                removed.append(key)
+    if not removed:
+        return body, data, ()
+    return body, msgspec.json.encode(body), tuple(removed)
+
+
+def read(route: str, data: bytes) -> Request:
+    """Raises MalformedBody."""
+    body, clean, removed = sanitized(data)
+    sequences, batch = _sequences(route, body)
+    return Request(
+        route=route,
+        body=body,
+        data=clean,
+        alone=_alone(route, body),
+        batch=batch,
+        sequences=sequences,
+        stream=_small(body.get("stream")) is True,
+        removed=removed,
+        prompt=b"".join(bytes(body[key]) for key in _PROMPT_FIELDS.get(route, ()) if key in body),
+    )
+
+
+def _parse(data: bytes) -> Body:
+    try:
+        return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError as exc:
+        raise MalformedBody(str(exc)) from exc
+    except (msgspec.DecodeError, RecursionError):
+        return _parse_leniently(data)
+
+
+def _parse_leniently(data: bytes) -> Body:
+    """What Python's parser accepts beyond the standard (NaN, UTF-16, halves of surrogate pairs).
+
+    Engines use that parser, so a body that is only refused by ours must be cleaned all the same.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise MalformedBody(str(exc)) from exc
+    if not isinstance(value, dict):
+        raise MalformedBody("expected an object")
+    # Dumped with escapes, so that all of it is ASCII.
+    return {key: msgspec.Raw(json.dumps(inner).encode()) for key, inner in value.items()}
+
+
+def _strip(value: Any, path: Sequence[str]) -> bool:
+    """Whether anything was removed from the object at `path`."""
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return False
+    found = [key for key in _OURS if key in value]
+    for key in found:
+        del value[key]
+    return bool(found)
+
+
+def _alone(route: str, body: Body) -> str:
+    """Why a disaggregated request would be answered wrongly, or end an engine."""
+    if _small(body.get("echo")) is True:
+        return "echo"
+    if _small(body.get("prompt_logprobs")) is not None:
+        return "prompt_logprobs"
+    if route == TOKENS and b'"prompt_logprobs"' in bytes(body.get("sampling_params", b"")):
+        return "prompt_logprobs"
+    if _small(body.get("use_beam_search")) is True:
+        return "beam_search"
+    if "prompt_embeds" in body:
+        return "prompt_embeds"
+    # Stored answers are in one engine's memory; a request in the background outlives its legs.
+    if _small(body.get("previous_response_id")) or _small(body.get("background")) is True:
+        return "stored_response"
+    return ""
+
+
+def _sequences(route: str, body: Body) -> tuple[int, str]:
+    """How many sequences the engine makes of the request, and why, if more than one."""
+    parameters = plain(body.get("sampling_params")) if route in (TOKENS, SGLANG_GENERATE) else None
+    given = [_small(body.get(key)) for key in ("n", "best_of")]
+    if isinstance(parameters, dict):
+        given.append(parameters.get("n"))
+    n = max((value for value in given if isinstance(value, int)), default=1)
+    prompts = max(
+        (_prompts(body[key]) for key in ("prompt", "text", "input_ids") if key in body), default=1
+    )
+    if prompts > 1:
+        return max(n, 1) * prompts, "prompts"
+    return (n, "n") if n > 1 else (1, "")
+
+
+def _prompts(value: Any) -> int:
+    """A list of numbers is one prompt, any other list one for each element."""
+    raw = bytes(value)
+    if not raw.startswith(b"["):
+        return 1
+    if raw[1:].lstrip()[:1] not in (b'"', b"["):
+        return 1
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+
+
+#: Longer values are no flags or numbers; they are left to the engine.
+_SMALL = 256
+
+
+def _small(value: Any) -> Any:
+    """A flag or number, decoded; None for null, for nothing, and for what is long."""
+    return plain(value) if value is not None and len(bytes(value)) <= _SMALL else None

@@ -1,0 +1,66 @@
+"""The client's side of one request, as the workflow sees it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+from multidict import CIMultiDict
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """A request without its body."""
+
+    method: str
+    #: With the query, encoded; begins with a slash.
+    path: str
+    #: Of `headers.to_engine`.
+    headers: CIMultiDict[str]
+    #: Of `headers.client_id`.
+    client_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: Mapping[str, str] | CIMultiDict[str] = field(default_factory=CIMultiDict[str])
+    body: bytes = b""
+
+
+class Client(Protocol):
+    """Takes one answer. All methods raise ClientGone."""
+
+    #: Whether its head was sent: from then on nothing can be tried again.
+    started: bool
+
+    async def start(self, status: int, headers: Mapping[str, str] | CIMultiDict[str]) -> None: ...
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the client has room for more."""
+        ...
+
+    async def finish(self) -> None: ...
+
+    def abort(self) -> None:
+        """Breaks the connection, so that the client sees that the answer is incomplete."""
+        ...
+
+
+async def send(client: Client, answer: Answer) -> None:
+    await client.start(answer.status, answer.headers)
+    await client.write(answer.body)
+    await client.finish()
+
+
+def error(status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> Answer:
+    """In the form of vLLM's own errors."""
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    own = {"content-type": "application/json", **(headers or {})}
+    return Answer(status, own, msgspec.json.encode(body))

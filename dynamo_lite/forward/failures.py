@@ -1,0 +1,69 @@
+"""How an attempt ends when it is not answered, and what the client is told.
+
+Final         an engine's answer that ends the request, such as its 4xx
+EngineFailed  an engine failed before anything was sent to the client
+├── PrefillFailed
+└── DecodeFailed
+Broken        an answer broke off after its first byte: nothing is repeated
+"""
+
+from typing import Literal
+
+from dynamo_lite.forward.client import Answer, error
+from dynamo_lite.forward.engines import Engine
+
+#: `refused`: no connection; `broken`: the connection was lost; `status`: it answered with an
+#: error of its own; `event`: the same as a stream's first event; `unpaired`: nothing was handed
+#: over, or by another process than expected.
+FailureKind = Literal["refused", "timeout", "broken", "status", "event", "unpaired"]
+KINDS: tuple[FailureKind, ...] = (
+    *("refused", "timeout", "broken"),
+    *("status", "event", "unpaired"),
+)
+RETRY_AFTER = {"retry-after": "1"}
+
+
+class Final(Exception):
+    """The request ends with this answer."""
+
+    def __init__(self, answer: Answer):
+        super().__init__(answer.status)
+        self.answer = answer
+
+
+class EngineFailed(Exception):
+    """answer: the engine's own, if it gave one."""
+
+    def __init__(
+        self, engine: Engine, kind: FailureKind, detail: str = "", answer: Answer | None = None
+    ):
+        super().__init__(f"engine {engine.name}: {kind}{': ' if detail else ''}{detail}")
+        self.engine, self.answer = engine, answer
+        self.kind: FailureKind = kind
+
+
+class PrefillFailed(EngineFailed):
+    """Of a prefill leg."""
+
+
+class DecodeFailed(EngineFailed):
+    """Of a decode leg."""
+
+
+class Broken(Exception):
+    """Of a decode leg, or a prefill leg whose tokens the client sees."""
+
+
+def failure_answer(failure: EngineFailed) -> Answer:
+    """For the client, when nothing is left to try. Without addresses."""
+    if failure.answer is not None:
+        return failure.answer
+    leg = "prefill" if isinstance(failure, PrefillFailed) else "decode"
+    match failure.kind:
+        case "timeout":
+            return error(504, "GatewayTimeout", f"the {leg} engine did not answer in time")
+        case "refused":
+            text = f"the {leg} engine cannot be reached; try again later"
+            return error(503, "ServiceUnavailableError", text, RETRY_AFTER)
+        case kind:
+            return error(502, "BadGateway", f"the {leg} engine failed ({kind})")

@@ -1,0 +1,70 @@
+"""Which headers pass in which direction."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+#: RFC 9110, section 7.6.1, and what older proxies use.
+_HOP_BY_HOP = frozenset(
+    {
+        *(
+            "connection",
+            "keep-alive",
+            "proxy-authenticate",
+            "proxy-authorization",
+            "proxy-connection",
+        ),
+        *("te", "trailer", "transfer-encoding", "upgrade"),
+    }
+)
+#: Made anew for each leg, or only for a proxy: a client must not choose engines or ranks.
+_NOT_FOR_ENGINES = frozenset(
+    {
+        *("host", "content-length", "expect", "x-data-parallel-rank"),
+        *("x-prefiller-host-port", "x-data-parallel-host-port"),
+    }
+)
+_VALID_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+
+
+def to_engine(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """The client's headers for a leg."""
+    dropped = _dropped(headers.getall("connection", ()))
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if (low := name.lower()) not in dropped and low not in _NOT_FOR_ENGINES
+    )
+
+
+def to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """An engine's headers for the client."""
+    dropped = _dropped(headers.getall("connection", ()))
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if name.lower() not in dropped
+    )
+
+
+def for_leg(headers: CIMultiDict[str], own: Mapping[str, str]) -> CIMultiDict[str]:
+    """headers: of `to_engine`. own: replace the client's of the same name.
+
+    Compressed answers could not be read here.
+    """
+    leg = CIMultiDict(headers)
+    leg.popall("accept-encoding", None)
+    for name, value in own.items():
+        leg[name] = value
+    return leg
+
+
+def client_id(headers: CIMultiDictProxy[str]) -> str:
+    """The client's X-Request-Id; empty if there is none or engines could misread it."""
+    given = headers.get("x-request-id", "")
+    return given if _VALID_ID.fullmatch(given) else ""
+
+
+def _dropped(connection: Iterable[str]) -> frozenset[str]:
+    """The hop-by-hop headers, with those that `Connection` names."""
+    named = {part.strip().lower() for value in connection for part in value.split(",")}
+    return _HOP_BY_HOP | named if named - _HOP_BY_HOP else _HOP_BY_HOP

@@ -1,0 +1,236 @@
+"""The Forwarder's HTTP server.
+
+aiohttp's low-level server: its parser is in C, and its handlers are cancelled when their client
+disconnects. No web framework lies between a socket and the workflow.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import HttpVersion11, web
+from multidict import CIMultiDict
+
+from dynamo_lite.forward import headers
+from dynamo_lite.forward.client import Answer, ClientGone, Incoming, error, send
+from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.workflow import Forwarding
+from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.process.readiness import Probes
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_MAX_FIELD_BYTES = 16 << 10
+_MAX_HEADERS = 128
+#: How long a refused body is still read, so that its client reads the answer.
+_LINGER_S = 2.0
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+#: Not of an engine: which one would answer is chance.
+_OWN = ("/health", "/live", "/ready", "/metrics")
+
+Facts = Callable[[], Mapping[str, Any]]
+
+
+class ForwardServer:
+    """`start` returns when connections are accepted; `stop` is idempotent.
+
+    routes: that generate. health: with `ok`. probes: None answers neither `/live` nor `/ready`.
+    """
+
+    def __init__(
+        self,
+        forwarding: Forwarding,
+        config: ForwarderConfig,
+        routes: frozenset[str],
+        sock: socket.socket,
+        *,
+        health: Facts,
+        probes: Probes | None = None,
+    ):
+        self._forwarding, self._config, self._routes = forwarding, config, routes
+        self._sock, self._health, self._probes = sock, health, probes
+        self._listener: asyncio.Server | None = None
+        self._web: web.Server | None = None
+
+    async def start(self) -> None:
+        """Raises StartupError when the socket cannot listen."""
+        self._web = web.Server(
+            self._handle,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_parser_logger(),
+            auto_decompress=False,
+            lingering_time=_LINGER_S,
+            max_line_size=_MAX_FIELD_BYTES,
+            max_field_size=_MAX_FIELD_BYTES,
+            max_headers=_MAX_HEADERS,
+        )
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(self._web, sock=self._sock, backlog=_BACKLOG)
+        except OSError as exc:
+            where = self._sock.getsockname()
+            raise StartupError(f"cannot listen on {where}: {exc.strerror}") from exc
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops accepting, waits up to `grace_s` for open answers, then disconnects the rest."""
+        listener, self._listener = self._listener, None
+        if listener is None or self._web is None:
+            return
+        listener.close()
+        self._web.pre_shutdown()
+        await self._web.shutdown(grace_s)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        client = HttpClient(request)
+        try:
+            await self._answer(request, client)
+        except ClientGone:
+            # The connection is closed. aiohttp asks for a response all the same.
+            logger.debug("the client of %s has gone", request.path)
+        except Exception:
+            logger.exception("a request to %s failed", request.path)
+            if client.started:
+                client.abort()
+            else:
+                await send(client, error(500, "InternalServerError", "the Forwarder failed"))
+        return client.response or web.Response(status=500)
+
+    async def _answer(self, request: web.BaseRequest, client: "HttpClient") -> None:
+        path = request.raw_path
+        if request.method not in _METHODS or not path.startswith("/"):
+            refusal = error(405, "MethodNotAllowed", "expected a path and a usual method")
+            return await send(client, refusal)
+        if request.path in _OWN and request.method in ("GET", "HEAD"):
+            return await send(client, self._own(request.path))
+        incoming = Incoming(
+            method=request.method,
+            path=path,
+            headers=headers.to_engine(request.headers),
+            client_id=headers.client_id(request.headers),
+        )
+        try:
+            data = await self._body(request)
+        except _Refused as refused:
+            return await send(client, refused.answer)
+        if request.method == "POST" and request.path in self._routes:
+            await self._forwarding.generate(incoming, request.path, data, client)
+        else:
+            await self._forwarding.pass_on(incoming, data, client)
+
+    def _own(self, path: str) -> Answer:
+        if path == "/metrics":
+            text = "metrics are at the status URL that `dynamo-lite ps` shows, and at each engine"
+            return error(404, "NotFoundError", text)
+        found = self._probes.at(path) if self._probes is not None else None
+        facts = dict(found if found is not None else self._health())
+        status = 200 if facts.get("ok") else 503
+        return Answer(status, {"content-type": "application/json"}, msgspec.json.encode(facts))
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        """Raises _Refused, ClientGone."""
+        if not request.can_read_body:
+            return b""
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            # What cannot be read cannot be cleaned of fields that only a forwarder may set.
+            text = f"content-encoding {encoding!r} is not accepted: send the body as it is"
+            raise _Refused(error(415, "UnsupportedMediaType", text))
+        if (request.content_length or 0) > self._config.max_body_bytes:
+            raise _Refused(self._too_large())
+        await _continue(request)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._config.body_timeout_s):
+                while part := await request.content.readany():
+                    size += len(part)
+                    if size > self._config.max_body_bytes:
+                        raise _Refused(self._too_large())
+                    parts.append(part)
+        except TimeoutError as exc:
+            text = f"the request's body did not arrive within {self._config.body_timeout_s:g} s"
+            raise _Refused(error(408, "RequestTimeout", text, _CLOSE)) from exc
+        except (web.RequestPayloadError, ConnectionError) as exc:
+            raise ClientGone from exc
+        return b"".join(parts)
+
+    def _too_large(self) -> Answer:
+        text = (
+            f"The request's body has more than {self._config.max_body_bytes} bytes, which is the"
+            " limit here (the Forwarder's `max-body-bytes`)"
+        )
+        return error(413, "RequestEntityTooLarge", text, _CLOSE)
+
+
+def _parser_logger() -> logging.Logger:
+    """aiohttp logs every malformed request as an error, with a traceback: anybody could fill the
+    log. Its answers of 400 are enough."""
+    quiet = logging.getLogger(f"{__name__}.parser")
+    quiet.setLevel(logging.CRITICAL)
+    return quiet
+
+
+_CLOSE = {"connection": "close"}
+
+
+class _Refused(Exception):
+    def __init__(self, answer: Answer):
+        super().__init__(answer.status)
+        self.answer = answer
+
+
+async def _continue(request: web.BaseRequest) -> None:
+    """aiohttp's low-level server leaves `Expect: 100-continue` to its handler."""
+    expects = request.headers.get("expect", "").lower() == "100-continue"
+    if expects and request.version >= HttpVersion11 and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+class HttpClient:
+    """The `Client` of one HTTP request."""
+
+    def __init__(self, request: web.BaseRequest):
+        self.started = False
+        self.response: web.StreamResponse | None = None
+        self._request = request
+
+    async def start(self, status: int, headers: Mapping[str, str] | CIMultiDict[str]) -> None:
+        response = web.StreamResponse(status=status)
+        for name, value in headers.items():
+            response.headers.add(name, value)
+        if "content-length" not in headers:
+            no_body = status in (204, 304) or self._request.method == "HEAD"
+            if not no_body and self._request.version >= HttpVersion11:
+                response.enable_chunked_encoding()
+        if headers.get("connection") == "close":
+            response.force_close()
+        self.response, self.started = response, True
+        try:
+            await response.prepare(self._request)
+        except ConnectionError as exc:
+            raise ClientGone from exc
+
+    async def write(self, data: bytes) -> None:
+        assert self.response is not None
+        if not data:
+            return
+        try:
+            await self.response.write(data)
+        except ConnectionError as exc:
+            raise ClientGone from exc
+
+    async def finish(self) -> None:
+        assert self.response is not None
+        try:
+            await self.response.write_eof()
+        except ConnectionError as exc:
+            raise ClientGone from exc
+
+    def abort(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()

@@ -1,0 +1,164 @@
+"""The legs of one attempt: sent, read, and closed whatever happens.
+
+Closing a connection before the end of its answer is how an engine learns that nobody waits for the
+rest: it aborts the request.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from dynamo_lite.forward import headers
+from dynamo_lite.forward.client import Answer, Incoming
+from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
+from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.protocols.base import Leg, PrefillAnswer
+from dynamo_lite.forward.upstream import LegFailed, Upstream
+from dynamo_lite.runtime.tasks import end_tasks
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: A decode engine that answers one of these may have failed for reasons of its own.
+_RETRIED = frozenset({500, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What one engine is sent. headers: replace the client's."""
+
+    engine: Engine
+    data: bytes | None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def sending(engine: Engine, leg: Leg) -> Sending:
+    return Sending(engine, msgspec.json.encode(leg.body), leg.headers)
+
+
+class Legs:
+    """Async context manager: at its end all legs are closed and all tasks have ended."""
+
+    def __init__(
+        self,
+        incoming: Incoming,
+        upstream: Upstream,
+        monitor: EngineMonitor,
+        config: ForwarderConfig,
+    ):
+        self._incoming, self._upstream = incoming, upstream
+        self._monitor, self._config = monitor, config
+        self._responses: list[aiohttp.ClientResponse] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for response in self._responses:
+            response.close()
+        running = [task for task in self._tasks if not task.done()]
+        if running:
+            await end_tasks(*running)
+            for response in self._responses:
+                response.close()
+        for task in self._tasks:
+            if not task.cancelled():
+                task.exception()  # else asyncio would report a second failure as unread
+
+    def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        task = asyncio.create_task(coro, name=name)
+        self._tasks.append(task)
+        return task
+
+    async def prefill(self, one: Sending, *, streams: bool) -> PrefillAnswer:
+        """A whole prefill leg. streams: it ends with the head of its answer; the rest is read
+        and dropped. Raises PrefillFailed, Final."""
+        try:
+            async with asyncio.timeout(self._config.prefill_timeout_s):
+                response = await self.open(one, PrefillFailed)
+                if streams:
+                    self.start(self._drop(one.engine, response), "rest of the prefill leg")
+                    return PrefillAnswer()
+                data = await self.whole(one.engine, response, PrefillFailed)
+        except TimeoutError as exc:
+            detail = f"no answer within {self._config.prefill_timeout_s:g} s"
+            raise PrefillFailed(one.engine, "timeout", detail) from exc
+        try:
+            return msgspec.json.decode(data, type=PrefillAnswer)
+        except msgspec.DecodeError:
+            return PrefillAnswer()
+
+    async def open(
+        self, one: Sending, failed: type[EngineFailed], *, passes_errors: bool = False
+    ) -> aiohttp.ClientResponse:
+        """A successful answer's head. Raises `failed`, and Final with the engine's answer: a 4xx,
+        or with `passes_errors` any error."""
+        incoming, engine = self._incoming, one.engine
+        try:
+            response = await self._upstream.open(
+                engine,
+                incoming.method,
+                incoming.path,
+                headers.for_leg(incoming.headers, one.headers),
+                one.data,
+            )
+        except LegFailed as exc:
+            self._monitor.lost(engine, exc)
+            raise failed(engine, exc.kind, exc.detail) from exc
+        self._responses.append(response)
+        status = response.status
+        prefill = failed is PrefillFailed
+        if status < 300 or (status < 400 and not prefill):
+            return response
+        body = await self.whole(engine, response, failed)
+        answer = Answer(status, headers.to_client(response.headers), body)
+        if passes_errors or 400 <= status < 500 or not (prefill or status in _RETRIED):
+            raise Final(answer)
+        raise failed(engine, "status", str(status), answer)
+
+    async def whole(
+        self, engine: Engine, response: aiohttp.ClientResponse, failed: type[EngineFailed]
+    ) -> bytes:
+        """Raises `failed`."""
+        try:
+            return await self._upstream.read(engine, response)
+        except LegFailed as exc:
+            raise failed(engine, exc.kind, exc.detail) from exc
+
+    async def some(
+        self,
+        engine: Engine,
+        response: aiohttp.ClientResponse,
+        failed: type[EngineFailed] = DecodeFailed,
+    ) -> bytes:
+        """What has come; empty at the end. Raises `failed`."""
+        try:
+            return await self._upstream.read_some(engine, response)
+        except LegFailed as exc:
+            raise failed(engine, exc.kind, exc.detail) from exc
+
+    async def _drop(self, engine: Engine, response: aiohttp.ClientResponse) -> None:
+        try:
+            while await self._upstream.read_some(engine, response):
+                pass
+        except LegFailed as exc:
+            logger.debug("the rest of a prefill leg: %s", exc)
+
+
+async def all_or_first_failure(*tasks: asyncio.Task[Any]) -> None:
+    """Returns when all have succeeded. The first failure is raised, without waiting for others."""
+    pending = set(tasks)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:  # in the order of the arguments: of two failures the first one counts
+            if task in done:
+                task.result()

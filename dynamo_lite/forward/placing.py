@@ -1,0 +1,205 @@
+"""Which engines take one attempt of a request."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dynamo_lite.forward.bodies import Request
+from dynamo_lite.forward.engines import Engine, Engines, view
+from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.protocols.base import ForwardProtocol, Order
+from dynamo_lite.policy.disagg import Local
+from dynamo_lite.policy.forwarding import (
+    Choice,
+    EngineChooser,
+    SentPrompts,
+    needs_prefill,
+    text_chain,
+    tokens_of,
+)
+from dynamo_lite.policy.kv_chain import ChainHash
+from dynamo_lite.protocol.errors import NoWorkers
+
+logger = logging.getLogger(__name__)
+
+#: Why a request has no prefill leg.
+ALONE_REASONS = (
+    *("route", "n", "prompts", "echo", "prompt_logprobs", "beam_search", "prompt_embeds"),
+    *("stored_response", "short", "cached", "no_prefill_worker", "prefill_failed", "no_handoff"),
+)
+
+
+class CannotServe(Exception):
+    """None of the configured engines could ever answer this request."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tried:
+    """What a request has met so far; the workflow fills it in."""
+
+    prefill: set[int] = field(default_factory=set[int])
+    decode: set[int] = field(default_factory=set[int])
+    #: Why it gets no prefill leg any more.
+    alone: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The engines of one attempt."""
+
+    #: None: the decode engine computes the prompt.
+    prefill: Engine | None
+    #: None: chosen after the prefill leg.
+    decode: Engine | None
+    #: Why there is no prefill leg.
+    alone: str
+    chain: Sequence[ChainHash]
+    prompt_tokens: int
+    #: Of the prompt, not assumed to be in the prefill engine's cache.
+    uncached_tokens: int
+
+
+class Placer:
+    """Chooses engines and remembers which prompts they were sent.
+
+    uniform: returns numbers in [0, 1).
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        protocol: ForwardProtocol,
+        config: ForwarderConfig,
+        sent: SentPrompts,
+        *,
+        uniform: Callable[[], float],
+    ):
+        #: Choices by leg and reason.
+        self.choices: Counter[tuple[str, str]] = Counter()
+        self._engines, self._protocol, self._config, self._sent = engines, protocol, config, sent
+        self._prefill = EngineChooser(config.prefill_choice, config.routing, uniform=uniform)
+        self._decode = EngineChooser(config.decode_choice, config.routing, uniform=uniform)
+        self._compares = "prefix" in (config.prefill_choice, config.decode_choice) or bool(
+            config.max_local_prefill_length
+        )
+        self._staged = config.choose_decode == "staged" and protocol.order is Order.SERIAL
+
+    def place(self, request: Request, tried: Tried) -> Placement:
+        """Raises NoWorkers, CannotServe."""
+        chain = text_chain(request.prompt) if self._compares else []
+        matched = self._sent.matched(chain)
+        tokens = tokens_of(request.prompt)
+        alone = tried.alone or self._alone(request)
+        prefilling = [] if alone else self._engines.prefilling(tried.prefill)
+        if not alone and not prefilling:
+            alone = "no_prefill_worker"
+        decode = None
+        if alone or not self._staged:
+            # What is passed on is the same at every engine.
+            decode = self._choose_decode(
+                tried, matched, tokens, alone=bool(alone and request.route)
+            )
+            prefilling = [engine for engine in prefilling if engine is not decode]
+            alone = alone or self._not_worth_it(decode, len(prefilling), matched, tokens)
+            if alone and request.route and not decode.decodes_alone:
+                decode = self._choose_decode(tried, matched, tokens, alone=True)
+        prefill = (
+            None if alone else self._choose(self._prefill, "prefill", prefilling, matched, tokens)
+        )
+        return Placement(
+            prefill=prefill,
+            decode=decode,
+            alone=alone,
+            chain=chain,
+            prompt_tokens=tokens,
+            uncached_tokens=tokens - (matched.get(prefill.number, 0) if prefill else 0),
+        )
+
+    def place_decode(self, placement: Placement, tried: Tried) -> Engine:
+        """Staged: after the prefill leg. Raises NoWorkers."""
+        without = Tried(prefill=tried.prefill, decode=set(tried.decode))
+        if placement.prefill is not None:
+            without.decode.add(placement.prefill.number)
+        matched = self._sent.matched(placement.chain)
+        return self._choose_decode(without, matched, placement.prompt_tokens, alone=False)
+
+    def sent(self, engine: Engine, placement: Placement) -> None:
+        """The engine has computed, or received, the prompt."""
+        self._sent.sent(engine.number, placement.chain)
+
+    def _alone(self, request: Request) -> str:
+        """Raises CannotServe."""
+        reason = self._why_alone(request)
+        if reason and request.route and not any(e.decodes_alone for e in self._engines.all):
+            raise CannotServe(
+                f"{request.route} with {reason} needs an engine that prefills and decodes; with"
+                f" {self._protocol.name} none of these engines does"
+            )
+        return reason
+
+    def _why_alone(self, request: Request) -> str:
+        if request.route not in self._protocol.routes:
+            return "route"
+        if request.batch and not self._protocol.batches:
+            return request.batch
+        return request.alone
+
+    def _not_worth_it(
+        self, decode: Engine, prefilling: int, matched: Mapping[int, int], tokens: int
+    ) -> str:
+        if not self._protocol.decodes_alone and not decode.decodes_alone:
+            return "" if prefilling else "no_prefill_worker"
+        verdict = needs_prefill(
+            prompt_tokens=tokens,
+            cached_tokens=matched.get(decode.number, 0),
+            prefill_engines=prefilling,
+            max_local_prefill_length=self._config.max_local_prefill_length,
+        )
+        return verdict.reason.value if isinstance(verdict, Local) else ""
+
+    def _choose_decode(
+        self, tried: Tried, matched: Mapping[int, int], tokens: int, *, alone: bool
+    ) -> Engine:
+        able = self._engines.decoding(tried.decode, alone=alone)
+        if not able:
+            raise NoWorkers(self._missing(tried, alone=alone))
+        return self._choose(self._decode, "decode", able, matched, tokens)
+
+    def _choose(
+        self,
+        chooser: EngineChooser,
+        leg: str,
+        able: Sequence[Engine],
+        matched: Mapping[int, int],
+        tokens: int,
+    ) -> Engine:
+        each = self._config.routing.request_load_tokens
+        choice = chooser.choose(
+            [view(engine, matched.get(engine.number, 0), each) for engine in able], tokens
+        )
+        assert isinstance(choice, Choice)
+        self.choices[leg, choice.reason] += 1
+        engine = self._engines[choice.view.engine]
+        logger.debug(
+            "%s: %s, %s: it holds about %d of %d tokens, and %d tokens are queued there;"
+            " %d candidates",
+            leg,
+            engine.name,
+            choice.reason,
+            choice.view.matched,
+            tokens,
+            choice.view.load,
+            len(able),
+        )
+        return engine
+
+    def _missing(self, tried: Tried, *, alone: bool) -> str:
+        """Without addresses: a client reads it."""
+        if not any(engine.usable for engine in self._engines.all if engine.decodes):
+            return "no decode engine is healthy"
+        if tried.decode:
+            return "no other decode engine is healthy"
+        if alone:
+            return "no healthy engine can answer this request without a prefill engine"
+        return "no decode engine is left"

@@ -1,0 +1,144 @@
+"""What a handover protocol is: a few pure functions that make the bodies of both legs.
+
+A request has up to two legs: one to a prefill engine, which computes the prompt's KV, and one to
+a decode engine, which gets that KV and generates. A protocol says what each leg is sent, and in
+which order. It does no I/O: the workflow (`forward/workflow.py`) does all of it.
+"""
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+#: The top-level fields of a JSON body. Values that nobody changes are `msgspec.Raw`: the bytes of
+#: the client, which are neither decoded nor encoded again.
+Body: TypeAlias = dict[str, Any]
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+TOKENS = "/inference/v1/generate"
+SGLANG_GENERATE = "/generate"
+
+#: Where stock vLLM reads `kv_transfer_params`.
+VLLM_ROUTES = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS})
+
+
+class Order(enum.Enum):
+    """When the legs are sent."""
+
+    #: The decode leg needs the prefill leg's answer.
+    SERIAL = "serial"
+    #: Both at once; the decode engine waits for the KV by itself.
+    PARALLEL = "parallel"
+    #: Only the decode leg; the decode engine asks the prefill engine itself.
+    SINGLE = "single"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """What a protocol may know of an engine."""
+
+    #: HOST:PORT of its HTTP server.
+    address: str
+    #: Where the engine's side of the handover listens.
+    host: str
+    port: int
+    #: A second port, of MoRIIO only.
+    notify_port: int = 0
+    #: What the engine itself has said: constant for one of its processes.
+    identity: Mapping[str, Any] | None = None
+    #: Ids of its data-parallel ranks.
+    engine_ids: Mapping[int, str] = field(default_factory=dict[int, str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try of one request, with ids of its own: engines pair legs by them."""
+
+    route: str
+    #: 32 hexadecimal digits, new for every attempt.
+    unique: str
+    #: The client's X-Request-Id, if it has a valid one.
+    client_id: str
+    #: One random number below 2^63 for each sequence of the request.
+    rooms: tuple[int, ...]
+    prefill: Peer
+    decode: Peer
+
+    @property
+    def request_id(self) -> str:
+        """As the client's, but unique."""
+        return f"{self.client_id}-{self.unique}" if self.client_id else self.unique
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What one engine is sent. headers: beside the client's own, in lower case."""
+
+    body: Body
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What the prefill leg's answer says for the decode leg."""
+
+    params: Any
+
+
+class PrefillAnswer(msgspec.Struct):
+    """What is read of a prefill leg's answer."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def _no_handoff(answer: PrefillAnswer) -> Handoff | None:
+    return None
+
+
+def _nothing_learned(answer: PrefillAnswer) -> Mapping[str, Any] | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardProtocol:
+    """One protocol; see docs/forwarding.md for how to add one."""
+
+    name: str
+    order: Order
+    routes: frozenset[str]
+    #: Port of an engine's handover where the configuration names none; None: its HTTP port plus
+    #: `port_offset`.
+    default_port: int | None = None
+    port_offset: int = 0
+    prefill: Callable[[Body, Attempt], Leg]
+    #: The last argument is None in every order but SERIAL.
+    decode: Callable[[Body, Attempt, Handoff | None], Leg]
+    #: None: the answer has nothing for the decode leg, which then computes the prompt itself.
+    extract: Callable[[PrefillAnswer], Handoff | None] = _no_handoff
+    #: What an answer says about the engine (`Peer.identity`); None: nothing.
+    learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] = _nothing_learned
+    #: PARALLEL only: until the identity of the prefill engine is known, its legs are SERIAL.
+    needs_identity: bool = False
+    #: The prefill engine has to be asked for `Peer.engine_ids` at this path of its own port.
+    query_path: str = ""
+    #: Whether a decode engine can compute a prompt itself.
+    decodes_alone: bool = True
+    #: Whether one request may have several sequences (`n`, lists of prompts).
+    batches: bool = False
+    #: Whether a streaming client's prefill leg streams too.
+    prefill_streams: bool = False
+    #: Whether the client's first token comes from the prefill leg.
+    first_token_from_prefill: bool = False
+    #: Whether request ids contain addresses, and are replaced in the client's answer.
+    hides_ids: bool = False
+
+    def order_for(self, prefill: Peer) -> Order:
+        if self.needs_identity and prefill.identity is None:
+            return Order.SERIAL
+        return self.order

@@ -1,0 +1,70 @@
+"""Llumnix' KVT connector: batch (the decode engine asks the prefill engine itself) and staged.
+
+Source: llumnix-project/llumnix, `pkg/gateway/forwarder/`.
+"""
+
+from typing import Any
+
+from dynamo_lite.forward.protocols.base import (
+    COMPLETIONS,
+    Attempt,
+    Body,
+    ForwardProtocol,
+    Handoff,
+    Leg,
+    Order,
+    PrefillAnswer,
+)
+from dynamo_lite.forward.protocols.one_token import one_token
+
+#: The resolver's default: KVT listens at the HTTP port plus this.
+_PORT_OFFSET = 20_000
+
+
+def _prefill(body: Body, attempt: Attempt) -> Leg:
+    """Not streamed, other than Llumnix' own: the answer is only waited for."""
+    one = one_token(body, attempt.route)
+    one["kv_transfer_params"] = {"do_remote_decode": True}
+    return Leg(one, {"x-request-id": attempt.request_id})
+
+
+def _done(answer: PrefillAnswer) -> Handoff | None:
+    """The decode leg needs only that the prefill leg has ended."""
+    return Handoff(None)
+
+
+def _where(attempt: Attempt) -> dict[str, Any]:
+    return {"remote_host": attempt.prefill.host, "remote_port": attempt.prefill.port}
+
+
+def _with_params(body: Body, attempt: Attempt, params: dict[str, Any]) -> Leg:
+    """Nothing but the request id names the prefill leg, so both legs have the same one."""
+    return Leg({**body, "kv_transfer_params": params}, {"x-request-id": attempt.request_id})
+
+
+def _batch_decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+    return _with_params(body, attempt, _where(attempt))
+
+
+def _staged_decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+    return _with_params(body, attempt, {**_where(attempt), "do_remote_prefill": True})
+
+
+BATCH = ForwardProtocol(
+    name="kvt-batch",
+    order=Order.SINGLE,
+    routes=frozenset({COMPLETIONS}),
+    port_offset=_PORT_OFFSET,
+    prefill=_prefill,
+    decode=_batch_decode,
+)
+
+STAGED = ForwardProtocol(
+    name="kvt-staged",
+    order=Order.SERIAL,
+    routes=frozenset({COMPLETIONS}),
+    port_offset=_PORT_OFFSET,
+    prefill=_prefill,
+    extract=_done,
+    decode=_staged_decode,
+)

@@ -1,0 +1,98 @@
+"""vLLM's MoRIIOConnector for AMD GPUs: READ is serial, WRITE sends both legs at once.
+
+Both engines take the other one's address from the request id. Source: vLLM 0.32,
+`moriio/moriio_common.py`, `moriio_connector.py`; vLLM's `moriio_toy_proxy_server.py`.
+"""
+
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.forward.protocols.base import (
+    VLLM_ROUTES,
+    Attempt,
+    Body,
+    ForwardProtocol,
+    Handoff,
+    Leg,
+    Order,
+    Peer,
+    PrefillAnswer,
+)
+from dynamo_lite.forward.protocols.one_token import object_of, one_token
+
+#: Of the handshake; the configuration's `transfer-port` replaces it.
+_HANDSHAKE_PORT = 6301
+_NOTIFY_PORT = 61005
+
+
+def _zmq(peer: Peer) -> str:
+    notify = peer.notify_port or _NOTIFY_PORT
+    return f"host:{peer.host},handshake:{peer.port},notify:{notify}"
+
+
+def _request_id(attempt: Attempt) -> str:
+    addresses = f"___prefill_addr_{_zmq(attempt.prefill)}___decode_addr_{_zmq(attempt.decode)}"
+    return f"{addresses}_{attempt.unique}"
+
+
+def _address(peer: Peer, attempt: Attempt) -> dict[str, Any]:
+    """The other engine, as the toy proxy names it. None: to be found by the handshake."""
+    return {
+        "transfer_id": f"tx-{attempt.unique}",
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": peer.host,
+        "remote_port": peer.port,
+        "remote_handshake_port": peer.port,
+        "remote_notify_port": peer.notify_port or _NOTIFY_PORT,
+        "remote_dp_size": 1,
+    }
+
+
+def _prefill(body: Body, attempt: Attempt) -> Leg:
+    one = one_token(body, attempt.route)
+    one["kv_transfer_params"] = {
+        **_address(attempt.decode, attempt),
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+    }
+    return Leg(one, {"x-request-id": _request_id(attempt)})
+
+
+def _returned(answer: PrefillAnswer) -> Handoff | None:
+    params = object_of(answer.kv_transfer_params)
+    keys = ("remote_engine_id", "remote_block_ids")
+    if params is None or any(params.get(key) is None for key in keys):
+        return None
+    return Handoff(msgspec.json.encode(params))
+
+
+def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+    params: dict[str, Any] = _address(attempt.prefill, attempt)
+    if handoff is not None:
+        params |= msgspec.json.decode(handoff.params)
+    params |= {"do_remote_decode": False, "do_remote_prefill": True}
+    return Leg({**body, "kv_transfer_params": params}, {"x-request-id": _request_id(attempt)})
+
+
+READ = ForwardProtocol(
+    name="moriio-read",
+    order=Order.SERIAL,
+    routes=VLLM_ROUTES,
+    default_port=_HANDSHAKE_PORT,
+    prefill=_prefill,
+    extract=_returned,
+    decode=_decode,
+    hides_ids=True,
+)
+
+WRITE = ForwardProtocol(
+    name="moriio-write",
+    order=Order.PARALLEL,
+    routes=VLLM_ROUTES,
+    default_port=_HANDSHAKE_PORT,
+    prefill=_prefill,
+    decode=_decode,
+    hides_ids=True,
+)

@@ -1,0 +1,99 @@
+"""vLLM's NixlConnector (the decode engine reads the KV) and NixlPushConnector (the prefill engine
+writes it). Source: vLLM 0.32, `nixl/{pull,push}_scheduler.py`, `push_worker.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.forward.protocols.base import (
+    VLLM_ROUTES,
+    Attempt,
+    Body,
+    ForwardProtocol,
+    Handoff,
+    Leg,
+    Order,
+    PrefillAnswer,
+)
+from dynamo_lite.forward.protocols.one_token import object_of, one_token
+
+#: What a prefill leg says in both modes. The nulls are those of vLLM's own examples.
+ASK_FOR_PREFILL: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+#: What a decode engine must know of a prefill engine that writes.
+_IDENTITY = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
+
+
+def ask_for_prefill(body: Body, attempt: Attempt) -> Leg:
+    one = one_token(body, attempt.route)
+    one["kv_transfer_params"] = dict(ASK_FOR_PREFILL)
+    return Leg(one, {"x-request-id": attempt.request_id})
+
+
+def returned_params(answer: PrefillAnswer) -> Handoff | None:
+    """The whole object, unread."""
+    raw = answer.kv_transfer_params
+    return Handoff(raw) if bytes(raw).startswith(b"{") else None
+
+
+def hand_over(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+    """The client's own id stays: nothing is paired by it, and the client sees it in its answer."""
+    assert handoff is not None
+    headers = {} if attempt.client_id else {"x-request-id": attempt.request_id}
+    return Leg({**body, "kv_transfer_params": handoff.params}, headers)
+
+
+PULL = ForwardProtocol(
+    name="nixl",
+    order=Order.SERIAL,
+    routes=VLLM_ROUTES,
+    prefill=ask_for_prefill,
+    extract=returned_params,
+    decode=hand_over,
+)
+
+
+def identity(answer: PrefillAnswer) -> Mapping[str, Any] | None:
+    """Of the prefill engine's process."""
+    params = object_of(answer.kv_transfer_params)
+    if params is None or any(params.get(key) is None for key in _IDENTITY):
+        return None
+    keys = (*_IDENTITY, "pp_size")
+    return {key: params[key] for key in keys if params.get(key) is not None}
+
+
+def _as_handoff(answer: PrefillAnswer) -> Handoff | None:
+    found = identity(answer)
+    return None if found is None else Handoff(msgspec.json.encode(found))
+
+
+def _expect_push(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+    """The prefill engine pairs the legs by their request id, so both have the same."""
+    peer = msgspec.json.decode(handoff.params) if handoff else attempt.prefill.identity
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        **(peer or {}),
+        "remote_request_id": attempt.request_id,
+    }
+    return Leg({**body, "kv_transfer_params": params}, {"x-request-id": attempt.request_id})
+
+
+PUSH = ForwardProtocol(
+    name="nixl-push",
+    order=Order.PARALLEL,
+    routes=VLLM_ROUTES,
+    prefill=ask_for_prefill,
+    extract=_as_handoff,
+    learn=identity,
+    needs_identity=True,
+    decode=_expect_push,
+)

@@ -1,0 +1,54 @@
+"""SGLang's bootstrap: both engines get the same body at once, and meet in a room.
+
+Source: sgl-project/sglang, `sgl-model-gateway/src/routers/http/pd_router.rs`, `pd_types.rs`.
+"""
+
+from typing import Any
+
+from dynamo_lite.forward.protocols.base import (
+    CHAT,
+    COMPLETIONS,
+    SGLANG_GENERATE,
+    Attempt,
+    Body,
+    ForwardProtocol,
+    Handoff,
+    Leg,
+    Order,
+)
+
+
+def _leg(body: Body, attempt: Attempt) -> Leg:
+    """One room for each sequence: two that share a live room crash or hang both engines."""
+    rooms, peer = attempt.rooms, attempt.prefill
+    fields: dict[str, Any] = {
+        "bootstrap_host": peer.host,
+        "bootstrap_port": peer.port,
+        "bootstrap_room": rooms[0],
+    }
+    if len(rooms) > 1:
+        fields = {
+            "bootstrap_host": [peer.host] * len(rooms),
+            "bootstrap_port": [peer.port] * len(rooms),
+            "bootstrap_room": list(rooms),
+        }
+    headers = {} if attempt.client_id else {"x-request-id": attempt.request_id}
+    return Leg({**body, **fields}, headers)
+
+
+def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
+    return _leg(body, attempt)
+
+
+BOOTSTRAP = ForwardProtocol(
+    name="sglang",
+    order=Order.PARALLEL,
+    routes=frozenset({CHAT, COMPLETIONS, SGLANG_GENERATE}),
+    default_port=8998,
+    prefill=_leg,
+    decode=_decode,
+    # An engine in disaggregation mode `decode` has no prefill at all.
+    decodes_alone=False,
+    batches=True,
+    prefill_streams=True,
+)

@@ -1,0 +1,114 @@
+"""An engine's answer to the client, as bytes."""
+
+import logging
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from dynamo_lite.forward import headers
+from dynamo_lite.forward.client import Answer, Client
+from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.failures import Broken, DecodeFailed
+from dynamo_lite.forward.legs import Legs
+from dynamo_lite.forward.rewriting import UNCHANGED, Changes, EventCutter
+
+logger = logging.getLogger(__name__)
+
+#: An engine's error in place of a stream's first event: nothing was generated yet. SGLang writes
+#: it as Python does.
+_ERROR_EVENTS = (b'data: {"error"', b"data: {'error'")
+
+
+def is_stream(response: aiohttp.ClientResponse) -> bool:
+    return response.content_type == "text/event-stream"
+
+
+async def relay(
+    client: Client,
+    legs: Legs,
+    engine: Engine,
+    response: aiohttp.ClientResponse,
+    *,
+    changes: Changes = UNCHANGED,
+    on_first: Callable[[], None],
+) -> None:
+    """Passes a whole answer. on_first: called before the first byte.
+
+    Raises DecodeFailed before the first byte, Broken after it, ClientGone.
+    """
+    head = headers.to_client(response.headers)
+    if changes.any and not is_stream(response):
+        data = changes.whole(await legs.whole(engine, response, DecodeFailed))
+        head["content-length"] = str(len(data))
+        on_first()
+        await client.start(response.status, head)
+        await client.write(data)
+        return await client.finish()
+    # The head waits for the first bytes: without them, another engine can still be asked.
+    data = await legs.some(engine, response)
+    if data.startswith(_ERROR_EVENTS):
+        raise DecodeFailed(engine, "event", answer=_as_answer(data))
+    on_first()
+    await client.start(response.status, head)
+    if changes.any:
+        await _changed(client, legs, engine, response, changes, data)
+    else:
+        await _unchanged(client, legs, engine, response, data)
+    await client.finish()
+
+
+async def _unchanged(
+    client: Client, legs: Legs, engine: Engine, response: aiohttp.ClientResponse, data: bytes
+) -> None:
+    while data:
+        await client.write(data)
+        last = data
+        try:
+            data = await legs.some(engine, response)
+        except DecodeFailed as exc:
+            await break_off(client, exc, whole=is_stream(response) and last.endswith(b"\n\n"))
+
+
+async def _changed(
+    client: Client,
+    legs: Legs,
+    engine: Engine,
+    response: aiohttp.ClientResponse,
+    changes: Changes,
+    data: bytes,
+) -> None:
+    cutter = EventCutter()
+    while data:
+        if events := cutter.feed(data):
+            await client.write(changes.events(events))
+        try:
+            data = await legs.some(engine, response)
+        except DecodeFailed as exc:
+            await break_off(client, exc, whole=True)
+    if rest := cutter.flush():
+        await client.write(changes.events(rest))
+
+
+async def break_off(client: Client, why: DecodeFailed | str, *, whole: bool) -> None:
+    """Ends an answer that cannot be completed, so that no client takes it for complete.
+
+    whole: the client got whole events only, so that it can read one more. Raises Broken.
+    """
+    if whole:
+        failed = {"message": "the engine failed", "type": "InternalServerError", "code": 500}
+        await client.write(b"data: " + msgspec.json.encode({"error": failed}) + b"\n\n")
+    client.abort()
+    raise Broken(str(why))
+
+
+def _as_answer(data: bytes) -> Answer | None:
+    """A first event with an error, as an answer with its status."""
+    payload = data.split(b"\n", 1)[0].removeprefix(b"data: ")
+    try:
+        code = msgspec.json.decode(payload)["error"]["code"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return None
+    if not isinstance(code, int) or not 400 <= code < 600:
+        return None
+    return Answer(code, {"content-type": "application/json"}, payload)

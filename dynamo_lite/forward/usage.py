@@ -1,0 +1,66 @@
+"""The cached tokens in an answer's usage.
+
+A decode engine that got its KV from a prefill engine may report nearly the whole prompt as cached.
+What counts is what the prefill engine had in its cache.
+"""
+
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.forward.protocols.base import PrefillAnswer
+from dynamo_lite.forward.protocols.one_token import plain
+
+#: In answers of chat and completions, and of responses.
+_DETAILS = ("prompt_tokens_details", "input_tokens_details")
+#: An answer or event without these bytes has nothing to correct.
+MARK = b'"cached_tokens"'
+
+
+def cached_by_prefill(answer: PrefillAnswer) -> int | None:
+    """What the decode leg's usage must say; None: it is right as it is.
+
+    vLLM 0.32 tells the decode engine by itself (`remote_prefill_cached_tokens`).
+    """
+    if b'"remote_prefill_cached_tokens"' in bytes(answer.kv_transfer_params):
+        return None
+    return cached_tokens(plain(answer.usage))
+
+
+def cached_tokens(usage: Any) -> int | None:
+    """None where it says nothing of them."""
+    if not isinstance(usage, dict):
+        return None
+    for name in _DETAILS:
+        details = usage.get(name)
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            return details["cached_tokens"]
+    return None
+
+
+def with_cached_tokens(document: bytes, cached: int) -> bytes:
+    """A JSON answer, or one event's JSON, with this number in its usage; unchanged if it has
+    none."""
+    if MARK not in document:
+        return document
+    try:
+        answer = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return document
+    # The events of `/v1/responses` have the whole answer inside.
+    for key in ("usage", "response"):
+        if key in answer and MARK in bytes(answer[key]):
+            value = plain(answer[key])
+            _correct(value, cached)
+            answer[key] = msgspec.Raw(msgspec.json.encode(value))
+    return msgspec.json.encode(answer)
+
+
+def _correct(value: Any, cached: int) -> None:
+    if not isinstance(value, dict):
+        return
+    for name in _DETAILS:
+        details = value.get(name)
+        if isinstance(details, dict) and details.get("cached_tokens") is not None:
+            details["cached_tokens"] = cached
+    _correct(value.get("usage"), cached)

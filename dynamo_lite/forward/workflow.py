@@ -1,0 +1,230 @@
+"""One workflow for all protocols: sanitize, choose, prefill, extract, decode, relay, settle.
+
+This module owns what is tried after a failure, until the first byte of the answer is on its way to
+the client; then nothing is repeated. `orders.py` runs one attempt, `placing.py` chooses its
+engines, and what a protocol adds is in `protocols/`.
+"""
+
+import asyncio
+import logging
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from dynamo_lite.forward import bodies
+from dynamo_lite.forward.bodies import MalformedBody, Request
+from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error, send
+from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.failures import (
+    RETRY_AFTER,
+    Broken,
+    DecodeFailed,
+    EngineFailed,
+    Final,
+    PrefillFailed,
+    failure_answer,
+)
+from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.legs import Legs
+from dynamo_lite.forward.options import ForwarderConfig
+from dynamo_lite.forward.orders import Job, Orders
+from dynamo_lite.forward.placing import CannotServe, Placement, Placer
+from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, Order, Peer
+from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.protocol.errors import NoWorkers
+
+logger = logging.getLogger(__name__)
+
+#: More sequences in one request than any engine runs.
+MAX_SEQUENCES = 4096
+_IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
+#: Of an engine that is not chosen yet.
+_NOBODY = Peer(address="", host="", port=0)
+
+
+def _unique() -> str:
+    return secrets.token_hex(16)
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the start."""
+
+    #: By how (`disaggregated`, `alone`, `passed`) and why.
+    answered: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    #: Failed legs by leg and kind.
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    #: Errors that the client got, by status; not those of engines that it gets in any case.
+    refused: Counter[int] = field(default_factory=Counter[int])
+    #: Answers that broke off after their first byte.
+    broken: int = 0
+    #: Clients that went before the end of their answer.
+    gone: int = 0
+    #: Fields that clients must not set, and that were removed.
+    removed_fields: int = 0
+    in_flight: int = 0
+
+
+class Forwarding:
+    """Async context manager.
+
+    unique: returns 32 hexadecimal digits, new ones each time. rng: of rooms.
+    """
+
+    def __init__(
+        self,
+        protocol: ForwardProtocol,
+        config: ForwarderConfig,
+        placer: Placer,
+        upstream: Upstream,
+        monitor: EngineMonitor,
+        *,
+        unique: Callable[[], str] = _unique,
+        rng: random.Random | None = None,
+    ):
+        self.stats = Stats()
+        self._protocol, self._config, self._placer = protocol, config, placer
+        self._unique, self._rng = unique, rng or random.SystemRandom()
+        self._orders = Orders(
+            protocol,
+            placer,
+            lambda incoming: Legs(incoming, upstream, monitor, config),
+            self.stats.answered,
+            timeout_s=config.prefill_timeout_s,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._orders.close()
+
+    async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
+        """A request to generate. Raises ClientGone."""
+        try:
+            request = bodies.read(route, data)
+        except MalformedBody:
+            # It goes to an engine, which has the better text for it.
+            return await self.pass_on(incoming, data, client)
+        self.stats.removed_fields += len(request.removed)
+        if request.sequences > MAX_SEQUENCES:
+            text = f"{request.sequences} sequences in one request; at most {MAX_SEQUENCES}"
+            return await self._refuse(client, error(400, "BadRequestError", text))
+        await self._run(Job(incoming=incoming, request=request, client=client))
+
+    async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
+        """Any other request: to one decode engine as it is. Raises ClientGone."""
+        removed: tuple[str, ...] = ()
+        if data:
+            try:
+                _, data, removed = bodies.sanitized(data)
+            except MalformedBody:
+                logger.debug("%s: the body is no JSON object", incoming.path)
+        self.stats.removed_fields += len(removed)
+        request = Request(route="", body={}, data=data)
+        await self._run(Job(incoming=incoming, request=request, client=client))
+
+    async def _run(self, job: Job) -> None:
+        self.stats.in_flight += 1
+        try:
+            await self._until_answered(job)
+        except (ClientGone, asyncio.CancelledError):
+            self.stats.gone += 1
+            raise
+        except Final as final:
+            await send(job.client, final.answer)
+        except Broken as exc:
+            self.stats.broken += 1
+            logger.warning("an answer broke off: %s", exc)
+        finally:
+            self.stats.in_flight -= 1
+
+    async def _refuse(self, client: Client, answer: Answer) -> None:
+        self.stats.refused[answer.status] += 1
+        await send(client, answer)
+
+    async def _until_answered(self, job: Job) -> None:
+        """Raises Final, Broken, ClientGone."""
+        failure: EngineFailed | None = None
+        while True:
+            try:
+                await self._attempt(job)
+                return
+            except CannotServe as exc:
+                answer = error(501, "NotImplementedError", str(exc))
+            except NoWorkers as exc:
+                answer = _nobody(exc) if failure is None else failure_answer(failure)
+            except PrefillFailed as exc:
+                failure, answer = exc, self._after_prefill(job, exc)
+            except DecodeFailed as exc:
+                failure, answer = exc, self._after_decode(job, exc)
+            if answer is not None:
+                return await self._refuse(job.client, answer)
+
+    async def _attempt(self, job: Job) -> None:
+        """Raises EngineFailed, NoWorkers, CannotServe, and what `_until_answered` raises."""
+        placement = self._placer.place(job.request, job.tried)
+        if placement.prefill is None:
+            return await self._orders.alone(job, placement)
+        attempt = self._new_attempt(job, placement, placement.prefill)
+        await self._order(job, attempt)(job, placement, attempt)
+
+    def _order(
+        self, job: Job, attempt: Attempt
+    ) -> Callable[[Job, Placement, Attempt], Coroutine[Any, Any, None]]:
+        match self._protocol.order_for(attempt.prefill):
+            case Order.SERIAL:
+                return self._orders.serial
+            case Order.SINGLE:
+                return self._orders.single
+            case Order.PARALLEL:
+                if self._protocol.first_token_from_prefill and job.request.stream:
+                    return self._orders.merged
+                return self._orders.parallel
+
+    def _new_attempt(self, job: Job, placement: Placement, prefill: Engine) -> Attempt:
+        count = job.request.sequences if self._protocol.batches else 1
+        return Attempt(
+            route=job.request.route,
+            unique=self._unique(),
+            client_id=job.incoming.client_id,
+            rooms=tuple(self._rng.getrandbits(63) for _ in range(count)),
+            prefill=prefill.peer,
+            decode=_NOBODY if placement.decode is None else placement.decode.peer,
+        )
+
+    def _after_prefill(self, job: Job, failure: PrefillFailed) -> Answer | None:
+        """The answer, if nothing else is to be tried."""
+        self._note(failure, "prefill")
+        if self._config.prefill_failure == "error":
+            return failure_answer(failure)
+        if self._protocol.decodes_alone:
+            job.tried.alone = "prefill_failed"
+        else:
+            # No decode engine could do it alone: the next prefill engine, if there is one.
+            job.tried.prefill.add(failure.engine.number)
+        return None
+
+    def _after_decode(self, job: Job, failure: DecodeFailed) -> Answer | None:
+        self._note(failure, "decode")
+        job.failed += 1
+        repeatable = bool(job.request.route) or job.incoming.method in _IDEMPOTENT
+        if failure.kind == "timeout" or job.failed >= self._config.max_attempts:
+            return failure_answer(failure)
+        if not repeatable and failure.kind != "refused":
+            return failure_answer(failure)
+        # An engine may close a connection that was idle: one such failure does not exclude it.
+        if failure.kind != "broken" or job.failed > 1:
+            job.tried.decode.add(failure.engine.number)
+        return None
+
+    def _note(self, failure: EngineFailed, leg: str) -> None:
+        self.stats.failures[leg, failure.kind] += 1
+        logger.info("a %s leg has failed: %s", leg, failure)
+
+
+def _nobody(why: NoWorkers) -> Answer:
+    return error(503, "ServiceUnavailableError", f"{why}; try again later", RETRY_AFTER)

@@ -1,0 +1,163 @@
+"""Which engines take the legs of a forwarded request, and whether it needs a prefill leg at all.
+
+Filter, score and pick are those of the KV-aware router (`kv_routing.py`). What differs is what is
+known: stock engines do not say which blocks they hold, so an engine is assumed to hold the prompts
+that were sent to it. Prompts are text here, not tokens, so amounts are estimates.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from xxhash import xxh3_64_intdigest
+
+from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict, decide
+from dynamo_lite.policy.kv_chain import MAX_HASH, ChainHash
+from dynamo_lite.policy.kv_index import KvIndex
+from dynamo_lite.policy.kv_routing import draw, score, with_room
+from dynamo_lite.protocol.options import DecisionThresholds, KvRoutingOptions
+
+Strategy = Literal["round-robin", "random", "least-load", "prefix"]
+
+#: About the average of English text and source code.
+BYTES_PER_TOKEN = 4
+#: Of a prompt's JSON; about 64 tokens.
+BLOCK_BYTES = 256
+
+
+def text_chain(prompt: bytes, root: ChainHash = 0) -> list[ChainHash]:
+    """The hashes of all full blocks of a prompt, each of which stands for the prefix up to it."""
+    previous, made = root, list[ChainHash]()
+    for start in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        previous = xxh3_64_intdigest(prompt[start : start + BLOCK_BYTES], previous) & MAX_HASH
+        made.append(previous)
+    return made
+
+
+def tokens_of(prompt: bytes) -> int:
+    """An estimate."""
+    return -(-len(prompt) // BYTES_PER_TOKEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """One engine that may take a leg. Amounts are tokens."""
+
+    engine: int
+    #: Of the prompt, assumed to be in its prefix cache.
+    matched: int = 0
+    #: What it computes before this prompt, with `request_load_tokens` for each request.
+    load: int = 0
+    kv_usage: float = 0.0
+    #: As of the router's candidates; unused here.
+    credit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An engine and why."""
+
+    view: EngineView
+    reason: str
+
+
+class EngineChooser:
+    """Chooses engines for one kind of leg. uniform: returns numbers in [0, 1)."""
+
+    def __init__(
+        self, strategy: Strategy, options: KvRoutingOptions, *, uniform: Callable[[], float]
+    ):
+        self._strategy: Strategy = strategy
+        # Without weight, what an engine holds does not count.
+        self._options = options if strategy == "prefix" else replace(options, kv_weight=0.0)
+        self._uniform = uniform
+        self._turn = 0
+        self._turns: dict[int, int] = {}
+
+    def choose(self, views: Sequence[EngineView], prompt_tokens: int) -> Choice | None:
+        """None without any view."""
+        if not views:
+            return None
+        choice = self._choose(views, prompt_tokens)
+        self._turn += 1
+        self._turns[choice.view.engine] = self._turn
+        return choice
+
+    def _choose(self, views: Sequence[EngineView], prompt_tokens: int) -> Choice:
+        if len(views) == 1:
+            return Choice(views[0], "only")
+        match self._strategy:
+            case "round-robin":
+                return Choice(min(views, key=self._last_turn), "turn")
+            case "random":
+                return Choice(views[int(self._uniform() * len(views))], "random")
+            case _:
+                return self._best(views, prompt_tokens)
+
+    def _best(self, views: Sequence[EngineView], prompt_tokens: int) -> Choice:
+        options = self._options
+        fit = with_room(views, options.max_kv_usage)
+        scores = [score(view, options) for view in fit]
+        best = min(range(len(fit)), key=lambda i: (-scores[i], self._last_turn(fit[i])))
+        if options.temperature > 0:
+            drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
+            if scores[drawn] < scores[best]:
+                return Choice(fit[drawn], "lot")
+            best = drawn
+        chosen = fit[best]
+        longest = max(view.matched for view in views)
+        if not longest or not options.kv_weight:
+            return Choice(chosen, "load")
+        return Choice(chosen, "prefix" if chosen.matched == longest else "balance")
+
+    def _last_turn(self, view: EngineView) -> tuple[int, int]:
+        return self._turns.get(view.engine, 0), view.engine
+
+
+class SentPrompts:
+    """Which prompts were sent to which engines.
+
+    max_blocks: most different blocks of `BLOCK_BYTES` that are remembered.
+    """
+
+    def __init__(self, max_blocks: int):
+        self._index = KvIndex(max_blocks)
+
+    def __len__(self) -> int:
+        """Different blocks."""
+        return len(self._index)
+
+    def matched(self, chain: Sequence[ChainHash]) -> dict[int, int]:
+        """How many tokens of the prompt each engine is assumed to hold."""
+        found = self._index.match(chain)
+        return {engine: blocks * BLOCK_BYTES // BYTES_PER_TOKEN for engine, blocks in found.items()}
+
+    def sent(self, engine: int, chain: Sequence[ChainHash]) -> None:
+        if chain:
+            self._index.stored(engine, chain)
+
+    def forget(self, engine: int) -> None:
+        """The engine was restarted."""
+        self._index.leave(engine)
+
+
+def needs_prefill(
+    *, prompt_tokens: int, cached_tokens: int, prefill_engines: int, max_local_prefill_length: int
+) -> Verdict:
+    """Whether the prompt gets a prefill leg. It is the rule of the decode workers (`disagg.py`)
+    without a queue: stock engines do not say how long theirs is.
+
+    max_local_prefill_length: 0 sends every prompt to a prefill engine, however short.
+    """
+    if max_local_prefill_length == 0 and prefill_engines:
+        return Remote(DecisionReason.LONG)
+    thresholds = DecisionThresholds(max_local_prefill_length=max_local_prefill_length)
+    if not prefill_engines:
+        return Local(DecisionReason.NO_PREFILL_WORKER)
+    return decide(
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        queue=QueueView(jobs=0, prefill_workers=prefill_engines, read_at=0.0),
+        thresholds=thresholds,
+        now=0.0,
+    )

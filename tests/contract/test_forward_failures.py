@@ -1,0 +1,412 @@
+"""What a Forwarder does when an engine or a client fails, at each point of a request."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dynamo_lite.forward.protocols.base import Order
+from dynamo_lite.forward.protocols.registry import PROTOCOLS
+from tests.forwarding import COMPLETION, TEXT, Rig, rig
+from tests.scripted import Fault, ScriptedEngine
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+#: Protocols whose decode engine can do without a prefill engine, with a prefill leg of ours.
+FALLING_BACK = sorted(
+    name
+    for name, protocol in PROTOCOLS.items()
+    if protocol.decodes_alone and protocol.order is not Order.SINGLE
+)
+PAIRED = sorted(name for name, protocol in PROTOCOLS.items() if not protocol.decodes_alone)
+TWO_LEGS = [*FALLING_BACK, *PAIRED]
+
+
+async def warm(r: Rig) -> None:
+    """After this, a push sends both legs at once."""
+    assert await r.text() == TEXT
+    for engine in (*r.prefill, *r.decode):
+        engine.legs.clear()
+
+
+async def until(r: Rig, legs: int, engine: ScriptedEngine) -> None:
+    async with asyncio.timeout(5):
+        while len(engine.legs) < legs:
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def slow(engine: ScriptedEngine, **fault: Any) -> AsyncIterator[None]:
+    """The engine's next leg waits until the block ends."""
+    hold = asyncio.Event()
+    engine.faults.append(Fault(hold=hold, **fault))
+    try:
+        yield
+    finally:
+        hold.set()
+
+
+# The prefill engine fails.
+
+
+@pytest.mark.parametrize("name", TWO_LEGS)
+@pytest.mark.parametrize("status", [400, 404, 422, 429])
+async def test_a_prefill_4xx_is_the_clients_and_is_not_repeated(name: str, status: int):
+    async with rig(name) as r:
+        await warm(r)
+        # Else the decode engine of a parallel protocol might answer first.
+        async with slow(r.decode[0]):
+            r.prefill[0].faults.append(Fault("status", status, body={"error": {"mine": status}}))
+            assert await r.ask() == (status, {"error": {"mine": status}})
+        assert len(r.prefill[0].legs) == 1
+
+
+@pytest.mark.parametrize("name", FALLING_BACK)
+@pytest.mark.parametrize(
+    "fault", [Fault("status", 500), Fault("status", 503), Fault("before_head")]
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failed_prefill_leaves_the_decode_engine_with_the_clients_body(
+    name: str, fault: Fault, stream: bool
+):
+    async with rig(name) as r:
+        await warm(r)
+        r.prefill[0].faults.append(Fault(fault.stage, fault.status))
+        if stream:
+            assert (await r.stream(seed=7)).endswith(b"data: [DONE]\n\n")
+        else:
+            assert await r.text(seed=7) == TEXT
+        last = r.decode[0].legs[-1]
+        sent = {**COMPLETION, "stream": True, "seed": 7} if stream else {**COMPLETION, "seed": 7}
+        assert last.body == sent
+        assert r.answered["alone", "prefill_failed"] == 1
+        assert len(r.prefill[0].legs) == 1
+        if PROTOCOLS[name].order is Order.PARALLEL:
+            # The leg that waited for the KV is closed, not waited for.
+            assert len(r.decode[0].legs) == 2
+            async with asyncio.timeout(5):
+                await r.decode[0].legs[0].aborted.wait()
+
+
+@pytest.mark.parametrize("name", FALLING_BACK)
+async def test_a_prefill_engine_that_is_gone_is_not_waited_for(name: str):
+    async with rig(name) as r:
+        await warm(r)
+        await r.prefill[0].stop()
+        assert await r.text() == TEXT
+        assert await r.text() == TEXT
+        # The second request knew: a refused connection is unhealthy until a check passes.
+        assert r.answered["alone", "prefill_failed"] == 1
+        assert r.answered["alone", "no_prefill_worker"] == 1
+
+
+@pytest.mark.parametrize("name", FALLING_BACK)
+async def test_a_prefill_that_takes_too_long_is_given_up(name: str):
+    async with rig(name, prefill_timeout_s=0.2) as r:
+        await warm(r)
+        async with slow(r.prefill[0]):
+            assert await r.text() == TEXT
+            async with asyncio.timeout(5):
+                await r.prefill[0].legs[0].aborted.wait()
+        assert r.answered["alone", "prefill_failed"] == 1
+
+
+@pytest.mark.parametrize("name", FALLING_BACK)
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [(Fault("status", 503), 503), (Fault("status", 500), 500), (Fault("before_head"), 502)],
+)
+async def test_the_error_of_a_prefill_is_the_answer_where_that_is_set(
+    name: str, fault: Fault, expected: int
+):
+    async with rig(name, prefill_failure="error") as r:
+        await warm(r)
+        async with slow(r.decode[0]):
+            r.prefill[0].faults.append(Fault(fault.stage, fault.status))
+            status, _ = await r.ask()
+        assert status == expected
+
+
+@pytest.mark.parametrize("name", ["sglang", "neuron-dynamic"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
+    name: str, stream: bool
+):
+    async with rig(name, prefill=2) as r:
+        for engine in r.prefill:
+            engine.faults.append(Fault("status", 500))
+        r.prefill[1].faults.clear()
+        for _ in range(2):
+            if stream:
+                assert b"[DONE]" in await r.stream()
+            else:
+                assert await r.text() == TEXT
+        assert r.forwarding.stats.failures["prefill", "status"] == 1
+        rooms = [json.dumps(leg.body.get("bootstrap_room")) for leg in r.decode[0].legs]
+        assert name != "sglang" or len(set(rooms)) == len(rooms)
+        for engine in r.prefill:
+            engine.faults.extend([Fault("status", 500)] * 4)
+        assert (await r.ask())[0] == 500
+
+
+async def test_a_prefill_answer_without_params_leaves_the_decode_engine_alone():
+    async def forgetful(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
+        return {}
+
+    async with rig("nixl") as r:
+        r.prefill[0].handover = forgetful
+        assert await r.text() == TEXT
+        assert r.decode[0].legs[0].params is None
+        assert r.answered == {("alone", "no_handoff"): 1}
+
+
+async def test_a_push_of_a_restarted_engine_is_noticed():
+    """Between two checks another process came up at the same address."""
+    async with rig("nixl-push") as r:
+        await warm(r)
+        r.prefill[0].engine_id = "another"
+        r.decode[0].faults.append(Fault(hold=asyncio.Event()))  # it would wait for ever
+        assert await r.text() == TEXT
+        assert r.answered["alone", "prefill_failed"] == 1
+        assert await r.text() == TEXT
+        assert r.answered["disaggregated", ""] == 2
+
+
+# The decode engine fails.
+
+
+@pytest.mark.parametrize("name", sorted(set(PROTOCOLS) - {"neuron-static"}))
+@pytest.mark.parametrize(
+    "fault", [Fault("status", 500), Fault("status", 503), Fault("before_head"), Fault("after_head")]
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_decode_engine_that_fails_is_replaced_with_a_new_prefill(
+    name: str, fault: Fault, stream: bool
+):
+    merged = PROTOCOLS[name].first_token_from_prefill
+    if fault.stage == "after_head" and (merged or not stream):
+        pytest.skip("the client has a byte")
+    async with rig(name, prefill=2, decode=2) as r:
+        for _ in range(2):
+            await warm(r)
+        r.decode[0].faults.extend([Fault(fault.stage, fault.status)] * 2)
+        if stream:
+            assert (await r.stream()).endswith(b"data: [DONE]\n\n")
+        else:
+            assert await r.text() == TEXT
+        ids = [leg.headers.get("x-request-id") for engine in r.prefill for leg in engine.legs]
+        assert len(ids) == len(set(ids))
+        failures = sum(
+            count for (leg, _), count in r.forwarding.stats.failures.items() if leg == "decode"
+        )
+        assert failures >= 1
+        if PROTOCOLS[name].order is Order.SERIAL:
+            assert len(ids) == failures + 1
+
+
+async def test_a_decode_engine_that_refuses_is_replaced_and_then_known():
+    async with rig("nixl", decode=2) as r:
+        await r.decode[0].stop()
+        for _ in range(4):
+            assert await r.text() == TEXT
+        assert r.forwarding.stats.failures == {("decode", "refused"): 1}
+        assert len(r.prefill[0].legs) == 5
+
+
+async def test_a_broken_idle_connection_costs_the_only_decode_engine_nothing():
+    async with rig("nixl") as r:
+        r.decode[0].faults.append(Fault("before_head"))
+        assert await r.text() == TEXT
+        assert len(r.prefill[0].legs) == 2
+
+
+async def test_the_last_decode_error_is_the_clients():
+    async with rig("nixl", decode=2) as r:
+        for engine in r.decode:
+            engine.faults.append(Fault("status", 500, body={"error": {"from": "engine"}}))
+        assert await r.ask() == (500, {"error": {"from": "engine"}})
+
+
+@pytest.mark.parametrize("name", TWO_LEGS)
+@pytest.mark.parametrize("status", [400, 422])
+async def test_a_decode_4xx_is_the_clients(name: str, status: int):
+    async with rig(name, decode=1 if name == "neuron-static" else 2) as r:
+        await warm(r)
+        for engine in r.decode:
+            engine.faults.append(Fault("status", status))
+        async with slow(r.prefill[0]) if PROTOCOLS[name].order is Order.PARALLEL else _nothing():
+            got, _ = await r.ask()
+        assert got == status
+        assert sum(len(engine.legs) for engine in r.decode) == 1
+
+
+@contextlib.asynccontextmanager
+async def _nothing() -> AsyncIterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("name", [n for n in TWO_LEGS if PROTOCOLS[n].order is Order.PARALLEL])
+async def test_a_prefill_leg_whose_decode_leg_has_failed_is_closed(name: str):
+    async with rig(name) as r:
+        await warm(r)
+        async with slow(r.prefill[0]):
+            r.decode[0].faults.append(Fault("status", 400))
+            assert (await r.ask())[0] == 400
+            async with asyncio.timeout(5):
+                await r.prefill[0].legs[0].aborted.wait()
+
+
+async def test_an_error_in_place_of_the_first_event_is_no_answer_yet():
+    """As vLLM's, when it could not load the KV."""
+
+    async def unlucky(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
+        return {}
+
+    async with rig("nixl", decode=2) as r:
+        bad = r.decode[0]
+        events = [b'{"error": {"message": "KV load failed", "code": 500}}']
+        bad._events = lambda leg: events  # type: ignore[method-assign]
+        for _ in range(2):
+            assert b"error" not in await r.stream()
+        assert r.forwarding.stats.failures == {("decode", "event"): 2}
+
+
+@pytest.mark.parametrize("name", sorted(PROTOCOLS))
+async def test_nothing_is_repeated_after_the_first_byte(name: str):
+    async with rig(name) as r:
+        await warm(r)
+        seen = asyncio.Event()
+        r.decode[0].faults.append(Fault("mid_stream", seen=seen))
+        shown = b""
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with r.session.post(
+                f"{r.url}/v1/completions", json={**COMPLETION, "stream": True}
+            ) as answer:
+                async for part in answer.content.iter_any():
+                    shown += part
+                    if shown.count(b"\n\n") >= 2:
+                        seen.set()
+        assert b"[DONE]" not in shown and shown.startswith(b"data: ")
+        assert json.loads(shown.strip().split(b"\n\n")[-1][6:])["error"]["code"] == 500
+        assert len(r.decode[0].legs) == 1
+        assert r.forwarding.stats.broken == 1
+
+
+async def test_no_decode_engine_is_503_with_retry_after():
+    async with rig("nixl") as r:
+        r.decode[0].healthy = False
+        for _ in range(2):
+            await r.check()
+        async with r.session.post(f"{r.url}/v1/completions", json=COMPLETION) as answer:
+            assert answer.status == 503 and answer.headers["retry-after"] == "1"
+            assert "127.0.0.1" not in await answer.text()
+        r.decode[0].healthy = True
+        await r.check()
+        assert await r.text() == TEXT
+
+
+async def test_an_engine_of_another_model_is_not_used():
+    async with rig("nixl", prefill=2) as r:
+        r.prefill[1].model = "another"
+        r.engines[1].healthy = False
+        await r.check()
+        assert "another" in r.engines[1].trouble
+        for _ in range(3):
+            await r.text()
+        assert r.prefill[1].legs == []
+
+
+# The client goes.
+
+
+@pytest.mark.parametrize("name", TWO_LEGS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_during_the_prefill_closes_every_leg(name: str, stream: bool):
+    async with rig(name) as r:
+        await warm(r)
+        async with slow(r.prefill[0]):
+            asked = asyncio.create_task(r.stream() if stream else r.text())
+            await until(r, 1, r.prefill[0])
+            if PROTOCOLS[name].order is Order.PARALLEL:
+                await until(r, 1, r.decode[0])
+            asked.cancel()
+            async with asyncio.timeout(5):
+                await r.prefill[0].legs[0].aborted.wait()
+                for leg in r.decode[0].legs:
+                    await leg.aborted.wait()
+        assert r.forwarding.stats.gone == 1
+
+
+@pytest.mark.parametrize("name", TWO_LEGS)
+async def test_a_client_that_goes_before_the_first_byte_closes_the_decode_leg(name: str):
+    async with rig(name) as r:
+        await warm(r)
+        async with slow(r.decode[0]):
+            asked = asyncio.create_task(r.text())
+            await until(r, 1, r.decode[0])
+            asked.cancel()
+            async with asyncio.timeout(5):
+                await r.decode[0].legs[0].aborted.wait()
+        assert len(r.decode[0].legs) == 1
+
+
+async def test_blocks_of_a_client_that_goes_are_freed_through_the_decode_engine():
+    """A decode engine that has the request frees the prefill engine's blocks when its leg closes;
+    one that never gets it would leave them to their lease."""
+    async with rig("nixl") as r:
+        hold = asyncio.Event()
+        r.prefill[0].faults.append(Fault(hold=hold))
+        asked = asyncio.create_task(r.text())
+        await until(r, 1, r.prefill[0])
+        async with slow(r.decode[0]):
+            hold.set()
+            await until(r, 1, r.decode[0])
+            asked.cancel()
+            leg = r.decode[0].legs[0]
+            assert leg.params["do_remote_prefill"] is True
+            async with asyncio.timeout(5):
+                await leg.aborted.wait()
+
+
+async def test_a_client_that_goes_in_the_middle_of_a_stream_ends_it_at_the_engine():
+    async with rig("nixl") as r:
+        r.decode[0]._events = lambda leg: itertools.repeat(b"{}")  # type: ignore[method-assign]
+        body = {**COMPLETION, "stream": True}
+        async with r.session.post(f"{r.url}/v1/completions", json=body) as answer:
+            assert await answer.content.readany()
+        async with asyncio.timeout(5):
+            await r.decode[0].legs[0].aborted.wait()
+        assert r.forwarding.stats.gone == 1
+
+
+async def test_a_client_that_does_not_read_stops_the_engine():
+    """Backpressure reaches the engine: only buffers of both connections are filled."""
+    async with rig("nixl") as r:
+        sent = 0
+
+        def endless(leg: Any) -> Any:
+            nonlocal sent
+            while True:
+                sent += 1
+                yield b"x" * 65536
+
+        r.decode[0]._events = endless  # type: ignore[method-assign]
+        _, writer = await asyncio.open_connection("127.0.0.1", int(r.url.rpartition(":")[2]))
+        body = json.dumps({**COMPLETION, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        writer.transport.pause_reading()
+        async with asyncio.timeout(20):
+            before = -1
+            while before != sent or not sent:
+                before = sent
+                await asyncio.sleep(0.3)
+        assert sent < 2000  # 125 MiB; the kernel's buffers take a few
+        writer.transport.abort()
+        async with asyncio.timeout(5):
+            await r.decode[0].legs[0].aborted.wait()

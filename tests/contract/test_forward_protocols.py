@@ -1,0 +1,272 @@
+"""Every protocol through the Forwarder, in front of engines that check it strictly."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from dynamo_lite.forward.options import ProtocolName
+from dynamo_lite.forward.protocols.base import Order
+from dynamo_lite.forward.protocols.registry import PROTOCOLS
+from tests.forwarding import TEXT, rig
+from tests.scripted import Fault
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+NAMES = sorted(PROTOCOLS)
+ALONE = [name for name in NAMES if PROTOCOLS[name].decodes_alone]
+#: Two legs, of which the prefill engine's is sent by the Forwarder.
+TWO_LEGS = [name for name in NAMES if PROTOCOLS[name].order is not Order.SINGLE]
+
+
+def tokens(stream: bytes) -> list[str]:
+    """The texts of a stream's events; fails unless it is complete."""
+    payloads = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
+    assert payloads.pop() == b"[DONE]"
+    events = [json.loads(payload) for payload in payloads]
+    return [choice["text"] for event in events for choice in event["choices"]]
+
+
+def test_the_option_names_every_protocol():
+    assert set(ProtocolName.__args__) == PROTOCOLS.keys()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_it_answers_as_one_engine_would(name: str):
+    async with rig(name) as r:
+        for _ in range(3):  # a push is serial until its prefill engine is known
+            assert await r.text() == TEXT
+            assert tokens(await r.stream()) == [" t0", " t1", " t2", " t3"]
+        assert r.answered == {("disaggregated", ""): 6}
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_many_at_once_over_several_engines(name: str):
+    count = 1 if name == "neuron-static" else 2
+    async with rig(name, prefill=count, decode=count) as r:
+        answers = await asyncio.gather(*(r.text() for _ in range(20)))
+        assert answers == [TEXT] * 20
+        assert all(len(engine.legs) == 20 // count for engine in r.decode)
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_engines_that_restart_are_found_again(name: str):
+    async with rig(name, prefill_failure="error") as r:
+        assert await r.text() == TEXT
+        engine = r.prefill[0]
+        await engine.stop()
+        await r.check()
+        await engine.start()
+        engine.engine_id = "another"
+        engine.bootstrap_ids = {"0": {"engine_id": "another"}}
+        await r.check()
+        assert await r.text() == TEXT
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if PROTOCOLS[n].order is Order.PARALLEL])
+async def test_parallel_legs_do_not_wait_for_each_other(name: str):
+    async with rig(name) as r:
+        await r.text()  # after which a push knows its prefill engine
+        hold = asyncio.Event()
+        r.prefill[0].faults.append(Fault(hold=hold))
+        asked = asyncio.create_task(r.text())
+        async with asyncio.timeout(5):
+            while len(r.decode[0].legs) < 2:
+                await asyncio.sleep(0.01)
+        assert not asked.done()
+        hold.set()
+        assert await asked == TEXT
+
+
+@pytest.mark.parametrize("name", TWO_LEGS)
+async def test_the_prefill_leg_asks_for_one_token_of_the_same_prompt(name: str):
+    async with rig(name) as r:
+        fields: dict[str, Any] = {"max_tokens": 9, "min_tokens": 3, "temperature": 0.5, "x": [1.0]}
+        await r.text(**fields)
+        first, second = r.prefill[0].legs[0].body, r.decode[0].legs[0].body
+        ours = {"kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+        assert {k: v for k, v in second.items() if k not in ours} == {
+            **{"model": "m", "prompt": "hello"},
+            **fields,
+        }
+        if name != "sglang":  # both engines get the same body
+            assert first["max_tokens"] == first["min_tokens"] == 1
+        assert first["prompt"] == "hello" and first["x"] == [1.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_clients_cannot_hand_over_by_themselves(name: str):
+    forged = {"do_remote_prefill": True, "remote_host": "10.0.0.9", "remote_block_ids": [[1]]}
+    fields = {
+        "kv_transfer_params": forged,
+        "ec_transfer_params": forged,
+        "bootstrap_host": "10.0.0.9",
+        "bootstrap_room": 7,
+        "vllm_xargs": {"kv_transfer_params": "x", "mine": 1},
+    }
+    async with rig(name) as r:
+        assert await r.text(**fields) == TEXT
+        assert "10.0.0.9" not in str([leg.body for leg in r.fleet.legs])
+        assert r.decode[0].legs[0].body["vllm_xargs"] == {"mine": 1}
+        assert r.forwarding.stats.removed_fields == 5
+        # On a route that is not covered, and in a body that only Python's parser accepts.
+        await r.ask({**fields, "prompt": "p"}, route="/v1/embeddings")
+        odd = b'{"prompt": "p", "temperature": NaN, "kv_transfer_params": {"a": 1}}'
+        await r.ask(data=odd, route="/v1/embeddings")
+        for leg in r.decode[0].legs[-2:]:
+            assert leg.params is None and "bootstrap_host" not in leg.body
+
+
+@pytest.mark.parametrize("name", [n for n in ALONE if n != "kvt-batch"])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "n"),
+        ({"prompt": ["a", "b"]}, "prompts"),
+        ({"prompt": [[1, 2], [3]]}, "prompts"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"use_beam_search": True}, "beam_search"),
+    ],
+)
+async def test_what_a_handover_would_corrupt_goes_to_a_decode_engine_alone(
+    name: str, fields: dict[str, Any], reason: str
+):
+    async with rig(name) as r:
+        assert await r.text(**fields) == TEXT
+        assert r.prefill[0].legs == []
+        assert r.answered == {("alone", reason): 1}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1},
+        {"prompt": [1, 2, 3]},
+        {"prompt": ["a"]},
+        {"echo": False},
+        {"prompt_logprobs": None},
+    ],
+)
+async def test_what_looks_like_it_is_disaggregated(fields: dict[str, Any]):
+    async with rig() as r:
+        assert await r.text(**fields) == TEXT
+        assert r.answered == {("disaggregated", ""): 1}
+
+
+async def test_a_batch_has_a_room_for_each_sequence():
+    async with rig("sglang") as r:
+        assert await r.text(n=3) == TEXT
+        assert await r.text(prompt=["a", "b"]) == TEXT
+        rooms = [leg.body["bootstrap_room"] for leg in r.decode[0].legs]
+        assert [len(set(each)) for each in rooms] == [3, 2]
+        status, answer = await r.ask(n=100_000)
+        assert status == 400 and "sequences" in answer["error"]["message"]
+
+
+async def test_engines_without_a_prefill_of_their_own_are_not_asked_for_one():
+    async with rig("sglang") as r:
+        for fields in ({"echo": True}, {"prompt_logprobs": 1}):
+            status, answer = await r.ask(**fields)
+            assert status == 501 and "sglang" in answer["error"]["message"]
+        status, _ = await r.ask(route="/v1/responses")
+        assert status == 501
+        assert r.fleet.legs == []
+
+
+async def test_addresses_in_request_ids_are_not_shown():
+    for name in ("neuron-dynamic", "moriio-read", "moriio-write"):
+        async with rig(name) as r:
+            status, answer = await r.ask()
+            assert status == 200 and "127.0.0.1" not in json.dumps(answer), name
+            shown = await r.stream()
+            assert b"127.0.0.1" not in shown and len(tokens(shown)) == 4
+
+
+async def test_the_client_keeps_its_request_id_where_nothing_is_paired_by_it():
+    for name, exact in (("nixl", True), ("mooncake", True), ("nixl-push", False)):
+        async with rig(name) as r:
+            await r.ask(headers={"x-request-id": "mine"})
+            found = r.decode[0].legs[0].headers["x-request-id"]
+            assert (found == "mine") is exact and found.startswith("mine"), name
+            await r.ask(headers={"x-request-id": "not one; " + "x" * 200})
+            assert "not one" not in r.prefill[0].legs[1].headers["x-request-id"]
+
+
+async def test_staged_choice_takes_the_decode_engine_after_the_prefill_leg():
+    for when in ("batch", "staged"):
+        async with rig("nixl", decode=2, choose_decode=when) as r:
+            hold = asyncio.Event()
+            r.prefill[0].faults.append(Fault(hold=hold))
+            asked = asyncio.create_task(r.text())
+            async with asyncio.timeout(5):
+                while not r.prefill[0].legs:
+                    await asyncio.sleep(0.01)
+            assert sum(leg == "decode" for leg, _ in r.placer.choices) == (when == "batch")
+            hold.set()
+            assert await asked == TEXT
+
+
+async def test_short_and_cached_prompts_get_no_prefill_leg():
+    long = "x" * 8000
+    async with rig("nixl", max_local_prefill_length=500) as r:
+        await r.text()
+        await r.text(prompt=long)
+        await r.text(prompt=long + "y")
+        assert r.answered == {
+            ("alone", "short"): 1,
+            ("disaggregated", ""): 1,
+            ("alone", "cached"): 1,
+        }
+
+
+async def test_a_prefix_goes_where_it_was_sent():
+    async with rig("nixl", prefill=3, prefill_choice="prefix") as r:
+        prompts = [letter * 4000 for letter in "abc"]
+        for _ in range(4):
+            for prompt in prompts:
+                await r.text(prompt=prompt)
+        seen = [{leg.body["prompt"] for leg in engine.legs} for engine in r.prefill]
+        assert sorted(map(len, seen)) == [1, 1, 1]
+
+
+async def test_least_load_counts_what_the_engines_say_and_what_is_on_its_way():
+    async with rig("nixl", prefill=1, decode=3, decode_choice="least-load") as r:
+        r.decode[0].load = (3, 4)
+        hold = asyncio.Event()
+        async with r.monitor:
+            async with asyncio.timeout(5):
+                while r.engines[1].other_requests != 7:
+                    await asyncio.sleep(0.01)
+        for engine in r.decode:
+            engine.faults.extend(Fault(hold=hold) for _ in range(2))
+        asked = [asyncio.create_task(r.text()) for _ in range(4)]
+        async with asyncio.timeout(5):
+            while sum(len(engine.legs) for engine in r.decode) < 4:
+                await asyncio.sleep(0.01)
+        assert [len(engine.legs) for engine in r.decode] == [0, 2, 2]
+        hold.set()
+        await asyncio.gather(*asked)
+
+
+async def test_cached_tokens_are_those_of_the_prefill_engine():
+    for stream in (False, True):
+        async with rig("nixl", cached=(3, 5)) as r:
+            if stream:
+                shown = await r.stream(stream_options={"include_usage": True})
+                assert b'"cached_tokens":3' in shown and b'"cached_tokens": 5' not in shown
+                assert len(tokens(shown)) == 4
+            else:
+                _, answer = await r.ask()
+                assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+async def test_streams_pass_as_bytes():
+    async with rig("nixl", cached=(None, 5)) as r:
+        shown = await r.stream(stream_options={"include_usage": True})
+        direct = await r.stream(echo=True, stream_options={"include_usage": True})
+        names = [leg.headers.get("x-request-id", "none") for leg in r.decode[0].legs]
+        assert shown.replace(names[0].encode(), names[1].encode()) == direct

@@ -1,0 +1,70 @@
+"""`dynamo-lite serve graphs.forward:Forwarder` in front of scripted engines."""
+
+import asyncio
+import json
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+
+from tests.forwarding import COMPLETION, TEXT
+from tests.process.command import run, serving
+from tests.scripted import Fault, Fleet, ScriptedEngine, nixl
+
+GRAPH = "graphs.forward:Forwarder"
+
+
+async def test_its_processes_share_a_port_and_drain_in_order(tmp_path: Path):
+    fleet = Fleet()
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(ScriptedEngine(fleet, role, nixl))
+            for role in ("prefill", "decode")
+        ]
+        listed = ", ".join(f'{{url: "{engine.url}", role: {engine.role}}}' for engine in engines)
+        options = (
+            *("-f", "configs/forward_nixl.yaml", "--Forwarder.port=0"),
+            *(f"--Forwarder.engines=[{listed}]", "--Forwarder.ServiceArgs.workers=2"),
+        )
+        with serving(tmp_path, *options, graph=GRAPH) as graph:
+            line = await asyncio.to_thread(graph.wait_line, "ready http")
+            url = line.split()[1]
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            async with asyncio.timeout(20):
+                while (await _get(session, f"{url}/ready"))["ok"] is not True:
+                    await asyncio.sleep(0.05)
+            for _ in range(8):  # each on a connection of its own
+                async with session.post(
+                    f"{url}/v1/completions", json=COMPLETION, headers={"connection": "close"}
+                ) as answer:
+                    assert (await answer.json())["choices"][0]["text"] == TEXT
+            listing = await asyncio.to_thread(run, "ps", "--json", "--state-dir", str(tmp_path))
+            rows = json.loads(listing.stdout)
+            assert [row["component"] for row in rows] == ["Forwarder", "Forwarder"]
+            # A stream that is open when the graph is stopped is finished.
+            draining = asyncio.Event()
+            engines[1].faults.append(Fault(hold=draining))
+            asked = asyncio.create_task(_stream(session, url))
+            async with asyncio.timeout(20):
+                while len(engines[1].legs) < 9:
+                    await asyncio.sleep(0.05)
+            graph.signal(signal.SIGINT)
+            await asyncio.to_thread(graph.wait_line, "draining")
+            draining.set()
+            assert (await asked).endswith(b"[DONE]\n\n")
+            assert await asyncio.to_thread(graph.end) == 0
+        assert fleet.violations == []
+        for engine in engines:
+            assert len(engine.legs) == 9
+
+
+async def _stream(session: aiohttp.ClientSession, url: str) -> bytes:
+    body = {**COMPLETION, "stream": True}
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        return await answer.read()
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, object]:
+    async with session.get(url) as answer:
+        return await answer.json()

@@ -1,0 +1,506 @@
+"""Scripted stock engines that check their handover protocol strictly, and can fail at each point.
+
+Engines of one `Fleet` share what their real counterparts share through the KV transfer: which
+handovers were offered, taken and used up. What a strict engine does not accept is answered with
+500 and noted in `Fleet.violations`, so that a test fails whatever the forwarder makes of it.
+"""
+
+import asyncio
+import itertools
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aiohttp import web
+
+#: A leg that waits for its other one longer than this is a failure of the test.
+_PAIR_S = 10.0
+
+GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+Stage = Literal["before_head", "after_head", "mid_stream", "status"]
+
+
+@dataclass(eq=False)
+class Leg:
+    """One request that an engine has got."""
+
+    engine: "ScriptedEngine"
+    number: int
+    method: str
+    route: str
+    headers: dict[str, str]
+    body: Any
+    raw: bytes
+    #: Of `Fleet.clock` at the end; None while it runs.
+    ended: int | None = None
+    #: Whether the other side has closed the connection before the end of the answer.
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def params(self) -> Any:
+        return self.body.get("kv_transfer_params")
+
+
+@dataclass
+class Fault:
+    """What the next request of an engine meets. hold: it waits for this first. seen: a cut in the
+    middle of a stream waits for this, since what is not read yet is lost with the connection."""
+
+    stage: Stage | None = None
+    status: int = 500
+    hold: asyncio.Event | None = None
+    seen: asyncio.Event | None = None
+    body: Any = None
+
+
+class Violation(Exception):
+    """The forwarder has broken the protocol."""
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self.violations: list[str] = []
+        self.legs: list[Leg] = []
+        self.clock = itertools.count()
+        #: Names of handovers, and what became of them.
+        self.offered: dict[str, Any] = {}
+        self.used: Counter[str] = Counter()
+        self._arrived: dict[str, asyncio.Event] = {}
+
+    def arrived(self, name: str) -> asyncio.Event:
+        return self._arrived.setdefault(name, asyncio.Event())
+
+    async def meet(self, own: str, other: str) -> None:
+        """Both sides of a handover wait for each other."""
+        self.arrived(own).set()
+        async with asyncio.timeout(_PAIR_S):
+            await self.arrived(other).wait()
+
+    def once(self, name: str) -> None:
+        self.used[name] += 1
+        if self.used[name] > 1:
+            raise Violation(f"{name} is used a second time")
+
+
+Handover = Callable[["ScriptedEngine", Leg], Awaitable[dict[str, Any]]]
+
+
+class ScriptedEngine:
+    """Async context manager. handover: checks a leg and returns the `kv_transfer_params` (or other
+    fields) of its answer. tokens: of an answer."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        role: Literal["prefill", "decode"],
+        handover: Handover,
+        *,
+        tokens: int = 4,
+        model: str = "m",
+        cached: int | None = None,
+    ):
+        self.fleet, self.role, self.handover = fleet, role, handover
+        self.tokens, self.model, self.cached = tokens, model, cached
+        self.faults: deque[Fault] = deque()
+        self.engine_id = f"engine-{next(fleet.clock)}"
+        self.bootstrap_ids = {"0": {"engine_id": self.engine_id}}
+        self.healthy = True
+        self.load = (0, 0)
+        self.legs: list[Leg] = []
+        self.port = 0
+        self._runner: web.ServerRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> "ScriptedEngine":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """At the same port again after `stop`."""
+        server = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == "/health":
+            return web.Response(status=200 if self.healthy else 503)
+        if request.path == "/query":
+            return web.json_response(self.bootstrap_ids)
+        if request.path == "/metrics":
+            running, waiting = self.load
+            return web.Response(
+                text=f'vllm:num_requests_running{{engine="0"}} {running}.0\n'
+                f'vllm:num_requests_waiting{{engine="0"}} {waiting}.0\n'
+            )
+        if request.path == "/v1/models" and "x-client" not in request.headers:
+            return web.json_response({"data": [{"id": self.model}]})
+        return await self._leg(request)
+
+    async def _leg(self, request: web.BaseRequest) -> web.StreamResponse:
+        raw = await request.read()
+        malformed = False
+        try:
+            body = json.loads(raw) if raw else None
+        except ValueError:
+            body, malformed = None, True
+        leg = Leg(
+            engine=self,
+            number=next(self.fleet.clock),
+            method=request.method,
+            route=request.path_qs,
+            headers={name.lower(): value for name, value in request.headers.items()},
+            body=body,
+            raw=raw,
+        )
+        self.legs.append(leg)
+        self.fleet.legs.append(leg)
+        try:
+            if malformed:
+                return web.json_response({"error": {"message": "malformed"}}, status=400)
+            return await self._answer(request, leg)
+        except asyncio.CancelledError:
+            leg.aborted.set()
+            raise
+        except (TimeoutError, ConnectionError):
+            leg.aborted.set()
+            return web.Response(status=500)
+        finally:
+            leg.ended = next(self.fleet.clock)
+
+    async def _answer(self, request: web.BaseRequest, leg: Leg) -> web.StreamResponse:
+        fault = self.faults.popleft() if self.faults else Fault()
+        if fault.hold is not None:
+            await fault.hold.wait()
+        if fault.stage == "status":
+            body = fault.body or {"error": {"message": f"scripted {fault.status}"}}
+            return web.json_response(body, status=fault.status)
+        if fault.stage == "before_head":
+            return _cut(request)
+        if not isinstance(leg.body, dict) or leg.route not in GENERATES:
+            return web.json_response({"passed": leg.route, "body": leg.body})
+        try:
+            extra = await self.handover(self, leg)
+        except Violation as exc:
+            self.fleet.violations.append(f"{self.role} {leg.route}: {exc}")
+            return web.json_response({"error": {"message": str(exc)}}, status=500)
+        if leg.body.get("stream"):
+            return await self._stream(request, leg, fault)
+        if fault.stage in ("after_head", "mid_stream"):
+            response = web.StreamResponse(headers={"content-length": "100"})
+            await response.prepare(request)
+            await response.write(b"{")
+            return _cut(request)
+        return web.json_response({**self._whole(leg), **extra})
+
+    def _text(self, number: int) -> str:
+        return f" t{number}"
+
+    def _limit(self, leg: Leg) -> int:
+        limit = leg.body.get("max_completion_tokens", leg.body.get("max_tokens"))
+        return self.tokens if limit is None else min(limit, self.tokens)
+
+    def _usage(self, leg: Leg) -> dict[str, Any]:
+        usage: dict[str, Any] = {"prompt_tokens": 5, "completion_tokens": self._limit(leg)}
+        if self.cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
+        return usage
+
+    def _whole(self, leg: Leg) -> dict[str, Any]:
+        text = "".join(self._text(n) for n in range(self._limit(leg)))
+        return {
+            "id": f"cmpl-{leg.headers.get('x-request-id', 'none')}",
+            "choices": [{"index": 0, "text": text, "finish_reason": "length"}],
+            "usage": self._usage(leg),
+        }
+
+    async def _stream(self, request: web.BaseRequest, leg: Leg, fault: Fault) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        if fault.stage == "after_head":
+            return _cut(request)
+        events = self._events(leg)
+        for number, event in enumerate(events):
+            if fault.stage == "mid_stream" and number == 2:
+                if fault.seen is not None:
+                    await fault.seen.wait()
+                return _cut(request)
+            await response.write(b"data: " + event + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _events(self, leg: Leg) -> list[bytes]:
+        limit = self._limit(leg)
+        name = f"cmpl-{leg.headers.get('x-request-id', 'none')}"
+        events: list[dict[str, Any]] = [
+            {
+                "id": name,
+                "choices": [
+                    {
+                        "index": 0,
+                        "text": self._text(n),
+                        "finish_reason": "length" if n == limit - 1 else None,
+                    }
+                ],
+            }
+            for n in range(limit)
+        ]
+        if (leg.body.get("stream_options") or {}).get("include_usage"):
+            events.append({"id": name, "choices": [], "usage": self._usage(leg)})
+        return [json.dumps(event).encode() for event in events]
+
+
+def _cut(request: web.BaseRequest) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def check(condition: bool, text: str) -> None:
+    if not condition:
+        raise Violation(text)
+
+
+def one_token(leg: Leg) -> None:
+    body = leg.body
+    check(body["stream"] is False and "stream_options" not in body, "the prefill leg streams")
+    check(body["max_tokens"] == 1 and body["min_tokens"] == 1, "more than one token")
+    check(body.get("max_completion_tokens", 1) == 1, "max_completion_tokens")
+
+
+def plain_decode(engine: ScriptedEngine, leg: Leg) -> bool:
+    """A decode leg without a handover."""
+    return engine.role == "decode" and leg.params is None
+
+
+async def nixl(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    """NixlConnector: params are valid for one decode leg."""
+    fleet = engine.fleet
+    if plain_decode(engine, leg):
+        return {}
+    if engine.role == "prefill":
+        one_token(leg)
+        check(leg.params["do_remote_decode"] is True, "do_remote_decode")
+        check(leg.params["do_remote_prefill"] is False, "do_remote_prefill")
+        name = f"cmpl-{leg.headers['x-request-id']}-0-deadbeef"
+        check(name not in fleet.offered, "the request id is not unique")
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": engine.engine_id,
+            "remote_request_id": name,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "unknown": {"kept": [1.0, None]},
+        }
+        fleet.offered[name] = params
+        return {"kv_transfer_params": params}
+    name = leg.params["remote_request_id"]
+    check(leg.params == fleet.offered.get(name), "params are not those of the prefill engine")
+    fleet.once(name)
+    return {}
+
+
+async def push(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    """NixlPushConnector: the legs are paired by their request id."""
+    fleet = engine.fleet
+    if plain_decode(engine, leg):
+        return {}
+    name = leg.headers["x-request-id"]
+    identity = {
+        "remote_engine_id": engine.engine_id,
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+    }
+    if engine.role == "prefill":
+        one_token(leg)
+        check(leg.params["do_remote_decode"] is True, "do_remote_decode")
+        fleet.once(f"P {name}")
+        fleet.offered[engine.engine_id] = identity
+        fleet.arrived(f"P {name}").set()
+        answer = {**identity, "remote_block_ids": [[1]], "transfer_mode": "push"}
+        return {"kv_transfer_params": {**answer, "remote_request_id": name}}
+    params = dict(leg.params)
+    check(params.pop("do_remote_prefill") is True, "do_remote_prefill")
+    check(params.pop("do_remote_decode") is False, "do_remote_decode")
+    check(params.pop("remote_request_id") == name, "remote_request_id")
+    check("remote_block_ids" not in params, "blocks")
+    check(params == fleet.offered.get(params["remote_engine_id"]), "identity")
+    fleet.once(f"D {name}")
+    await fleet.meet(f"D {name}", f"P {name}")
+    return {}
+
+
+async def mooncake(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    fleet = engine.fleet
+    if plain_decode(engine, leg):
+        return {}
+    name = leg.params["transfer_id"]
+    check(re.fullmatch(r"xfer-[0-9a-f]{32}", name) is not None, "transfer_id")
+    if engine.role == "prefill":
+        one_token(leg)
+        check(leg.params["do_remote_decode"] is True, "do_remote_decode")
+        rank = leg.headers["x-data-parallel-rank"]
+        fleet.offered[name] = engine.bootstrap_ids[rank]["engine_id"]
+        fleet.once(f"P {name}")
+        fleet.arrived(f"P {name}").set()
+        return {}
+    check(leg.params["do_remote_prefill"] is True, "do_remote_prefill")
+    check("x-data-parallel-rank" not in leg.headers, "the prefill engine's rank")
+    fleet.once(f"D {name}")
+    await fleet.meet(f"D {name}", f"P {name}")
+    check(leg.params["remote_engine_id"] == fleet.offered[name], "remote_engine_id")
+    check(leg.params["remote_bootstrap_addr"].startswith("http://127.0.0.1:"), "bootstrap addr")
+    return {}
+
+
+_MORIIO = re.compile(
+    r"___prefill_addr_host:127.0.0.1,handshake:6301,notify:61005"
+    r"___decode_addr_host:127.0.0.1,handshake:6301,notify:61005_([0-9a-f]{32})"
+)
+
+
+async def moriio_read(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    fleet = engine.fleet
+    if plain_decode(engine, leg):
+        return {}
+    found = _MORIIO.fullmatch(leg.headers["x-request-id"])
+    check(found is not None, f"request id {leg.headers['x-request-id']}")
+    assert found is not None
+    name = leg.params["transfer_id"]
+    check(name == f"tx-{found[1]}", "transfer_id")
+    if engine.role == "prefill":
+        one_token(leg)
+        check(leg.params["do_remote_decode"] is True, "do_remote_decode")
+        fleet.offered[name] = ("p-engine", [4, 5])
+        return {"kv_transfer_params": {"remote_engine_id": "p-engine", "remote_block_ids": [4, 5]}}
+    fleet.once(name)
+    given = (leg.params["remote_engine_id"], leg.params["remote_block_ids"])
+    check(given == fleet.offered.get(name), "the prefill engine's answer")
+    check(leg.params["do_remote_prefill"] is True, "do_remote_prefill")
+    return {}
+
+
+async def moriio_write(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    fleet = engine.fleet
+    if plain_decode(engine, leg):
+        return {}
+    check(_MORIIO.fullmatch(leg.headers["x-request-id"]) is not None, "request id")
+    name = leg.params["transfer_id"]
+    fleet.once(f"{engine.role} {name}")
+    await fleet.meet(
+        f"{engine.role} {name}", f"{'decode' if engine.role == 'prefill' else 'prefill'} {name}"
+    )
+    return {}
+
+
+async def sglang(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    """A live room has one prefill and one decode leg with equal bodies; neither can end alone."""
+    fleet = engine.fleet
+    rooms = leg.body.get("bootstrap_room")
+    check(rooms is not None, "no room: this engine has no prefill of its own")
+    each = rooms if isinstance(rooms, list) else [rooms]
+    hosts, ports = leg.body["bootstrap_host"], leg.body["bootstrap_port"]
+    if isinstance(rooms, list):
+        check(hosts == ["127.0.0.1"] * len(each), "hosts")
+        check(ports == [8998] * len(each), "ports")
+        check(len(each) == leg.body.get("n", 1) or "prompt" in leg.body, "one room per sequence")
+    else:
+        check((hosts, ports) == ("127.0.0.1", 8998), "host and port")
+    other = "decode" if engine.role == "prefill" else "prefill"
+    for room in each:
+        check(isinstance(room, int) and 0 <= room < 1 << 63, "room")
+        fleet.once(f"{engine.role} {room}")
+    fleet.offered[f"{engine.role} {each[0]}"] = leg.raw
+    await fleet.meet(f"{engine.role} {each[0]}", f"{other} {each[0]}")
+    check(fleet.offered[f"{other} {each[0]}"] == leg.raw, "the bodies differ")
+    return {}
+
+
+async def neuron_static(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    name = leg.headers["x-request-id"]
+    check(re.fullmatch(r"cmpl-[0-9a-f]{32}", name) is not None, "request id")
+    return await _neuron(engine, leg, name)
+
+
+async def neuron_dynamic(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    found = re.fullmatch(r"(cmpl-[0-9a-f]{32})_127\.0\.0\.1:(\d+)", leg.headers["x-request-id"])
+    check(found is not None, "request id")
+    assert found is not None
+    engine.fleet.offered[f"{engine.role} port {found[1]}"] = (engine.port, int(found[2]))
+    answer = await _neuron(engine, leg, found[1])
+    ours = engine.fleet.offered[f"prefill port {found[1]}"]
+    theirs = engine.fleet.offered[f"decode port {found[1]}"]
+    check(ours == theirs[::-1], "each engine gets the other one's address")
+    return answer
+
+
+async def _neuron(engine: ScriptedEngine, leg: Leg, name: str) -> dict[str, Any]:
+    check("kv_transfer_params" not in leg.body, "kv_transfer_params")
+    if engine.role == "prefill":
+        check(leg.body["max_tokens"] == 1, "max_tokens")
+    engine.fleet.once(f"{engine.role} {name}")
+    other = "decode" if engine.role == "prefill" else "prefill"
+    await engine.fleet.meet(f"{engine.role} {name}", f"{other} {name}")
+    return {}
+
+
+async def kvt_batch(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    check(engine.role == "decode", "a prefill engine is asked by the decode engine alone")
+    if leg.params is not None:
+        check(set(leg.params) == {"remote_host", "remote_port"}, "params")
+        check(leg.params["remote_port"] > 20_000, "the port of KVT")
+    return {}
+
+
+async def kvt_staged(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+    fleet = engine.fleet
+    if plain_decode(engine, leg):
+        return {}
+    name = leg.headers["x-request-id"]
+    if engine.role == "prefill":
+        one_token(leg)
+        check(leg.params == {"do_remote_decode": True}, "params")
+        fleet.offered[name] = engine.port + 20_000
+        return {}
+    check(leg.params["remote_port"] == fleet.offered.get(name), "the prefill engine's port")
+    check(leg.params["do_remote_prefill"] is True, "do_remote_prefill")
+    fleet.once(name)
+    return {}
+
+
+HANDOVERS: dict[str, Handover] = {
+    "nixl": nixl,
+    "nixl-push": push,
+    "mooncake": mooncake,
+    "llumnix-mooncake": nixl,
+    "moriio-read": moriio_read,
+    "moriio-write": moriio_write,
+    "sglang": sglang,
+    "neuron-static": neuron_static,
+    "neuron-dynamic": neuron_dynamic,
+    "kvt-batch": kvt_batch,
+    "kvt-staged": kvt_staged,
+}

@@ -1,0 +1,136 @@
+"""What is read of a client's body and removed from it, and the body of a prefill leg."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_lite.forward import bodies
+from dynamo_lite.forward.bodies import MalformedBody
+from dynamo_lite.forward.protocols.base import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOKENS
+from dynamo_lite.forward.protocols.one_token import one_token
+
+FORGED: dict[str, Any] = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
+
+
+def encoded(body: Any) -> Any:
+    return json.loads(msgspec.json.encode(body))
+
+
+def test_a_clean_body_stays_as_its_bytes():
+    data = b'{ "prompt" : "a",  "x": 1.0, "big": 123456789012345678901234567890 }'
+    request = bodies.read(COMPLETIONS, data)
+    assert request.data is data and request.removed == ()
+    assert msgspec.json.encode(request.body) == (
+        b'{"prompt":"a","x":1.0,"big":123456789012345678901234567890}'
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_transfer_params": FORGED},
+        {"kv_transfer_params": None},
+        {"ec_transfer_params": FORGED},
+        {"bootstrap_host": "10.0.0.9", "bootstrap_port": 1, "bootstrap_room": 2},
+        {"disagg_prefill_dp_rank": 3},
+        {"vllm_xargs": {"kv_transfer_params": "x", "ec_transfer_params": "y"}},
+        {"sampling_params": {"extra_args": {"kv_transfer_params": FORGED}}},
+    ],
+)
+def test_what_only_a_forwarder_may_set_is_removed(fields: dict[str, Any]):
+    request = bodies.read(COMPLETIONS, json.dumps({"prompt": "p", **fields}).encode())
+    assert request.removed
+    assert request.data == msgspec.json.encode(request.body)
+    left = json.loads(request.data)
+    assert left["prompt"] == "p"
+    assert not any(word in str(left) for word in ("transfer_params", "bootstrap", "disagg"))
+
+
+def test_keys_with_escapes_and_repeated_keys_are_no_way_around():
+    data = b'{"kv\\u005ftransfer_params": {"a": 1}, "prompt": "p", "prompt": "q"}'
+    request = bodies.read(COMPLETIONS, data)
+    assert json.loads(request.data) == {"prompt": "q"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"a": NaN, "kv_transfer_params": {}, "prompt": "\\ud800"}',
+        '{"a": "é", "kv_transfer_params": {}}'.encode("utf-16"),
+        b'\xef\xbb\xbf{"kv_transfer_params": {}}',
+    ],
+)
+def test_what_only_pythons_parser_accepts_is_cleaned_too(data: bytes):
+    body, clean, removed = bodies.sanitized(data)
+    assert removed == ("kv_transfer_params",)
+    assert b"kv_transfer_params" not in clean
+    expected = {k: v for k, v in json.loads(data).items() if k != "kv_transfer_params"}
+    assert repr(json.loads(clean)) == repr(expected)
+    assert "kv_transfer_params" not in body
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'"x"', b"\xff", b"[" * 100_000])
+def test_no_object_is_malformed(data: bytes):
+    with pytest.raises(MalformedBody):
+        bodies.read(COMPLETIONS, data)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "alone", "batch", "sequences"),
+    [
+        (COMPLETIONS, {"prompt": "p"}, "", "", 1),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}, "", "", 1),
+        (COMPLETIONS, {"prompt": [ ]}, "", "", 1),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "", "prompts", 2),
+        (COMPLETIONS, {"prompt": [[1], [2], [3]], "n": 2}, "", "prompts", 6),
+        (COMPLETIONS, {"prompt": "p", "n": 3}, "", "n", 3),
+        (COMPLETIONS, {"prompt": "p", "n": None}, "", "", 1),
+        (COMPLETIONS, {"prompt": "p", "n": "3"}, "", "", 1),
+        (COMPLETIONS, {"prompt": "p", "best_of": 2}, "", "n", 2),
+        (COMPLETIONS, {"prompt": "p", "echo": True}, "echo", "", 1),
+        (COMPLETIONS, {"prompt": "p", "prompt_logprobs": 0}, "prompt_logprobs", "", 1),
+        (COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds", "", 1),
+        (CHAT, {"messages": [], "n": 2}, "", "n", 2),
+        (CHAT, {"messages": [], "use_beam_search": True}, "beam_search", "", 1),
+        (RESPONSES, {"input": "x", "previous_response_id": "r"}, "stored_response", "", 1),
+        (RESPONSES, {"input": "x", "background": True}, "stored_response", "", 1),
+        (TOKENS, {"sampling_params": {"n": 2}}, "", "n", 2),
+        (TOKENS, {"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs", "", 1),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_handed_over(
+    route: str, fields: dict[str, Any], alone: str, batch: str, sequences: int
+):
+    request = bodies.read(route, json.dumps(fields).encode())
+    assert (request.alone, request.batch, request.sequences) == (alone, batch, sequences)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "expected"),
+    [
+        (COMPLETIONS, {}, {"max_tokens": 1, "min_tokens": 1}),
+        (
+            CHAT,
+            {"max_completion_tokens": 9, "min_tokens": 5},
+            {"max_tokens": 1, "min_tokens": 1, "max_completion_tokens": 1},
+        ),
+        (MESSAGES, {"max_tokens": 9}, {"max_tokens": 1, "min_tokens": 1}),
+        (RESPONSES, {"max_output_tokens": 9}, {"max_output_tokens": 1, "store": False}),
+        (
+            TOKENS,
+            {"sampling_params": {"max_tokens": 9, "top_k": 2}},
+            {"sampling_params": {"max_tokens": 1, "min_tokens": 1, "top_k": 2}},
+        ),
+    ],
+)
+def test_a_prefill_body_asks_for_one_token(
+    route: str, fields: dict[str, Any], expected: dict[str, Any]
+):
+    own = {"stream": True, "stream_options": {"include_usage": True}, "seed": 1, **fields}
+    body = bodies.read(route, json.dumps(own).encode()).body
+    before = dict(body)
+    kept = {key: value for key, value in fields.items() if key not in expected}
+    assert encoded(one_token(body, route)) == {"stream": False, "seed": 1, **kept, **expected}
+    assert body == before

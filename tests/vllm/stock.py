@@ -1,0 +1,69 @@
+"""Stock vLLM servers with a KV connector, behind a Forwarder. They know nothing of dynamo-lite."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dynamo_lite.serve.processes import free_port
+from tests.vllm.graph import Graph, PlainServer
+
+FORWARD = ("graphs.forward:Forwarder", "configs/forward_nixl.yaml")
+
+Role = Literal["prefill", "decode"]
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+class StockEngine(PlainServer):
+    """`vllm serve` with a connector. lease_s: how long a prefill engine keeps blocks that nobody
+    asks for."""
+
+    def __init__(self, directory: Path, role: Role, connector: str, *, lease_s: float = 30.0):
+        config: dict[str, Any] = {
+            "kv_connector": connector,
+            "kv_role": _KV_ROLES[role],
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kv_lease_duration": lease_s},
+        }
+        super().__init__(directory, flags={"kv-transfer-config": config})
+        self.role: Role = role
+        self._env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+
+
+@dataclass
+class Forwarded:
+    """A Forwarder with its engines."""
+
+    graph: Graph
+    prefill: list[StockEngine]
+    decode: list[StockEngine]
+
+
+@contextmanager
+def forwarded(
+    directory: Path,
+    *,
+    connector: str = "NixlConnector",
+    protocol: str = "nixl",
+    prefill: int = 1,
+    decode: int = 1,
+    options: Sequence[str] = (),
+) -> Iterator[Forwarded]:
+    """Engines that are started one beside the other, and then a Forwarder."""
+    with ExitStack() as stack:
+        engines: dict[Role, list[StockEngine]] = {"prefill": [], "decode": []}
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for number in range(count):
+                engine = StockEngine(directory / f"{role}-{number}", role, connector)
+                engines[role].append(stack.enter_context(engine))
+        every = [*engines["prefill"], *engines["decode"]]
+        listed = ", ".join(f'{{url: "{engine.url}", role: {engine.role}}}' for engine in every)
+        graph = Graph(
+            directory / "forwarder",
+            FORWARD,
+            (f"--Forwarder.engines=[{listed}]", f"--Forwarder.protocol={protocol}", *options),
+            http="Forwarder",
+        )
+        yield Forwarded(stack.enter_context(graph), engines["prefill"], engines["decode"])

@@ -1,0 +1,116 @@
+"""A Forwarder in front of two stock vLLM engines with NixlConnector."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.vllm.asking import ask, client, prose
+from tests.vllm.graph import PlainServer, eventually
+from tests.vllm.live import command
+from tests.vllm.stock import Forwarded, forwarded
+from tests.vllm.test_answers import CHATS, COMPLETIONS, GREEDY, assert_same, streaming
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+#: Several sequences cannot be handed over.
+ALONE = {"two choices", "several prompts", "echo"}
+
+
+@pytest.fixture(scope="module")
+def pull(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forwarded]:
+    with forwarded(tmp_path_factory.mktemp("forward")) as running:
+        # Ready is the Forwarder's port; the engines are found healthy a moment later.
+        eventually(
+            lambda: running.graph.health("Forwarder")["ok"], timeout_s=30, what="healthy engines"
+        )
+        yield running
+
+
+def answers(running: Forwarded, how: str) -> float:
+    return running.graph.count("Forwarder", "dynamo_lite_forward_answers_total", how=how)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("chat", name) for name in ("short", "long", "two choices", "drawn", "logprobs")),
+        *(("chat", name) for name in ("schema", "any tool")),
+        *(("completions", name) for name in COMPLETIONS),
+    ],
+)
+def test_answers_are_those_of_one_plain_engine(
+    pull: Forwarded, reference: PlainServer, kind: str, name: str, stream: bool
+):
+    request = (CHATS if kind == "chat" else COMPLETIONS)[name] | streaming(stream)
+    how = "alone" if name in ALONE else "disaggregated"
+    before = answers(pull, how)
+    expected = ask(reference.url, kind, request)
+    assert_same(ask(pull.graph.url, kind, request), expected)
+    assert answers(pull, how) == before + 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_responses(pull: Forwarded, reference: PlainServer, stream: bool):
+    def text(url: str) -> str:
+        with client(url) as api:
+            asked: dict[str, Any] = {"input": prose(300, seed=8), "temperature": 0}
+            asked |= {"model": "tiny", "max_output_tokens": 12}
+            if not stream:
+                return api.responses.create(**asked).output_text
+            with api.responses.create(**asked, stream=True) as events:
+                return "".join(
+                    event.delta for event in events if event.type == "response.output_text.delta"
+                )
+
+    before = answers(pull, "disaggregated")
+    assert text(pull.graph.url) == text(reference.url) != ""
+    assert answers(pull, "disaggregated") == before + 1
+
+
+def test_errors_are_the_engines_own(pull: Forwarded, reference: PlainServer):
+    for body in (
+        b"{",
+        b"[]",
+        b'{"model": "tiny"}',
+        b'{"model": "tiny", "prompt": "x", "max_tokens": -1}',
+        b'{"model": "other", "prompt": "x"}',
+    ):
+        headers = {"content-type": "application/json"}
+        mine, theirs = (
+            httpx.post(f"{url}/v1/completions", content=body, headers=headers, timeout=60)
+            for url in (pull.graph.url, reference.url)
+        )
+        assert 400 <= theirs.status_code < 500
+        assert (mine.status_code, mine.json()) == (theirs.status_code, theirs.json()), body
+
+
+def test_other_routes_are_passed_on(pull: Forwarded, reference: PlainServer):
+    tokens = {"model": "tiny", "prompt": "hello there"}
+    mine, theirs = (
+        httpx.post(f"{url}/tokenize", json=tokens, timeout=60).json()
+        for url in (pull.graph.url, reference.url)
+    )
+    assert mine == theirs
+    with client(pull.graph.url) as api:
+        assert [model.id for model in api.models.list()] == ["tiny"]
+
+
+def test_it_is_a_component_as_any_other(pull: Forwarded):
+    assert "Forwarder" in command(pull.graph, "ps")
+    assert httpx.get(f"{pull.graph.url}/ready").json()["ok"] is True
+
+
+def test_without_its_prefill_engine_it_goes_on(pull: Forwarded, reference: PlainServer):
+    """Last: it takes the prefill engine away."""
+    os.kill(pull.prefill[0].pid, signal.SIGKILL)
+    for seed in range(4):
+        request: dict[str, Any] = {"prompt": prose(400, seed=100 + seed), **GREEDY}
+        expected = ask(reference.url, "completions", request)
+        assert_same(ask(pull.graph.url, "completions", request), expected)
+    # Blocks that it should have given are computed here instead.
+    assert answers(pull, "alone") >= 4
