@@ -89,7 +89,7 @@ class Pair:
         self.ended: dict[str, str] = {}
         self.drops: Counter[str] = Counter()
         self.alive = True
-        self.cells = [0] * self.runners
+        self.cells = [0] * (self.runners + 1)  # one for a job that a test runs itself
 
     def start_engine(
         self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]

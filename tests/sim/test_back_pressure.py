@@ -21,10 +21,10 @@ def test_a_slow_wire_holds_the_computing_back_to_the_jobs_that_are_held():
         def bounded() -> bool:
             over = len(pair.counts.get(ENDED, ()))
             assert len(pair.jobs.working) <= CONCURRENCY
-            assert computed() <= (over + CONCURRENCY) * (PROMPT - 1)
+            assert computed() <= (over + CONCURRENCY) * PROMPT
             return over == JOBS
 
-        await pair.until(lambda: bounded() or computed() == CONCURRENCY * (PROMPT - 1))
+        await pair.until(lambda: bounded() or computed() == CONCURRENCY * PROMPT)
         assert not pair.counts.get(ENDED), "the second job is computed before the first is written"
         await pair.until(bounded)
         await pair.until(lambda: len(pair.ended) == JOBS)

@@ -21,6 +21,7 @@ from dynamo_lite.engine.base import AttemptOutcome
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
+from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
 from dynamo_lite.vllm.engine import core
 from dynamo_lite.vllm.first_token import FirstTokenRules
@@ -209,7 +210,7 @@ async def prefilling(rig: Rig) -> AsyncIterator[asyncio.Queue[int]]:
     tokens: asyncio.Queue[int] = asyncio.Queue()
     reads = asyncio.create_task(rig.engine.run_prefills())
     job = prefill_job(first_token=WANTED)
-    run = asyncio.create_task(rig.engine.prefill(job, target, tokens.put))
+    run = asyncio.create_task(rig.engine.prefill(job, target, Permit(), tokens.put))
     await eventually(lambda: rig.core.added)
     try:
         yield tokens
