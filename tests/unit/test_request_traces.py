@@ -187,9 +187,9 @@ async def one_job(headers: Any, tracer: Recorder | None) -> tuple[Any, WriterDon
     async with working(tracer=tracer) as rig:
         prefill = rig.engine.prefill
 
-        async def noting(job: Any, *args: Any) -> Any:
+        async def noting(job: Any, *others: Any) -> Any:
             given.append(job)
-            ended = await prefill(job, *args)
+            ended = await prefill(job, *others)
             return type(ended)(ended.attempt, ended.outcome, written_at=time.monotonic() + 5)
 
         rig.engine.prefill = noting  # type: ignore[method-assign]
