@@ -187,9 +187,9 @@ async def one_job(headers: Any, tracer: Recorder | None) -> tuple[Any, WriterDon
     async with working(tracer=tracer) as rig:
         prefill = rig.engine.prefill
 
-        async def noting(job: Any, target: Any) -> Any:
+        async def noting(job: Any, target: Any, permit: Any) -> Any:
             given.append(job)
-            ended = await prefill(job, target)
+            ended = await prefill(job, target, permit)
             return type(ended)(ended.attempt, ended.outcome, written_at=time.monotonic() + 5)
 
         rig.engine.prefill = noting  # type: ignore[method-assign]
