@@ -375,7 +375,8 @@ async def test_blocks_of_a_client_that_goes_are_freed_through_the_decode_engine(
 
 async def test_a_client_that_goes_in_the_middle_of_a_stream_ends_it_at_the_engine():
     async with rig("nixl") as r:
-        r.decode[0]._events = lambda leg: itertools.repeat(b"{}")  # type: ignore[method-assign]
+        event = b"x" * 65536
+        r.decode[0]._events = lambda leg: itertools.repeat(event)  # type: ignore[method-assign]
         body = {**COMPLETION, "stream": True}
         async with r.session.post(f"{r.url}/v1/completions", json=body) as answer:
             assert await answer.content.readany()
