@@ -14,7 +14,7 @@ from dynamo_lite.forward.client import Client, Incoming
 from dynamo_lite.forward.engines import Engine, EngineLeg
 from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, PrefillFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge
-from dynamo_lite.forward.legs import Legs, Sending, all_or_first_failure, sending
+from dynamo_lite.forward.legs import ERROR_EVENTS, Legs, Sending, sending
 from dynamo_lite.forward.placing import Placement, Placer, Tried
 from dynamo_lite.forward.protocols.base import (
     Attempt,
@@ -141,7 +141,7 @@ class Orders:
                 decoding = legs.start(
                     legs.open(sending(engine, second), DecodeFailed), "decode leg"
                 )
-                await all_or_first_failure(prefilling, decoding)
+                await legs.all(prefilling, decoding)
                 answer, response = prefilling.result(), decoding.result()
                 prompt.answered()
                 self._placer.sent(prefill, placement)
@@ -203,6 +203,8 @@ class Orders:
     ) -> None:
         client = job.client
         while events := await reader.next():
+            if not client.started and events.startswith(ERROR_EVENTS):
+                raise PrefillFailed(reader.engine, "event")
             shown = merge.from_prefill(events)
             if not shown:
                 continue

@@ -154,12 +154,32 @@ async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
         assert (await r.ask())[0] == 500
 
 
-async def test_a_prefill_answer_without_params_leaves_the_decode_engine_alone():
-    async def forgetful(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
-        return {}
+@pytest.mark.parametrize("name", ["sglang", "neuron-dynamic"])
+@pytest.mark.parametrize("how", ["cut", "event"])
+async def test_a_streamed_prefill_that_fails_after_its_head_is_noticed(name: str, how: str):
+    """The decode engine of the pair would wait for its KV until its own timeout."""
+    async with rig(name, prefill=2, decode=2) as r:
+        bad = r.prefill[0]
+        if how == "cut":
+            bad.faults.append(Fault("after_head"))
+        else:
+            events = [b'{"error": {"message": "scripted"}}']
+            bad._events = lambda leg: events  # type: ignore[method-assign]
+        async with slow(r.decode[0]):
+            # Its leg waits in the decode engine, not in a pair.
+            bad.handover = _alone
+            assert b"[DONE]" in await r.stream()
+        assert sum(r.forwarding.stats.failures.values()) == 1
+        assert [len(engine.legs) for engine in r.prefill] == [1, 1]
 
+
+async def _alone(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
+    return {}
+
+
+async def test_a_prefill_answer_without_params_leaves_the_decode_engine_alone():
     async with rig("nixl") as r:
-        r.prefill[0].handover = forgetful
+        r.prefill[0].handover = _alone
         assert await r.text() == TEXT
         assert r.decode[0].legs[0].params is None
         assert r.answered == {("alone", "no_handoff"): 1}
@@ -263,9 +283,6 @@ async def test_a_prefill_leg_whose_decode_leg_has_failed_is_closed(name: str):
 
 async def test_an_error_in_place_of_the_first_event_is_no_answer_yet():
     """As vLLM's, when it could not load the KV."""
-
-    async def unlucky(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
-        return {}
 
     async with rig("nixl", decode=2) as r:
         bad = r.decode[0]
