@@ -83,6 +83,12 @@ class Legs:
         self._tasks.append(task)
         return task
 
+    def leave_open(self, opening: "asyncio.Task[aiohttp.ClientResponse]") -> None:
+        """This leg outlives the others; the caller ends it."""
+        self._tasks.remove(opening)
+        if opening.done() and not opening.cancelled() and opening.exception() is None:
+            self._responses.remove(opening.result())
+
     async def prefill(self, one: Sending, *, streams: bool) -> PrefillAnswer:
         """A whole prefill leg. streams: it ends with the head of its answer; the rest is read
         and dropped, and `all` notices when it fails. Raises PrefillFailed, Final."""

@@ -173,6 +173,33 @@ async def test_a_streamed_prefill_that_fails_after_its_head_is_noticed(name: str
         assert [len(engine.legs) for engine in r.prefill] == [1, 1]
 
 
+async def test_a_decode_4xx_after_the_first_token_breaks_the_answer_off():
+    """The prefill engine's token is shown already, so its status cannot be."""
+    async with rig("neuron-dynamic") as r:
+        r.prefill[0].handover = _alone
+        hold = asyncio.Event()
+        r.decode[0].faults.append(Fault("status", 400, hold=hold))
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with r.session.post(
+                f"{r.url}/v1/completions", json={**COMPLETION, "stream": True}
+            ) as answer:
+                assert b" t0" in await answer.content.readany()
+                hold.set()
+                await answer.read()
+        assert r.forwarding.stats.broken == 1
+
+
+async def test_a_first_token_that_is_the_last_does_not_wait_for_the_decode_engine():
+    async with rig("neuron-dynamic") as r:
+        r.prefill[0].handover = _alone
+        async with slow(r.decode[0]):
+            r.decode[0].handover = _alone
+            assert b"[DONE]" in await r.stream(max_tokens=1)
+            # On the same connection, while the decode leg still receives its KV.
+            assert b"[DONE]" in await r.stream(max_tokens=1)
+            assert not r.decode[0].legs[0].aborted.is_set()
+
+
 async def _alone(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
     return {}
 
