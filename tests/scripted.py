@@ -358,11 +358,11 @@ async def mooncake(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
     if plain_decode(engine, leg):
         return {}
     name = leg.params["transfer_id"]
-    check(re.fullmatch(r"xfer-[0-9a-f]{32}", name) is not None, "transfer_id")
+    check(re.fullmatch(r"xfer-[0-9a-f-]{32,36}", name) is not None, "transfer_id")
     if engine.role == "prefill":
         one_token(leg)
         check(leg.params["do_remote_decode"] is True, "do_remote_decode")
-        rank = leg.headers["x-data-parallel-rank"]
+        rank = leg.headers.get("x-data-parallel-rank", "0")
         fleet.offered[name] = engine.bootstrap_ids[rank]["engine_id"]
         fleet.once(f"P {name}")
         fleet.arrived(f"P {name}").set()

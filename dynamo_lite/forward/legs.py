@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: An engine's error in place of a stream's first event: nothing was generated yet. SGLang writes
+#: it as Python does.
+ERROR_EVENTS = (b'data: {"error"', b"data: {'error'")
 #: A decode engine that answers one of these may have failed for reasons of its own.
 _RETRIED = frozenset({500, 502, 503, 504})
 
@@ -58,6 +61,7 @@ class Legs:
         self._monitor, self._config = monitor, config
         self._responses: list[aiohttp.ClientResponse] = []
         self._tasks: list[asyncio.Task[Any]] = []
+        self._rest: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,14 +83,22 @@ class Legs:
         self._tasks.append(task)
         return task
 
+    def leave_open(self, opening: "asyncio.Task[aiohttp.ClientResponse]") -> None:
+        """This leg outlives the others; the caller ends it."""
+        self._tasks.remove(opening)
+        if opening.done() and not opening.cancelled() and opening.exception() is None:
+            self._responses.remove(opening.result())
+
     async def prefill(self, one: Sending, *, streams: bool) -> PrefillAnswer:
         """A whole prefill leg. streams: it ends with the head of its answer; the rest is read
-        and dropped. Raises PrefillFailed, Final."""
+        and dropped, and `all` notices when it fails. Raises PrefillFailed, Final."""
         try:
             async with asyncio.timeout(self._config.prefill_timeout_s):
                 response = await self.open(one, PrefillFailed)
                 if streams:
-                    self.start(self._drop(one.engine, response), "rest of the prefill leg")
+                    self._rest = self.start(
+                        self._read_out(one.engine, response), "rest of the prefill leg"
+                    )
                     return PrefillAnswer()
                 data = await self.whole(one.engine, response, PrefillFailed)
         except TimeoutError as exc:
@@ -146,19 +158,35 @@ class Legs:
         except LegFailed as exc:
             raise failed(engine, exc.kind, exc.detail) from exc
 
-    async def _drop(self, engine: Engine, response: aiohttp.ClientResponse) -> None:
-        try:
-            while await self._upstream.read_some(engine, response):
-                pass
-        except LegFailed as exc:
-            logger.debug("the rest of a prefill leg: %s", exc)
+    async def all(self, *tasks: asyncio.Task[Any]) -> None:
+        """Returns when all have succeeded. The first failure is raised, without waiting for others.
 
+        So is a failure of the rest of a streamed prefill leg: a decode engine would wait for its
+        KV in vain.
+        """
+        pending = set(tasks)
+        while pending:
+            watched = set() if self._rest is None or self._rest.done() else {self._rest}
+            done, _ = await asyncio.wait(pending | watched, return_when=asyncio.FIRST_COMPLETED)
+            pending -= done
+            for task in tasks:  # in the order of the arguments: of two the first one counts
+                if task in done:
+                    task.result()
+            if self._rest is not None and self._rest.done():
+                self._rest.result()
 
-async def all_or_first_failure(*tasks: asyncio.Task[Any]) -> None:
-    """Returns when all have succeeded. The first failure is raised, without waiting for others."""
-    pending = set(tasks)
-    while pending:
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:  # in the order of the arguments: of two failures the first one counts
-            if task in done:
-                task.result()
+    async def first(self, engine: Engine, response: aiohttp.ClientResponse) -> bytes:
+        """The first bytes of a decode leg. Raises DecodeFailed, and PrefillFailed as `all`."""
+        if self._rest is None:
+            return await self.some(engine, response)
+        reading = self.start(self.some(engine, response), "first bytes")
+        await self.all(reading)
+        return reading.result()
+
+    async def _read_out(self, engine: Engine, response: aiohttp.ClientResponse) -> None:
+        """Raises PrefillFailed."""
+        data = await self.some(engine, response, PrefillFailed)
+        if data.startswith(ERROR_EVENTS):
+            raise PrefillFailed(engine, "event")
+        while data:
+            data = await self.some(engine, response, PrefillFailed)

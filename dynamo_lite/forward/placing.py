@@ -83,7 +83,11 @@ class Placer:
         self._compares = "prefix" in (config.prefill_choice, config.decode_choice) or bool(
             config.max_local_prefill_length
         )
-        self._staged = config.choose_decode == "staged" and protocol.order is Order.SERIAL
+        self._staged = (
+            config.choose_decode == "staged"
+            and protocol.order is Order.SERIAL
+            and not protocol.names_decode
+        )
 
     def place(self, request: Request, tried: Tried) -> Placement:
         """Raises NoWorkers, CannotServe."""

@@ -10,14 +10,10 @@ from dynamo_lite.forward import headers
 from dynamo_lite.forward.client import Answer, Client
 from dynamo_lite.forward.engines import Engine
 from dynamo_lite.forward.failures import Broken, DecodeFailed
-from dynamo_lite.forward.legs import Legs
+from dynamo_lite.forward.legs import ERROR_EVENTS, Legs
 from dynamo_lite.forward.rewriting import UNCHANGED, Changes, EventCutter
 
 logger = logging.getLogger(__name__)
-
-#: An engine's error in place of a stream's first event: nothing was generated yet. SGLang writes
-#: it as Python does.
-_ERROR_EVENTS = (b'data: {"error"', b"data: {'error'")
 
 
 def is_stream(response: aiohttp.ClientResponse) -> bool:
@@ -35,7 +31,7 @@ async def relay(
 ) -> None:
     """Passes a whole answer. on_first: called before the first byte.
 
-    Raises DecodeFailed before the first byte, Broken after it, ClientGone.
+    Raises DecodeFailed or PrefillFailed before the first byte, Broken after it, ClientGone.
     """
     head = headers.to_client(response.headers)
     if changes.any and not is_stream(response):
@@ -46,8 +42,8 @@ async def relay(
         await client.write(data)
         return await client.finish()
     # The head waits for the first bytes: without them, another engine can still be asked.
-    data = await legs.some(engine, response)
-    if data.startswith(_ERROR_EVENTS):
+    data = await legs.first(engine, response)
+    if data.startswith(ERROR_EVENTS):
         raise DecodeFailed(engine, "event", answer=_as_answer(data))
     on_first()
     await client.start(response.status, head)

@@ -6,7 +6,8 @@ events that contain what changes are parsed.
 
 from dataclasses import dataclass
 
-from dynamo_lite.forward.usage import MARK, with_cached_tokens
+from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, Leg, PrefillAnswer
+from dynamo_lite.forward.usage import MARK, cached_by_prefill, with_cached_tokens
 
 
 class EventCutter:
@@ -67,3 +68,15 @@ class Changes:
 
 
 UNCHANGED = Changes()
+
+
+def changes_for(
+    protocol: ForwardProtocol, attempt: Attempt, leg: Leg, answer: PrefillAnswer
+) -> Changes:
+    """What has to change in the answer of this leg. answer: of the prefill leg."""
+    cached, hidden = cached_by_prefill(answer), None
+    if protocol.hides_ids:
+        hidden = (leg.headers["x-request-id"].encode(), attempt.unique.encode())
+    if cached is None and hidden is None:
+        return UNCHANGED
+    return Changes(cached_tokens=cached, hidden=hidden)

@@ -28,9 +28,11 @@ from dynamo_lite.forward.failures import (
     failure_answer,
 )
 from dynamo_lite.forward.health import EngineMonitor
+from dynamo_lite.forward.job import Job
 from dynamo_lite.forward.legs import Legs
+from dynamo_lite.forward.merged import MergedOrder
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.orders import Job, Orders
+from dynamo_lite.forward.orders import Orders
 from dynamo_lite.forward.placing import CannotServe, Placement, Placer
 from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, Order, Peer
 from dynamo_lite.forward.upstream import Upstream
@@ -88,12 +90,14 @@ class Forwarding:
         self.stats = Stats()
         self._protocol, self._config, self._placer = protocol, config, placer
         self._unique, self._rng = unique, rng or random.SystemRandom()
-        self._orders = Orders(
-            protocol,
-            placer,
-            lambda incoming: Legs(incoming, upstream, monitor, config),
-            self.stats.answered,
-            timeout_s=config.prefill_timeout_s,
+
+        def open_legs(incoming: Incoming) -> Legs:
+            return Legs(incoming, upstream, monitor, config)
+
+        answered = self.stats.answered
+        self._orders = Orders(protocol, placer, open_legs, answered)
+        self._merged = MergedOrder(
+            protocol, placer, open_legs, answered, timeout_s=config.prefill_timeout_s
         )
 
     async def __aenter__(self) -> Self:
@@ -101,6 +105,7 @@ class Forwarding:
 
     async def __aexit__(self, *_: object) -> None:
         await self._orders.close()
+        await self._merged.close()
 
     async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
         """A request to generate. Raises ClientGone."""
@@ -182,7 +187,7 @@ class Forwarding:
                 return self._orders.single
             case Order.PARALLEL:
                 if self._protocol.first_token_from_prefill and job.request.stream:
-                    return self._orders.merged
+                    return self._merged.run
                 return self._orders.parallel
 
     def _new_attempt(self, job: Job, placement: Placement, prefill: Engine) -> Attempt:

@@ -154,12 +154,59 @@ async def test_where_no_engine_decodes_alone_the_next_prefill_engine_is_asked(
         assert (await r.ask())[0] == 500
 
 
-async def test_a_prefill_answer_without_params_leaves_the_decode_engine_alone():
-    async def forgetful(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
-        return {}
+@pytest.mark.parametrize("name", ["sglang", "neuron-dynamic"])
+@pytest.mark.parametrize("how", ["cut", "event"])
+async def test_a_streamed_prefill_that_fails_after_its_head_is_noticed(name: str, how: str):
+    """The decode engine of the pair would wait for its KV until its own timeout."""
+    async with rig(name, prefill=2, decode=2) as r:
+        bad = r.prefill[0]
+        if how == "cut":
+            bad.faults.append(Fault("after_head"))
+        else:
+            events = [b'{"error": {"message": "scripted"}}']
+            bad._events = lambda leg: events  # type: ignore[method-assign]
+        async with slow(r.decode[0]):
+            # Its leg waits in the decode engine, not in a pair.
+            bad.handover = _alone
+            assert b"[DONE]" in await r.stream()
+        assert sum(r.forwarding.stats.failures.values()) == 1
+        assert [len(engine.legs) for engine in r.prefill] == [1, 1]
 
+
+async def test_a_decode_4xx_after_the_first_token_breaks_the_answer_off():
+    """The prefill engine's token is shown already, so its status cannot be."""
+    async with rig("neuron-dynamic") as r:
+        r.prefill[0].handover = _alone
+        hold = asyncio.Event()
+        r.decode[0].faults.append(Fault("status", 400, hold=hold))
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with r.session.post(
+                f"{r.url}/v1/completions", json={**COMPLETION, "stream": True}
+            ) as answer:
+                assert b" t0" in await answer.content.readany()
+                hold.set()
+                await answer.read()
+        assert r.forwarding.stats.broken == 1
+
+
+async def test_a_first_token_that_is_the_last_does_not_wait_for_the_decode_engine():
+    async with rig("neuron-dynamic") as r:
+        r.prefill[0].handover = _alone
+        async with slow(r.decode[0]):
+            r.decode[0].handover = _alone
+            assert b"[DONE]" in await r.stream(max_tokens=1)
+            # On the same connection, while the decode leg still receives its KV.
+            assert b"[DONE]" in await r.stream(max_tokens=1)
+            assert not r.decode[0].legs[0].aborted.is_set()
+
+
+async def _alone(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
+    return {}
+
+
+async def test_a_prefill_answer_without_params_leaves_the_decode_engine_alone():
     async with rig("nixl") as r:
-        r.prefill[0].handover = forgetful
+        r.prefill[0].handover = _alone
         assert await r.text() == TEXT
         assert r.decode[0].legs[0].params is None
         assert r.answered == {("alone", "no_handoff"): 1}
@@ -263,9 +310,6 @@ async def test_a_prefill_leg_whose_decode_leg_has_failed_is_closed(name: str):
 
 async def test_an_error_in_place_of_the_first_event_is_no_answer_yet():
     """As vLLM's, when it could not load the KV."""
-
-    async def unlucky(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
-        return {}
 
     async with rig("nixl", decode=2) as r:
         bad = r.decode[0]
@@ -375,7 +419,8 @@ async def test_blocks_of_a_client_that_goes_are_freed_through_the_decode_engine(
 
 async def test_a_client_that_goes_in_the_middle_of_a_stream_ends_it_at_the_engine():
     async with rig("nixl") as r:
-        r.decode[0]._events = lambda leg: itertools.repeat(b"{}")  # type: ignore[method-assign]
+        event = b"x" * 65536
+        r.decode[0]._events = lambda leg: itertools.repeat(event)  # type: ignore[method-assign]
         body = {**COMPLETION, "stream": True}
         async with r.session.post(f"{r.url}/v1/completions", json=body) as answer:
             assert await answer.content.readany()

@@ -186,6 +186,16 @@ def test_a_lone_engine_with_both_roles_does_everything():
     assert placed.alone == "no_prefill_worker"
 
 
+def test_staged_choice_is_not_for_protocols_that_name_the_decode_engine_first():
+    for name, staged in (("nixl", True), ("moriio-read", False), ("mooncake", False)):
+        one, engines = placer(
+            configured("prefill", "decode", protocol=name, choose_decode="staged")
+        )
+        engines[0].engine_ids = {0: "e"}
+        placed = one.place(request(), Tried())
+        assert placed.prefill is engines[0] and (placed.decode is None) is staged
+
+
 def test_only_an_engine_with_both_roles_answers_alone_for_sglang():
     one, engines = placer(configured("prefill", "decode", "prefill-decode", protocol="sglang"))
     for _ in range(3):

@@ -135,6 +135,9 @@ class ForwardProtocol:
     prefill_streams: bool = False
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
+    #: SERIAL only: whether the prefill leg contains the decode engine's address, so that no other
+    #: one can take the KV.
+    names_decode: bool = False
     #: Whether request ids contain addresses, and are replaced in the client's answer.
     hides_ids: bool = False
 

@@ -84,6 +84,7 @@ READ = ForwardProtocol(
     prefill=_prefill,
     extract=_returned,
     decode=_decode,
+    names_decode=True,
     hides_ids=True,
 )
 

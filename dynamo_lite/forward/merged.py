@@ -1,0 +1,196 @@
+"""The order in which the first token comes from the prefill engine, and all others from the decode
+engine (`first_token.py` joins them)."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import aiohttp
+
+from dynamo_lite.forward import headers
+from dynamo_lite.forward.bodies import Request
+from dynamo_lite.forward.client import Incoming
+from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
+from dynamo_lite.forward.first_token import FirstTokenMerge
+from dynamo_lite.forward.job import Job
+from dynamo_lite.forward.legs import ERROR_EVENTS, Legs, sending
+from dynamo_lite.forward.placing import Placement, Placer
+from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, PrefillAnswer
+from dynamo_lite.forward.protocols.one_token import plain
+from dynamo_lite.forward.relay import break_off
+from dynamo_lite.forward.rewriting import Changes, EventCutter, changes_for
+from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
+
+logger = logging.getLogger(__name__)
+
+#: How long a decode leg whose tokens are not needed may run, so that it receives its KV.
+_SETTLE_S = 30.0
+
+_Opening = asyncio.Task[aiohttp.ClientResponse]
+
+
+class MergedOrder:
+    """`close` ends what is still done for requests that are over.
+
+    timeout_s: of a prefill leg. answered: counts answers by how and why.
+    """
+
+    def __init__(
+        self,
+        protocol: ForwardProtocol,
+        placer: Placer,
+        open_legs: Callable[[Incoming], Legs],
+        answered: Counter[tuple[str, str]],
+        *,
+        timeout_s: float,
+    ):
+        self._protocol, self._placer, self._open_legs = protocol, placer, open_legs
+        self._answered, self._timeout_s = answered, timeout_s
+        self._over = OwnedTasks()
+
+    async def close(self) -> None:
+        await self._over.end()
+
+    async def run(self, job: Job, placement: Placement, attempt: Attempt) -> None:
+        """Both legs at once."""
+        prefill, engine = placement.prefill, placement.decode
+        assert prefill is not None and engine is not None
+        body, protocol = job.request.body, self._protocol
+        first = protocol.prefill(body, attempt)
+        second = protocol.decode(body, attempt, None)
+        merge = FirstTokenMerge(_limit(job.request))
+        async with self._open_legs(job.incoming) as legs:
+            with engine.leg(0) as counted, prefill.leg(placement.uncached_tokens) as prompt:
+                prefilling = legs.start(
+                    legs.open(sending(prefill, first), PrefillFailed), "prefill leg"
+                )
+                decoding = legs.start(
+                    legs.open(sending(engine, second), DecodeFailed), "decode leg"
+                )
+                changes = changes_for(protocol, attempt, first, PrefillAnswer())
+                await self._first_tokens(job, legs, prefill, prefilling, decoding, merge, changes)
+                prompt.answered()
+                self._placer.sent(prefill, placement)
+                if merge.over:
+                    legs.leave_open(decoding)
+                    self._over.start(_read_out(legs, engine, decoding), name="rest of a decode leg")
+                    await job.client.write(merge.end())
+                    return await job.client.finish()
+                changes = changes_for(protocol, attempt, second, PrefillAnswer())
+                try:
+                    reader = _Events(legs, engine, await decoding, DecodeFailed, changes)
+                    counted.answered()
+                    while events := await reader.next():
+                        if shown := merge.from_decode(events):
+                            await job.client.write(shown)
+                except (DecodeFailed, Final) as exc:
+                    await break_off(job.client, f"decode leg: {exc}", whole=True)
+                await job.client.finish()
+        self._placer.sent(engine, placement)
+
+    async def _first_tokens(
+        self,
+        job: Job,
+        legs: Legs,
+        prefill: Engine,
+        prefilling: _Opening,
+        decoding: _Opening,
+        merge: FirstTokenMerge,
+        changes: Changes,
+    ) -> None:
+        """Raises PrefillFailed, DecodeFailed and Final before the client's first byte, Broken
+        after it."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await _first_unless_second_fails(prefilling, decoding)
+                reader = _Events(legs, prefill, prefilling.result(), PrefillFailed, changes)
+                await self._show(job, reader, merge, decoding)
+        except TimeoutError as exc:
+            failure = PrefillFailed(prefill, "timeout", f"after {self._timeout_s:g} s")
+            await _break_off_if_started(job, failure, exc)
+        except PrefillFailed as exc:
+            await _break_off_if_started(job, exc, exc)
+
+    async def _show(
+        self, job: Job, reader: "_Events", merge: FirstTokenMerge, decoding: _Opening
+    ) -> None:
+        client = job.client
+        while events := await reader.next():
+            if not client.started and events.startswith(ERROR_EVENTS):
+                raise PrefillFailed(reader.engine, "event")
+            shown = merge.from_prefill(events)
+            if not shown:
+                continue
+            if not client.started:
+                if decoding.done():
+                    decoding.result()  # raises its failure while another engine can be asked
+                self._answered["disaggregated", ""] += 1
+                await client.start(200, headers.to_client(reader.response.headers))
+            await client.write(shown)
+        if not client.started:
+            raise PrefillFailed(reader.engine, "unpaired", "no token")
+
+
+class _Events:
+    """Reads whole events of one leg."""
+
+    def __init__(
+        self,
+        legs: Legs,
+        engine: Engine,
+        response: aiohttp.ClientResponse,
+        failed: type[EngineFailed],
+        changes: Changes,
+    ):
+        self.engine, self.response = engine, response
+        self._legs, self._failed, self._changes = legs, failed, changes
+        self._cutter = EventCutter()
+
+    async def next(self) -> bytes:
+        """Empty at the end. Raises `failed`."""
+        while data := await self._legs.some(self.engine, self.response, self._failed):
+            if events := self._cutter.feed(data):
+                return self._changes.events(events)
+        return self._changes.events(self._cutter.flush())
+
+
+def _limit(request: Request) -> int | None:
+    """The client's limit on tokens."""
+    for key in ("max_completion_tokens", "max_tokens"):
+        value = plain(request.body.get(key))
+        if isinstance(value, int):
+            return value
+    return None
+
+
+async def _first_unless_second_fails(first: _Opening, second: _Opening) -> None:
+    """Waits for the first. Raises what either has raised."""
+    await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+    if second.done() and not first.done():
+        second.result()
+        await asyncio.wait({first})
+    first.result()
+
+
+async def _break_off_if_started(job: Job, failure: PrefillFailed, cause: BaseException) -> None:
+    if job.client.started:
+        await break_off(job.client, str(failure), whole=True)
+    raise failure from cause
+
+
+async def _read_out(legs: Legs, engine: Engine, decoding: _Opening) -> None:
+    """Its tokens are not needed, but it has to receive the KV, or the prefill engine would keep
+    it."""
+    try:
+        async with asyncio.timeout(_SETTLE_S):
+            response = await decoding
+            try:
+                await legs.whole(engine, response, DecodeFailed)
+            finally:
+                response.close()
+    except (TimeoutError, EngineFailed, Final) as exc:
+        logger.debug("the rest of a decode leg: %s", exc)
+    finally:
+        await end_tasks(decoding)
