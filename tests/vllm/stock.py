@@ -1,5 +1,7 @@
 """Stock vLLM servers with a KV connector, behind a Forwarder. They know nothing of dynamo-lite."""
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -7,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dynamo_lite.serve.processes import free_port
-from tests.vllm.graph import Graph, PlainServer
+from tests.vllm.graph import Graph, PlainServer, descendants_of
 
 FORWARD = ("graphs.forward:Forwarder", "configs/forward_nixl.yaml")
 
@@ -30,6 +32,11 @@ class StockEngine(PlainServer):
         super().__init__(directory, flags={"kv-transfer-config": config})
         self.role: Role = role
         self._env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+
+    def kill(self) -> None:
+        """vLLM's engine process outlives the kill of its server, so it is killed, too."""
+        for pid in (self.pid, *descendants_of(self.pid)):
+            os.kill(pid, signal.SIGKILL)
 
 
 @dataclass

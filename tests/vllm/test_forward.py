@@ -1,7 +1,5 @@
 """A Forwarder in front of two stock vLLM engines with NixlConnector."""
 
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,7 +105,7 @@ def test_it_is_a_component_as_any_other(pull: Forwarded):
 
 def test_without_its_prefill_engine_it_goes_on(pull: Forwarded, reference: PlainServer):
     """Last: it takes the prefill engine away."""
-    os.kill(pull.prefill[0].pid, signal.SIGKILL)
+    pull.prefill[0].kill()
     for seed in range(4):
         request: dict[str, Any] = {"prompt": prose(400, seed=100 + seed), **GREEDY}
         expected = ask(reference.url, "completions", request)
