@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.client import Answer, connect
 from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
 
-MAX_OVERHEAD_MS = 6.0
+MAX_OVERHEAD_MS = 4.0
 JUDGED_TOKENS = 1024
 
 _STATS_S = 5.0
