@@ -32,8 +32,11 @@ class FirstTokenRules:
     def __init__(self, config: VllmConfig):
         #: vLLM may reduce its length while it loads the model.
         self._model = model = config.model_config
+        #: vLLM's CPU kernels for MLA give the last token of a prompt other values than a decoded
+        #: one, and the decode engine decodes it.
+        alike = not (model.use_mla and current_platform.is_cpu())
         #: A request whose first tokens differ goes on from a longer prompt.
-        self._plain = is_causal(model) and not (
+        self._plain = (alike and is_causal(model)) and not (
             model.logits_processors or list(entry_points(group=LOGITSPROCS_GROUP))
         )
         self._draws = config.speculative_config is None

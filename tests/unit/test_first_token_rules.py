@@ -113,6 +113,13 @@ def test_an_engine_that_chooses_tokens_in_its_own_way_takes_and_gives_none(monke
     assert not here.samples(FirstTokenSampling(), 5)
 
 
+def test_mla_on_a_cpu_computes_prompts_and_decoded_tokens_differently(monkeypatch):
+    mla = changed(MODEL, use_mla=True)
+    assert rules(monkeypatch, cpu=True, model_config=mla).sampling(params(), 5) is None
+    assert not rules(monkeypatch, cpu=True, model_config=mla).samples(FirstTokenSampling(), 5)
+    assert rules(monkeypatch, model_config=mla).samples(FirstTokenSampling(), 5)
+
+
 def test_installed_logits_processors_count(monkeypatch):
     monkeypatch.setattr(first_token, "entry_points", lambda group: [group])
     assert rules(monkeypatch).sampling(params(), 5) is None

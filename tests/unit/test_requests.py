@@ -33,6 +33,7 @@ MODEL = cast(
         max_logprobs=20,
         logits_processors=None,
         is_diffusion=False,
+        use_mla=False,
         architectures=["LlamaForCausalLM"],
         get_vocab_size=lambda: 100,
     ),

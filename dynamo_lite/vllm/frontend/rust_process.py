@@ -1,6 +1,7 @@
 """The process of vLLM's Rust frontend (`vllm-rs`): start, log lines, health, drain, end."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -109,9 +110,15 @@ class RustProcess:
         await self._tasks.end()
 
     def _kill(self) -> None:
-        if not self.ended:
-            # Not by `send_signal`, which may reap the process before asyncio does.
-            os.kill(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Not by `send_signal`, which may reap the process before asyncio does."""
+        if self.ended:
+            return
+        # asyncio reaps an ended process in a thread, and `ended` is true a moment later.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     async def wait_ready(self, url: str) -> None:
         """Returns when it answers HTTP requests at `url`. Raises StartupError."""
@@ -175,7 +182,7 @@ class RustProcess:
         self._draining = True
         if self.ended:
             return
-        os.kill(self._process.pid, signal.SIGTERM)
+        self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s + _END_S):
                 await self._process.wait()
