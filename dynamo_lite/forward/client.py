@@ -9,7 +9,7 @@ from multidict import CIMultiDict
 
 
 class ClientGone(Exception):
-    """Nobody reads the answer any more."""
+    """The client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

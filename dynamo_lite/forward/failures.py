@@ -1,4 +1,4 @@
-"""How an attempt ends when it is not answered, and what the client is told.
+"""How an attempt ends when it is not answered, and what the client gets.
 
 Final         an engine's answer that ends the request, such as its 4xx
 EngineFailed  an engine failed before anything was sent to the client

@@ -18,7 +18,7 @@ _HOP_BY_HOP = frozenset(
         *("te", "trailer", "transfer-encoding", "upgrade"),
     }
 )
-#: Made anew for each leg, or only for a proxy: a client must not choose engines or ranks.
+#: Set by the Forwarder, or only for a proxy: a client must not choose engines or ranks.
 _NOT_FOR_ENGINES = frozenset(
     {
         *("host", "content-length", "expect", "x-data-parallel-rank"),

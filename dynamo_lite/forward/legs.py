@@ -1,7 +1,6 @@
 """The legs of one attempt: sent, read, and closed whatever happens.
 
-Closing a connection before the end of its answer is how an engine learns that nobody waits for the
-rest: it aborts the request.
+An engine aborts a request whose connection is closed before the end of its answer.
 """
 
 import asyncio
@@ -162,7 +161,7 @@ class Legs:
         """Returns when all have succeeded. The first failure is raised, without waiting for others.
 
         So is a failure of the rest of a streamed prefill leg: a decode engine would wait for its
-        KV in vain.
+        KV until its timeout.
         """
         pending = set(tasks)
         while pending:

@@ -74,8 +74,8 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         """The answer's head; its body is still to be read. path: with its query, encoded.
 
-        Raises LegFailed. The caller closes the answer: `close` drops the connection, which is
-        how an engine learns that nobody waits for the rest.
+        Raises LegFailed. The caller closes the answer: `close` drops the connection, and the
+        engine then aborts the request.
         """
         return await self.open_url(f"{engine.base}{path}", engine, method, headers, body)
 

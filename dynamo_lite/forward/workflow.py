@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 MAX_SEQUENCES = 4096
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 #: Of an engine that is not chosen yet.
-_NOBODY = Peer(address="", host="", port=0)
+_NO_PEER = Peer(address="", host="", port=0)
 
 
 def _unique() -> str:
@@ -161,7 +161,7 @@ class Forwarding:
             except CannotServe as exc:
                 answer = error(501, "NotImplementedError", str(exc))
             except NoWorkers as exc:
-                answer = _nobody(exc) if failure is None else failure_answer(failure)
+                answer = _no_engine(exc) if failure is None else failure_answer(failure)
             except PrefillFailed as exc:
                 failure, answer = exc, self._after_prefill(job, exc)
             except DecodeFailed as exc:
@@ -198,7 +198,7 @@ class Forwarding:
             client_id=job.incoming.client_id,
             rooms=tuple(self._rng.getrandbits(63) for _ in range(count)),
             prefill=prefill.peer,
-            decode=_NOBODY if placement.decode is None else placement.decode.peer,
+            decode=_NO_PEER if placement.decode is None else placement.decode.peer,
         )
 
     def _after_prefill(self, job: Job, failure: PrefillFailed) -> Answer | None:
@@ -231,5 +231,5 @@ class Forwarding:
         logger.info("a %s leg has failed: %s", leg, failure)
 
 
-def _nobody(why: NoWorkers) -> Answer:
+def _no_engine(why: NoWorkers) -> Answer:
     return error(503, "ServiceUnavailableError", f"{why}; try again later", RETRY_AFTER)

@@ -18,8 +18,8 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 class StockEngine(PlainServer):
-    """`vllm serve` with a connector. lease_s: how long a prefill engine keeps blocks that nobody
-    asks for."""
+    """`vllm serve` with a connector. lease_s: how long a prefill engine keeps blocks that no
+    decode engine reads."""
 
     def __init__(self, directory: Path, role: Role, connector: str, *, lease_s: float = 30.0):
         config: dict[str, Any] = {

@@ -331,9 +331,9 @@ main(parser.parse_args())
 
 @pytest.mark.parametrize("edge", ["python", "rust"])
 def test_vllms_load_generator_gets_every_token(
-    edge: str, request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path
+    edge: str, rust: Graph, python: Graph, tiny_model: Path, tmp_path: Path
 ):
-    graph: Graph = request.getfixturevalue(edge)
+    graph = {"rust": rust, "python": python}[edge]
     options = {
         "backend": "openai-chat",
         "endpoint": "/v1/chat/completions",

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-#: The top-level fields of a JSON body. Values that nobody changes are `msgspec.Raw`: the bytes of
-#: the client, which are neither decoded nor encoded again.
+#: The top-level fields of a JSON body. Unchanged values are `msgspec.Raw`: the bytes of the client,
+#: which are neither decoded nor encoded again.
 Body: TypeAlias = dict[str, Any]
 
 CHAT = "/v1/chat/completions"
