@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -15,6 +16,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.serve.run_state import RunState
 
 _FIND_S = 10.0
@@ -24,11 +26,13 @@ _PROMPT_TOKENS = 40
 class DirectClient:
     """Use `direct_client`."""
 
-    def __init__(self, member: EndpointRecord):
+    def __init__(self, member: EndpointRecord, secret: GraphSecret | None):
         self._member = member
         self._running: dict[str, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
-        self.transport = RemoteGenerateClient("bench", self._on_deltas, self._on_lost)
+        self.transport = RemoteGenerateClient(
+            "bench", self._on_deltas, self._on_lost, secret=secret
+        )
 
     async def generate(self, tokens: int) -> None:
         """One request, to its last delta. Raises RuntimeError when the worker is lost."""
@@ -61,6 +65,6 @@ async def direct_client(run: RunState, service: str) -> AsyncIterator[DirectClie
         Roster(store, names.endpoint_prefix(run.namespace, service, "generate")) as roster,
     ):
         (member,) = await roster.wait(lambda members: len(members) == 1, _FIND_S)
-        client = DirectClient(member)
+        client = DirectClient(member, GraphSecret(Path(run.secret)) if run.secret else None)
         async with client.transport:
             yield client

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,18 +57,20 @@ def interrupt_on_sigterm() -> None:
 
 
 @contextlib.contextmanager
-def running_graph(graph: str, config: str, *options: str) -> Iterator[RunningGraph]:
+def running_graph(
+    graph: str, config: str, *options: str, http: str = "Frontend"
+) -> Iterator[RunningGraph]:
     """`dynamo-lite serve GRAPH -f CONFIG OPTIONS` until the context is left.
 
-    Its state lies in a folder of its own, its HTTP port is a free one. Exits with
-    the end of the log when the graph does not come up.
+    http: the service with the HTTP port, which is a free one. The state lies in a folder of its
+    own. Exits with the end of the log when the graph does not come up.
     """
     with tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-") as folder:
         log_path = Path(folder) / "serve.log"
         command = [sys.executable, "-m", "dynamo_lite.cli.cli", "serve", graph, "-f", config]
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                [*command, "--Frontend.port=0", "--state-dir", folder, *options],
+                [*command, f"--{http}.port=0", "--state-dir", folder, *options],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -89,8 +91,17 @@ def running_server(module: str, *arguments: str) -> Iterator[tuple[int, int]]:
     answers, and its port on this machine. Exits when the module ends before that line.
     """
     flags = [f"--model={TINY_MODEL}", "--served-model-name=tiny", "--max-model-len=8192"]
+    command = [sys.executable, "-m", module, *arguments, *flags, "--dtype=float32"]
+    with running_process(command) as (_, (pid, url)):
+        yield int(pid), int(url.rpartition(":")[2])
+
+
+@contextlib.contextmanager
+def running_process(command: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """A process that prints a line `ready WORDS`. Yields its id and the words; exits when it ends
+    before that line."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments, *flags, "--dtype=float32"],
+        command,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -104,9 +115,8 @@ def running_server(module: str, *arguments: str) -> Iterator[tuple[int, int]]:
             if line.startswith(b"ready "):
                 break
         else:
-            sys.exit(f"{module} did not come up; run `make setup` first")
-        _, pid, url = line.decode().split()
-        yield int(pid), int(url.rpartition(":")[2])
+            sys.exit(f"{' '.join(command[:4])} did not come up; run `make setup` first")
+        yield process.pid, line.decode().split()[1:]
     finally:
         end(process)
 

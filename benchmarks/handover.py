@@ -119,7 +119,7 @@ def main() -> None:
                 "graphs.agg:Frontend",
                 "configs/agg.yaml",
                 *("--namespace", "local", "--nats-url", remote.run.nats),
-                *("--etcd-url", remote.run.etcd),
+                *("--etcd-url", remote.run.etcd, "--secret-file", remote.run.secret),
             )
         )
         lengths = asyncio.run(measure(remote, local, options))

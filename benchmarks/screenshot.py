@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.browser import find_chromium, open_page
-from dynamo_lite.cli.listing import Place
+from dynamo_lite.cli.listing import Broker, Place
 from dynamo_lite.cli.top import observing
 from dynamo_lite.cli.top_view import as_frame
 from dynamo_lite.serve.run_state import RunState, read_run
@@ -44,7 +44,9 @@ def _send(url: str, seed: int, stop: threading.Event) -> None:
 
 async def _top(run: RunState) -> Console:
     """A frame of `dynamo-lite top`, recorded. Both looks are some seconds apart."""
-    async with observing(Place(etcd_url=run.etcd, namespace=run.namespace), run.nats) as observer:
+    place = Place(etcd_url=run.etcd, namespace=run.namespace)
+    broker = Broker(nats_url=run.nats, secret_file=Path(run.secret) if run.secret else None)
+    async with observing(place, broker) as observer:
         await observer.look()
         await asyncio.sleep(10)
         seen = await observer.look()

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.graph import ROOT, running_graph
+from dynamo_lite.serve.processes import free_port
 
 CONFIG = "benchmarks/disagg.yaml"
 PEERS = ROOT / ".dynamo-lite" / "peers"
@@ -61,7 +61,7 @@ def plain(router: str | None, *flags: str) -> Iterator[System]:
             front = stack.enter_context(_proxy("round-robin", *urls))
         else:
             options = ["--policy", "round_robin", "--worker-urls", *urls]
-            front = stack.enter_context(_router(router, options))
+            front = stack.enter_context(router_process(router, options))
         _ready([front])
         yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
 
@@ -81,7 +81,7 @@ def pull(router: str | None) -> Iterator[System]:
         else:
             options = ["--vllm-pd-disaggregation", "--policy", "round_robin"]
             options += ["--prefill", urls[0], "--decode", urls[1]]
-            front = stack.enter_context(_router(router, options))
+            front = stack.enter_context(router_process(router, options))
         _ready([front])
         yield System(front.port, tuple(p.process.pid for p in (*engines, front)))
 
@@ -106,7 +106,7 @@ SYSTEMS: dict[str, Callable[[str | None], contextlib.AbstractContextManager[Syst
 
 
 @dataclass(frozen=True)
-class _Process:
+class Started:
     process: "subprocess.Popen[bytes]"
     port: int
     log: Path
@@ -118,9 +118,9 @@ class _Process:
 @contextlib.contextmanager
 def _disaggregated(
     connector: str,
-) -> Iterator[tuple[list[str], ExitStack, list[_Process]]]:
+) -> Iterator[tuple[list[str], ExitStack, list[Started]]]:
     with ExitStack() as stack:
-        engines: list[_Process] = []
+        engines: list[Started] = []
         for core, role in enumerate(("kv_producer", "kv_consumer")):
             config = {"kv_connector": connector, "kv_role": role, "kv_buffer_device": "cpu"}
             flags = ("--kv-transfer-config", json.dumps(config))
@@ -128,40 +128,40 @@ def _disaggregated(
         yield _ready(engines), stack, engines
 
 
-def _engine(core: int, flags: tuple[str, ...]) -> contextlib.AbstractContextManager[_Process]:
+def _engine(core: int, flags: tuple[str, ...]) -> contextlib.AbstractContextManager[Started]:
     """`vllm serve` with the engine arguments of the graph's workers."""
     common = yaml.safe_load((ROOT / CONFIG).read_text())["Common"]
     arguments = [
         f"--{key}" if value is True else f"--{key}={value}" for key, value in common.items()
     ]
-    port = _free_port()
+    port = free_port()
     # As a module: the `vllm` program asks for the version of a package of that name.
     module = "vllm.entrypoints.launchers.api_server.entry"
     command = [sys.executable, "-m", module, "--host=127.0.0.1", f"--port={port}"]
-    return _started(
+    return started(
         [*command, *arguments, *flags],
         port,
         OMP_NUM_THREADS="1",
         VLLM_CPU_OMP_THREADS_BIND=str(core),
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_NO_USAGE_STATS="1",
-        VLLM_NIXL_SIDE_CHANNEL_PORT=str(_free_port()),
+        VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
     )
 
 
-def _router(program: str, options: list[str]) -> contextlib.AbstractContextManager[_Process]:
-    port = _free_port()
-    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(_free_port())]
-    return _started([program, *where, "--log-level", "warning", *options], port)
+def router_process(program: str, options: list[str]) -> contextlib.AbstractContextManager[Started]:
+    port = free_port()
+    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    return started([program, *where, "--log-level", "warning", *options], port)
 
 
-def _proxy(kind: str, *urls: str) -> contextlib.AbstractContextManager[_Process]:
-    port = _free_port()
-    return _started([sys.executable, "-m", "benchmarks.proxy", kind, str(port), *urls], port)
+def _proxy(kind: str, *urls: str) -> contextlib.AbstractContextManager[Started]:
+    port = free_port()
+    return started([sys.executable, "-m", "benchmarks.proxy", kind, str(port), *urls], port)
 
 
 @contextlib.contextmanager
-def _started(command: list[str], port: int, **env: str) -> Iterator[_Process]:
+def started(command: list[str], port: int, **env: str) -> Iterator[Started]:
     """A process in a group of its own, which is ended with all that it has started."""
     with tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-") as folder:
         log_path = Path(folder) / "log"
@@ -176,7 +176,7 @@ def _started(command: list[str], port: int, **env: str) -> Iterator[_Process]:
                 start_new_session=True,
             )
         try:
-            yield _Process(process, port, log_path)
+            yield Started(process, port, log_path)
         finally:
             _end(process)
 
@@ -190,7 +190,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _ready(processes: list[_Process]) -> list[str]:
+def _ready(processes: list[Started]) -> list[str]:
     """Their URLs, once all of them say that they are healthy."""
     urls = [f"http://127.0.0.1:{process.port}" for process in processes]
     deadline = time.monotonic() + _START_S
@@ -208,9 +208,3 @@ def _healthy(url: str) -> bool:
             return answer.status == 200
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

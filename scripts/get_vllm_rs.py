@@ -22,7 +22,9 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
 
-KEPT = Path(__file__).resolve().parent.parent / ".dynamo-lite" / PROGRAM
+_ABOVE = Path(__file__).resolve().parent.parent
+#: In the checkout, or in the working directory where this script is in an installed package.
+KEPT = (Path.cwd() if _ABOVE.name == "dynamo_lite" else _ABOVE) / ".dynamo-lite" / PROGRAM
 _MEMBER = f"vllm/{PROGRAM}"
 
 

@@ -11,18 +11,13 @@ the processes have ended. Exit codes: 0 done, 1 no such lease or no response fro
 
 import argparse
 import asyncio
-import socket
 import sys
-import time
 from pathlib import Path
 
-from dynamo_lite.cli.listing import Place, as_rows, as_table, find_place, members, states
+from dynamo_lite.cli import drain
+from dynamo_lite.cli.listing import as_rows, as_table, find_place, members, states
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
-from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.serve.processes import is_alive
-
-_POLL_S = 0.1
 
 
 def _arguments() -> argparse.Namespace:
@@ -45,7 +40,7 @@ async def revoke(args: argparse.Namespace) -> None:
     """Raises ConfigError, StartupError or Unavailable."""
     if args.lease and args.component:
         raise ConfigError(["give either a lease or --component, not both"])
-    wanted = _lease_id(args.lease) if args.lease else None
+    wanted = drain.parse_lease(args.lease) if args.lease else None
     place = find_place(args.state_dir, args.etcd_url, args.namespace)
     records = await members(place)
     if not args.lease and not args.component:
@@ -54,43 +49,10 @@ async def revoke(args: argparse.Namespace) -> None:
     chosen = [r for r in records if r.lease_id == wanted or r.component == args.component]
     if not chosen:
         raise StartupError(_no_match(args, records))
-    async with EtcdStore(place.etcd_url) as store:
-        for lease_id in sorted({record.lease_id for record in chosen}):
-            if await store.revoke(lease_id):
-                print(f"revoked {lease_id:x}")
-            else:
-                print(f"lease {lease_id:x} had already expired or been revoked")
+    await drain.revoke(place, [record.lease_id for record in chosen], print)
     if args.wait:
-        await _wait_until_gone(place, chosen, args.timeout)
-
-
-async def _wait_until_gone(place: Place, chosen: list[EndpointRecord], timeout_s: float) -> None:
-    leases = {record.lease_id for record in chosen}
-    here = socket.gethostname()
-    pids = {record.pid for record in chosen if record.host == here and record.pid}
-    deadline = time.monotonic() + timeout_s
-    while True:
-        present = {record.lease_id for record in await members(place)} & leases
-        running = {pid for pid in pids if is_alive(pid)}
-        if not present and not running:
-            print("gone")
-            return
-        if time.monotonic() > deadline:
-            left = [*(f"lease {lease:x}" for lease in present), *(f"pid {p}" for p in running)]
-            raise StartupError(f"timeout: still there after {timeout_s:g} s: {', '.join(left)}")
-        await asyncio.sleep(_POLL_S)
-
-
-def _lease_id(text: str) -> int:
-    try:
-        value = int(text, 16)
-    except ValueError:
-        value = 0
-    if not 0 < value < 1 << 63:
-        raise ConfigError(
-            [f"{text}: not a lease id; lease ids are hexadecimal, see `dynamo-lite ps`"]
-        )
-    return value
+        await drain.wait_until_gone(place, chosen, args.timeout)
+        print("gone")
 
 
 def _no_match(args: argparse.Namespace, records: list[EndpointRecord]) -> str:

@@ -2,13 +2,16 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.grant import Grant, blocks_digest
+from dynamo_lite.protocol.prefill import Claim, RemotePrefillRequest
 from dynamo_lite.protocol.records import (
     EndpointRecord,
     EndpointTransport,
@@ -17,7 +20,9 @@ from dynamo_lite.protocol.records import (
     RankMetadata,
 )
 from dynamo_lite.runtime.process.component import ProcessSpec
+from dynamo_lite.runtime.secret import GraphSecret, new_secret
 from dynamo_lite.runtime.store import Lease, Store
+from dynamo_lite.serve.run_state import write_private
 
 #: The namespace and the engine id of everything here that is not told another one.
 NAMESPACE, ENGINE = "t", "e1"
@@ -59,6 +64,7 @@ def endpoint_record(
     namespace: str = NAMESPACE,
     subject: str = "",
     stream: str | None = None,
+    certificate: str | None = None,
     **fields: Any,
 ) -> EndpointRecord:
     """A registered component. subject: where it takes requests; the usual one if it is empty."""
@@ -68,7 +74,9 @@ def endpoint_record(
         endpoint=endpoint,
         namespace=namespace,
         lease_id=lease_id,
-        transport=EndpointTransport(nats_tcp=subject or usual, stream=stream),
+        transport=EndpointTransport(
+            nats_tcp=subject or usual, stream=stream, certificate=certificate
+        ),
         **fields,
     )
 
@@ -125,6 +133,28 @@ def prefill_job(attempt: str = "a1", **changes: Any) -> RemotePrefillRequest:
     return RemotePrefillRequest(attempt=attempt, **(fields | changes))
 
 
+def expecting(expect: Mapping[str, str], **more: Any) -> DecodeStep:
+    """A step that awaits these attempts under grant 0, which ranks without permits write under.
+
+    expect: request id by attempt.
+    """
+    return DecodeStep(expect=dict(expect), grants=dict.fromkeys(expect, 0), **more)
+
+
+def grant_for(asked: Claim, job: RemotePrefillRequest, **changes: Any) -> Grant:
+    """The right answer to the claim."""
+    fields: dict[str, Any] = {
+        "id": 7,
+        "engine_id": job.engine_id,
+        "attempt": asked.attempt,
+        "writer_lease_id": asked.writer_lease_id,
+        "claim": asked.number,
+        "blocks": blocks_digest(job.block_ids, job.prefix_block_ids),
+        "for_s": 30.0,
+    }
+    return Grant(**{**fields, **changes})
+
+
 def generate_request(request_id: str = "a", **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
         "client_id": "",
@@ -133,3 +163,9 @@ def generate_request(request_id: str = "a", **changes: Any) -> GenerateRequest:
         "arrival_time": 1.0,
     }
     return GenerateRequest(request_id=request_id, **(fields | changes))
+
+
+def graph_secret(path: Path, *keys: bytes) -> GraphSecret:
+    """A secret file at `path`, with a new key or these."""
+    write_private(path, b"".join(key.hex().encode() + b"\n" for key in keys) or new_secret())
+    return GraphSecret(path)

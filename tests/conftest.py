@@ -7,7 +7,9 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -21,15 +23,20 @@ def pytest_configure() -> None:
     logging.getLogger("dynamo_lite").setLevel(logging.INFO)
 
 
+class HasUrl(Protocol):
+    @property
+    def url(self) -> str: ...
+
+
 @contextlib.contextmanager
-def running(server: EmbeddedEtcd | EmbeddedNats) -> Iterator[str]:
+def running(server: AbstractAsyncContextManager[HasUrl]) -> Iterator[str]:
     """Runs a server from a thread with a loop of its own, so that any fixture may ask for it."""
     started: Future[str] = Future()
     stop = threading.Event()
 
     async def run() -> None:
-        async with server:
-            started.set_result(server.url)
+        async with server as entered:
+            started.set_result(entered.url)
             await asyncio.to_thread(stop.wait)
 
     def body() -> None:
@@ -40,7 +47,7 @@ def running(server: EmbeddedEtcd | EmbeddedNats) -> Iterator[str]:
                 raise
             started.set_exception(exc)
 
-    thread = threading.Thread(target=body, name=server.name)
+    thread = threading.Thread(target=body, name=f"runs {server}")
     thread.start()
     try:
         yield started.result(timeout=60)

@@ -39,6 +39,10 @@ class Certificates:
             issued.cert_chain_pems[0].write_to_path(self.folder / f"{name}.pem")
             issued.private_key_pem.write_to_path(self.folder / f"{name}-key.pem")
 
+    def files(self, name: str = "server") -> tuple[Path, Path]:
+        """A certificate and its key."""
+        return self.folder / f"{name}.pem", self.folder / f"{name}-key.pem"
+
     def query(self, *, ca: str = "ca", client: bool = False) -> str:
         own = f"&cert={self.folder}/client.pem&key={self.folder}/client-key.pem"
         return f"?ca={self.folder}/{ca}.pem{own if client else ''}"
@@ -52,7 +56,7 @@ class TlsEtcd(EmbeddedEtcd):
     demand = False
 
     @property
-    def url(self) -> str:
+    def listening(self) -> str:
         return f"https://127.0.0.1:{self.port}"
 
     def _command(self) -> list[str]:

@@ -1,12 +1,15 @@
 """A Forwarder's server in front of scripted engines, in one process."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+import ssl
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from prometheus_client import CollectorRegistry
 
 from dynamo_lite.forward.engines import Engines
 from dynamo_lite.forward.health import EngineMonitor
@@ -18,7 +21,11 @@ from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.forward.upstream import Upstream
 from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.policy.forwarding import SentPrompts
+from dynamo_lite.policy.known_blocks import KnownBlocks
 from dynamo_lite.runtime.process.status import bind
+from dynamo_lite.runtime.tls import server_context
+from dynamo_lite.services.forward_kv import kv_events
+from tests.external import Certificates
 from tests.scripted import HANDOVERS, Fleet, ScriptedEngine
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello", "max_tokens": 4}
@@ -37,6 +44,8 @@ class Rig:
     server: ForwardServer
     session: aiohttp.ClientSession
     url: str
+    #: None without engines that publish KV events.
+    known: KnownBlocks | None
 
     async def ask(
         self,
@@ -73,6 +82,13 @@ class Rig:
         return dict(self.forwarding.stats.answered)
 
 
+def _transfer_port(engine: ScriptedEngine, protocol: str) -> int | None:
+    """Only where the protocol's own port is not this engine's."""
+    if protocol == "mooncake" or (protocol.startswith("kvt") and engine.kvt_port == engine.port):
+        return engine.port
+    return None
+
+
 @asynccontextmanager
 async def rig(
     protocol: str = "nixl",
@@ -80,18 +96,29 @@ async def rig(
     prefill: int = 1,
     decode: int = 1,
     cached: tuple[int | None, int | None] = (None, None),
+    https: Certificates | None = None,
+    trust: dict[str, Any] | None = None,
+    events: Sequence[dict[str, str]] = (),
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """cached: what prefill and decode engines report. options: of `ForwarderConfig`.
+    """cached: what prefill and decode engines report. https: of all servers. trust: options of all
+    engines. events: of the first engines, prefill engines first. options: of `ForwarderConfig`.
 
     Fails if an engine has seen its protocol broken, or if a leg is left open.
     """
     fleet = Fleet()
     async with AsyncExitStack() as stack:
         sides: dict[str, list[ScriptedEngine]] = {"prefill": [], "decode": []}
+        tls = None if https is None else server_context(*https.files())
         for role, count, own in (("prefill", prefill, cached[0]), ("decode", decode, cached[1])):
             for _ in range(count):
-                engine = ScriptedEngine(fleet, role, HANDOVERS[protocol], cached=own)  # type: ignore[arg-type]
+                engine = ScriptedEngine(
+                    fleet,
+                    role,  # type: ignore[arg-type]
+                    HANDOVERS[protocol],
+                    cached=own,
+                    tls=tls,
+                )
                 sides[role].append(await stack.enter_async_context(engine))
         config = ForwarderConfig(
             protocol=protocol,  # type: ignore[arg-type]
@@ -99,9 +126,13 @@ async def rig(
                 EngineOptions(
                     url=engine.url,
                     role=engine.role,
-                    transfer_port=engine.port if protocol == "mooncake" else None,
+                    transfer_port=_transfer_port(engine, protocol),
+                    **(trust or {}),
+                    **own,
                 )
-                for engine in (*sides["prefill"], *sides["decode"])
+                for engine, own in itertools.zip_longest(
+                    (*sides["prefill"], *sides["decode"]), events, fillvalue={}
+                )
             ),
             **options,
         )
@@ -113,9 +144,15 @@ async def rig(
         sent = SentPrompts(1000)
         # Not entered: a test checks the engines when it means to.
         monitor = EngineMonitor(engines, upstream, config, sent)
-        placer = Placer(engines, kind, config, sent, uniform=lambda: 0.0)
+        kv = await stack.enter_async_context(
+            kv_events(engines, upstream, config, CollectorRegistry())
+        )
+        known = None if kv is None else kv.known
+        placer = Placer(engines, kind, config, sent, uniform=lambda: 0.0, known=known)
         forwarding = await stack.enter_async_context(
-            Forwarding(kind, config, placer, upstream, monitor)
+            Forwarding(
+                kind, config, placer, upstream, monitor, tokens=None if kv is None else kv.tokens
+            )
         )
         sock = bind("127.0.0.1", 0)
         server = ForwardServer(
@@ -124,14 +161,20 @@ async def rig(
             kind.routes | VLLM_ROUTES | {SGLANG_GENERATE},
             sock,
             health=lambda: {"ok": any(e.usable for e in engines.all if e.decodes)},
+            tls=tls,
         )
         await server.start()
         stack.push_async_callback(server.stop, 0.0)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        trusted = (
+            True if https is None else ssl.create_default_context(cafile=https.folder / "ca.pem")
+        )
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted))
+        )
+        url = f"{'http' if tls is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}"
         made = Rig(
             fleet, sides["prefill"], sides["decode"], engines, monitor, forwarding, placer,
-            server, session, url,
+            server, session, url, known,
         )  # fmt: skip
         await made.check()
         yield made

@@ -1,6 +1,8 @@
-"""Messages that nobody should have sent: noise, and true ones that were tampered with."""
+"""What strangers try: messages that are noise or tampered with, and the ports of a process."""
 
 import math
+import os
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -94,3 +96,20 @@ class Spoiler:
         fields = other.values() if isinstance(other, dict) else ()
         same = [field for field in fields if type(field) is type(value)]
         return self._rng.choice(same) if same else value
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports on which a process listens."""
+    inodes: set[str] = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(descriptor)
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {
+        int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes
+    }

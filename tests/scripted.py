@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import re
+import ssl
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ Handover = Callable[["ScriptedEngine", Leg], Awaitable[dict[str, Any]]]
 
 class ScriptedEngine:
     """Async context manager. handover: checks a leg and returns the `kv_transfer_params` (or other
-    fields) of its answer. tokens: of an answer."""
+    fields) of its answer. tokens: of an answer. tls: it speaks HTTPS."""
 
     def __init__(
         self,
@@ -102,21 +103,32 @@ class ScriptedEngine:
         tokens: int = 4,
         model: str = "m",
         cached: int | None = None,
+        tls: ssl.SSLContext | None = None,
     ):
-        self.fleet, self.role, self.handover = fleet, role, handover
+        self.fleet, self.role, self.handover, self.tls = fleet, role, handover, tls
         self.tokens, self.model, self.cached = tokens, model, cached
         self.faults: deque[Fault] = deque()
         self.engine_id = f"engine-{next(fleet.clock)}"
         self.bootstrap_ids = {"0": {"engine_id": self.engine_id}}
         self.healthy = True
         self.load = (0, 0)
+        #: Of the prompt's tokens; with it, `/generate` answers as SGLang does.
+        self.input_logprobs: list[Any] | None = None
+        #: Answers `/tokenize`, if there is one.
+        self.tokenize: Callable[[Any], list[int]] | None = None
         self.legs: list[Leg] = []
         self.port = 0
         self._runner: web.ServerRunner | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}"
+
+    @property
+    def kvt_port(self) -> int:
+        """KVT's usual one; where there is no such port, its HTTP port."""
+        usual = self.port + 20_000
+        return usual if usual <= 65535 else self.port
 
     async def __aenter__(self) -> "ScriptedEngine":
         await self.start()
@@ -130,7 +142,9 @@ class ScriptedEngine:
         server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(
+            self._runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self.tls
+        )
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -194,7 +208,10 @@ class ScriptedEngine:
             return web.json_response(body, status=fault.status)
         if fault.stage == "before_head":
             return _cut(request)
-        if not isinstance(leg.body, dict) or leg.route not in GENERATES:
+        if leg.route == "/tokenize" and self.tokenize is not None:
+            return web.json_response({"tokens": self.tokenize(leg.body)})
+        native = leg.route == "/generate" and self.input_logprobs is not None
+        if not isinstance(leg.body, dict) or not (native or leg.route in GENERATES):
             return web.json_response({"passed": leg.route, "body": leg.body})
         try:
             extra = await self.handover(self, leg)
@@ -208,7 +225,8 @@ class ScriptedEngine:
             await response.prepare(request)
             await response.write(b"{")
             return _cut(request)
-        return web.json_response({**self._whole(leg), **extra})
+        whole = self._whole(leg)
+        return web.json_response({**whole, **extra} if extra else whole)
 
     def _text(self, number: int) -> str:
         return f" t{number}"
@@ -223,7 +241,20 @@ class ScriptedEngine:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
         return usage
 
-    def _whole(self, leg: Leg) -> dict[str, Any]:
+    def _native(self, leg: Leg) -> list[dict[str, Any]]:
+        """SGLang's own answer; each event of its streams has all log probabilities so far."""
+        one = {"text": "t", "meta_info": {"input_token_logprobs": self.input_logprobs, "id": "1"}}
+        if leg.body.get("return_logprob") in (None, False, [False]):
+            del one["meta_info"]["input_token_logprobs"]
+        texts = leg.body["text"]
+        if isinstance(texts, list):
+            return [{**one, "index": number} for number in range(len(texts))]
+        return [one]
+
+    def _whole(self, leg: Leg) -> Any:
+        if leg.route == "/generate":
+            found = self._native(leg)
+            return found if isinstance(leg.body["text"], list) else found[0]
         text = "".join(self._text(n) for n in range(self._limit(leg)))
         return {
             "id": f"cmpl-{leg.headers.get('x-request-id', 'none')}",
@@ -249,6 +280,9 @@ class ScriptedEngine:
         return response
 
     def _events(self, leg: Leg) -> list[bytes]:
+        if leg.route == "/generate":
+            repeated = 1 if self.role == "prefill" else 2
+            return [json.dumps(one).encode() for one in self._native(leg)] * repeated
         limit = self._limit(leg)
         name = f"cmpl-{leg.headers.get('x-request-id', 'none')}"
         events: list[dict[str, Any]] = [
@@ -426,7 +460,9 @@ async def sglang(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
     if isinstance(rooms, list):
         check(hosts == ["127.0.0.1"] * len(each), "hosts")
         check(ports == [8998] * len(each), "ports")
-        check(len(each) == leg.body.get("n", 1) or "prompt" in leg.body, "one room per sequence")
+        prompts = leg.body.get("prompt") or leg.body.get("text")
+        expected = leg.body.get("n", 1) * (len(prompts) if isinstance(prompts, list) else 1)
+        check(len(each) == expected, "one room per sequence")
     else:
         check((hosts, ports) == ("127.0.0.1", 8998), "host and port")
     other = "decode" if engine.role == "prefill" else "prefill"
@@ -483,7 +519,7 @@ async def kvt_staged(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
     if engine.role == "prefill":
         one_token(leg)
         check(leg.params == {"do_remote_decode": True}, "params")
-        fleet.offered[name] = engine.port + 20_000
+        fleet.offered[name] = engine.kvt_port
         return {}
     check(leg.params["remote_port"] == fleet.offered.get(name), "the prefill engine's port")
     check(leg.params["do_remote_prefill"] is True, "do_remote_prefill")

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +29,8 @@ class Server(Protocol):
 class PrivateServer:
     """Keeps its port over restarts. Call `start` first, and `stop` at the end."""
 
-    def __init__(self, kind: type[EmbeddedEtcd] | type[EmbeddedNats], directory: Path):
+    def __init__(self, kind: Callable[..., EmbeddedEtcd | EmbeddedNats], directory: Path):
+        """kind: makes the server for a directory and, with `port=`, for a given port."""
         self._kind = kind
         self._directory = directory
         self._server = kind(directory)

@@ -14,7 +14,7 @@ PACKAGE = "dynamo_lite"
 ROWS = (
     ("protocol",),
     ("policy",),
-    ("runtime",),
+    ("runtime", "capacity"),
     ("queue", "transfer", "request_plane", "kv_events"),
     ("engine",),
     ("disagg",),
@@ -34,6 +34,7 @@ HOMES = {
     "nats": ("runtime/nats", "queue"),
     "aetcd": ("runtime/etcd", "simulation"),
     "aiohttp": ("forward",),
+    "zmq": ("vllm", "forward/kv"),
     "opentelemetry": ("runtime/tracing",),
     "pydantic": ("serve", "cli"),
     "yaml": ("serve", "cli"),

@@ -14,13 +14,24 @@ Namespace = Annotated[
 EtcdUrl = Annotated[
     str | None,
     typer.Option(
-        help="etcd server: http(s)://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][?ca=&cert=&key=]"
+        envvar="DYNAMO_LITE_ETCD_URL",
+        help="etcd server: http(s)://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]"
+        "[?ca=&cert=&key=&login=]",
     ),
 ]
 NatsUrl = Annotated[
     str | None,
     typer.Option(
-        help="NATS server: nats|tls://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][?ca=&cert=&key=]"
+        envvar="DYNAMO_LITE_NATS_URL",
+        help="NATS server: nats|tls://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]"
+        "[?ca=&cert=&key=&login=&creds=&nkey=&inbox=]",
+    ),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The graph's secret: one or two lines of 64 hexadecimal digits, mode 600. The same on"
+        " all hosts. Default: that of the graph that runs on --state-dir."
     ),
 ]
 

@@ -9,13 +9,24 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 from dynamo_lite import __version__
-from dynamo_lite.cli import config_commands, watch_commands
+from dynamo_lite.cli import (
+    access_commands,
+    capacity,
+    config_commands,
+    drain_commands,
+    join_command,
+    planner_commands,
+    scale_commands,
+    sidecar_command,
+    switch_commands,
+    watch_commands,
+)
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
 from dynamo_lite.runtime.process.logs import LogFormat
@@ -51,8 +62,18 @@ app = typer.Typer(
     help="Queue-driven conditional disaggregation for LLM serving on stock vLLM.",
 )
 app.add_typer(config_commands.app, name="config")
+app.add_typer(access_commands.app, name="access")
+app.command()(join_command.join)
+app.add_typer(planner_commands.app, name="planner")
 app.command()(watch_commands.explain)
 app.command()(watch_commands.top)
+app.command()(capacity.simulate)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    sidecar_command.sidecar
+)
+app.command()(scale_commands.scale)
+app.command()(drain_commands.drain)
+app.command()(switch_commands.switch)
 
 
 def _show_version(wanted: bool) -> None:
@@ -75,11 +96,19 @@ def serve(
     context: typer.Context,
     graph: Annotated[str, typer.Argument(help="Graph as MODULE:NAME, e.g. graphs.disagg:Frontend")],
     file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="YAML configuration file.")
+        Path | None,
+        typer.Option("-f", "--file", help="YAML configuration file, yours or a packaged one."),
     ] = None,
     service_name: Annotated[str | None, typer.Option(help="Start only this service.")] = None,
     nats_url: NatsUrl = None,
     etcd_url: EtcdUrl = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="The graph's secret: one or two lines of 64 hexadecimal digits, mode 600. The"
+            " same on all hosts. Without --nats-url one is made."
+        ),
+    ] = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     dry_run: Annotated[
@@ -89,12 +118,17 @@ def serve(
     log_format: Annotated[
         LogFormat, typer.Option(help="Format of log lines: text, or one JSON object per line.")
     ] = "text",
+    log_to: Annotated[
+        Literal["files", "stderr"],
+        typer.Option(help="Where the processes log: files of the state directory, or stderr."),
+    ] = "files",
 ) -> None:
     """Start a graph of services and run it until Ctrl-C.
 
     --Service.key=value overrides one value of the file, for example --Frontend.port=8080 or
     --VllmWorker.ServiceArgs.workers=2. Without --nats-url and --etcd-url an embedded
-    nats-server and etcd are started.
+    nats-server and etcd are started. `dynamo-lite examples` lists the packaged graphs and
+    configuration files; those in the working directory go first.
 
     The first Ctrl-C (or SIGTERM) drains the graph: requests in flight finish, then the
     processes exit. A second one kills all processes.
@@ -104,10 +138,14 @@ def serve(
     from dynamo_lite.serve.document import read_document
     from dynamo_lite.serve.edge import settle_edge
     from dynamo_lite.serve.graphs import load_graph
+    from dynamo_lite.serve.packaged import config_file
     from dynamo_lite.serve.startup_checks import check_url_syntax, check_vllm_arguments
 
     check_url_syntax(nats_url, etcd_url)
     value = load_graph(graph)
+    if file is not None and (found := config_file(file)) != file:
+        print(f"{file}: the packaged file, {found}", file=sys.stderr)
+        file = found
     document = read_document(file, context.args)
     config = resolve(value, document, namespace=namespace, only=service_name)
     check_vllm_arguments(config, document, state_dir / "cache" / "vllm-arguments.json")
@@ -126,11 +164,38 @@ def serve(
         state_dir=state_dir,
         nats_url=nats_url,
         etcd_url=etcd_url,
+        secret_file=secret_file,
         only=service_name,
         log_level="DEBUG" if verbose else "INFO",
         log_format=log_format,
+        log_to_stderr=log_to == "stderr",
     )
     raise typer.Exit(run(request))
+
+
+@app.command()
+def examples(
+    name: Annotated[
+        str | None, typer.Argument(help="Print this one, e.g. configs/disagg.yaml.")
+    ] = None,
+) -> None:
+    """List the packaged graphs and configuration files, or print one of them.
+
+    `dynamo-lite serve` finds them from every folder by these names. To change one, copy it:
+
+    \b
+    dynamo-lite examples configs/disagg.yaml > my.yaml
+    dynamo-lite serve graphs.disagg:Frontend -f my.yaml
+    """
+    from dynamo_lite.serve import packaged
+
+    if name is not None:
+        print(packaged.example(name), end="")
+        return
+    rows = [*packaged.graphs(), *packaged.configs()]
+    width = max(len(shown) for shown, _ in rows)
+    for shown, about in rows:
+        print(f"{shown.ljust(width)}  {about}")
 
 
 @app.command()

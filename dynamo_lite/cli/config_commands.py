@@ -10,7 +10,14 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    EtcdUrl,
+    Namespace,
+    NatsUrl,
+    SecretFile,
+    StateDir,
+)
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
 
 app = typer.Typer(
@@ -22,6 +29,9 @@ app = typer.Typer(
     dynamo-lite config set VllmWorker.max-local-prefill-length=256 --dry-run
     dynamo-lite config set VllmWorker.max-local-prefill-length=256
     dynamo-lite config unset VllmWorker.max-local-prefill-length
+
+    Where the graph has a secret, what is stored is sealed with it, and the commands need it: it
+    is that of the graph that runs on --state-dir, or --secret-file.
 
     Keys are those of the configuration file; its values are used where nothing is set.
     Values that are set are stored in etcd, for all processes of the component, until they
@@ -39,6 +49,7 @@ _DRY_RUN_S = 60.0
 def get(
     key: Annotated[str, typer.Argument(metavar="[KEY]", help="Only this one.")] = "",
     etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -48,16 +59,19 @@ def get(
     LIVE: the value that was set; `-`: none, so the value of the file is used. FILE: as the
     live processes have read it; `?`: there are none.
     """
-    from dynamo_lite.cli import listing, live_options, live_options_view
+    from dynamo_lite.cli import listing, live_options, live_options_view, record_seals
 
     only = live_options.split_key(key) if key else None
 
     async def look(store: Any, place: Any) -> list[tuple[str, Any, list[dict[str, Any]]]]:
+        seals = record_seals.find_seals(state_dir, place, secret_file)
         members = await listing.members(place)
+        if warning := record_seals.unchecked(members, seals):
+            print(f"warning: {warning}", file=sys.stderr)
         return [
             (
                 component,
-                await live_options.read(store, place.namespace, component),
+                await live_options.read(store, place.namespace, component, seals),
                 await live_options.followers(members, component),
             )
             for component in ([only[0]] if only else live_options.TUNABLE)
@@ -81,6 +95,7 @@ def set_(
     ] = False,
     etcd_url: EtcdUrl = None,
     nats_url: NatsUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
@@ -101,40 +116,44 @@ def set_(
 
     parsed = parse_edits(edits)
     if dry_run:
-        _try(parsed, find_place(state_dir, etcd_url, namespace), find_broker(state_dir, nats_url))
+        broker = find_broker(state_dir, nats_url, secret_file)
+        _try(parsed, find_place(state_dir, etcd_url, namespace), broker)
     else:
-        _edit(parsed, state_dir, etcd_url, namespace)
+        _edit(parsed, state_dir, etcd_url, namespace, secret_file)
 
 
 @app.command("unset")
 def unset(
     keys: Keys,
     etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
     """Use the values of the configuration file again.
 
     A component alone (`VllmWorker`) stands for all of its options; that also replaces
-    an invalid record in etcd, such as one that was written by hand.
+    an invalid record in etcd, such as one that was written by hand or is not authentic.
     """
     from dynamo_lite.cli.live_options import parse_unsets
 
-    _edit(parse_unsets(keys), state_dir, etcd_url, namespace)
+    _edit(parse_unsets(keys), state_dir, etcd_url, namespace, secret_file)
 
 
 @app.command("watch")
 def watch(
     etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
     """Print changes of live options as they happen, until Ctrl-C."""
-    from dynamo_lite.cli import live_options, live_options_view
+    from dynamo_lite.cli import live_options, live_options_view, record_seals
 
     async def follow(store: Any, place: Any) -> None:
+        seals = record_seals.find_seals(state_dir, place, secret_file)
         print(f"watching {place.namespace}; Ctrl-C ends", file=sys.stderr)
-        async for change in live_options.changes(store, place.namespace):
+        async for change in live_options.changes(store, place.namespace, seals):
             lines = [change] if isinstance(change, str) else live_options_view.change_lines(change)
             for line in lines:
                 print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
@@ -145,27 +164,71 @@ def watch(
         raise typer.Exit(0) from None
 
 
-def _edit(
-    edits: dict[str, dict[str, Any]], state_dir: Path, etcd_url: str | None, namespace: str | None
+@app.command("seal")
+def seal(
+    etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    namespace: Namespace = None,
 ) -> None:
-    from dynamo_lite.cli import live_options, live_options_view
+    """Seal what is stored again, with the first key of the secret. No value changes.
+
+    For the replacement of a secret: before the last round, which removes the old key. A record
+    that is not authentic is refused.
+    """
+    from dynamo_lite.cli import live_options, record_seals
+
+    async def write(store: Any, place: Any) -> list[str]:
+        seals = record_seals.find_seals(state_dir, place, secret_file)
+        if not seals.checked:
+            raise StartupError("no secret to seal with; name it with --secret-file FILE")
+        found: list[str] = []
+        for component in live_options.TUNABLE:
+            if await live_options.read(store, place.namespace, component, seals) is not None:
+                await live_options.write(store, place.namespace, component, {}, seals=seals)
+                found.append(component)
+        return found
+
+    found = _on_store(state_dir, etcd_url, namespace, write)
+    print(f"sealed: {', '.join(found)}" if found else "nothing is set")
+
+
+def _edit(
+    edits: dict[str, dict[str, Any]],
+    state_dir: Path,
+    etcd_url: str | None,
+    namespace: str | None,
+    secret_file: Path | None,
+) -> None:
+    from dynamo_lite.cli import listing, live_options, live_options_view, planner, record_seals
 
     async def write(store: Any, place: Any) -> list[Any]:
-        return [
-            await live_options.write(store, place.namespace, component, edit)
-            for component, edit in edits.items()
-        ]
+        seals = record_seals.find_seals(state_dir, place, secret_file)
+        members = await listing.members(place)
+        await record_seals.check_may_write(store, place.namespace, edits, members, seals)
+        if (edit := edits.get("Planner")) is not None:
+            await planner.check_options(store, place, edit, seals)
+        changes: list[Any] = []
+        for component, edit in edits.items():
+            processes = await live_options.followers(members, component) if seals.checked else ()
+            newest = live_options.newest_version(processes)
+            changes.append(
+                await live_options.write(
+                    store, place.namespace, component, edit, seals=seals, newest=newest
+                )
+            )
+        return changes
 
     for change in _on_store(state_dir, etcd_url, namespace, write):
         print("\n".join(live_options_view.change_lines(change)))
 
 
-def _try(edits: dict[str, dict[str, Any]], place: Any, nats_url: str) -> None:
+def _try(edits: dict[str, dict[str, Any]], place: Any, broker: Any) -> None:
     from dynamo_lite.cli.decision_view import dry_run
     from dynamo_lite.cli.decisions import ask_engines
     from dynamo_lite.protocol.decisions import Explain
 
-    told = asyncio.run(ask_engines(place, nats_url, Explain(within_s=_DRY_RUN_S)))
+    told = asyncio.run(ask_engines(place, broker, Explain(within_s=_DRY_RUN_S)))
     for engine in told.silent:
         print(f"warning: decode engine {engine} does not respond", file=sys.stderr)
     print(f"dry run: nothing was changed; of the last {_DRY_RUN_S:g} s")
@@ -180,16 +243,10 @@ def _on_store(
     work: Callable[[Any, Any], Awaitable[T]],
 ) -> T:
     """Runs `work(store, place)`. Raises StartupError, Unavailable, ConfigError."""
-    from dynamo_lite.cli.listing import find_place, open_store
-
-    place = find_place(state_dir, etcd_url, namespace)
-
-    async def run() -> T:
-        async with open_store(place) as store:
-            return await work(store, place)
+    from dynamo_lite.cli.on_store import on_store
 
     try:
-        return asyncio.run(run())
+        return on_store(state_dir, etcd_url, namespace, work)
     except ProtocolError as exc:
         repair = "`dynamo-lite config unset COMPONENT` replaces it"
         raise StartupError(f"the record in etcd is invalid: {exc}; {repair}") from exc

@@ -1,6 +1,5 @@
 """Prints decisions: one in full, many as a table, and what other options would have decided."""
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -9,10 +8,11 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.cli.decisions import PastDecision
-from dynamo_lite.cli.listing import as_time, table
+from dynamo_lite.cli.listing import as_clock, as_time, table
 from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict
+from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.policy.replay import replay
-from dynamo_lite.protocol.decisions import Decision, QueueSeen
+from dynamo_lite.protocol.decisions import CostsSeen, Decision, QueueSeen
 from dynamo_lite.protocol.options import DecisionThresholds
 
 TIMEOUT = "remote-prefill-timeout-s"
@@ -36,6 +36,9 @@ _WORDS = {
     "too_late": "a remote prefill would have missed its deadline",
     "queue_unknown": "the last view of the queue was stale",
     "no_prefill_worker": "no prefill worker is available",
+    "cheaper": "this side costs less, as learned",
+    "crowded": "cheaper here, because the prefill workers are busy",
+    "explored": "both sides cost about the same, and this one is measured again",
     "leaving": "this worker was draining",
     "not_transferable": "its KV depends on more than its tokens, or must not be cached",
 }
@@ -52,7 +55,7 @@ def as_text(taken: PastDecision) -> str:
     uncached = d.prompt_tokens - d.cached_tokens
     followed = d.thresholds
     lines = [
-        f"{d.request_id}  {_clock(taken.at)}  worker {taken.lease_id:x}",
+        f"{d.request_id}  {as_clock(taken.at)}  worker {taken.lease_id:x}",
         f"  verdict     {d.verdict}, {d.reason}: {_WORDS.get(d.reason, d.reason)}",
         f"  prompt      {d.prompt_tokens} tokens: {d.cached_tokens} cached here,"
         f" {uncached} to compute",
@@ -63,10 +66,15 @@ def as_text(taken: PastDecision) -> str:
         f"  here        {_here(d)}",
         f"  elsewhere   {_elsewhere(d)}",
     ]
+    if d.costs is not None:
+        lines += _costs(d.costs)
     if d.asked is not None:
         outcome = d.asked.outcome or "under way"
         lines.append(f"  attempt     {d.asked.attempt}: {outcome}{_stages(d.asked.stages_s)}")
-        if d.asked.detail:
+        if outcome == Outcome.TAKEN_BACK.value:
+            waited_s = sum(d.asked.stages_s.values())
+            lines.append(f"  taken back  after {as_time(waited_s)}: {d.asked.detail}")
+        elif d.asked.detail:
             lines.append(f"  its writer  {d.asked.detail}")
     return "\n".join(lines)
 
@@ -125,7 +133,7 @@ def verdict_with(decision: Decision, edit: Mapping[str, Any]) -> Verdict:
 
 def _cells(at: float, d: Decision) -> list[str]:
     return [
-        _clock(at),
+        as_clock(at),
         d.request_id,
         str(d.prompt_tokens),
         str(d.prompt_tokens - d.cached_tokens),
@@ -193,6 +201,23 @@ def _elsewhere(d: Decision) -> str:
     return f"{verb}about {as_time(d.remote_s)}, at {d.remote_tokens_per_s:,.0f} tokens/s"
 
 
+def _costs(costs: CostsSeen) -> list[str]:
+    band = "unknown" if costs.band_s is None else as_time(costs.band_s)
+    here, there = costs.local_s, costs.remote_s
+    lines = [
+        f"  cost here   {as_time(here + costs.pause_s)}: {as_time(here)} to the first token,"
+        f" {as_time(costs.pause_s)} of pauses of others",
+        f"  elsewhere   {as_time(there + costs.queue_s + costs.memory_s)}: {as_time(there)} to the"
+        f" first token, {as_time(costs.queue_s)} for jobs behind it,"
+        f" {as_time(costs.memory_s)} for its memory; +- {band}",
+        f"  so          by costs {costs.says}, by thresholds {costs.thresholds}",
+    ]
+    if costs.cost_s is not None:
+        regret = "" if costs.regret_s is None else f", a regret of {as_time(costs.regret_s)}"
+        lines.append(f"  realised    {as_time(costs.cost_s)}{regret}")
+    return lines
+
+
 def _stages(stages_s: Mapping[str, float]) -> str:
     stages = ", ".join(f"{stage} {as_time(seconds)}" for stage, seconds in stages_s.items())
     return f" after {stages}" if stages else ""
@@ -202,7 +227,3 @@ def _took(d: Decision) -> str:
     if d.asked is not None and d.asked.stages_s:
         return as_time(sum(d.asked.stages_s.values()))
     return "" if d.computed_s is None else as_time(d.computed_s)
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03}"

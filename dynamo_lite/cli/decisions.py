@@ -4,16 +4,15 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from dynamo_lite.cli.listing import Place, open_store
+from dynamo_lite.cli.listing import Broker, Place, open_broker, open_store
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import Decision, Explain, decode_explained
 from dynamo_lite.protocol.errors import DeadlineExceeded, NoResponders, ProtocolError
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
-#: Timeout for the reply of one engine.
-_ANSWER_S = 3.0
+#: Timeout for the reply of one engine or Forwarder.
+ANSWER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ class Answers:
     silent: list[str]
 
 
-async def ask_engines(place: Place, nats_url: str, wanted: Explain) -> Answers:
+async def ask_engines(place: Place, broker: Broker, wanted: Explain) -> Answers:
     """Sends `wanted` to all decode engines. Raises StartupError, Unavailable."""
     async with open_store(place) as store:
         prefix = names.nixl_metadata_prefix(place.namespace)
         found = [key.removeprefix(prefix) for key in await store.get_prefix(prefix)]
     engines = sorted(engine for engine in found if names.is_engine_id(engine))
-    async with NatsMessaging(nats_url) as messaging:
+    async with open_broker(broker) as messaging:
         answers = await asyncio.gather(
             *(_ask_engine(messaging, place.namespace, engine, wanted) for engine in engines)
         )
@@ -60,7 +59,7 @@ async def _ask_engine(
     """None if the engine does not reply."""
     subject = names.explain_subject(namespace, engine)
     try:
-        reply = await messaging.request(subject, encode(wanted), timeout_s=_ANSWER_S)
+        reply = await messaging.request(subject, encode(wanted), timeout_s=ANSWER_S)
         explained = decode_explained(reply)
     except (NoResponders, DeadlineExceeded, ProtocolError):
         return None

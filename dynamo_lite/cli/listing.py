@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +15,14 @@ from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, LinkRecord, decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.serve.run_state import read_run
+from dynamo_lite.serve.secret_file import running_secret
 
-_MEMBER_COLUMNS = ("component", "endpoint", "lease", "pid", "host", "status_url", "state", "age")
+_MEMBER_COLUMNS = (
+    *("component", "endpoint", "lease", "pid", "host", "version", "status_url", "state", "age"),
+)
 _LINK_COLUMNS = ("prefill", "decode", "state", "lanes", "first_contact", "round_trip", "detail")
 _UNKNOWN = "-"
 
@@ -47,13 +53,27 @@ def find_place(state_dir: Path, etcd_url: str | None, namespace: str | None) -> 
     return Place(etcd_url=url, namespace=namespace)
 
 
-def find_broker(state_dir: Path, nats_url: str | None) -> str:
-    """Takes the flag, or else what the running graph of `state_dir` uses. Raises StartupError."""
+@dataclass(frozen=True, kw_only=True)
+class Broker:
+    """How to send messages to the processes of a graph."""
+
+    nats_url: str
+    #: None if the graph authenticates no messages.
+    secret_file: Path | None
+
+
+def find_broker(state_dir: Path, nats_url: str | None, secret_file: Path | None) -> Broker:
+    """Takes the flags, or else what the running graph of `state_dir` uses. Raises StartupError."""
     running = read_run(state_dir)
     url = nats_url or (running.nats if running else None)
     if url is None:
         raise StartupError(f"no graph runs on {state_dir}; name a server with --nats-url")
-    return url
+    return Broker(nats_url=url, secret_file=secret_file or running_secret(running, url))
+
+
+def open_broker(broker: Broker) -> AbstractAsyncContextManager[Messaging]:
+    """A context. Raises StartupError for a secret file that cannot be used."""
+    return open_messaging(broker.nats_url, broker.secret_file)
 
 
 def open_store(place: Place) -> EtcdStore:
@@ -110,6 +130,7 @@ def as_rows(records: list[EndpointRecord], states: dict[str, str]) -> list[dict[
             "lease": f"{record.lease_id:x}",
             "pid": record.pid,
             "host": record.host,
+            "version": record.version or _UNKNOWN,
             "status_url": record.status_url,
             "state": states[record.status_url],
             "age": round(max(0.0, now - record.started_at), 1),
@@ -163,6 +184,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def as_time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def as_clock(at: float) -> str:
+    """Time of day, with milliseconds. at: seconds since the epoch."""
+    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03}"
 
 
 def _endpoint(value: bytes) -> EndpointRecord:

@@ -25,6 +25,7 @@ from dynamo_lite.protocol.live_options import (
     encode_tuning,
 )
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store
 from dynamo_lite.serve.fields import unknown_key
 
@@ -65,6 +66,10 @@ def accepted(component: str, option: str) -> str:
 def _words(kind: inspect.Type) -> str:
     if isinstance(kind, inspect.NoneType):
         return "null"
+    if isinstance(kind, inspect.BoolType):
+        return "true or false"
+    if isinstance(kind, inspect.LiteralType):
+        return " or ".join(map(str, kind.values))
     if not isinstance(kind, inspect.IntType | inspect.FloatType):
         return ""
     noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
@@ -129,30 +134,43 @@ def _parsed(key: str, text: str) -> Any:
         raise ConfigError([f"{key}: not valid YAML: {' '.join(str(exc).split())}"]) from exc
 
 
-async def read(store: Store, namespace: str, component: str) -> Record | None:
-    """None when nothing was changed. Raises ProtocolError for an invalid record."""
+async def read(
+    store: Store, namespace: str, component: str, seals: RecordSeals = UNSEALED
+) -> Record | None:
+    """None when nothing was changed. Raises ProtocolError for a record that is invalid or not
+    authentic."""
     key = names.tuning_key(namespace, component)
-    return _decoded(key, component, await store.get(key))
+    return _decoded(key, component, await store.get(key), seals)
 
 
-def _decoded(key: str, component: str, data: bytes | None) -> Record | None:
+def _decoded(key: str, component: str, data: bytes | None, seals: RecordSeals) -> Record | None:
     try:
-        return None if data is None else decode_tuning(data, TUNABLE[component])
+        return None if data is None else decode_tuning(seals.opened(key, data), TUNABLE[component])
     except ProtocolError as exc:
         raise ProtocolError(f"{key}: {exc}") from exc
 
 
-async def write(store: Store, namespace: str, component: str, edit: Edit) -> Change:
+async def write(
+    store: Store,
+    namespace: str,
+    component: str,
+    edit: Edit,
+    *,
+    seals: RecordSeals = UNSEALED,
+    newest: int = 0,
+) -> Change:
     """Changes these options and no others, even with concurrent writers.
 
-    An invalid record is only replaced by an edit that unsets all options. Raises ProtocolError for
-    such a record, and Unavailable.
+    newest: a version that the new one is to exceed; processes with a secret take no lower one.
+
+    A record that is invalid or not authentic is only replaced by an edit that unsets all options.
+    Raises ProtocolError for such a record, and Unavailable.
     """
     key, fields = names.tuning_key(namespace, component), options_of(component)
     for _ in range(_TRIES):
         data = await store.get(key)
         try:
-            old = _decoded(key, component, data)
+            old = _decoded(key, component, data, seals)
         except ProtocolError:
             if any(edit.get(option, 0) is not UNSET for option in fields):
                 raise
@@ -161,15 +179,16 @@ async def write(store: Store, namespace: str, component: str, edit: Edit) -> Cha
             old.values if old else TUNABLE[component](),
             **{fields[option]: value for option, value in edit.items()},
         )
-        new = LiveOptionsRecord(
-            values=values, version=old.version + 1 if old else 1, by=_whoami(), at=time.time()
-        )
-        if await store.swap(key, data, encode_tuning(new)):
+        version = max(old.version if old else 0, newest) + 1
+        new = LiveOptionsRecord(values=values, version=version, by=whoami(), at=time.time())
+        if await store.swap(key, data, seals.sealed(key, encode_tuning(new))):
             return Change(component, old, new)
     raise Unavailable(f"{key}: not changed: {_TRIES} conflicts with concurrent writers; try again")
 
 
-async def changes(store: Store, namespace: str) -> AsyncIterator[Change | str]:
+async def changes(
+    store: Store, namespace: str, seals: RecordSeals = UNSEALED
+) -> AsyncIterator[Change | str]:
     """The changes of the records from now on; a text for an invalid record."""
     prefix = names.tuning_key(namespace, "")
     known: dict[str, Record | None] = {}
@@ -189,7 +208,7 @@ async def changes(store: Store, namespace: str) -> AsyncIterator[Change | str]:
                 if component not in TUNABLE:
                     continue
                 try:
-                    new = _decoded(f"{prefix}{component}", component, data)
+                    new = _decoded(f"{prefix}{component}", component, data, seals)
                 except ProtocolError as exc:
                     yield f"invalid record, refused by all processes: {exc}"
                     continue
@@ -207,6 +226,12 @@ async def followers(records: Iterable[EndpointRecord], component: str) -> list[d
         {"lease": f"{lease_id:x}", "pid": record.pid, **_options(facts[record.status_url])}
         for lease_id, record in members.items()
     ]
+
+
+def newest_version(processes: Iterable[Mapping[str, Any]]) -> int:
+    """The highest version that these followers have seen."""
+    seen = (process.get("newest") for process in processes)
+    return max((version for version in seen if isinstance(version, int)), default=0)
 
 
 def _options(facts: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +254,7 @@ def differences(change: Change) -> list[tuple[str, Any, Any]]:
     return rows
 
 
-def _whoami() -> str:
+def whoami() -> str:
     """By the process's own user id, since the environment is not reliable."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name

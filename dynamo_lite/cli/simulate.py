@@ -2,22 +2,20 @@
 
 import sys
 import time
-from dataclasses import dataclass, field
 
+from dynamo_lite.cli.progress_line import ProgressLine
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.simulation.draw import draw
 from dynamo_lite.simulation.loop.trace import Trace
 from dynamo_lite.simulation.mutants import MUTANTS
 from dynamo_lite.simulation.play import play
 from dynamo_lite.simulation.report import coverage_lines, verdict_line, violated_lines
 from dynamo_lite.simulation.runner import Lost, play_many
-from dynamo_lite.simulation.scenario import Scenario, draw
+from dynamo_lite.simulation.scenario import Scenario
 from dynamo_lite.simulation.tally import Played, Tally
 
 EXIT_VIOLATED = 1
 EXIT_INTERRUPTED = 130
-
-#: Seconds between two lines of progress, and between two updates of the line on a terminal.
-_LINE_S, _REWRITE_S = 10.0, 0.2
 
 
 def check_options(
@@ -119,38 +117,32 @@ def _scenario_lines(scenario: Scenario) -> list[str]:
     ]
     skews = [f"{host} {ahead_s:+.1f} s" for host, ahead_s in scenario.clock_skews]
     lines += [f"  wall clocks: {', '.join(skews)}"] if skews else []
+    lines += scenario.planner.lines() if scenario.planner is not None else []
     return lines + [f"  {fault.at_s:10.6f}  {fault}" for fault in scenario.faults]
 
 
-@dataclass
 class _Progress:
-    """One line on standard error: seeds done, speed, remaining time."""
+    """Seeds done, speed, remaining time."""
 
-    wanted: int
-    _began: float = field(default_factory=time.monotonic)
-    _shown: float = field(default_factory=time.monotonic)
-    _width: int = 0
+    def __init__(self, wanted: int):
+        self.wanted = wanted
+        self._began = time.monotonic()
+        self._line = ProgressLine()
 
     def show(self, tally: Tally) -> None:
-        now, terminal = time.monotonic(), sys.stderr.isatty()
-        if now - self._shown < (_REWRITE_S if terminal else _LINE_S):
-            return
-        self._shown = now
-        ended, took_s = _ended(tally), now - self._began
-        left_s = (self.wanted - ended) * took_s / ended
-        text = f"{ended:,} of {self.wanted:,} seeds, {len(tally.bad)} violated"
-        text += f", {ended / took_s:.1f} seeds/s, about {_duration(left_s)} left"
-        if terminal:
-            print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
-            self._width = len(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        self._line.show(lambda: self._text(tally))
 
     def clear(self) -> None:
         """Erases the line, so that other lines can be printed."""
-        if self._width:
-            print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
-            self._width = 0
+        self._line.clear()
+
+    def _text(self, tally: Tally) -> str:
+        ended, took_s = _ended(tally), max(time.monotonic() - self._began, 1e-9)
+        left_s = (self.wanted - ended) * took_s / max(ended, 1)
+        return (
+            f"{ended:,} of {self.wanted:,} seeds, {len(tally.bad)} violated,"
+            f" {ended / took_s:.1f} seeds/s, about {_duration(left_s)} left"
+        )
 
     def rate(self, tally: Tally) -> str:
         took_s = max(time.monotonic() - self._began, 1e-9)

@@ -11,11 +11,10 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from dynamo_lite.cli.listing import Place, open_store
+from dynamo_lite.cli.listing import Broker, Place, open_broker, open_store
 from dynamo_lite.cli.top_view import as_frame
 from dynamo_lite.overview.model import Overview
 from dynamo_lite.overview.observer import Observer
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
 #: Width of a plain frame; only a failed link's long reason is wider.
 _PLAIN_WIDTH = 160
@@ -24,11 +23,11 @@ Observing = AbstractAsyncContextManager[Observer]
 
 
 @contextlib.asynccontextmanager
-async def observing(place: Place, nats_url: str) -> AsyncIterator[Observer]:
+async def observing(place: Place, broker: Broker) -> AsyncIterator[Observer]:
     """Raises StartupError or Unavailable when a server does not respond."""
     async with (
         open_store(place) as store,
-        NatsMessaging(nats_url) as messaging,
+        open_broker(broker) as messaging,
         Observer(store, messaging, place.namespace) as observer,
     ):
         yield observer

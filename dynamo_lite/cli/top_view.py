@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamo_lite.cli.listing import as_time
-from dynamo_lite.overview.model import Latency, Overview
+from dynamo_lite.overview.compose import ELSEWHERE
+from dynamo_lite.overview.model import Engines, Latency, Overview, Planned
 
 _NOTHING = "-"
 _STATES = {"ready": "green", "ok": "green", "starting": "yellow", "draining": "yellow"}
@@ -21,6 +22,8 @@ def as_frame(seen: Overview) -> RenderableType:
     parts += [Text(f"! {sentence}", style=_WRONG) for sentence in seen.trouble]
     for section in (_workers(seen), _flow(seen), _decisions(seen), _links(seen)):
         parts += ["", section]
+    if seen.planner is not None:
+        parts += ["", _planner(seen.planner)]
     return Group(*parts)
 
 
@@ -66,13 +69,22 @@ def _flow(seen: Overview) -> RenderableType:
     tokens = "" if seen.queue.tokens is None else f", {seen.queue.tokens:,} tokens"
     moved = seen.transfers
     table.add_row("requests", f"{_count(seen.in_flight)} in flight")
+    if seen.engines:
+        table.add_row("engines", ", ".join(_engines(each) for each in seen.engines))
     table.add_row("queue", f"{jobs} {'job' if seen.queue.jobs == 1 else 'jobs'}{tokens}")
     speed = f"{as_bytes(moved.bytes_per_s)}/s, {moved.jobs_per_s:.1f} jobs/s"
     whole = f"{as_bytes(moved.total_bytes)} in {moved.total_jobs:,} jobs"
     table.add_row("transfers", speed, whole)
+    if (regret := seen.regret) is not None:
+        differing = f"costs differ in {regret.differing:,} of {regret.opinions:,}"
+        table.add_row("regret", f"{regret.share:.1%} of the prompts' cost", differing)
     table.add_row("TTFT", *_latency(seen.ttft))
     table.add_row("ITL", *_latency(seen.itl))
     return table
+
+
+def _engines(of_role: Engines) -> str:
+    return f"{of_role.role} {of_role.usable} of {of_role.known} usable"
 
 
 def _latency(latency: Latency) -> tuple[str, str]:
@@ -87,7 +99,7 @@ def _decisions(seen: Overview) -> RenderableType:
         return Text("no decisions yet", style="dim")
     table = _table(("DECISIONS", "REASON", "PER S", "TOTAL"), ("PER S", "TOTAL"))
     for each in seen.decisions:
-        style = "bold cyan" if each.verdict == "remote" and each.per_s else ""
+        style = "bold cyan" if each.verdict in ELSEWHERE and each.per_s else ""
         table.add_row(
             each.verdict, each.reason, f"{each.per_s:.1f}", f"{each.total:,}", style=style
         )
@@ -103,6 +115,15 @@ def _links(seen: Overview) -> RenderableType:
         lanes = str(link.lanes or _NOTHING)
         table.add_row(link.prefill, link.decode, _state(link.state), lanes, trip, link.detail)
     return table
+
+
+def _planner(planner: Planned) -> RenderableType:
+    title = f"hold: {planner.hold}" if planner.hold else f"led by {planner.lease}"
+    table = _table(("PLANNED", "COUNT", "WANTED", "STATE", "REASON"), ("COUNT", "WANTED"))
+    for role in planner.roles:
+        wanted = "?" if role.wanted is None else str(role.wanted)
+        table.add_row(role.component, str(role.count), wanted, role.state, role.reason)
+    return Group(Text(f"planner  {title}"), table)
 
 
 def _state(state: str) -> Text:

@@ -1,16 +1,19 @@
 """`dynamo-lite explain` and `dynamo-lite top`: what a running graph decides and does."""
 
 import asyncio
-import json
-import sys
 from typing import Annotated
 
 import typer
 
-from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
+from dynamo_lite.cli.arguments import (
+    DEFAULT_STATE_DIR,
+    EtcdUrl,
+    Namespace,
+    NatsUrl,
+    SecretFile,
+    StateDir,
+)
 from dynamo_lite.protocol.errors import ConfigError
-
-_EXIT_UNKNOWN = 1
 
 
 def explain(
@@ -23,6 +26,7 @@ def explain(
     ] = None,
     etcd_url: EtcdUrl = None,
     nats_url: NatsUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -33,39 +37,25 @@ def explain(
     for one that migrated to another worker, all its decisions are shown. Decode workers keep
     decisions for 15 minutes, at most 4096 each. Exit code 1: no decode worker has this one.
 
+    Forwarders are asked, too: which engines a request got and why, its legs, and what failed.
+    There REQUEST_ID may also be the client's X-Request-Id. At most 256 of a Forwarder are shown.
+
     \b
     dynamo-lite explain chatcmpl-95c64d7edf3447eb
     dynamo-lite explain --last 20
     """
-    from dynamo_lite.cli import decision_view
-    from dynamo_lite.cli.decisions import ask_engines
+    from dynamo_lite.cli.explain import run
     from dynamo_lite.cli.listing import find_broker, find_place
-    from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
     from dynamo_lite.protocol.decisions import Explain
 
     if bool(request_id) == (last is not None):
         raise ConfigError(["give either REQUEST_ID or --last N"])
     if len(request_id) > 256:
         raise ConfigError(["REQUEST_ID: at most 256 characters"])
-    place, broker = find_place(state_dir, etcd_url, namespace), find_broker(state_dir, nats_url)
+    place = find_place(state_dir, etcd_url, namespace)
+    broker = find_broker(state_dir, nats_url, secret_file)
     wanted = Explain(request_id=request_id, last=last or 4096)
-    answers = asyncio.run(ask_engines(place, broker, wanted))
-    for engine in answers.silent:
-        print(f"warning: decode engine {engine} does not respond", file=sys.stderr)
-    taken = answers.taken[-(last or len(answers.taken)) :]
-    if as_json:
-        print(json.dumps(decision_view.as_json(taken), indent=2))
-    elif last is not None:
-        print(decision_view.as_table(taken))
-    elif taken:
-        print("\n\n".join(decision_view.as_text(each) for each in taken))
-    if request_id and not taken:
-        message = (
-            f"error: {request_id}: none of {answers.engines} decode engines has a decision of it"
-        )
-        kept = f"decisions are kept for {LONGEST_S / 60:g} minutes, at most {MOST} per engine"
-        print(f"{message}; {kept}", file=sys.stderr)
-        raise typer.Exit(_EXIT_UNKNOWN)
+    raise typer.Exit(run(place, broker, wanted, as_json=as_json))
 
 
 def top(
@@ -75,6 +65,7 @@ def top(
     ] = 1.0,
     etcd_url: EtcdUrl = None,
     nats_url: NatsUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one frame as JSON.")] = False,
@@ -84,7 +75,9 @@ def top(
     RUNNING and WAITING count requests, for a prefill worker jobs. Rates cover the last 10
     seconds and latencies, which the Frontend measures, the last 60; with --once and --json
     both cover one --interval. TOTAL counts since the live workers started. Ctrl-C exits. The
-    Frontend serves the same view at /dashboard.
+    Frontend serves the same view at /dashboard. Of a Forwarder it shows requests, the engines
+    that all Forwarders use per role, and answers per second: disaggregated, alone (and why) and
+    passed on.
 
     \b
     dynamo-lite top
@@ -93,7 +86,8 @@ def top(
     from dynamo_lite.cli import top
     from dynamo_lite.cli.listing import find_broker, find_place
 
-    place, broker = find_place(state_dir, etcd_url, namespace), find_broker(state_dir, nats_url)
+    place = find_place(state_dir, etcd_url, namespace)
+    broker = find_broker(state_dir, nats_url, secret_file)
     observing = top.observing(place, broker)
     if as_json:
         shown = top.print_json(observing, interval)

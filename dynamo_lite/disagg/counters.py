@@ -8,6 +8,14 @@ import threading
 from typing import Any
 
 DECISION = "decision"  # + "/verdict/reason"
+ASKED = "asked_tokens"  # to compute, of remote prefills
+OVERFLOW = "overflow_tokens"  # uncached, of prompts that were local for want of room
+OPINION = "opinion"  # + "/side by thresholds/what the costs say"
+COST = "prefill_cost"  # + "/side": seconds
+REGRET = "prefill_regret"  # + "/side": seconds
+COST_ERROR = "prefill_cost_error"  # + "/side": a list of ratios
+PAUSE = "pause"  # seconds by which prompts made steps with streams longer
+PAUSING_TOKENS = "pausing_tokens"  # prompt tokens of these steps
 REMOTE = "remote"  # + "/outcome"
 BYTES = "bytes"
 DESCRIPTORS = "descriptors"
@@ -22,6 +30,7 @@ FLIGHT_WAIT_SECONDS = "single_flight_seconds"  # a list of durations
 PREFIX_READ = "prefix_read"  # + "/outcome": read, failed
 PREFIX_BYTES = "prefix_bytes"
 COMPUTED = "computed_tokens"  # by a prefill engine, of its jobs
+STEAL_LOOK = "steal_look"  # + "/reason"
 RESUME = "resume"  # + "/reason" of the verdict when a writer was lost
 PREFLIGHT = "preflight"  # a list of [order, failure, lanes, contact_s, round_trip_s]
 SPAN = "span"  # a list of spans: see `span_notes.py`
@@ -45,9 +54,9 @@ class Counters:
         with self._lock:
             self.data.setdefault(name, []).append(value)
 
-    def drop(self, where: str) -> None:
-        """Counts a dropped message; an `OnDrop`."""
-        self.add(f"{DROPPED}/{where}")
+    def drop(self, where: str, messages: int = 1) -> None:
+        """Counts dropped messages; an `OnDrop`."""
+        self.add(f"{DROPPED}/{where}", messages)
 
     def add_stage(self, stage: str, seconds: float) -> None:
         self.append(f"{STAGE}/{stage}", seconds)

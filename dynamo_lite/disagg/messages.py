@@ -21,6 +21,8 @@ class DecodeStep:
     expect: dict[str, str] = field(default_factory=dict)
     #: The blocks that will be written, in order, by attempt.
     blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    #: Id of the grant by attempt, of the claims that were granted since the last step.
+    grants: dict[str, int] = field(default_factory=dict)
     #: Attempt and request id of the remote prefills that were given up.
     give_up: list[tuple[str, str]] = field(default_factory=list)
     #: Whether any remote write may be in flight.

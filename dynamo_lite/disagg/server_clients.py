@@ -4,12 +4,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from dynamo_lite.disagg.engine_config import EngineConfig
-from dynamo_lite.protocol import names
 from dynamo_lite.queue.base import PrefillQueue, QueueConfig
-from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.queue.open import open_queue
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.runtime.store import Store
 
 
@@ -29,16 +28,12 @@ class Servers:
     def __init__(self, config: EngineConfig):
         self._config = config
 
-    def messaging(self) -> NatsMessaging:
-        return NatsMessaging(self._config.nats_url)
+    def messaging(self) -> AbstractAsyncContextManager[Messaging]:
+        return open_messaging(self._config.nats_url, self._config.secret_file)
 
     def store(self) -> EtcdStore:
         return EtcdStore(self._config.etcd_url)
 
-    def queue(self, config: QueueConfig) -> JetStreamQueue:
-        return JetStreamQueue(
-            self._config.nats_url,
-            stream=names.prefill_stream(self._config.namespace),
-            subject=names.prefill_jobs_subject(self._config.namespace),
-            config=config,
-        )
+    def queue(self, config: QueueConfig) -> PrefillQueue:
+        own = self._config
+        return open_queue(own.nats_url, own.namespace, config, own.secret_file)

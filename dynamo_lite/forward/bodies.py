@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo_lite.forward.named import NOTHING, Named
 from dynamo_lite.forward.protocols.base import (
     CHAT,
     COMPLETIONS,
@@ -21,6 +22,7 @@ from dynamo_lite.forward.protocols.base import (
     Body,
 )
 from dynamo_lite.forward.protocols.one_token import plain
+from dynamo_lite.policy.prompt_tokens import PromptTokens
 
 #: Only a forwarder may set these: with them a client could make an engine read from a foreign
 #: host, or end its process (vLLM 0.32 fails assertions on them).
@@ -61,6 +63,10 @@ class Request:
     sequences: int = 1
     stream: bool = False
     removed: tuple[str, ...] = ()
+    #: Engines that the client's headers name.
+    named: Named = NOTHING
+    #: Where it is known which blocks engines hold.
+    tokens: PromptTokens | None = None
     #: The prompt as raw JSON; equal prefixes of prompts are equal prefixes of it.
     prompt: bytes = field(default=b"", repr=False)
 
@@ -75,7 +81,9 @@ def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     for key in removed:
         del body[key]
     for key, path in _NESTED.items():
-        if key in body and b"_transfer_params" in bytes(msgspec.Raw(body[key])):
+        raw = bytes(msgspec.Raw(body[key])) if key in body else b""
+        # With an escape a key may be spelt in many ways.
+        if b"_transfer_params" in raw or b"\\" in raw:
             value = plain(body[key])
             if _strip(value, path):
                 body[key] = value
@@ -85,7 +93,7 @@ def sanitized(data: bytes) -> tuple[Body, bytes, tuple[str, ...]]:
     return body, msgspec.json.encode(body), tuple(removed)
 
 
-def read(route: str, data: bytes) -> Request:
+def read(route: str, data: bytes, named: Named = NOTHING) -> Request:
     """Raises MalformedBody."""
     body, clean, removed = sanitized(data)
     sequences, batch = _sequences(route, body)
@@ -98,6 +106,7 @@ def read(route: str, data: bytes) -> Request:
         sequences=sequences,
         stream=_small(body.get("stream")) is True,
         removed=removed,
+        named=named,
         prompt=b"".join(bytes(body[key]) for key in _PROMPT_FIELDS.get(route, ()) if key in body),
     )
 
@@ -144,7 +153,8 @@ def _alone(route: str, body: Body) -> str:
         return "echo"
     if _small(body.get("prompt_logprobs")) is not None:
         return "prompt_logprobs"
-    if route == TOKENS and b'"prompt_logprobs"' in bytes(body.get("sampling_params", b"")):
+    parameters = plain(body.get("sampling_params")) if route == TOKENS else None
+    if isinstance(parameters, dict) and "prompt_logprobs" in parameters:
         return "prompt_logprobs"
     if _small(body.get("use_beam_search")) is True:
         return "beam_search"

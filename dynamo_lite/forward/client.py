@@ -1,11 +1,13 @@
 """The client's side of one request, as the workflow sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from multidict import CIMultiDict
+
+from dynamo_lite.forward.named import NOTHING, Named
 
 
 class ClientGone(Exception):
@@ -23,6 +25,8 @@ class Incoming:
     headers: CIMultiDict[str]
     #: Of `headers.client_id`.
     client_id: str
+    #: Engines that its headers name; only a sidecar follows them.
+    named: Named = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +41,29 @@ class Answer:
 class Client(Protocol):
     """Takes one answer. All methods raise ClientGone."""
 
-    #: Whether its head was sent: from then on nothing can be tried again.
-    started: bool
+    @property
+    def started(self) -> bool:
+        """Whether its head was sent: from then on nothing can be tried again."""
+        ...
 
     async def start(self, status: int, headers: Mapping[str, str] | CIMultiDict[str]) -> None: ...
 
-    async def write(self, data: bytes) -> None:
+    def write(self, data: bytes, /) -> Coroutine[Any, Any, None]:
         """Returns when the client has room for more."""
         ...
+
+    def push(self, data: bytes) -> bool:
+        """As `write` after another `write`, but at once. Returns whether the client has room for
+        more; if not, the caller awaits `drained`."""
+        ...
+
+    async def drained(self) -> None: ...
 
     async def finish(self) -> None: ...
 
     def abort(self) -> None:
-        """Breaks the connection, so that the client sees that the answer is incomplete."""
+        """Ends the connection without the answer's end, so that the client sees that the answer is
+        incomplete. What was written before is still delivered where the client can tell."""
         ...
 
 

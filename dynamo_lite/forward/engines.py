@@ -1,10 +1,13 @@
 """The engines behind a Forwarder: what is known of each one, and which may take a leg."""
 
+import itertools
+import ssl
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_lite.forward.engine_tls import engine_tls
 from dynamo_lite.forward.options import EngineOptions
 from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
 from dynamo_lite.policy.forwarding import EngineView
@@ -17,19 +20,26 @@ FAILURES = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine said of its load."""
+    """What an engine said of its load. waiting: those of its requests that do not run yet."""
 
     requests: int
     kv_usage: float
+    waiting: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine; its number is its place in the configuration."""
+    """One engine; no other one of this process ever has its number."""
 
     number: int
     options: EngineOptions
     protocol: ForwardProtocol
+    #: Of the process that has registered it, hexadecimal; empty: it is in the configuration.
+    lease: str = ""
+    #: Its record says so; for engines that do not tell.
+    model: str = ""
+    #: Its record is gone: it gets no new leg.
+    left: bool = False
     healthy: bool = False
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
@@ -44,22 +54,25 @@ class Engine:
     other_requests: int = 0
     kv_usage: float = 0.0
     identity: Mapping[str, Any] | None = None
+    #: Whether its answers come from several data-parallel ranks, each with an identity.
+    varies: bool = False
     engine_ids: dict[int, str] = field(default_factory=dict[int, str])
     #: HOST:PORT.
     name: str = field(init=False)
     base: str = field(init=False)
+    #: How its certificate is checked; None: it speaks plain HTTP.
+    tls: ssl.SSLContext | None = field(init=False)
     #: Where its side of the handover listens.
     transfer_address: tuple[str, int] = field(init=False)
+    #: All that `identity` was since the engine is healthy, the newest last.
+    _identities: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
     def __post_init__(self) -> None:
         host, port = self.options.address
         self.name = host_port(host, port)
-        self.base = f"http://{self.name}"
-        own = self.options.transfer_port or self.protocol.default_port
-        self.transfer_address = (
-            self.options.transfer_host or host,
-            own or port + self.protocol.port_offset,
-        )
+        self.base = f"{'https' if self.options.secure else 'http'}://{self.name}"
+        self.tls = engine_tls(self.options)
+        self.transfer_address = self.options.transfer_address(self.protocol.name)
 
     @property
     def prefills(self) -> bool:
@@ -78,7 +91,7 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        return self.healthy and not self.trouble
+        return self.healthy and not self.trouble and not self.left
 
     @property
     def can_prefill(self) -> bool:
@@ -94,7 +107,7 @@ class Engine:
             host=host,
             port=port,
             notify_port=self.options.notify_port or 0,
-            identity=self.identity,
+            identity=None if self.varies else self.identity,
             engine_ids=self.engine_ids,
         )
 
@@ -120,7 +133,20 @@ class Engine:
     def forget(self) -> None:
         """Forgets what another process at this address would say otherwise."""
         self.identity, self.other_requests, self.kv_usage = None, 0, 0.0
+        self.varies, self._identities = False, []
         self.engine_ids = {}
+
+    def learned(self, identity: Mapping[str, Any] | None) -> None:
+        """What an answer has said; None: nothing. A restarted process has a new identity. One that
+        comes back is another data-parallel rank's, and it is not known which rank takes the next
+        leg."""
+        self.identity = identity
+        if identity is None or (self._identities and identity == self._identities[-1]):
+            return
+        if identity in self._identities:
+            self.varies = True
+            self._identities.remove(identity)
+        self._identities.append(identity)
 
     def reported(self, load: EngineLoad) -> None:
         self.other_requests = max(0, load.requests - self.legs)
@@ -139,6 +165,15 @@ class Engine:
             self.legs -= 1
 
 
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """Why a joined engine is not used. reason: a word for metrics."""
+
+    role: str
+    reason: str
+    trouble: str
+
+
 class EngineLeg:
     """A leg that counts as load of an engine."""
 
@@ -154,13 +189,29 @@ class EngineLeg:
 
 
 class Engines:
-    """All engines of one Forwarder."""
+    """The engines of one Forwarder: those of its configuration and those that have joined."""
 
     def __init__(self, options: Sequence[EngineOptions], protocol: ForwardProtocol):
-        self.all = tuple(Engine(n, one, protocol) for n, one in enumerate(options))
+        self.all: tuple[Engine, ...] = ()
+        #: Those that have joined and are not used: why, by name and lease.
+        self.unused: dict[tuple[str, str], Unused] = {}
+        self._protocol = protocol
+        self._numbers = itertools.count()
+        for one in options:
+            self.add(one)
 
     def __getitem__(self, number: int) -> Engine:
-        return self.all[number]
+        return next(engine for engine in self.all if engine.number == number)
+
+    def add(self, options: EngineOptions, *, lease: str = "", model: str = "") -> Engine:
+        engine = Engine(next(self._numbers), options, self._protocol, lease=lease, model=model)
+        self.all = (*self.all, engine)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """It gets no new leg. Its open legs go on."""
+        engine.left = True
+        self.all = tuple(one for one in self.all if one is not engine)
 
     def prefilling(self, without: Collection[int]) -> list[Engine]:
         return [e for e in self.all if e.can_prefill and e.number not in without]
@@ -184,12 +235,17 @@ def view(engine: Engine, matched: int, request_load_tokens: int) -> EngineView:
     )
 
 
-#: Sums over all label sets of these are what an engine runs and what waits there: vLLM, SGLang.
-_REQUESTS = (
-    *("vllm:num_requests_running", "vllm:num_requests_waiting"),
-    *("sglang:num_running_reqs", "sglang:num_queue_reqs"),
+#: Sums over all label sets of these are what an engine runs and what waits there: vLLM, SGLang (the
+#: last five only with disaggregation).
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING = (
+    *("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    *("sglang:num_prefill_bootstrap_queue_reqs", "sglang:num_prefill_prealloc_queue_reqs"),
+    "sglang:num_prefill_inflight_queue_reqs",
+    *("sglang:num_decode_prealloc_queue_reqs", "sglang:num_decode_transfer_queue_reqs"),
 )
 _USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
+_LOAD = frozenset({*_RUNNING, *_WAITING, *_USAGE})
 
 
 def parse_load(page: str) -> EngineLoad | None:
@@ -197,20 +253,22 @@ def parse_load(page: str) -> EngineLoad | None:
 
     Only these lines are read: vLLM's page has hundreds of them, most of histograms.
     """
-    requests, usage, found = 0.0, 0.0, False
+    running, waiting, usage, found = 0.0, 0.0, 0.0, False
     for line in page.splitlines():
         if not line.startswith(("vllm:", "sglang:")):
             continue
         name = line.partition("{")[0].partition(" ")[0]
-        if name not in _REQUESTS and name not in _USAGE:
+        if name not in _LOAD:
             continue
         try:
             value = float(line.rpartition(" ")[2])
         except ValueError:
             continue
         found = True
-        if name in _REQUESTS:
-            requests += value
+        if name in _RUNNING:
+            running += value
+        elif name in _WAITING:
+            waiting += value
         else:
             usage = max(usage, value)
-    return EngineLoad(int(requests), usage) if found else None
+    return EngineLoad(int(running + waiting), usage, int(waiting)) if found else None

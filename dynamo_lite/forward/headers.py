@@ -38,7 +38,7 @@ def to_engine(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     )
 
 
-def to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+def to_client(headers: CIMultiDict[str]) -> CIMultiDict[str]:
     """An engine's headers for the client."""
     dropped = _dropped(headers.getall("connection", ()))
     return CIMultiDict(

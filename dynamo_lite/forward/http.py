@@ -7,17 +7,18 @@ disconnects. No web framework lies between a socket and the workflow.
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from dynamo_lite.forward import headers
-from dynamo_lite.forward.client import Answer, ClientGone, Incoming, error, send
+from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error, send
+from dynamo_lite.forward.named import read_headers
 from dynamo_lite.forward.options import ForwarderConfig
-from dynamo_lite.forward.workflow import Forwarding
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.process.readiness import Probes
 
@@ -26,33 +27,54 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _MAX_FIELD_BYTES = 16 << 10
 _MAX_HEADERS = 128
-#: How long a refused body is still read, so that its client reads the answer.
+#: How long a refused body is still read, so that its client reads the answer, and how long a client
+#: has to read the rest of an answer that broke off.
 _LINGER_S = 2.0
+_HANDSHAKE_S = 10.0
+_NO_GRACE_S = 0.001
+#: What may wait for a slow client before nothing more is read for it.
+_FULL_BYTES = 64 << 10
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 #: Not of an engine: which one would answer is chance.
-_OWN = ("/health", "/live", "/ready", "/metrics")
+OWN = frozenset({"/health", "/live", "/ready", "/metrics"})
 
 Facts = Callable[[], Mapping[str, Any]]
+
+
+class Answering(Protocol):
+    """Answers one request. Both raise ClientGone."""
+
+    async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
+        """route: of a request to generate."""
+        ...
+
+    async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
+        """Any other request."""
+        ...
 
 
 class ForwardServer:
     """`start` returns when connections are accepted; `stop` is idempotent.
 
     routes: that generate. health: with `ok`. probes: None answers neither `/live` nor `/ready`.
+    own: paths that are answered here. tls: None serves plain HTTP.
     """
 
     def __init__(
         self,
-        forwarding: Forwarding,
+        forwarding: Answering,
         config: ForwarderConfig,
         routes: frozenset[str],
         sock: socket.socket,
         *,
         health: Facts,
         probes: Probes | None = None,
+        own: frozenset[str] = OWN,
+        tls: ssl.SSLContext | None = None,
     ):
         self._forwarding, self._config, self._routes = forwarding, config, routes
         self._sock, self._health, self._probes = sock, health, probes
+        self._paths, self._tls = own, tls
         self._listener: asyncio.Server | None = None
         self._web: web.Server | None = None
 
@@ -71,7 +93,13 @@ class ForwardServer:
         )
         loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(self._web, sock=self._sock, backlog=_BACKLOG)
+            self._listener = await loop.create_server(
+                self._web,
+                sock=self._sock,
+                backlog=_BACKLOG,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+            )
         except OSError as exc:
             where = self._sock.getsockname()
             raise StartupError(f"cannot listen on {where}: {exc.strerror}") from exc
@@ -79,11 +107,14 @@ class ForwardServer:
     async def stop(self, grace_s: float) -> None:
         """Stops accepting, waits up to `grace_s` for open answers, then disconnects the rest."""
         listener, self._listener = self._listener, None
-        if listener is None or self._web is None:
+        if self._web is None:
             return
-        listener.close()
-        self._web.pre_shutdown()
-        await self._web.shutdown(grace_s)
+        if listener is not None:
+            listener.close()
+            self._web.pre_shutdown()
+        # Also if a call before was cancelled: it has left connections open. To aiohttp, 0 means
+        # without a limit.
+        await self._web.shutdown(max(grace_s, _NO_GRACE_S))
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         client = HttpClient(request)
@@ -105,13 +136,14 @@ class ForwardServer:
         if request.method not in _METHODS or not path.startswith("/"):
             refusal = error(405, "MethodNotAllowed", "expected a path and a usual method")
             return await send(client, refusal)
-        if request.path in _OWN and request.method in ("GET", "HEAD"):
+        if request.path in self._paths and request.method in ("GET", "HEAD"):
             return await send(client, self._own(request.path))
         incoming = Incoming(
             method=request.method,
             path=path,
             headers=headers.to_engine(request.headers),
             client_id=headers.client_id(request.headers),
+            named=read_headers(request.headers),
         )
         try:
             data = await self._body(request)
@@ -198,6 +230,7 @@ class HttpClient:
         self.started = False
         self.response: web.StreamResponse | None = None
         self._request = request
+        self._chunked = False
 
     async def start(self, status: int, headers: Mapping[str, str] | CIMultiDict[str]) -> None:
         response = web.StreamResponse(status=status)
@@ -207,6 +240,7 @@ class HttpClient:
             no_body = status in (204, 304) or self._request.method == "HEAD"
             if not no_body and self._request.version >= HttpVersion11:
                 response.enable_chunked_encoding()
+                self._chunked = True
         if headers.get("connection") == "close":
             response.force_close()
         self.response, self.started = response, True
@@ -224,6 +258,20 @@ class HttpClient:
         except ConnectionError as exc:
             raise ClientGone from exc
 
+    def push(self, data: bytes) -> bool:
+        """Straight to the socket: aiohttp's way there costs more than all else for a token."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ClientGone
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        return transport.get_write_buffer_size() < _FULL_BYTES
+
+    async def drained(self) -> None:
+        try:
+            await self._request.writer.drain()
+        except ConnectionError as exc:
+            raise ClientGone from exc
+
     async def finish(self) -> None:
         assert self.response is not None
         try:
@@ -232,5 +280,12 @@ class HttpClient:
             raise ClientGone from exc
 
     def abort(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        transport, response = self._request.transport, self.response
+        if transport is None:
+            return
+        if self._chunked or (response is not None and "content-length" in response.headers):
+            # Without the answer's end it is incomplete: the client still reads what was written.
+            transport.close()
+            asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
+        else:
+            transport.abort()

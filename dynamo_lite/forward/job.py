@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from dynamo_lite.forward.bodies import Request
 from dynamo_lite.forward.client import Client, Incoming
+from dynamo_lite.forward.notes import NotedClient, RequestNote
 from dynamo_lite.forward.placing import Tried
 
 
@@ -15,5 +16,20 @@ class Job:
     request: Request
     client: Client
     tried: Tried = field(default_factory=Tried)
+    #: For `explain`.
+    note: RequestNote
     #: Decode engines that failed.
     failed: int = 0
+
+
+def noted(incoming: Incoming, request: Request, client: Client) -> Job:
+    """A job whose answer and legs are noted."""
+    tried = Tried()
+    note = RequestNote(request.route, incoming.client_id, tried.choices)
+    return Job(
+        incoming=incoming,
+        request=request,
+        client=NotedClient(client, note),
+        tried=tried,
+        note=note,
+    )

@@ -5,15 +5,15 @@ An engine aborts a request whose connection is closed before the end of its answ
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-import aiohttp
 import msgspec
 
 from dynamo_lite.forward import headers
-from dynamo_lite.forward.client import Answer, Incoming
+from dynamo_lite.forward.client import Answer, Client, Incoming
+from dynamo_lite.forward.engine_answer import EngineAnswer, Push
 from dynamo_lite.forward.engines import Engine
 from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
 from dynamo_lite.forward.health import EngineMonitor
@@ -47,7 +47,8 @@ def sending(engine: Engine, leg: Leg) -> Sending:
 
 
 class Legs:
-    """Async context manager: at its end all legs are closed and all tasks have ended."""
+    """Async context manager: at its end all legs are closed and all tasks have ended, but for
+    those that were left open."""
 
     def __init__(
         self,
@@ -58,21 +59,21 @@ class Legs:
     ):
         self._incoming, self._upstream = incoming, upstream
         self._monitor, self._config = monitor, config
-        self._responses: list[aiohttp.ClientResponse] = []
+        self._responses: list[EngineAnswer] = []
         self._tasks: list[asyncio.Task[Any]] = []
+        #: Those that the caller of `leave_open` ends.
+        self._left: list[asyncio.Task[EngineAnswer]] = []
         self._rest: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for response in self._responses:
-            response.close()
+        self._close()
         running = [task for task in self._tasks if not task.done()]
         if running:
             await end_tasks(*running)
-            for response in self._responses:
-                response.close()
+            self._close()
         for task in self._tasks:
             if not task.cancelled():
                 task.exception()  # else asyncio would report a second failure as unread
@@ -82,15 +83,17 @@ class Legs:
         self._tasks.append(task)
         return task
 
-    def leave_open(self, opening: "asyncio.Task[aiohttp.ClientResponse]") -> None:
+    def leave_open(self, opening: "asyncio.Task[EngineAnswer]") -> None:
         """This leg outlives the others; the caller ends it."""
         self._tasks.remove(opening)
-        if opening.done() and not opening.cancelled() and opening.exception() is None:
-            self._responses.remove(opening.result())
+        self._left.append(opening)
 
-    async def prefill(self, one: Sending, *, streams: bool) -> PrefillAnswer:
+    async def prefill(
+        self, one: Sending, *, streams: bool, on_data: Callable[[bytes], None] | None = None
+    ) -> PrefillAnswer:
         """A whole prefill leg. streams: it ends with the head of its answer; the rest is read
-        and dropped, and `all` notices when it fails. Raises PrefillFailed, Final."""
+        and dropped, and `all` notices when it fails. on_data: else takes the whole answer.
+        Raises PrefillFailed, Final."""
         try:
             async with asyncio.timeout(self._config.prefill_timeout_s):
                 response = await self.open(one, PrefillFailed)
@@ -103,6 +106,8 @@ class Legs:
         except TimeoutError as exc:
             detail = f"no answer within {self._config.prefill_timeout_s:g} s"
             raise PrefillFailed(one.engine, "timeout", detail) from exc
+        if on_data is not None:
+            on_data(data)
         try:
             return msgspec.json.decode(data, type=PrefillAnswer)
         except msgspec.DecodeError:
@@ -110,7 +115,7 @@ class Legs:
 
     async def open(
         self, one: Sending, failed: type[EngineFailed], *, passes_errors: bool = False
-    ) -> aiohttp.ClientResponse:
+    ) -> EngineAnswer:
         """A successful answer's head. Raises `failed`, and Final with the engine's answer: a 4xx,
         or with `passes_errors` any error."""
         incoming, engine = self._incoming, one.engine
@@ -137,7 +142,7 @@ class Legs:
         raise failed(engine, "status", str(status), answer)
 
     async def whole(
-        self, engine: Engine, response: aiohttp.ClientResponse, failed: type[EngineFailed]
+        self, engine: Engine, response: EngineAnswer, failed: type[EngineFailed]
     ) -> bytes:
         """Raises `failed`."""
         try:
@@ -148,7 +153,7 @@ class Legs:
     async def some(
         self,
         engine: Engine,
-        response: aiohttp.ClientResponse,
+        response: EngineAnswer,
         failed: type[EngineFailed] = DecodeFailed,
     ) -> bytes:
         """What has come; empty at the end. Raises `failed`."""
@@ -156,6 +161,15 @@ class Legs:
             return await self._upstream.read_some(engine, response)
         except LegFailed as exc:
             raise failed(engine, exc.kind, exc.detail) from exc
+
+    async def pass_on(
+        self, engine: Engine, response: EngineAnswer, client: Client, push: Push
+    ) -> None:
+        """The rest of a decode leg, piece by piece as it comes. Raises DecodeFailed, ClientGone."""
+        try:
+            await self._upstream.pass_on(engine, response, push, client.drained)
+        except LegFailed as exc:
+            raise DecodeFailed(engine, exc.kind, exc.detail) from exc
 
     async def all(self, *tasks: asyncio.Task[Any]) -> None:
         """Returns when all have succeeded. The first failure is raised, without waiting for others.
@@ -174,7 +188,7 @@ class Legs:
             if self._rest is not None and self._rest.done():
                 self._rest.result()
 
-    async def first(self, engine: Engine, response: aiohttp.ClientResponse) -> bytes:
+    async def first(self, engine: Engine, response: EngineAnswer) -> bytes:
         """The first bytes of a decode leg. Raises DecodeFailed, and PrefillFailed as `all`."""
         if self._rest is None:
             return await self.some(engine, response)
@@ -182,7 +196,18 @@ class Legs:
         await self.all(reading)
         return reading.result()
 
-    async def _read_out(self, engine: Engine, response: aiohttp.ClientResponse) -> None:
+    def _close(self) -> None:
+        # One that is left open may have been opened at any time until now.
+        left = [
+            task.result()
+            for task in self._left
+            if task.done() and not task.cancelled() and task.exception() is None
+        ]
+        for response in self._responses:
+            if response not in left:
+                response.close()
+
+    async def _read_out(self, engine: Engine, response: EngineAnswer) -> None:
         """Raises PrefillFailed."""
         data = await self.some(engine, response, PrefillFailed)
         if data.startswith(ERROR_EVENTS):

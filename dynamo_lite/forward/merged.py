@@ -6,17 +6,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-import aiohttp
-
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.bodies import Request
-from dynamo_lite.forward.client import Incoming
+from dynamo_lite.forward.engine_answer import EngineAnswer
 from dynamo_lite.forward.engines import Engine
 from dynamo_lite.forward.failures import DecodeFailed, EngineFailed, Final, PrefillFailed
 from dynamo_lite.forward.first_token import FirstTokenMerge
 from dynamo_lite.forward.job import Job
 from dynamo_lite.forward.legs import ERROR_EVENTS, Legs, sending
-from dynamo_lite.forward.placing import Placement, Placer
+from dynamo_lite.forward.placing import Placement, Places
 from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, PrefillAnswer
 from dynamo_lite.forward.protocols.one_token import plain
 from dynamo_lite.forward.relay import break_off
@@ -28,7 +26,7 @@ logger = logging.getLogger(__name__)
 #: How long a decode leg whose tokens are not needed may run, so that it receives its KV.
 _SETTLE_S = 30.0
 
-_Opening = asyncio.Task[aiohttp.ClientResponse]
+_Opening = asyncio.Task[EngineAnswer]
 
 
 class MergedOrder:
@@ -40,8 +38,8 @@ class MergedOrder:
     def __init__(
         self,
         protocol: ForwardProtocol,
-        placer: Placer,
-        open_legs: Callable[[Incoming], Legs],
+        placer: Places,
+        open_legs: Callable[[Job], Legs],
         answered: Counter[tuple[str, str]],
         *,
         timeout_s: float,
@@ -61,7 +59,7 @@ class MergedOrder:
         first = protocol.prefill(body, attempt)
         second = protocol.decode(body, attempt, None)
         merge = FirstTokenMerge(_limit(job.request))
-        async with self._open_legs(job.incoming) as legs:
+        async with self._open_legs(job) as legs:
             with engine.leg(0) as counted, prefill.leg(placement.uncached_tokens) as prompt:
                 prefilling = legs.start(
                     legs.open(sending(prefill, first), PrefillFailed), "prefill leg"
@@ -127,7 +125,10 @@ class MergedOrder:
                 if decoding.done():
                     decoding.result()  # raises its failure while another engine can be asked
                 self._answered["disaggregated", ""] += 1
-                await client.start(200, headers.to_client(reader.response.headers))
+                job.note.how = "disaggregated"
+                head = headers.to_client(reader.response.headers)
+                head.popall("content-length", None)
+                await client.start(200, head)
             await client.write(shown)
         if not client.started:
             raise PrefillFailed(reader.engine, "unpaired", "no token")
@@ -140,7 +141,7 @@ class _Events:
         self,
         legs: Legs,
         engine: Engine,
-        response: aiohttp.ClientResponse,
+        response: EngineAnswer,
         failed: type[EngineFailed],
         changes: Changes,
     ):

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 import annotated_types as at
 
+from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.policy.forwarding import Strategy
 from dynamo_lite.protocol.options import KvRoutingOptions, Natural, Positive, Seconds
 
@@ -24,14 +25,15 @@ ProtocolName = Literal[
     "kvt-batch",
     "kvt-staged",
 ]
-Port = Annotated[int, at.Gt(0), at.Le(65535)]
+LAST_PORT = 65535
+Port = Annotated[int, at.Gt(0), at.Le(LAST_PORT)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """One stock engine."""
 
-    #: `http://HOST:PORT` of its OpenAI server.
+    #: `http://HOST:PORT` or `https://HOST:PORT` of its OpenAI server.
     url: str
     #: Which legs it may take.
     role: Role
@@ -42,13 +44,48 @@ class EngineOptions:
     transfer_port: Port | None = None
     #: MoRIIO's second port; None: its default.
     notify_port: Port | None = None
+    #: PEM file of the authorities that may have signed its certificate; None: the system's.
+    ca_file: str | None = None
+    #: Accept any certificate of it, also a forged one.
+    insecure_skip_verify: bool = False
+    #: `tcp://HOST:PORT` where it publishes its KV events (vLLM's `--kv-events-config`); None: what
+    #: it holds is assumed.
+    kv_events: str | None = None
+    #: As kv_events: where it replays them.
+    kv_replay: str | None = None
 
     def __post_init__(self) -> None:
+        """Raises ValueError."""
         parse_engine_url(self.url)
+        for endpoint in (self.kv_events, self.kv_replay):
+            if endpoint is not None:
+                _check_endpoint(endpoint)
+        if self.kv_replay is not None and self.kv_events is None:
+            raise ValueError("kv-replay needs kv-events")
+        if not self.secure and (self.ca_file is not None or self.insecure_skip_verify):
+            raise ValueError("ca-file and insecure-skip-verify need an https:// URL")
+        if self.ca_file is not None and self.insecure_skip_verify:
+            raise ValueError("give either ca-file or insecure-skip-verify")
+
+    @property
+    def secure(self) -> bool:
+        return self.url.startswith("https://")
 
     @property
     def address(self) -> tuple[str, int]:
         return parse_engine_url(self.url)
+
+    def transfer_address(self, protocol: str) -> tuple[str, int]:
+        """Where its side of the handover listens. Raises ValueError for an impossible port."""
+        host, http_port = self.address
+        kind = PROTOCOLS[protocol]
+        port = self.transfer_port or kind.default_port or http_port + kind.port_offset
+        if port > LAST_PORT:
+            raise ValueError(
+                f"{self.url}: {protocol} would be at port {port} (HTTP port + {kind.port_offset}),"
+                f" beyond {LAST_PORT}: give transfer-port, or a lower HTTP port"
+            )
+        return self.transfer_host or host, port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +104,22 @@ class ForwarderConfig:
     host: str = "127.0.0.1"
     #: Port to listen on; 0 takes a free one.
     port: Annotated[int, at.Ge(0), at.Le(65535)] = 8000
+    #: PEM file of the server's certificate and those that sign it: with it, HTTPS is served.
+    tls_cert: str | None = None
+    #: PEM file of its private key, unencrypted.
+    tls_key: str | None = None
     #: The engines' handover protocol.
     protocol: ProtocolName = "nixl"
-    engines: tuple[EngineOptions, ...]
+    #: Engines that are always used.
+    engines: tuple[EngineOptions, ...] = field(default_factory=tuple[EngineOptions, ...])
+    #: Whether engines that have joined (`dynamo-lite join`) are used, too; None: if `engines` is
+    #: empty.
+    discover: bool | None = None
+    #: PEM file of the authorities that may have signed the certificates of joined engines;
+    #: None: the system's.
+    joined_ca_file: str | None = None
+    #: Accept any certificate of engines that have joined, also a forged one.
+    joined_insecure_skip_verify: bool = False
     #: How the engine of a prefill leg is chosen.
     prefill_choice: Strategy = "round-robin"
     #: As prefill_choice, for decode legs.
@@ -96,6 +146,8 @@ class ForwarderConfig:
     health_timeout_s: Seconds = 5.0
     #: Between two readings of an engine's `/metrics`, for `least-load` and `prefix`.
     load_interval_s: Seconds = 1.0
+    #: How long a prompt's tokens are waited for, where engines publish their KV events.
+    tokenize_timeout_s: Seconds = 0.5
     #: Of a request.
     max_body_bytes: Positive = 32 << 20
     #: How long a request's body may take to arrive.
@@ -103,28 +155,59 @@ class ForwarderConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls-cert and tls-key go together")
+        if self.joined_ca_file is not None and self.joined_insecure_skip_verify:
+            raise ValueError("give either joined-ca-file or joined-insecure-skip-verify")
         urls = [engine.address for engine in self.engines]
         for engine, url in zip(self.engines, urls, strict=True):
+            engine.transfer_address(self.protocol)
             if urls.count(url) > 1:
                 raise ValueError(f"{engine.url} is named twice; list each engine once")
+        if self.protocol == "neuron-static":
+            self._check_static()
+        if self.discovers:
+            return
+        if not self.engines:
+            raise ValueError("no engines; list some, or leave out `discover: false`")
         if not any(engine.role != "prefill" for engine in self.engines):
             raise ValueError("no engine decodes; give one the role decode or prefill-decode")
+
+    def _check_static(self) -> None:
         roles = sorted(engine.role for engine in self.engines)
-        if self.protocol == "neuron-static" and roles != ["decode", "prefill"]:
+        if self.discovers or roles != ["decode", "prefill"]:
             raise ValueError(
-                "neuron-static is for one prefill and one decode engine; use neuron-dynamic"
+                "neuron-static is for one prefill and one decode engine, both listed; use"
+                " neuron-dynamic"
             )
+
+    @property
+    def discovers(self) -> bool:
+        return not self.engines if self.discover is None else self.discover
+
+
+def _check_endpoint(text: str) -> None:
+    problem = f"expected tcp://HOST:PORT, got {text!r}"
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError as exc:
+        raise ValueError(problem) from exc
+    if parts.scheme != "tcp" or host in (None, "*") or not port or parts.path:
+        raise ValueError(problem)
 
 
 def parse_engine_url(url: str) -> tuple[str, int]:
     """Host and port. Raises ValueError."""
-    problem = "expected http://HOST:PORT without a path, a query or credentials"
+    problem = (
+        "expected http://HOST:PORT or https://HOST:PORT without a path, a query or credentials"
+    )
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as exc:
         raise ValueError(f"{problem}: {exc}") from exc
     extra: list[Any] = [parts.path.strip("/"), parts.query, parts.fragment, parts.username]
-    if parts.scheme != "http" or not host or port is None or any(extra):
+    if parts.scheme not in ("http", "https") or not host or port is None or any(extra):
         raise ValueError(problem)
     return host, port

@@ -5,14 +5,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-import aiohttp
-
-from dynamo_lite.forward.client import Incoming
+from dynamo_lite.forward.engine_answer import EngineAnswer
 from dynamo_lite.forward.engines import Engine, EngineLeg
 from dynamo_lite.forward.failures import DecodeFailed, PrefillFailed
+from dynamo_lite.forward.input_logprobs import InputLogprobs
 from dynamo_lite.forward.job import Job
 from dynamo_lite.forward.legs import Legs, Sending, sending
-from dynamo_lite.forward.placing import Placement, Placer
+from dynamo_lite.forward.placing import Placement, Places
 from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, PrefillAnswer
 from dynamo_lite.forward.relay import relay
 from dynamo_lite.forward.rewriting import UNCHANGED, Changes, changes_for
@@ -34,8 +33,8 @@ class Orders:
     def __init__(
         self,
         protocol: ForwardProtocol,
-        placer: Placer,
-        open_legs: Callable[[Incoming], Legs],
+        placer: Places,
+        open_legs: Callable[[Job], Legs],
         answered: Counter[tuple[str, str]],
     ):
         self._protocol, self._placer, self._open_legs = protocol, placer, open_legs
@@ -50,7 +49,7 @@ class Orders:
         engine = placement.decode
         assert engine is not None
         request = job.request
-        async with self._open_legs(job.incoming) as legs:
+        async with self._open_legs(job) as legs:
             with engine.leg(placement.prompt_tokens) as leg:
                 passed = not request.route
                 response = await legs.open(
@@ -64,7 +63,7 @@ class Orders:
         """The decode engine asks the prefill engine itself."""
         prefill, engine = _pair(placement)
         leg = self._protocol.decode(job.request.body, attempt, None)
-        async with self._open_legs(job.incoming) as legs:
+        async with self._open_legs(job) as legs:
             with engine.leg(0) as counted, prefill.leg(placement.uncached_tokens) as prompt:
                 try:
                     response = await legs.open(sending(engine, leg), DecodeFailed)
@@ -81,7 +80,7 @@ class Orders:
         prefill, protocol = placement.prefill, self._protocol
         assert prefill is not None
         first = protocol.prefill(job.request.body, attempt)
-        async with self._open_legs(job.incoming) as legs:
+        async with self._open_legs(job) as legs:
             with prefill.leg(placement.uncached_tokens):
                 answer = await self._prefill(legs, sending(prefill, first), attempt)
             self._placer.sent(prefill, placement)
@@ -103,11 +102,19 @@ class Orders:
         body, protocol = job.request.body, self._protocol
         first = protocol.prefill(body, attempt)
         second = protocol.decode(body, attempt, None)
-        streams = protocol.prefill_streams and job.request.stream
-        async with self._open_legs(job.incoming) as legs:
+        joins = protocol.joins_input_logprobs(body, job.request.route)
+        logprobs = InputLogprobs() if joins else None
+        streams = protocol.prefill_streams and job.request.stream and not joins
+        async with self._open_legs(job) as legs:
             with engine.leg(0) as counted, prefill.leg(placement.uncached_tokens) as prompt:
                 prefilling = legs.start(
-                    self._prefill(legs, sending(prefill, first), attempt, streams=streams),
+                    self._prefill(
+                        legs,
+                        sending(prefill, first),
+                        attempt,
+                        streams=streams,
+                        on_data=None if logprobs is None else logprobs.read,
+                    ),
                     "prefill leg",
                 )
                 decoding = legs.start(
@@ -117,7 +124,7 @@ class Orders:
                 answer, response = prefilling.result(), decoding.result()
                 prompt.answered()
                 self._placer.sent(prefill, placement)
-                changes = changes_for(protocol, attempt, second, answer)
+                changes = changes_for(protocol, attempt, second, answer, logprobs)
                 await self._relay(job, engine, legs, response, counted, changes=changes)
         self._placer.sent(engine, placement)
 
@@ -140,7 +147,7 @@ class Orders:
             await self._relay(job, engine, legs, response, counted, ("alone", "no_handoff"))
         self._placer.sent(engine, placement)
 
-    async def _hand_over(self, legs: Legs, one: Sending) -> aiohttp.ClientResponse:
+    async def _hand_over(self, legs: Legs, one: Sending) -> EngineAnswer:
         """Opens the decode leg. If the client goes meanwhile, the engine still gets the request,
         and a moment to take it over, before its connection is closed."""
         opening = asyncio.create_task(legs.open(one, DecodeFailed), name="decode leg")
@@ -151,17 +158,23 @@ class Orders:
             raise
 
     async def _prefill(
-        self, legs: Legs, one: Sending, attempt: Attempt, *, streams: bool = False
+        self,
+        legs: Legs,
+        one: Sending,
+        attempt: Attempt,
+        *,
+        streams: bool = False,
+        on_data: Callable[[bytes], None] | None = None,
     ) -> PrefillAnswer:
         """A prefill leg. Raises PrefillFailed also if another process has answered than the one
         that the decode engine waits for."""
-        answer = await legs.prefill(one, streams=streams)
+        answer = await legs.prefill(one, streams=streams, on_data=on_data)
         if not self._protocol.needs_identity:
             return answer
         learned, expected = self._protocol.learn(answer), attempt.prefill.identity
-        one.engine.identity = learned
+        one.engine.learned(learned)
         if expected is not None and learned != expected:
-            text = "it was restarted, or handed nothing over"
+            text = "another process or data-parallel rank has answered, or nothing was handed over"
             raise PrefillFailed(one.engine, "unpaired", text)
         return answer
 
@@ -170,7 +183,7 @@ class Orders:
         job: Job,
         engine: Engine,
         legs: Legs,
-        response: aiohttp.ClientResponse,
+        response: EngineAnswer,
         leg: EngineLeg,
         how: tuple[str, str] = ("disaggregated", ""),
         *,
@@ -179,6 +192,7 @@ class Orders:
     ) -> None:
         def on_first() -> None:
             self._answered[how] += 1
+            job.note.how, job.note.reason = how
             leg.answered()
             if also is not None:
                 also.answered()
@@ -191,9 +205,11 @@ def _pair(placement: Placement) -> tuple[Engine, Engine]:
     return placement.prefill, placement.decode
 
 
-async def _let_go(opening: "asyncio.Task[aiohttp.ClientResponse]") -> None:
-    await asyncio.wait({opening}, timeout=LET_GO_S)
-    if not opening.done():
+async def _let_go(opening: "asyncio.Task[EngineAnswer]") -> None:
+    try:
+        await asyncio.wait({opening}, timeout=LET_GO_S)
+    finally:
+        # Also when the Forwarder ends meanwhile.
         await end_tasks(opening)
-    elif opening.exception() is None:
-        opening.result().close()
+        if not opening.cancelled() and opening.exception() is None:
+            opening.result().close()

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dynamo_lite.forward.bodies import Request
 from dynamo_lite.forward.engines import Engine, Engines, view
@@ -18,7 +19,9 @@ from dynamo_lite.policy.forwarding import (
     text_chain,
     tokens_of,
 )
+from dynamo_lite.policy.known_blocks import KnownBlocks
 from dynamo_lite.policy.kv_chain import ChainHash
+from dynamo_lite.policy.prompt_tokens import PromptTokens
 from dynamo_lite.protocol.errors import NoWorkers
 
 logger = logging.getLogger(__name__)
@@ -27,11 +30,23 @@ logger = logging.getLogger(__name__)
 ALONE_REASONS = (
     *("route", "n", "prompts", "echo", "prompt_logprobs", "beam_search", "prompt_embeds"),
     *("stored_response", "short", "cached", "no_prefill_worker", "prefill_failed", "no_handoff"),
+    "no_header",
 )
 
 
 class CannotServe(Exception):
     """None of the configured engines could ever answer this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A choice. The engines are names: they may leave."""
+
+    leg: str
+    engine: str
+    choice: Choice
+    #: Names of the engines of the choice's views.
+    names: tuple[str, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +57,8 @@ class Tried:
     decode: set[int] = field(default_factory=set[int])
     #: Why it gets no prefill leg any more.
     alone: str = ""
+    #: All choices so far, of all attempts.
+    choices: list[Chosen] = field(default_factory=list[Chosen])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +72,46 @@ class Placement:
     #: Why there is no prefill leg.
     alone: str
     chain: Sequence[ChainHash]
+    #: None: estimated, from the text.
+    tokens: PromptTokens | None = None
     prompt_tokens: int
     #: Of the prompt, not assumed to be in the prefill engine's cache.
     uncached_tokens: int
 
 
+class Places(Protocol):
+    """What the workflow asks for each attempt."""
+
+    #: Choices by leg and reason.
+    choices: Counter[tuple[str, str]]
+
+    def place(self, request: Request, tried: Tried) -> Placement:
+        """Raises NoWorkers, CannotServe."""
+        ...
+
+    def place_decode(self, placement: Placement, tried: Tried) -> Engine:
+        """After the prefill leg. Raises NoWorkers."""
+        ...
+
+    def sent(self, engine: Engine, placement: Placement) -> None:
+        """The engine has computed, or received, the prompt."""
+        ...
+
+
+def why_alone(request: Request, protocol: ForwardProtocol) -> str:
+    """Why it gets no prefill leg, whatever the engines; empty if it may get one."""
+    if request.route not in protocol.routes:
+        return "route"
+    if request.batch and not protocol.batches:
+        return request.batch
+    return request.alone
+
+
 class Placer:
     """Chooses engines and remembers which prompts they were sent.
 
-    uniform: returns numbers in [0, 1).
+    uniform: returns numbers in [0, 1). known: which blocks engines hold that publish it; of the
+    others it is assumed.
     """
 
     def __init__(
@@ -74,10 +122,12 @@ class Placer:
         sent: SentPrompts,
         *,
         uniform: Callable[[], float],
+        known: KnownBlocks | None = None,
     ):
         #: Choices by leg and reason.
         self.choices: Counter[tuple[str, str]] = Counter()
         self._engines, self._protocol, self._config, self._sent = engines, protocol, config, sent
+        self._known = known
         self._prefill = EngineChooser(config.prefill_choice, config.routing, uniform=uniform)
         self._decode = EngineChooser(config.decode_choice, config.routing, uniform=uniform)
         self._compares = "prefix" in (config.prefill_choice, config.decode_choice) or bool(
@@ -92,8 +142,8 @@ class Placer:
     def place(self, request: Request, tried: Tried) -> Placement:
         """Raises NoWorkers, CannotServe."""
         chain = text_chain(request.prompt) if self._compares else []
-        matched = self._sent.matched(chain)
-        tokens = tokens_of(request.prompt)
+        matched = self._matched(chain, request.tokens)
+        tokens = len(request.tokens or ()) or tokens_of(request.prompt)
         alone = tried.alone or self._alone(request)
         prefilling = [] if alone else self._engines.prefilling(tried.prefill)
         if not alone and not prefilling:
@@ -109,45 +159,57 @@ class Placer:
             if alone and request.route and not decode.decodes_alone:
                 decode = self._choose_decode(tried, matched, tokens, alone=True)
         prefill = (
-            None if alone else self._choose(self._prefill, "prefill", prefilling, matched, tokens)
+            None
+            if alone
+            else self._choose(self._prefill, "prefill", prefilling, matched, tokens, tried)
         )
         return Placement(
             prefill=prefill,
             decode=decode,
             alone=alone,
             chain=chain,
+            tokens=request.tokens,
             prompt_tokens=tokens,
-            uncached_tokens=tokens - (matched.get(prefill.number, 0) if prefill else 0),
+            # What was sent is known in pieces of an assumed length: it may seem more than all.
+            uncached_tokens=max(0, tokens - (matched.get(prefill.number, 0) if prefill else 0)),
         )
 
     def place_decode(self, placement: Placement, tried: Tried) -> Engine:
         """Staged: after the prefill leg. Raises NoWorkers."""
-        without = Tried(prefill=tried.prefill, decode=set(tried.decode))
+        without = Tried(prefill=tried.prefill, decode=set(tried.decode), choices=tried.choices)
         if placement.prefill is not None:
             without.decode.add(placement.prefill.number)
-        matched = self._sent.matched(placement.chain)
+        matched = self._matched(placement.chain, placement.tokens)
         return self._choose_decode(without, matched, placement.prompt_tokens, alone=False)
 
     def sent(self, engine: Engine, placement: Placement) -> None:
         """The engine has computed, or received, the prompt."""
+        if engine.left:
+            return
         self._sent.sent(engine.number, placement.chain)
+
+    def forget(self, engine: Engine) -> None:
+        """The engine has left."""
+        self._sent.forget(engine.number)
+        self._prefill.forget(engine.number)
+        self._decode.forget(engine.number)
+
+    def _matched(self, chain: Sequence[ChainHash], tokens: PromptTokens | None) -> dict[int, int]:
+        """How many tokens of the prompt each engine holds, or is assumed to hold."""
+        matched = self._sent.matched(chain)
+        if self._known is not None and tokens is not None:
+            matched |= self._known.matched(tokens)
+        return matched
 
     def _alone(self, request: Request) -> str:
         """Raises CannotServe."""
-        reason = self._why_alone(request)
-        if reason and request.route and not any(e.decodes_alone for e in self._engines.all):
+        reason, engines = why_alone(request, self._protocol), self._engines.all
+        if reason and request.route and engines and not any(e.decodes_alone for e in engines):
             raise CannotServe(
                 f"{request.route} with {reason} needs an engine that prefills and decodes; with"
                 f" {self._protocol.name} none of these engines does"
             )
         return reason
-
-    def _why_alone(self, request: Request) -> str:
-        if request.route not in self._protocol.routes:
-            return "route"
-        if request.batch and not self._protocol.batches:
-            return request.batch
-        return request.alone
 
     def _not_worth_it(
         self, decode: Engine, prefilling: int, matched: Mapping[int, int], tokens: int
@@ -168,7 +230,7 @@ class Placer:
         able = self._engines.decoding(tried.decode, alone=alone)
         if not able:
             raise NoWorkers(self._missing(tried, alone=alone))
-        return self._choose(self._decode, "decode", able, matched, tokens)
+        return self._choose(self._decode, "decode", able, matched, tokens, tried)
 
     def _choose(
         self,
@@ -177,6 +239,7 @@ class Placer:
         able: Sequence[Engine],
         matched: Mapping[int, int],
         tokens: int,
+        tried: Tried,
     ) -> Engine:
         each = self._config.routing.request_load_tokens
         choice = chooser.choose(
@@ -185,6 +248,8 @@ class Placer:
         assert isinstance(choice, Choice)
         self.choices[leg, choice.reason] += 1
         engine = self._engines[choice.view.engine]
+        names = tuple(one.name for one in able)
+        tried.choices.append(Chosen(leg, engine.name, choice, names))
         logger.debug(
             "%s: %s, %s: it holds about %d of %d tokens, and %d tokens are queued there;"
             " %d candidates",

@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Callable
 
-import aiohttp
 import msgspec
 
 from dynamo_lite.forward import headers
 from dynamo_lite.forward.client import Answer, Client
+from dynamo_lite.forward.engine_answer import EngineAnswer
 from dynamo_lite.forward.engines import Engine
 from dynamo_lite.forward.failures import Broken, DecodeFailed
 from dynamo_lite.forward.legs import ERROR_EVENTS, Legs
@@ -16,7 +16,7 @@ from dynamo_lite.forward.rewriting import UNCHANGED, Changes, EventCutter
 logger = logging.getLogger(__name__)
 
 
-def is_stream(response: aiohttp.ClientResponse) -> bool:
+def is_stream(response: EngineAnswer) -> bool:
     return response.content_type == "text/event-stream"
 
 
@@ -24,7 +24,7 @@ async def relay(
     client: Client,
     legs: Legs,
     engine: Engine,
-    response: aiohttp.ClientResponse,
+    response: EngineAnswer,
     *,
     changes: Changes = UNCHANGED,
     on_first: Callable[[], None],
@@ -34,6 +34,8 @@ async def relay(
     Raises DecodeFailed or PrefillFailed before the first byte, Broken after it, ClientGone.
     """
     head = headers.to_client(response.headers)
+    if changes.any:
+        head.popall("content-length", None)
     if changes.any and not is_stream(response):
         data = changes.whole(await legs.whole(engine, response, DecodeFailed))
         head["content-length"] = str(len(data))
@@ -55,22 +57,30 @@ async def relay(
 
 
 async def _unchanged(
-    client: Client, legs: Legs, engine: Engine, response: aiohttp.ClientResponse, data: bytes
+    client: Client, legs: Legs, engine: Engine, response: EngineAnswer, data: bytes
 ) -> None:
-    while data:
-        await client.write(data)
+    """data: what has come; empty if that is all."""
+    last = data
+
+    def push(data: bytes) -> bool:
+        nonlocal last
         last = data
-        try:
-            data = await legs.some(engine, response)
-        except DecodeFailed as exc:
-            await break_off(client, exc, whole=is_stream(response) and last.endswith(b"\n\n"))
+        return client.push(data)
+
+    if not data:
+        return
+    await client.write(data)
+    try:
+        await legs.pass_on(engine, response, client, push)
+    except DecodeFailed as exc:
+        await break_off(client, exc, whole=is_stream(response) and last.endswith(b"\n\n"))
 
 
 async def _changed(
     client: Client,
     legs: Legs,
     engine: Engine,
-    response: aiohttp.ClientResponse,
+    response: EngineAnswer,
     changes: Changes,
     data: bytes,
 ) -> None:

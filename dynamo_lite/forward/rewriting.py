@@ -4,8 +4,11 @@ Most answers pass as bytes. Where something must change, a stream is cut into wh
 events that contain what changes are parsed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from dynamo_lite.forward import input_logprobs
+from dynamo_lite.forward.input_logprobs import InputLogprobs
 from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, Leg, PrefillAnswer
 from dynamo_lite.forward.usage import MARK, cached_by_prefill, with_cached_tokens
 
@@ -40,10 +43,12 @@ class Changes:
     cached_tokens: int | None = None
     #: An id of ours with addresses in it, and what replaces it.
     hidden: tuple[bytes, bytes] | None = None
+    #: The prefill engine's.
+    logprobs: InputLogprobs | None = None
 
     @property
     def any(self) -> bool:
-        return self.cached_tokens is not None or self.hidden is not None
+        return not (self.cached_tokens is self.hidden is self.logprobs is None)
 
     def whole(self, data: bytes) -> bytes:
         """Of an answer that is one JSON document."""
@@ -51,32 +56,42 @@ class Changes:
             data = data.replace(*self.hidden)
         if self.cached_tokens is not None:
             data = with_cached_tokens(data, self.cached_tokens)
-        return data
+        return data if self.logprobs is None else self.logprobs.joined(data)
 
     def events(self, data: bytes) -> bytes:
         """Of whole events."""
         if self.hidden is not None:
             data = data.replace(*self.hidden)
-        if self.cached_tokens is None or MARK not in data:
-            return data
-        return b"\n".join(self._line(line, self.cached_tokens) for line in data.split(b"\n"))
+        cached, logprobs = self.cached_tokens, self.logprobs
+        if cached is not None:
+            data = _each(data, MARK, lambda event: with_cached_tokens(event, cached))
+        return data if logprobs is None else _each(data, input_logprobs.MARK, logprobs.joined)
 
-    def _line(self, line: bytes, cached: int) -> bytes:
-        if not line.startswith(b"data:") or MARK not in line:
-            return line
-        return b"data: " + with_cached_tokens(line[5:].strip(), cached)
+
+def _each(data: bytes, mark: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """Changes the JSON of the events that contain the mark."""
+    if mark not in data:
+        return data
+    return b"\n".join(
+        b"data: " + change(line[5:].strip()) if line.startswith(b"data:") and mark in line else line
+        for line in data.split(b"\n")
+    )
 
 
 UNCHANGED = Changes()
 
 
 def changes_for(
-    protocol: ForwardProtocol, attempt: Attempt, leg: Leg, answer: PrefillAnswer
+    protocol: ForwardProtocol,
+    attempt: Attempt,
+    leg: Leg,
+    answer: PrefillAnswer,
+    logprobs: InputLogprobs | None = None,
 ) -> Changes:
-    """What has to change in the answer of this leg. answer: of the prefill leg."""
+    """What has to change in the answer of this leg. answer, logprobs: of the prefill leg."""
     cached, hidden = cached_by_prefill(answer), None
     if protocol.hides_ids:
         hidden = (leg.headers["x-request-id"].encode(), attempt.unique.encode())
-    if cached is None and hidden is None:
+    if cached is hidden is logprobs is None:
         return UNCHANGED
-    return Changes(cached_tokens=cached, hidden=hidden)
+    return Changes(cached_tokens=cached, hidden=hidden, logprobs=logprobs)

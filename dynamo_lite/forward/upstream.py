@@ -1,30 +1,33 @@
-"""HTTP requests to engines: one client session for all of them.
+"""HTTP requests to engines, over connections that are kept and used again.
 
-aiohttp, because vLLM brings it, its parsers for both sides are in C, its connections are pooled
-and kept alive, and its reader stops reading from an engine while the client does not read. httpx,
-which the toy proxies use, takes several times the CPU for each streamed chunk; a client on
-httptools would be faster still, but would be a second pool, timeout and backpressure of our own.
+A client of its own, because a Forwarder's work is to pass pieces of answers on: with a general
+client, whose reader is a stream of its own, a token costs several times as much.
 """
 
 import asyncio
-from collections.abc import Mapping
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
-import aiohttp
 from multidict import CIMultiDict
-from yarl import URL
 
+from dynamo_lite.forward.connection import Connection
+from dynamo_lite.forward.engine_answer import EngineAnswer, Push
 from dynamo_lite.forward.engines import Engine
 from dynamo_lite.protocol.errors import DynamoLiteError
 
 #: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
 _KEEP_ALIVE_S = 4.0
-#: Of the head of an engine's answer.
-_MAX_FIELD_BYTES = 64 << 10
-#: What aiohttp would add by itself.
-_NO_AUTO_HEADERS = ("accept", "accept-encoding", "user-agent", "content-type")
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+#: Sent again when a kept connection turns out to be closed.
+_REPEATED = frozenset({"GET", "HEAD", "OPTIONS"})
 
 Kind = Literal["refused", "timeout", "broken"]
+_Address = tuple[str, int]
+#: With how the certificate was checked: a connection is not used where it would be checked better.
+_Place = tuple[_Address, ssl.SSLContext | None]
 
 
 class LegFailed(DynamoLiteError):
@@ -38,31 +41,25 @@ class LegFailed(DynamoLiteError):
 
 
 class Upstream:
-    """Async context manager. idle_s: longest time without any byte of an answer."""
+    """Async context manager. idle_s: longest time without any byte of an answer. left_s: the same
+    once connections to the engine are refused: a server that ends may leave requests hanging."""
 
-    def __init__(self, *, connect_s: float, idle_s: float):
-        self._connect_s, self._idle_s = connect_s, idle_s
-        self._session: aiohttp.ClientSession | None = None
+    def __init__(self, *, connect_s: float, idle_s: float, left_s: float = 10.0):
+        self._connect_s, self._idle_s, self._left_s = connect_s, idle_s, left_s
+        self._open: dict[Connection, _Address] = {}
+        #: With the time since when; the last one is used first.
+        self._idle: dict[_Place, list[tuple[Connection, float]]] = {}
+        self._sweep: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=self._connect_s, sock_read=self._idle_s
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=_NO_AUTO_HEADERS,
-            # An answer passes as the engine has encoded it.
-            auto_decompress=False,
-            trust_env=False,
-            max_field_size=_MAX_FIELD_BYTES,
-            max_line_size=_MAX_FIELD_BYTES,
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in self._open:
+            connection.abort()
+        await asyncio.sleep(0)  # the loop closes them now
 
     async def open(
         self,
@@ -71,11 +68,11 @@ class Upstream:
         path: str,
         headers: Mapping[str, str] | CIMultiDict[str] | None = None,
         body: bytes | None = None,
-    ) -> aiohttp.ClientResponse:
+    ) -> EngineAnswer:
         """The answer's head; its body is still to be read. path: with its query, encoded.
 
-        Raises LegFailed. The caller closes the answer: `close` drops the connection, and the
-        engine then aborts the request.
+        Raises LegFailed. The caller closes the answer: `close` drops the connection if the answer
+        has not ended, and the engine then aborts the request.
         """
         return await self.open_url(f"{engine.base}{path}", engine, method, headers, body)
 
@@ -86,52 +83,161 @@ class Upstream:
         method: str,
         headers: Mapping[str, str] | CIMultiDict[str] | None = None,
         body: bytes | None = None,
-    ) -> aiohttp.ClientResponse:
-        assert self._session is not None
+    ) -> EngineAnswer:
+        host, _, path = url.partition("://")[2].partition("/")
+        address = _address(host)
+        tls = engine.tls if url.startswith("https:") else None
         try:
-            return await self._session.request(
-                method,
-                URL(url, encoded=True),
-                headers=headers,
-                data=body,
-                allow_redirects=False,
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
-            raise LegFailed(engine.name, "refused", _detail(exc)) from exc
-        except TimeoutError as exc:
-            raise LegFailed(engine.name, "timeout", f"no answer for {self._idle_s:g} s") from exc
-        except (aiohttp.ClientError, OSError, ValueError) as exc:
-            raise LegFailed(engine.name, "broken", _detail(exc)) from exc
+            head = _head(method, f"/{path}", host, headers or {}, body)
+        except ValueError as exc:
+            raise LegFailed(engine.name, "broken", str(exc)) from exc
+        while True:
+            connection = self._kept((address, tls))
+            reused = connection is not None
+            if connection is None:
+                connection = await self._connect(engine, address, tls)
+            answer = connection.ask(head, body, self._idle_s, bodyless=method == "HEAD")
+            try:
+                await answer.head()
+                return answer
+            except TimeoutError as exc:
+                raise LegFailed(engine.name, "timeout", f"no answer: {_detail(exc)}") from exc
+            except ConnectionError as exc:
+                if not (reused and method in _REPEATED):
+                    raise LegFailed(engine.name, "broken", _detail(exc)) from exc
+            except BaseException:
+                answer.close()
+                raise
 
-    async def read(self, engine: Engine, response: aiohttp.ClientResponse) -> bytes:
+    async def read(self, engine: Engine, answer: EngineAnswer) -> bytes:
         """The whole body. Raises LegFailed."""
         try:
-            return await response.read()
-        except TimeoutError as exc:
-            raise LegFailed(engine.name, "timeout", f"no byte for {self._idle_s:g} s") from exc
-        except (aiohttp.ClientError, OSError, ValueError) as exc:
-            raise LegFailed(engine.name, "broken", _detail(exc)) from exc
+            return await answer.read()
+        except (TimeoutError, ConnectionError) as exc:
+            raise _lost(engine, exc) from exc
 
-    async def read_some(self, engine: Engine, response: aiohttp.ClientResponse) -> bytes:
+    async def read_some(self, engine: Engine, answer: EngineAnswer) -> bytes:
         """What has come; empty at the end. Raises LegFailed."""
         try:
-            return await response.content.readany()
-        except TimeoutError as exc:
-            raise LegFailed(engine.name, "timeout", f"no byte for {self._idle_s:g} s") from exc
-        except (aiohttp.ClientError, OSError, ValueError) as exc:
-            raise LegFailed(engine.name, "broken", _detail(exc)) from exc
+            return await answer.read_some()
+        except (TimeoutError, ConnectionError) as exc:
+            raise _lost(engine, exc) from exc
+
+    async def pass_on(
+        self,
+        engine: Engine,
+        answer: EngineAnswer,
+        push: Push,
+        drained: Callable[[], Awaitable[None]],
+    ) -> None:
+        """The rest of the body; see `EngineAnswer.pass_on`. Raises LegFailed."""
+        try:
+            await answer.pass_on(push, drained)
+        except (TimeoutError, ConnectionError) as exc:
+            raise _lost(engine, exc) from exc
 
     async def fetch(self, engine: Engine, url: str, *, within_s: float) -> tuple[int, bytes]:
         """A small page. Raises LegFailed."""
         try:
             async with asyncio.timeout(within_s):
-                response = await self.open_url(url, engine, "GET")
+                answer = await self.open_url(url, engine, "GET")
                 try:
-                    return response.status, await self.read(engine, response)
+                    return answer.status, await self.read(engine, answer)
                 finally:
-                    response.release()
+                    answer.close()
         except TimeoutError as exc:
             raise LegFailed(engine.name, "timeout", f"no answer within {within_s:g} s") from exc
+
+    def _kept(self, place: _Place) -> Connection | None:
+        """An idle connection that may be used again."""
+        idle = self._idle.get(place)
+        while idle:
+            connection, since = idle.pop()
+            fresh = asyncio.get_running_loop().time() - since < _KEEP_ALIVE_S
+            if fresh and connection.usable:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(
+        self, engine: Engine, address: _Address, tls: ssl.SSLContext | None
+    ) -> Connection:
+        loop = asyncio.get_running_loop()
+
+        def made() -> Connection:
+            return Connection(lambda it: self._free((address, tls), it), self._lost)
+
+        try:
+            async with asyncio.timeout(self._connect_s):
+                _, connection = await loop.create_connection(made, *address, ssl=tls)
+        except TimeoutError as exc:
+            text = f"no connection within {self._connect_s:g} s"
+            raise LegFailed(engine.name, "refused", text) from exc
+        except OSError as exc:
+            if isinstance(exc, ConnectionRefusedError):
+                self._nobody_listens(address)
+            raise LegFailed(engine.name, "refused", _detail(exc)) from exc
+        self._open[connection] = address
+        return connection
+
+    def _nobody_listens(self, address: _Address) -> None:
+        for connection, where in self._open.items():
+            if where == address:
+                connection.left(self._left_s)
+
+    def _lost(self, connection: Connection) -> None:
+        self._open.pop(connection, None)
+
+    def _free(self, place: _Place, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        self._idle.setdefault(place, []).append((connection, loop.time()))
+        if self._sweep is None:
+            self._sweep = loop.call_later(_KEEP_ALIVE_S, self._close_idle)
+
+    def _close_idle(self) -> None:
+        """Closes what was not used for long; an engine might not do it."""
+        loop = asyncio.get_running_loop()
+        self._sweep = None
+        for place, idle in list(self._idle.items()):
+            old = [one for one in idle if loop.time() - one[1] >= _KEEP_ALIVE_S]
+            for connection, _ in old:
+                connection.abort()
+            self._idle[place] = idle[len(old) :]
+            if not self._idle[place]:
+                del self._idle[place]
+        if self._idle:
+            self._sweep = loop.call_later(_KEEP_ALIVE_S, self._close_idle)
+
+
+@lru_cache(maxsize=4096)
+def _address(host: str) -> _Address:
+    """host: HOST:PORT."""
+    parts = urlsplit(f"//{host}")
+    assert parts.hostname is not None and parts.port is not None
+    return parts.hostname, parts.port
+
+
+def _head(
+    method: str,
+    target: str,
+    host: str,
+    headers: Mapping[str, str] | CIMultiDict[str],
+    body: bytes | None,
+) -> bytes:
+    """Raises ValueError when a value would end its line."""
+    lines = [f"{method} {target} HTTP/1.1", f"host: {host}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if body is not None or method in _WITH_BODY:
+        lines.append(f"content-length: {len(body or b'')}")
+    text = "\r\n".join(lines)
+    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1 or "\0" in text:
+        raise ValueError("a header has a line break or a null character")
+    return f"{text}\r\n\r\n".encode("utf-8", "surrogateescape")
+
+
+def _lost(engine: Engine, exc: TimeoutError | ConnectionError) -> LegFailed:
+    kind: Kind = "timeout" if isinstance(exc, TimeoutError) else "broken"
+    return LegFailed(engine.name, kind, _detail(exc))
 
 
 def _detail(exc: BaseException) -> str:

@@ -10,13 +10,14 @@ import logging
 import random
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from dynamo_lite.forward import bodies
 from dynamo_lite.forward.bodies import MalformedBody, Request
 from dynamo_lite.forward.client import Answer, Client, ClientGone, Incoming, error, send
+from dynamo_lite.forward.decision_log import DecisionLog
 from dynamo_lite.forward.engines import Engine
 from dynamo_lite.forward.failures import (
     RETRY_AFTER,
@@ -28,14 +29,16 @@ from dynamo_lite.forward.failures import (
     failure_answer,
 )
 from dynamo_lite.forward.health import EngineMonitor
-from dynamo_lite.forward.job import Job
+from dynamo_lite.forward.job import Job, noted
 from dynamo_lite.forward.legs import Legs
 from dynamo_lite.forward.merged import MergedOrder
+from dynamo_lite.forward.notes import AttemptNote, NotedLegs
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.orders import Orders
-from dynamo_lite.forward.placing import CannotServe, Placement, Placer
+from dynamo_lite.forward.placing import CannotServe, Placement, Places
 from dynamo_lite.forward.protocols.base import Attempt, ForwardProtocol, Order, Peer
 from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.policy.prompt_tokens import PromptTokens
 from dynamo_lite.protocol.errors import NoWorkers
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,9 @@ MAX_SEQUENCES = 4096
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 #: Of an engine that is not chosen yet.
 _NO_PEER = Peer(address="", host="", port=0)
+
+
+Tokens = Callable[[Incoming, Request], Awaitable[PromptTokens | None]]
 
 
 def _unique() -> str:
@@ -73,26 +79,30 @@ class Stats:
 class Forwarding:
     """Async context manager.
 
-    unique: returns 32 hexadecimal digits, new ones each time. rng: of rooms.
+    tokens: finds out the tokens of prompts; None: they are not needed. unique: returns 32
+    hexadecimal digits, new ones each time. rng: of rooms.
     """
 
     def __init__(
         self,
         protocol: ForwardProtocol,
         config: ForwarderConfig,
-        placer: Placer,
+        placer: Places,
         upstream: Upstream,
         monitor: EngineMonitor,
         *,
+        tokens: Tokens | None = None,
         unique: Callable[[], str] = _unique,
         rng: random.Random | None = None,
     ):
         self.stats = Stats()
+        self.decisions = DecisionLog(config)
+        self._tokens = tokens
         self._protocol, self._config, self._placer = protocol, config, placer
         self._unique, self._rng = unique, rng or random.SystemRandom()
 
-        def open_legs(incoming: Incoming) -> Legs:
-            return Legs(incoming, upstream, monitor, config)
+        def open_legs(job: Job) -> Legs:
+            return NotedLegs(job.incoming, upstream, monitor, config, job.note)
 
         answered = self.stats.answered
         self._orders = Orders(protocol, placer, open_legs, answered)
@@ -110,7 +120,7 @@ class Forwarding:
     async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
         """A request to generate. Raises ClientGone."""
         try:
-            request = bodies.read(route, data)
+            request = bodies.read(route, data, incoming.named)
         except MalformedBody:
             # It goes to an engine, which has the better text for it.
             return await self.pass_on(incoming, data, client)
@@ -118,7 +128,11 @@ class Forwarding:
         if request.sequences > MAX_SEQUENCES:
             text = f"{request.sequences} sequences in one request; at most {MAX_SEQUENCES}"
             return await self._refuse(client, error(400, "BadRequestError", text))
-        await self._run(Job(incoming=incoming, request=request, client=client))
+        if self._tokens is not None:
+            request = replace(request, tokens=await self._tokens(incoming, request))
+        job = noted(incoming, request, client)
+        self.decisions.append(job.note)
+        await self._run(job)
 
     async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
         """Any other request: to one decode engine as it is. Raises ClientGone."""
@@ -129,23 +143,28 @@ class Forwarding:
             except MalformedBody:
                 logger.debug("%s: the body is no JSON object", incoming.path)
         self.stats.removed_fields += len(removed)
-        request = Request(route="", body={}, data=data)
-        await self._run(Job(incoming=incoming, request=request, client=client))
+        request = Request(route="", body={}, data=data, named=incoming.named)
+        await self._run(noted(incoming, request, client))
 
     async def _run(self, job: Job) -> None:
         self.stats.in_flight += 1
+        outcome = "answered"
         try:
             await self._until_answered(job)
         except (ClientGone, asyncio.CancelledError):
             self.stats.gone += 1
+            outcome = "client gone"
             raise
         except Final as final:
             await send(job.client, final.answer)
         except Broken as exc:
             self.stats.broken += 1
+            outcome = "broken"
+            job.note.failed(exc)
             logger.warning("an answer broke off: %s", exc)
         finally:
             self.stats.in_flight -= 1
+            job.note.ended(outcome)
 
     async def _refuse(self, client: Client, answer: Answer) -> None:
         self.stats.refused[answer.status] += 1
@@ -159,8 +178,10 @@ class Forwarding:
                 await self._attempt(job)
                 return
             except CannotServe as exc:
+                job.note.error = str(exc)
                 answer = error(501, "NotImplementedError", str(exc))
             except NoWorkers as exc:
+                job.note.error = str(exc)
                 answer = _no_engine(exc) if failure is None else failure_answer(failure)
             except PrefillFailed as exc:
                 failure, answer = exc, self._after_prefill(job, exc)
@@ -171,16 +192,21 @@ class Forwarding:
 
     async def _attempt(self, job: Job) -> None:
         """Raises EngineFailed, NoWorkers, CannotServe, and what `_until_answered` raises."""
+        chosen = len(job.tried.choices)
         placement = self._placer.place(job.request, job.tried)
+        tokens = placement.prompt_tokens
         if placement.prefill is None:
+            job.note.attempts.append(AttemptNote("", placement.alone, chosen, tokens))
             return await self._orders.alone(job, placement)
         attempt = self._new_attempt(job, placement, placement.prefill)
-        await self._order(job, attempt)(job, placement, attempt)
+        order = self._protocol.order_for(attempt.prefill)
+        job.note.attempts.append(AttemptNote(order.value, "", chosen, tokens, attempt.request_id))
+        await self._order(job, order)(job, placement, attempt)
 
     def _order(
-        self, job: Job, attempt: Attempt
+        self, job: Job, order: Order
     ) -> Callable[[Job, Placement, Attempt], Coroutine[Any, Any, None]]:
-        match self._protocol.order_for(attempt.prefill):
+        match order:
             case Order.SERIAL:
                 return self._orders.serial
             case Order.SINGLE:
@@ -203,7 +229,7 @@ class Forwarding:
 
     def _after_prefill(self, job: Job, failure: PrefillFailed) -> Answer | None:
         """The answer, if nothing else is to be tried."""
-        self._note(failure, "prefill")
+        self._note(job, failure, "prefill")
         if self._config.prefill_failure == "error":
             return failure_answer(failure)
         if self._protocol.decodes_alone:
@@ -214,7 +240,7 @@ class Forwarding:
         return None
 
     def _after_decode(self, job: Job, failure: DecodeFailed) -> Answer | None:
-        self._note(failure, "decode")
+        self._note(job, failure, "decode")
         job.failed += 1
         repeatable = bool(job.request.route) or job.incoming.method in _IDEMPOTENT
         if failure.kind == "timeout" or job.failed >= self._config.max_attempts:
@@ -226,7 +252,8 @@ class Forwarding:
             job.tried.decode.add(failure.engine.number)
         return None
 
-    def _note(self, failure: EngineFailed, leg: str) -> None:
+    def _note(self, job: Job, failure: EngineFailed, leg: str) -> None:
+        job.note.failed(failure)
         self.stats.failures[leg, failure.kind] += 1
         logger.info("a %s leg has failed: %s", leg, failure)
 

@@ -27,6 +27,7 @@ from dynamo_lite.protocol.kv import (
     decode_kv_notice,
     decode_kv_snapshot,
 )
+from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -100,13 +101,16 @@ class KvFollower:
 
     def load(self, lease_id: int) -> LoadReport | None:
         peer = self._peers.get(lease_id)
-        if peer is None or peer.load is None or self._now() - peer.heard_at > LOAD_AGE_S:
+        if peer is None or peer.load is None:
             return None
-        load = peer.load
+        load, fresh_for_s = peer.load, peer.heard_at + LOAD_AGE_S - self._now()
+        if fresh_for_s < 0:
+            return None
         return LoadReport(
             requests=load.running + load.waiting,
             prompt_tokens=load.prefill_tokens,
             kv_usage=load.kv_usage,
+            fresh_for_s=fresh_for_s,
         )
 
     def shard(self, lease_id: int) -> Shard | None:
@@ -143,7 +147,7 @@ class KvFollower:
     async def _on_notice(self, payload: bytes) -> None:
         notice = decode_kv_notice(payload)
         if notice.wire_version != WIRE_VERSION:
-            raise ProtocolError(f"unsupported wire version {notice.wire_version}")
+            raise ProtocolError(unsupported(notice.wire_version))
         peer = self._peers.get(notice.lease_id)
         result = "unknown" if peer is None else self._apply_notice(peer, notice)
         self._metrics.notices.labels(result).inc()

@@ -4,13 +4,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from dynamo_lite.overview.history import History, Window
 from dynamo_lite.overview.model import (
     Decisions,
+    Engines,
     Latency,
     LinkStatus,
     Overview,
+    Planned,
     Queue,
+    Regret,
+    Tokens,
     Transfers,
     Worker,
 )
@@ -19,6 +25,9 @@ from dynamo_lite.protocol.kv import Load
 from dynamo_lite.protocol.records import EndpointRecord, LinkRecord
 
 DECISIONS = "dynamo_lite_prefill_decisions_total"
+OPINIONS = "dynamo_lite_prefill_opinions_total"
+COST = "dynamo_lite_prefill_cost_seconds_total"
+REGRET = "dynamo_lite_prefill_regret_seconds_total"
 JOBS = "dynamo_lite_prefill_jobs_total"
 BYTES = "dynamo_lite_kv_transfer_bytes_total"
 DEPTH = "dynamo_lite_prefill_queue_depth"
@@ -26,11 +35,20 @@ TOKENS = "dynamo_lite_prefill_queue_tokens"
 FREE = "dynamo_lite_kv_blocks_free"
 BLOCKS = "dynamo_lite_kv_blocks_total"
 IN_FLIGHT = "dynamo_lite_requests_in_flight"
+FORWARDED = "dynamo_lite_forward_requests"
+ANSWERS = "dynamo_lite_forward_answers_total"
+USABLE = "dynamo_lite_forward_engine_usable"
 TTFT = "vllm:time_to_first_token_seconds"
 ITL = "vllm:inter_token_latency_seconds"
 
 #: The metrics that an overview is made of; all others are skipped.
-WANTED = (DECISIONS, JOBS, BYTES, DEPTH, TOKENS, FREE, BLOCKS, IN_FLIGHT, TTFT, ITL)
+WANTED = (
+    *(DECISIONS, JOBS, BYTES, DEPTH, TOKENS, FREE, BLOCKS, IN_FLIGHT, TTFT, ITL),
+    *(FORWARDED, ANSWERS, USABLE, OPINIONS, COST, REGRET),
+)
+
+#: Verdicts that involve a second engine.
+ELSEWHERE = ("remote", "disaggregated")
 
 #: Windows of rates and of latencies.
 RATE_S = 10.0
@@ -97,12 +115,19 @@ def compose(seen: Seen, history: History) -> Overview:
         latency_s=round(lately.seconds, 1),
         workers=_workers(seen, history.latest),
         queue=Queue(jobs=_most(latest, DEPTH), tokens=_most(latest, TOKENS)),
-        in_flight=_sum(latest, IN_FLIGHT),
-        decisions=_decisions(latest, recent),
+        engines=_engines(latest),
+        in_flight=_sum(latest, IN_FLIGHT, FORWARDED),
+        decisions=[
+            *_decisions(latest, recent, DECISIONS, "verdict"),
+            *_decisions(latest, recent, ANSWERS, "how"),
+        ],
+        regret=_regret(lately),
         ttft=_latency(lately, TTFT),
         itl=_latency(lately, ITL),
+        tokens=_tokens(recent),
         transfers=_transfers(latest, recent),
         links=_links(seen),
+        planner=_planner(seen),
         trouble=seen.trouble,
     )
 
@@ -143,6 +168,7 @@ def _worker(
         running=running,
         waiting=waiting,
         kv_usage=kv_usage,
+        kv_tokens=_natural(facts, "kv_tokens"),
         age_s=round(max(0.0, at - record.started_at), 1) if record.started_at else 0.0,
     )
 
@@ -167,8 +193,8 @@ def _most(latest: list[Samples], name: str) -> int | None:
     return round(max(values)) if values else None
 
 
-def _sum(latest: list[Samples], name: str) -> int | None:
-    values = _values(latest, name)
+def _sum(latest: list[Samples], *names: str) -> int | None:
+    values = [value for name in names for value in _values(latest, name)]
     return round(sum(values)) if values else None
 
 
@@ -176,21 +202,61 @@ def _values(latest: list[Samples], name: str) -> list[float]:
     return [value for samples in latest if (value := known(samples, name)) is not None]
 
 
-def _decisions(latest: list[Samples], recent: Window) -> list[Decisions]:
+def _decisions(latest: list[Samples], recent: Window, counter: str, label: str) -> list[Decisions]:
+    """label: that of the verdict."""
     taken = {
-        (of.get("verdict", ""), of.get("reason", ""))
+        (of.get(label, ""), of.get("reason", ""))
         for samples in (*latest, recent.grown)
         for name, labels in samples
-        if name == DECISIONS and (of := dict(labels))
+        if name == counter and (of := dict(labels))
     }
-    return [
-        Decisions(
-            verdict=verdict,
-            reason=reason,
-            per_s=recent.per_s(total(recent.grown, DECISIONS, verdict=verdict, reason=reason)),
-            total=round(sum(total(s, DECISIONS, verdict=verdict, reason=reason) for s in latest)),
+    found: list[Decisions] = []
+    for verdict, reason in sorted(taken, key=lambda key: (key[0] not in ELSEWHERE, key)):
+        labels = {label: verdict, "reason": reason}
+        found.append(
+            Decisions(
+                verdict=verdict,
+                reason=reason,
+                per_s=recent.per_s(total(recent.grown, counter, **labels)),
+                total=round(sum(total(samples, counter, **labels) for samples in latest)),
+            )
         )
-        for verdict, reason in sorted(taken, key=lambda key: (key[0] != "remote", key))
+    return found
+
+
+def _regret(lately: Window) -> Regret | None:
+    cost_s = total(lately.grown, COST)
+    if cost_s <= 0:
+        return None
+    sides = ("local", "remote")
+    said = {
+        (usual, costs): total(lately.grown, OPINIONS, thresholds=usual, costs=costs)
+        for usual in sides
+        for costs in sides
+    }
+    return Regret(
+        share=total(lately.grown, REGRET) / cost_s,
+        differing=round(said["local", "remote"] + said["remote", "local"]),
+        opinions=round(sum(said.values())),
+    )
+
+
+def _engines(latest: list[Samples]) -> list[Engines]:
+    """Several Forwarders may know the same engine."""
+    usable: dict[tuple[str, str], bool] = {}
+    for samples in latest:
+        for (name, labels), value in samples.items():
+            if name == USABLE:
+                of = dict(labels)
+                key = of.get("role", ""), of.get("engine", "")
+                usable[key] = usable.get(key, True) and value == 1
+    return [
+        Engines(
+            role=role,
+            known=sum(key[0] == role for key in usable),
+            usable=sum(key[0] == role and good for key, good in usable.items()),
+        )
+        for role in sorted({key[0] for key in usable}, reverse=True)
     ]
 
 
@@ -202,6 +268,12 @@ def _latency(lately: Window, histogram: str) -> Latency:
     )
 
 
+def _tokens(recent: Window) -> Tokens:
+    number = total(recent.grown, f"{ITL}_count")
+    seconds = total(recent.grown, f"{ITL}_sum")
+    return Tokens(per_s=recent.per_s(number), mean_s=seconds / number if number else None)
+
+
 def _transfers(latest: list[Samples], recent: Window) -> Transfers:
     return Transfers(
         bytes_per_s=recent.per_s(total(recent.grown, BYTES)),
@@ -209,6 +281,23 @@ def _transfers(latest: list[Samples], recent: Window) -> Transfers:
         total_bytes=round(sum(total(samples, BYTES) for samples in latest)),
         total_jobs=round(sum(total(samples, JOBS, outcome="written") for samples in latest)),
     )
+
+
+def _planner(seen: Seen) -> Planned | None:
+    """As the planner that leads reports it; without a leader as any planner does."""
+    reports = [
+        (record.lease_id, facts)
+        for record in seen.members
+        if record.component == "Planner"
+        and isinstance((facts := seen.facts.get(record.lease_id, {}).get("planner")), dict)
+    ]
+    if not reports:
+        return None
+    lease_id, facts = max(reports, key=lambda report: report[1].get("leads") is True)
+    try:
+        return msgspec.convert({**facts, "lease": f"{lease_id:x}"}, Planned)
+    except msgspec.ValidationError:
+        return None
 
 
 def _links(seen: Seen) -> list[LinkStatus]:

@@ -22,6 +22,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int | None = None
     #: Share of the KV blocks in use, 0 to 1.
     kv_usage: float | None = None
+    #: Tokens that fit into the KV blocks.
+    kv_tokens: int | None = None
     age_s: float = 0.0
 
 
@@ -34,11 +36,22 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None = None
 
 
+class Engines(msgspec.Struct, frozen=True, kw_only=True):
+    """The stock engines of one role that Forwarders know."""
+
+    #: prefill, decode or prefill-decode.
+    role: str
+    known: int
+    #: Those that all Forwarders use.
+    usable: int
+
+
 class Decisions(msgspec.Struct, frozen=True, kw_only=True):
     """Number of prompts with one verdict for one reason."""
 
-    #: remote or local.
+    #: remote or local; of Forwarders disaggregated, alone or passed.
     verdict: str
+    #: Empty for most of a Forwarder's.
     reason: str
     per_s: float
     #: Since the live workers started.
@@ -53,6 +66,14 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
     p95_s: float | None = None
 
 
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Output tokens, without the first one of each request."""
+
+    per_s: float = 0.0
+    #: Between two of a request; None: there were none.
+    mean_s: float | None = None
+
+
 class Transfers(msgspec.Struct, frozen=True, kw_only=True):
     """KV written by prefill workers. Jobs: those written in full. Totals: see `Decisions`."""
 
@@ -60,6 +81,16 @@ class Transfers(msgspec.Struct, frozen=True, kw_only=True):
     jobs_per_s: float = 0.0
     total_bytes: int = 0
     total_jobs: int = 0
+
+
+class Regret(msgspec.Struct, frozen=True, kw_only=True):
+    """How good the decisions between local and remote prefill were, by learned costs."""
+
+    #: Of the recent cost of prompts, what the other side would have saved.
+    share: float
+    #: Of the decisions with an opinion, how many the costs would have taken the other way.
+    differing: int
+    opinions: int
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +106,29 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
+    """One component, as the planner sees it."""
+
+    component: str
+    #: hold, observe, pending, acting or settling.
+    state: str
+    #: Workers that serve or will serve.
+    count: int
+    #: None: not known.
+    wanted: int | None
+    reason: str = ""
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """The planner that leads."""
+
+    #: Lease, hexadecimal.
+    lease: str
+    #: Why it may not act; empty if it may.
+    hold: str = ""
+    roles: list[PlannedRole] = []
+
+
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """The graph at one moment."""
 
@@ -86,12 +140,18 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
     workers: list[Worker] = []
     queue: Queue = Queue()
-    #: Requests.
+    engines: list[Engines] = []
+    #: Requests, of Frontends and Forwarders.
     in_flight: int | None = None
     decisions: list[Decisions] = []
+    #: None without learned costs.
+    regret: Regret | None = None
     ttft: Latency = Latency()
     itl: Latency = Latency()
+    tokens: Tokens = Tokens()
     transfers: Transfers = Transfers()
     links: list[LinkStatus] = []
+    #: None without a planner.
+    planner: Planned | None = None
     #: Sentences about what cannot be seen now.
     trouble: list[str] = []

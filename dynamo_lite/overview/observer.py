@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from dynamo_lite.kv_events.follower import LOAD_AGE_S
@@ -23,6 +23,7 @@ from dynamo_lite.protocol.codec import WIRE_VERSION, decode_json
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.kv import Load, decode_kv_notice
 from dynamo_lite.protocol.records import EndpointRecord, LinkRecord
+from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
@@ -42,14 +43,19 @@ class Observer:
     """Async context manager; entering it waits for the first list of members.
 
     Raises StoreUnavailable without one. Rates and latencies cover the time between calls of
-    `look`.
+    `look`. wall: seconds since the epoch, for the ages of processes.
     """
 
     def __init__(
-        self, store: Store, messaging: Messaging, namespace: str, on_drop: OnDrop = uncounted
+        self,
+        store: Store,
+        messaging: Messaging,
+        namespace: str,
+        on_drop: OnDrop = uncounted,
+        wall: Callable[[], float] = time.time,
     ):
         self._store, self._messaging = store, messaging
-        self._namespace, self._on_drop = namespace, on_drop
+        self._namespace, self._on_drop, self._wall = namespace, on_drop, wall
         self._roster = Roster(store, names.components_prefix(namespace), on_drop)
         self._links: dict[str, LinkRecord] = {}
         self._loads: dict[int, tuple[float, Load]] = {}
@@ -77,6 +83,11 @@ class Observer:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
+    @property
+    def members(self) -> Mapping[int, EndpointRecord]:
+        """The main record of each live process, by its lease."""
+        return processes(self._roster.members)
+
     async def look(self) -> Overview:
         """The graph now. Takes as long as the slowest process needs to respond, 1 s at most."""
         members = self._roster.members
@@ -90,7 +101,7 @@ class Observer:
         scraped.update(zip(served, others, strict=True))
         self._history.add(self._now(), scraped)
         seen = Seen(
-            at=time.time(),
+            at=self._wall(),
             namespace=self._namespace,
             members=members,
             facts={lease_id: a[0] for lease_id, a in zip(found, answers, strict=True)},
@@ -136,7 +147,7 @@ class Observer:
     async def _on_notice(self, payload: bytes) -> None:
         notice = decode_kv_notice(payload)
         if notice.wire_version != WIRE_VERSION:
-            raise ProtocolError(f"unsupported wire version {notice.wire_version}")
+            raise ProtocolError(unsupported(notice.wire_version))
         if self._roster.get(notice.lease_id) is not None:
             self._loads[notice.lease_id] = self._now(), notice.load
 

@@ -5,6 +5,7 @@ happens to the queue, the broker and the writer. So the sum over the engines nee
 that silent engines are removed.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,15 @@ from dynamo_lite.protocol.backlog import Backlog, Lane
 
 #: An engine without a message for this long is gone; engines send one every second.
 SILENCE_S = 3.0
+#: An engine that has nothing new sends a message after this long.
+IDLE_PERIOD_S = 1.0
+#: The shortest time between two messages of an engine, while there are few engines.
+_PERIOD_S = 0.02
+#: Every engine hears all others. A message costs about 60 us of a core (`benchmarks.scale`), so
+#: beyond this many in a second all engines send fewer; see `notice_period_s`.
+_NOTICES_PER_S = 1000.0
+#: How often the queue's depth is read, by one engine for all.
+_READING_PERIOD_S = 0.25
 #: A rate without a new measurement for this long is discarded: only a new job can measure it.
 _RATE_KEEPS_S = 60.0
 
@@ -23,9 +33,15 @@ class BacklogTotals:
     """Of one engine, or of all; see `Backlog`."""
 
     queued_jobs: int = 0
+    #: Lanes without tokens may be left out.
     queued_tokens: Mapping[Lane, int] = field(default_factory=dict[Lane, int])
     claimed_jobs: int = 0
     claimed_tokens: int = 0
+    #: Counters, which never decrease: what was asked of prefill workers, and what was not asked for
+    #: want of room. Of one engine: since its start. Of all: since the receiver began to listen,
+    #: without what an engine did before its first message.
+    asked_tokens: int = 0
+    overflow_tokens: int = 0
 
     @property
     def jobs(self) -> int:
@@ -46,6 +62,8 @@ class BacklogTotals:
             },
             self.claimed_jobs + other.claimed_jobs,
             self.claimed_tokens + other.claimed_tokens,
+            self.asked_tokens + other.asked_tokens,
+            self.overflow_tokens + other.overflow_tokens,
         )
 
     def ahead_of(self, lane: Lane) -> int:
@@ -53,55 +71,120 @@ class BacklogTotals:
 
         Long jobs wait for all claimed ones; others have slots of their own.
         """
-        queued = sum(self.queued_tokens.get(one, 0) for one in _UP_TO[lane])
-        return queued + (0 if lane in BEFORE_LONG else self.claimed_tokens)
+        return self.queued_up_to(lane) + (0 if lane in BEFORE_LONG else self.claimed_tokens)
+
+    def queued_up_to(self, lane: Lane) -> int:
+        """Queued tokens of this lane and of earlier ones."""
+        return sum(self.queued_tokens.get(one, 0) for one in _UP_TO[lane])
+
+    def queued_after(self, lane: Lane) -> int:
+        """Queued tokens of later lanes."""
+        return sum(self.queued_tokens.values()) - self.queued_up_to(lane)
 
 
 _UP_TO = {lane: tuple(Lane)[: i + 1] for i, lane in enumerate(Lane)}
 
 
-@dataclass
+@dataclass(slots=True)
 class _Received:
     demand: Backlog
     at: float
 
 
 class Backlogs:
-    """The last message of each engine. now: monotonic seconds, on the receiver's clock."""
+    """The last message of each engine, and their sums. now: monotonic seconds, on the receiver's
+    clock; it never decreases.
+
+    A message changes the sums by its difference to the sender's last one, so it costs the same
+    however many engines there are.
+    """
 
     def __init__(self) -> None:
-        self._received: dict[str, _Received] = {}
+        #: In the order of their arrival, so that the silent ones come first.
+        self._received: OrderedDict[str, _Received] = OrderedDict()
+        self._queued_jobs = self._claimed_jobs = self._claimed_tokens = 0
+        self._queued_tokens = dict.fromkeys(Lane, 0)
+        self._asked_tokens = self._overflow_tokens = 0
 
     def hear(self, demand: Backlog, now: float) -> int | None:
         """Returns the tokens that were completed since the engine's last message; None for a stale
         message."""
-        before = self._received.get(demand.engine_id)
-        if before is not None and demand.number <= before.demand.number:
+        last = self._received.get(demand.engine_id)
+        before = None if last is None else last.demand
+        if before is not None and demand.number <= before.number:
             return None
         self._forget(now)
-        if demand.leaving:
-            self._received.pop(demand.engine_id, None)
-        else:
+        self._remove(demand.engine_id)
+        if not demand.leaving:
             self._received[demand.engine_id] = _Received(demand, now)
-        return 0 if before is None else max(demand.done_tokens - before.demand.done_tokens, 0)
+            self._count(demand, 1)
+        if before is None:
+            return 0
+        self._asked_tokens += max(demand.asked_tokens - before.asked_tokens, 0)
+        self._overflow_tokens += max(demand.overflow_tokens - before.overflow_tokens, 0)
+        return max(demand.done_tokens - before.done_tokens, 0)
+
+    def engines(self, now: float) -> int:
+        """How many engines are not silent."""
+        self._forget(now)
+        return len(self._received)
+
+    def before(self, engine_id: str, now: float) -> int:
+        """How many engines that are not silent have a smaller id."""
+        self._forget(now)
+        return sum(other < engine_id for other in self._received)
 
     def totals(self, now: float) -> BacklogTotals:
         """The sum over all engines that are not silent."""
         self._forget(now)
-        return sum(
-            (_totals(received.demand) for received in self._received.values()), BacklogTotals()
+        return BacklogTotals(
+            self._queued_jobs,
+            {lane: tokens for lane, tokens in self._queued_tokens.items() if tokens},
+            self._claimed_jobs,
+            self._claimed_tokens,
+            self._asked_tokens,
+            self._overflow_tokens,
         )
 
     def _forget(self, now: float) -> None:
-        for engine_id, received in list(self._received.items()):
-            if now - received.at > SILENCE_S:
-                del self._received[engine_id]
+        while self._received:
+            engine_id = next(iter(self._received))
+            if now - self._received[engine_id].at <= SILENCE_S:
+                return
+            self._remove(engine_id)
+
+    def _remove(self, engine_id: str) -> None:
+        if (received := self._received.pop(engine_id, None)) is not None:
+            self._count(received.demand, -1)
+
+    def _count(self, demand: Backlog, sign: int) -> None:
+        self._queued_jobs += sign * demand.queued_jobs
+        for lane, tokens in demand.queued_tokens.items():
+            self._queued_tokens[lane] += sign * tokens
+        self._claimed_jobs += sign * demand.claimed_jobs
+        self._claimed_tokens += sign * demand.claimed_tokens
 
 
-def _totals(demand: Backlog) -> BacklogTotals:
-    return BacklogTotals(
-        demand.queued_jobs, demand.queued_tokens, demand.claimed_jobs, demand.claimed_tokens
-    )
+def notice_period_s(engines: int) -> float:
+    """The shortest time between two messages of one engine, when there are `engines` in all.
+
+    So an engine hears at most `_NOTICES_PER_S` messages in a second, up to the number of engines
+    whose idle messages alone are as many.
+    """
+    return min(max(_PERIOD_S, engines / _NOTICES_PER_S), IDLE_PERIOD_S)
+
+
+def reads_after_s(rank: int, max_age_s: float) -> float:
+    """How long an engine waits for another one's reading of the queue's depth before it reads the
+    depth itself.
+
+    rank: how many live engines come before it. The first one reads, and each of the others waits
+    longer than the one before it, so that one follows, or a few, when the first one is gone.
+    max_age_s: when a reading counts as unknown; an engine that hears no other reads twice in that
+    time.
+    """
+    most = max(max_age_s / 2, _READING_PERIOD_S)
+    return _READING_PERIOD_S + (most - _READING_PERIOD_S) * rank / (rank + 4)
 
 
 class DrainRate:

@@ -26,6 +26,21 @@ class DecisionReason(enum.Enum):
     NO_PREFILL_WORKER = "no_prefill_worker"
     LEAVING = "leaving"
     NOT_TRANSFERABLE = "not_transferable"
+    # By learned costs, see `policy/cost_policy.py`.
+    CHEAPER = "cheaper"
+    CROWDED = "crowded"  # cheaper here only because prefill workers are busy
+    EXPLORED = "explored"  # the other side was as good, and is measured again
+
+
+#: Reasons of local verdicts that say that there are too few prefill workers for the prompts.
+WANT_OF_ROOM = frozenset(
+    {
+        DecisionReason.QUEUE_FULL,
+        DecisionReason.QUEUE_TOKENS,
+        DecisionReason.TOO_LATE,
+        DecisionReason.CROWDED,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,12 @@ class QueueView:
     takes_s: float | None = None
     #: Those that respond.
     prefill_workers_alive: int | None = None
+    #: Queued tokens that go before the prompt's job, those that go after it, and claimed ones.
+    earlier_tokens: int = 0
+    later_tokens: int = 0
+    claimed_tokens: int = 0
+    #: Counter of the tokens that all engines have asked for.
+    asked_tokens: int = 0
 
 
 def fresh(queue: QueueView | None, thresholds: DecisionThresholds, now: float) -> QueueView | None:
@@ -70,6 +91,14 @@ def fresh(queue: QueueView | None, thresholds: DecisionThresholds, now: float) -
     if queue is None or now - queue.read_at > thresholds.queue_view_max_age_s:
         return None
     return queue
+
+
+def too_late(queue: QueueView, time_left_s: float) -> bool:
+    """Whether a remote prefill would start after its time limit.
+
+    Only the wait counts: the duration of the job itself is only known from mostly shorter jobs.
+    """
+    return time_left_s <= 0 or (queue.wait_s is not None and queue.wait_s > time_left_s)
 
 
 def decide(
@@ -100,7 +129,6 @@ def decide(
         return Local(DecisionReason.QUEUE_FULL)
     if 0 < thresholds.max_prefill_queue_tokens <= queue.tokens:
         return Local(DecisionReason.QUEUE_TOKENS)
-    # Only the wait counts: the duration of the job itself is only known from mostly shorter jobs.
-    if time_left_s <= 0 or (queue.wait_s is not None and queue.wait_s > time_left_s):
+    if too_late(queue, time_left_s):
         return Local(DecisionReason.TOO_LATE)
     return Remote(DecisionReason.LONG)

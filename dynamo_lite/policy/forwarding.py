@@ -1,12 +1,12 @@
 """Which engines take the legs of a forwarded request, and whether it needs a prefill leg at all.
 
-Filter, score and pick are those of the KV-aware router (`kv_routing.py`). What differs is what is
+Filter and score are those of the KV-aware router (`scoring.py`). What differs is what is
 known: stock engines do not say which blocks they hold, so an engine is assumed to hold the prompts
 that were sent to it. Prompts are text here, not tokens, so amounts are estimates.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from xxhash import xxh3_64_intdigest
@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Remote, Verdict, decide
 from dynamo_lite.policy.kv_chain import MAX_HASH, ChainHash
 from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.kv_routing import draw, score, with_room
+from dynamo_lite.policy.scoring import draw, score, with_room
 from dynamo_lite.protocol.options import DecisionThresholds, KvRoutingOptions
 
 Strategy = Literal["round-robin", "random", "least-load", "prefix"]
@@ -59,6 +59,10 @@ class Choice:
 
     view: EngineView
     reason: str
+    #: All that could be chosen.
+    views: Sequence[EngineView] = ()
+    #: By engine, of those that were weighed; larger is better.
+    scores: Mapping[int, float] = field(default_factory=dict[int, float])
 
 
 class EngineChooser:
@@ -83,14 +87,18 @@ class EngineChooser:
         self._turns[choice.view.engine] = self._turn
         return choice
 
+    def forget(self, engine: int) -> None:
+        """The engine has left."""
+        self._turns.pop(engine, None)
+
     def _choose(self, views: Sequence[EngineView], prompt_tokens: int) -> Choice:
         if len(views) == 1:
-            return Choice(views[0], "only")
+            return Choice(views[0], "only", views)
         match self._strategy:
             case "round-robin":
-                return Choice(min(views, key=self._last_turn), "turn")
+                return Choice(min(views, key=self._last_turn), "turn", views)
             case "random":
-                return Choice(views[int(self._uniform() * len(views))], "random")
+                return Choice(views[int(self._uniform() * len(views))], "random", views)
             case _:
                 return self._best(views, prompt_tokens)
 
@@ -98,17 +106,19 @@ class EngineChooser:
         options = self._options
         fit = with_room(views, options.max_kv_usage)
         scores = [score(view, options) for view in fit]
+        by_engine = {view.engine: value for view, value in zip(fit, scores, strict=True)}
         best = min(range(len(fit)), key=lambda i: (-scores[i], self._last_turn(fit[i])))
         if options.temperature > 0:
             drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
             if scores[drawn] < scores[best]:
-                return Choice(fit[drawn], "lot")
+                return Choice(fit[drawn], "lot", views, by_engine)
             best = drawn
         chosen = fit[best]
         longest = max(view.matched for view in views)
         if not longest or not options.kv_weight:
-            return Choice(chosen, "load")
-        return Choice(chosen, "prefix" if chosen.matched == longest else "balance")
+            return Choice(chosen, "load", views, by_engine)
+        reason = "prefix" if chosen.matched == longest else "balance"
+        return Choice(chosen, reason, views, by_engine)
 
     def _last_turn(self, view: EngineView) -> tuple[int, int]:
         return self._turns.get(view.engine, 0), view.engine

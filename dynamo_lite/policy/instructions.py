@@ -20,6 +20,7 @@ class Outcome(enum.Enum):
     NO_WRITER = "no_writer"  # the last prefill worker left, or none responds
     QUEUE_LOST = "queue_lost"  # the broker lost the queue's stream, and the jobs with it
     LEAVING = "leaving"  # this engine is draining
+    TAKEN_BACK = "taken_back"  # not claimed, and by now cheaper here
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Ended:
     request_id: str
     attempt: str
     outcome: Outcome
-    #: The writer's own report; empty if something else ended it.
+    #: The writer's own report, or why it was taken back; empty if something else ended it.
     detail: str = ""
 
 

@@ -6,7 +6,7 @@ where it reported a cut. So the longest prefixes are found by bisection, with a 
 prompt of any length; each is a miss of the processor's cache.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 
 from dynamo_lite.policy.kv_chain import ChainHash
@@ -53,6 +53,30 @@ class _Sets:
                 workers[key] = others ^ bit
 
 
+class Holders(Collection[int]):
+    """A bit set of an index as the collection of its workers, until the index changes."""
+
+    __slots__ = ("_bit_of", "_bits", "_slots")
+
+    def __init__(self, bits: int, bit_of: Mapping[int, int], slots: Sequence[int | None]):
+        self._bits, self._bit_of, self._slots = bits, bit_of, slots
+
+    def __contains__(self, worker: object) -> bool:
+        return isinstance(worker, int) and bool(self._bits & self._bit_of.get(worker, 0))
+
+    def __len__(self) -> int:
+        return self._bits.bit_count()
+
+    def __iter__(self) -> Iterator[int]:
+        left = self._bits
+        while left:
+            lowest = left & -left
+            worker = self._slots[lowest.bit_length() - 1]
+            assert worker is not None
+            yield worker
+            left ^= lowest
+
+
 class KvIndex:
     """Workers are known by any integer. All events may be repeated.
 
@@ -90,6 +114,28 @@ class KvIndex:
         hashes: of a prompt's blocks, from the first on.
         """
         found: dict[int, int] = {}
+        for count, workers in self._find(hashes):
+            names = self._decoded.get(workers) or self._decode(workers)
+            found.update(dict.fromkeys(names, count))
+        if found and self._is_cut(hashes):
+            self._shorten(found, hashes)
+        return found
+
+    def levels(self, hashes: Sequence[ChainHash]) -> list[tuple[int, Collection[int]]]:
+        """The same as `match`, the longest first: how many of the first blocks, and who holds
+        them. It takes the same time however many workers hold them."""
+        found = self._find(hashes)
+        if not found or not self._is_cut(hashes):
+            return [(count, Holders(bits, self._bits, self._slots)) for count, bits in found]
+        levels: dict[int, set[int]] = {}
+        for worker, count in self.match(hashes).items():
+            levels.setdefault(count, set()).add(worker)
+        return sorted(levels.items(), reverse=True, key=lambda level: level[0])
+
+    def _find(self, hashes: Sequence[ChainHash]) -> list[tuple[int, int]]:
+        """How many of the first blocks, and the bit set of the workers that hold no more of them;
+        the longest first. Without regard to cuts."""
+        found: list[tuple[int, int]] = []
         if not hashes:
             return found
         get, end = self._held.workers.get, len(hashes)
@@ -105,14 +151,12 @@ class KvIndex:
                     last, workers = middle, there
                 else:
                     end = middle
-            names = self._decoded.get(workers) or self._decode(workers)
-            found.update(dict.fromkeys(names, last + 1))
+            found.append((last + 1, workers))
             left, end = left & ~workers, last
         if found:
-            self._shorten(found, hashes)
             self._matches += 1
             if self._matches % _SAMPLE == 0:
-                self._note(hashes, max(found.values(), default=0))
+                self._note(hashes, found[0][0])
         return found
 
     def stored(self, worker: int, hashes: Sequence[ChainHash]) -> None:
@@ -169,11 +213,13 @@ class KvIndex:
         bit = self._bits[worker] = 1 << slot
         return bit
 
+    def _is_cut(self, hashes: Sequence[ChainHash]) -> bool:
+        cuts = self._cut.workers
+        return bool(cuts) and not cuts.keys().isdisjoint(hashes)
+
     def _shorten(self, found: dict[int, int], hashes: Sequence[ChainHash]) -> None:
         """Limits `found` to the blocks before a worker's first cut."""
         cuts = self._cut.workers
-        if not cuts or cuts.keys().isdisjoint(hashes):
-            return
         for count, key in enumerate(hashes):
             for worker in self._decode(cuts.get(key, 0)):
                 if found.get(worker, 0) > count:

@@ -1,24 +1,25 @@
 """Which decode worker takes a request: the one that holds its prefix and is not busy.
 
-Three parts: a filter leaves out workers whose KV cache is full; a score says what each of the
-others would save and what is queued there; the best one is taken, or one is drawn. All amounts are
-prompt tokens, so a score is about the time to the first token.
+At temperature 0 the best score wins, and the members are not all looked at. Of the members that
+hold equally much of the prompt only the least loaded one can win, and of the others the least
+loaded one of all. So a choice takes as long as there are different lengths of held prefixes, not
+as there are members. At other temperatures each member has a chance, so all are scored.
 """
 
-import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
-from dynamo_lite.policy.kv_index import KvIndex
-from dynamo_lite.policy.pending_requests import PendingRequests
 from dynamo_lite.policy.routing import Selection
+from dynamo_lite.policy.scoring import Candidate, draw, score, with_room
+from dynamo_lite.policy.worker_loads import KvView, LoadReport, Shard, WorkerLoads
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from dynamo_lite.protocol.options import KvRoutingOptions
 from dynamo_lite.protocol.records import EndpointRecord
+
+__all__ = ("REASONS", "Choice", "KvPicker", "KvView", "LoadReport", "Shard")
 
 #: Why a worker was chosen: it was the only one; it had the session's last request; no other
 #: holds more of the prompt; none holds any of it; those that hold more are too busy; at random.
@@ -26,89 +27,19 @@ REASONS = ("only", "session", "prefix", "load", "balance", "lot")
 
 _MAX_SESSIONS = 65_536
 
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What a worker reported of its load."""
-
-    requests: int
-    #: Of requests without a first token.
-    prompt_tokens: int
-    kv_usage: float
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Where a worker's blocks are indexed."""
-
-    #: In tokens.
-    block_size: int
-    index: KvIndex
-
-
-class KvView(Protocol):
-    """What is known of the workers, by lease id."""
-
-    def load(self, lease_id: int) -> LoadReport | None:
-        """None without a recent report."""
-        ...
-
-    def shard(self, lease_id: int) -> Shard | None:
-        """None for a worker that does not publish its blocks."""
-        ...
+#: Of a prompt: how many of its tokens are held, and who holds them.
+_Levels = Sequence[tuple[int, Collection[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One member that may take the request."""
+class Choice:
+    """The chosen worker, as it was scored."""
 
-    member: EndpointRecord
-    #: Prompt tokens that the member holds, or will hold.
-    matched: int
-    #: Tokens that it computes before this prompt.
-    load: int
-    kv_usage: float = 0.0
-    #: Prompt tokens that it is assumed to hold at least, because it had the session's last request.
-    credit: int = 0
-
-
-class Rated(Protocol):
-    """What a filter and a score read of a candidate; the fields are those of `Candidate`."""
-
-    @property
-    def matched(self) -> int: ...
-    @property
-    def load(self) -> int: ...
-    @property
-    def kv_usage(self) -> float: ...
-    @property
-    def credit(self) -> int: ...
-
-
-R = TypeVar("R", bound=Rated)
-
-
-def with_room(candidates: Sequence[R], max_kv_usage: float) -> Sequence[R]:
-    """The candidates whose KV cache is not full; all, if all are full."""
-    return [c for c in candidates if c.kv_usage < max_kv_usage] or candidates
-
-
-def score(candidate: Rated, options: KvRoutingOptions) -> float:
-    """Higher is better."""
-    held = max(candidate.matched, candidate.credit)
-    return options.kv_weight * held - options.load_weight * candidate.load
-
-
-def draw(scores: Sequence[float], scale: float, chance: float) -> int:
-    """A position, with probability proportional to exp(score / scale). chance: in [0, 1)."""
-    highest = max(scores)
-    weights = [math.exp((value - highest) / scale) for value in scores]
-    left = chance * sum(weights)
-    for position, weight in enumerate(weights):
-        left -= weight
-        if left < 0:
-            return position
-    return len(scores) - 1
+    worker: Candidate
+    #: One of `REASONS`.
+    reason: str
+    #: How many there were to choose from.
+    candidates: int
 
 
 class KvPicker:
@@ -130,141 +61,182 @@ class KvPicker:
         self.matched_tokens = 0
         #: May be replaced at any time.
         self.options = options
-        self._view = view
         self._now, self._uniform = now, uniform
-        self._pending = PendingRequests()
-        self._others: dict[int, tuple[int, int]] = {}
-        self._turns: dict[int, int] = {}
-        self._turn = 0
+        self._loads = WorkerLoads(view, now, options)
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
-    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Selection:
-        if not members:
-            raise NoWorkers("no live worker")
-        self._forget_others(members)
+    def pick(
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
+    ) -> Selection:
         prompt = request.prompt_token_ids
         if request.output_token_ids:
             prompt = prompt + request.output_token_ids
-        hashes: dict[int, list[ChainHash]] = {}
-        matched = self._matched(members, prompt, request.cache_salt, hashes)
-        home = self._sessions.get(request.session) if request.session else None
-        candidates = [
-            self._candidate(m, matched.get(m.lease_id, 0), len(prompt) if m.lease_id == home else 0)
-            for m in members
-        ]
-        chosen, reason = self._choose(candidates, len(prompt), home)
-        self._note(chosen, reason, request, len(prompt))
-        shard = self._view.shard(chosen.member.lease_id)
-        self._pending.book(
-            request.request_id,
-            chosen.member.lease_id,
-            hashes.get(shard.block_size, ()) if shard else (),
-            prompt_tokens=len(prompt),
-            prefill_tokens=len(prompt) - chosen.matched,
-            now=self._now(),
+
+        def hashes(block_size: int) -> Sequence[ChainHash]:
+            # The last token is computed in any case.
+            return chain_hashes(prompt[:-1], block_size, cache_salt=request.cache_salt)
+
+        choice = self.place(
+            members, request.request_id, len(prompt), hashes, request.session, without
         )
+        worker = choice.worker
         return Selection(
-            chosen.member,
-            f"{reason}: it holds {chosen.matched} of {len(prompt)} tokens, and"
-            f" {chosen.load} tokens are queued there; {len(members)} candidates",
+            worker.member,
+            f"{choice.reason}: it holds {worker.matched} of {len(prompt)} tokens, and"
+            f" {worker.load} tokens are queued there; {choice.candidates} candidates",
         )
 
-    def reported(self, lease_id: int) -> None:
-        """The worker has reported a new load. Requests in it that are not ours belong to other
-        routers.
-
-        Their cache hits are not known, so all of their prompt tokens count.
-        """
-        if (report := self._view.load(lease_id)) is not None:
-            ours = self._pending.of(lease_id)
-            self._others[lease_id] = (
-                max(0, report.requests - ours.requests),
-                max(0, report.prompt_tokens - ours.prompt_tokens),
-            )
-
-    def answered(self, request_id: str) -> None:
-        self._pending.answered(request_id, self._now())
-
-    def released(self, request_id: str) -> None:
-        self._pending.released(request_id)
-
-    def _matched(
+    def place(
         self,
         members: Sequence[EndpointRecord],
-        prompt: list[int],
-        cache_salt: str | None,
-        hashes: dict[int, list[ChainHash]],
-    ) -> dict[int, int]:
-        """Tokens by lease id. hashes: is filled with those of the prompt, by block size."""
-        matched: dict[int, int] = {}
-        indexes: dict[int, int] = {}  # the block size of each that was looked at
-        for member in members:
-            shard = self._view.shard(member.lease_id)
-            if shard is None or id(shard.index) in indexes:
-                continue
-            size = indexes[id(shard.index)] = shard.block_size
-            if size not in hashes:
-                # The last token is computed in any case.
-                hashes[size] = chain_hashes(prompt[:-1], size, cache_salt=cache_salt)
-                for worker, count in self._pending.match(hashes[size]).items():
-                    matched[worker] = max(matched.get(worker, 0), count * size)
-            for worker, count in shard.index.match(hashes[size]).items():
-                matched[worker] = max(matched.get(worker, 0), count * size)
-        return matched
+        request_id: str,
+        prompt_tokens: int,
+        hashes: Callable[[int], Sequence[ChainHash]],
+        session: str | None = None,
+        without: Set[int] = frozenset(),
+    ) -> Choice:
+        """`pick` without the prompt itself.
 
-    def _candidate(self, member: EndpointRecord, matched: int, credit: int) -> Candidate:
-        """Its load is the sum of our requests and those of other routers."""
-        ours = self._pending.of(member.lease_id)
-        requests, tokens, usage = ours.requests, ours.prefill_tokens, 0.0
-        if (report := self._view.load(member.lease_id)) is not None:
-            others = self._others.get(member.lease_id, (0, 0))
-            requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
-        load = tokens + requests * self.options.request_load_tokens
-        return Candidate(member, matched, load, usage, credit)
+        members: the same tuple as in the last call, unless they have changed; otherwise all of
+        them are looked at. hashes: returns those of the prompt's full blocks of a size in tokens.
+        Raises NoWorkers if all members are left out.
+        """
+        loads = self._loads
+        loads.update(members, self.options)
+        candidates = loads.order.count(without)
+        if not candidates:
+            raise NoWorkers("no live worker")
+        by_size: dict[int, Sequence[ChainHash]] = {}
+        levels = self._match(hashes, by_size)
+        home = self._sessions.get(session) if session else None
+        if self.options.temperature > 0 and candidates > 1:
+            chosen, reason = self._choose_by_lot(levels, prompt_tokens, home, without)
+        else:
+            chosen, reason = self._choose_best(levels, prompt_tokens, home, without)
+        if candidates == 1:
+            reason = "only"
+        self._note(chosen, reason, session, prompt_tokens)
+        shard = loads.workers[chosen.member.lease_id].shard
+        loads.pending.book(
+            request_id,
+            chosen.member.lease_id,
+            by_size.get(shard.block_size, ()) if shard else (),
+            prompt_tokens=prompt_tokens,
+            prefill_tokens=prompt_tokens - chosen.matched,
+            now=self._now(),
+        )
+        return Choice(chosen, reason, candidates)
 
-    def _choose(
-        self, candidates: Sequence[Candidate], prompt_tokens: int, home: int | None
+    def reported(self, lease_id: int) -> None:
+        """The worker has reported a new load, or what it holds is indexed elsewhere."""
+        self._loads.reported(lease_id)
+
+    def answered(self, request_id: str) -> None:
+        self._loads.pending.answered(request_id, self._now())
+
+    def released(self, request_id: str) -> None:
+        self._loads.pending.released(request_id)
+
+    def _match(
+        self,
+        hashes: Callable[[int], Sequence[ChainHash]],
+        by_size: dict[int, Sequence[ChainHash]],
+    ) -> _Levels:
+        """Who holds the prompt's first blocks, or will hold them; the longest first. A worker may
+        be named more than once.
+
+        by_size: is filled with the prompt's hashes, by block size.
+        """
+        levels: list[tuple[int, Collection[int]]] = []
+        for shard in self._loads.shards:
+            size = shard.block_size
+            if size not in by_size:
+                by_size[size] = hashes(size)
+                for count, workers in self._loads.pending.levels(by_size[size]):
+                    levels.append((count * size, workers))
+            for count, workers in shard.index.levels(by_size[size]):
+                levels.append((count * size, workers))
+        levels.sort(key=lambda level: -level[0])
+        return levels
+
+    def _candidate(
+        self, lease_id: int, levels: _Levels, prompt_tokens: int, home: int | None
+    ) -> Candidate:
+        worker = self._loads.workers[lease_id]
+        matched = next((tokens for tokens, holders in levels if lease_id in holders), 0)
+        credit = prompt_tokens if lease_id == home else 0
+        return Candidate(worker.member, matched, worker.load, worker.kv_usage, credit)
+
+    def _choose_best(
+        self, levels: _Levels, prompt_tokens: int, home: int | None, without: Set[int]
     ) -> tuple[Candidate, str]:
-        if len(candidates) == 1:
-            return candidates[0], "only"
+        """Only the least loaded ones can win: of all, and of each level."""
+        order = self._loads.order
+        full = not order.any_roomy(without)
+        finalists = {order.first(full=full, without=without)}
+        longest = 0
+        for tokens, holders in levels:
+            first = order.first(full=full, without=without, among=holders)
+            finalists.add(first)
+            if tokens > longest and (
+                first is not None
+                or order.first(full=not full, without=without, among=holders) is not None
+            ):
+                longest = tokens
+        if home is not None and home in order and home not in without and order.full(home) == full:
+            finalists.add(home)
+        found = [
+            self._candidate(lease_id, levels, prompt_tokens, home)
+            for lease_id in finalists
+            if lease_id is not None
+        ]
+        best = min(found, key=self._rank)
+        return best, _reason(best, home, longest)
+
+    def _choose_by_lot(
+        self, levels: _Levels, prompt_tokens: int, home: int | None, without: Set[int]
+    ) -> tuple[Candidate, str]:
         options = self.options
+        candidates = [
+            self._candidate(lease_id, levels, prompt_tokens, home)
+            for lease_id in self._loads.workers
+            if lease_id not in without
+        ]
         fit = with_room(candidates, options.max_kv_usage)
         scores = [score(c, options) for c in fit]
-        best = min(
-            range(len(fit)),
-            key=lambda i: (-scores[i], self._turns.get(fit[i].member.lease_id, 0)),
-        )
-        if options.temperature > 0:
-            drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
-            if scores[drawn] < scores[best]:
-                return fit[drawn], "lot"
-            best = drawn
-        chosen = fit[best]
-        longest = max(c.matched for c in candidates)
-        if chosen.member.lease_id == home:
-            return chosen, "session"
-        if not longest:
-            return chosen, "load"
-        return chosen, "prefix" if chosen.matched == longest else "balance"
+        drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
+        if scores[drawn] < max(scores):
+            return fit[drawn], "lot"
+        return fit[drawn], _reason(fit[drawn], home, max(c.matched for c in candidates))
+
+    def _rank(self, candidate: Candidate) -> tuple[float, int, int]:
+        """The smallest wins. Equally good ones take turns."""
+        lease_id = candidate.member.lease_id
+        position = self._loads.workers[lease_id].position
+        return -score(candidate, self.options), self._loads.turn(lease_id), position
 
     def _note(
-        self, chosen: Candidate, reason: str, request: GenerateRequest, prompt_tokens: int
+        self, chosen: Candidate, reason: str, session: str | None, prompt_tokens: int
     ) -> None:
         lease_id = chosen.member.lease_id
         self.choices[reason] += 1
         self.prompt_tokens += prompt_tokens
         self.matched_tokens += chosen.matched
-        self._turn += 1
-        self._turns[lease_id] = self._turn
-        if request.session:
-            self._sessions[request.session] = lease_id
-            self._sessions.move_to_end(request.session)
+        self._loads.chosen(lease_id)
+        if session:
+            self._sessions[session] = lease_id
+            self._sessions.move_to_end(session)
             if len(self._sessions) > _MAX_SESSIONS:
                 self._sessions.popitem(last=False)
 
-    def _forget_others(self, members: Sequence[EndpointRecord]) -> None:
-        """Removes entries of workers that have left, once there are many."""
-        if len(self._turns) + len(self._others) > 4 * len(members) + 16:
-            live = {member.lease_id for member in members}
-            self._turns = {k: v for k, v in self._turns.items() if k in live}
-            self._others = {k: v for k, v in self._others.items() if k in live}
+
+def _reason(chosen: Candidate, home: int | None, longest: int) -> str:
+    """longest: how much of the prompt any candidate holds."""
+    if chosen.member.lease_id == home:
+        return "session"
+    if not longest:
+        return "load"
+    return "prefix" if chosen.matched == longest else "balance"

@@ -10,8 +10,9 @@ them, or read the blocks of its prefix, any more:
     (gone)          QUARANTINED ──writer done, or certainly dead──► (gone)
 
 An attempt is withdrawn if the queue refused or lost it, if no prefill worker is left, if it is not
-received when its deadline or request ends, and if its writer gave up, left, or is unresponsive
-while it holds the claim. An unresponsive writer may be alive: the blocks stay quarantined.
+received when its deadline or request ends, if its writer gave up, left, or is unresponsive while
+it holds the claim, and if the engine takes it back before a claim (`steal`). An unresponsive writer
+may be alive: the blocks stay quarantined.
 
 The writer of a claimed or quarantined attempt may leave. That is not a state but two deadlines:
 
@@ -65,6 +66,15 @@ class Refusal:
     elsewhere: bool = False
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What the ledger knows of a grant; see `Grant`."""
+
+    grant: int
+    blocks: bytes
+    for_s: float
+
+
 @dataclass
 class _Entry:
     request_id: str
@@ -75,6 +85,8 @@ class _Entry:
     sequence: int | None = None
     writer: int | None = None
     claim: int = 0
+    offered: bytes = b""
+    grant: int = 0
     writer_done: bool = False
     cancel_at: float | None = None
     stays_until: float = -math.inf
@@ -109,6 +121,13 @@ class Ledger:
         """Withdrawn attempts whose blocks are not reused yet."""
         return len(self._attempts) - len(self._by_request)
 
+    @property
+    def writers(self) -> frozenset[int]:
+        """Leases of the writers of claimed and quarantined attempts."""
+        # The list is made in one step, so another thread may enter attempts meanwhile.
+        writers = [entry.writer for entry in list(self._attempts.values())]
+        return frozenset(writer for writer in writers if writer is not None)
+
     def state(self, attempt: str) -> AttemptState | None:
         entry = self._attempts.get(attempt)
         return entry.state if entry else None
@@ -134,6 +153,16 @@ class Ledger:
         self._attempts[attempt] = entry
         self._by_request[request_id] = entry
 
+    def offered(self, attempt: str, blocks: bytes) -> None:
+        """The attempt's job is about to be published. blocks: digest of those that it names."""
+        if (entry := self._attempts.get(attempt)) is not None:
+            entry.offered = blocks
+
+    def granted(self, attempt: str, now: float) -> Terms:
+        """What the writer of an attempt, which must be claimed, was granted."""
+        entry = self._attempts[attempt]
+        return Terms(entry.grant, entry.offered, max(0.0, entry.deadline - now))
+
     def published(self, attempt: str, sequence: int) -> list[Instruction]:
         entry = self._attempts.get(attempt)
         if entry is None:
@@ -150,11 +179,12 @@ class Ledger:
         return self._withdraw(entry, Outcome.REFUSED)
 
     def claim(
-        self, attempt: str, writer_lease_id: int, now: float, number: int = 0
+        self, attempt: str, writer_lease_id: int, now: float, number: int = 0, grant: int = 0
     ) -> Refusal | None:
         """A writer claims the attempt. Returns None when granted, else why not.
 
-        It may claim again, since the answer may have been lost. number: see `Claim`.
+        It may claim again, since the answer may have been lost. number: see `Claim`. grant: id of
+        the grant, unless this claim was granted before; writes under earlier ones do not count.
         """
         entry = self._attempts.get(attempt)
         if entry is None:
@@ -171,6 +201,8 @@ class Ledger:
             return Refusal(f"claimed by {entry.writer:x}", elsewhere=True)
         if number < entry.claim:
             return Refusal("claimed again since")
+        if entry.state is AttemptState.QUEUED or number > entry.claim:
+            entry.grant = grant
         entry.state, entry.writer, entry.claim = AttemptState.CLAIMED, writer_lease_id, number
         return None
 
@@ -308,6 +340,17 @@ class Ledger:
         for entry in [e for e in self._by_request.values() if e.state is AttemptState.QUEUED]:
             out += self._withdraw(entry, outcome)
         return out
+
+    def steal(self, attempt: str, why: str) -> list[Instruction]:
+        """The engine computes the prompt itself, if no writer has claimed the attempt yet.
+
+        A claim that comes later is refused, so no worker writes its blocks. An attempt that is
+        claimed stays as it is. why: for `explain`.
+        """
+        entry = self._attempts.get(attempt)
+        if entry is None or entry.state is not AttemptState.QUEUED:
+            return []
+        return self._withdraw(entry, Outcome.TAKEN_BACK, why)
 
     def tick(self, now: float) -> list[Instruction]:
         """Handles deadlines that have passed, and cancels that were not answered."""

@@ -6,7 +6,7 @@ busier.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from dynamo_lite.policy.kv_chain import ChainHash
@@ -48,9 +48,13 @@ class PendingWork:
 
 
 class PendingRequests:
-    """Requests are known by their ids; unknown ids are ignored. `now`: monotonic seconds."""
+    """Requests are known by their ids; unknown ids are ignored. `now`: monotonic seconds.
 
-    def __init__(self) -> None:
+    changed: called with each worker whose requests or tokens have changed.
+    """
+
+    def __init__(self, changed: Callable[[int], None] = lambda worker: None) -> None:
+        self._changed = changed
         self._requests: dict[str, _PendingRequest] = {}
         self._work: dict[int, PendingWork] = {}
         self._expected = KvIndex(_MAX_BLOCKS)
@@ -69,6 +73,10 @@ class PendingRequests:
     def match(self, hashes: Sequence[ChainHash]) -> dict[int, int]:
         """How many of the first blocks each worker will hold after its pending requests."""
         return self._expected.match(hashes)
+
+    def levels(self, hashes: Sequence[ChainHash]) -> list[tuple[int, Collection[int]]]:
+        """The same as `match`; see `KvIndex.levels`."""
+        return self._expected.levels(hashes)
 
     def book(
         self,
@@ -92,6 +100,7 @@ class PendingRequests:
         for key in hashes:
             expected[key] = expected.get(key, 0) + 1
         self._expected.stored(worker, hashes)
+        self._changed(worker)
 
     def answered(self, request_id: str, now: float) -> None:
         """The request's first token has arrived."""
@@ -99,6 +108,7 @@ class PendingRequests:
         if request is None:
             return
         self._computed(request)
+        self._changed(request.worker)
         if request.hashes:
             self._lingering.append((now + LINGER_S, request.worker, request.hashes))
             request.hashes = ()
@@ -111,6 +121,7 @@ class PendingRequests:
         self._computed(request)
         self._work[request.worker].requests -= 1
         self._expect_no_longer(request.worker, request.hashes)
+        self._changed(request.worker)
 
     def _computed(self, request: _PendingRequest) -> None:
         work = self._work[request.worker]

@@ -6,7 +6,13 @@ from dynamo_lite.policy.disagg import DecisionReason, Local, QueueView, Verdict,
 from dynamo_lite.protocol.options import DecisionThresholds
 
 #: Independent of all thresholds.
-_FIXED = (DecisionReason.LEAVING, DecisionReason.NOT_TRANSFERABLE)
+_FIXED = (
+    DecisionReason.LEAVING,
+    DecisionReason.NOT_TRANSFERABLE,
+    DecisionReason.CHEAPER,
+    DecisionReason.CROWDED,
+    DecisionReason.EXPLORED,
+)
 
 
 def replay(

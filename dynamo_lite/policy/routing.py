@@ -1,10 +1,11 @@
 """Which decode worker takes a request: pickers over the live members.
 
-A picker keeps no membership: it gets the candidates with each call, without members that have left
-or were tried already.
+A picker keeps no membership: it gets the members with each call, and those of them that were tried
+already.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,8 +25,17 @@ class Selection:
 class Picker(Protocol):
     """Its callers report what happens to the requests that it has placed, by their own ids."""
 
-    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Selection:
-        """Places the request. Raises NoWorkers when `members` is empty."""
+    def pick(
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
+    ) -> Selection:
+        """Places the request. Raises NoWorkers when there is no candidate.
+
+        members: as long as none joins or leaves, the same tuple in each call, so that a picker
+        may keep what it has made of them. without: lease ids of members that are no candidates.
+        """
         ...
 
     def answered(self, request_id: str) -> None:
@@ -56,14 +66,25 @@ class RoundRobin(_Forgetful):
 
     def __init__(self) -> None:
         self._last = -1
+        self._members: Sequence[EndpointRecord] = ()
+        self._sorted: list[EndpointRecord] = []
 
-    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Selection:
-        if not members:
-            raise NoWorkers("no live worker")
-        later = [member for member in members if member.lease_id > self._last]
-        member = min(later or members, key=lambda member: member.lease_id)
-        self._last = member.lease_id
-        return Selection(member, f"round-robin among {len(members)}")
+    def pick(
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
+    ) -> Selection:
+        if members is not self._members or not isinstance(members, tuple):
+            self._members, self._sorted = members, sorted(members, key=_lease_id)
+        order = self._sorted
+        first = bisect_right(order, self._last, key=_lease_id)
+        for i in range(len(order)):
+            member = order[(first + i) % len(order)]
+            if member.lease_id not in without:
+                self._last = member.lease_id
+                return Selection(member, f"round-robin among {len(members)}")
+        raise NoWorkers("no live worker")
 
 
 class Random(_Forgetful):
@@ -75,7 +96,18 @@ class Random(_Forgetful):
     def __init__(self, below: Callable[[int], int]):
         self._below = below
 
-    def pick(self, members: Sequence[EndpointRecord], request: GenerateRequest) -> Selection:
+    def pick(
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
+    ) -> Selection:
+        if without:
+            members = [member for member in members if member.lease_id not in without]
         if not members:
             raise NoWorkers("no live worker")
         return Selection(members[self._below(len(members))], f"random among {len(members)}")
+
+
+def _lease_id(member: EndpointRecord) -> int:
+    return member.lease_id

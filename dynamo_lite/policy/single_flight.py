@@ -18,6 +18,8 @@ _LONG = (
     DecisionReason.QUEUE_FULL,
     DecisionReason.QUEUE_TOKENS,
     DecisionReason.TOO_LATE,
+    DecisionReason.CHEAPER,
+    DecisionReason.CROWDED,
 )
 
 

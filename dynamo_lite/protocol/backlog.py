@@ -1,9 +1,11 @@
-"""Messages between decode engines about the prefill queue: what each of them has on it.
+"""Messages between decode engines about the prefill queue: what each of them has on it, and what
+the broker says that all of them have.
 
-Every message has the complete state of its sender, so the next one repairs a lost one.
+Every message is complete, so the next one repairs a lost one.
 """
 
 from enum import Enum
+from typing import Annotated
 
 import msgspec
 
@@ -21,7 +23,10 @@ class Lane(Enum):
 
 
 class Backlog(msgspec.Struct, frozen=True, kw_only=True):
-    """The remote prefills of one decode engine. Sent on every change, and every second."""
+    """The remote prefills of one decode engine. Sent on every change, and every second.
+
+    A message of an older engine leaves out the counters that it does not know; they count as 0.
+    """
 
     engine_id: EngineId
     #: One more than in the sender's previous message.
@@ -35,6 +40,11 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True):
     claimed_tokens: Natural = 0
     #: Tokens of completed remote prefills since the engine started.
     done_tokens: Natural = 0
+    #: Tokens to compute of all remote prefills that it has asked for since it started.
+    asked_tokens: Natural = 0
+    #: Uncached tokens of prompts that it computed itself since it started, because the queue had no
+    #: room or the wait would have been too long.
+    overflow_tokens: Natural = 0
     #: Asks the other engines to send theirs.
     hello: bool = False
     #: This is the sender's last message.
@@ -43,3 +53,19 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 decode_demand: Decoder[Backlog] = Decoder(Backlog)
+
+
+class QueueReading(msgspec.Struct, frozen=True, kw_only=True):
+    """What the broker has answered to one decode engine, for all others."""
+
+    engine_id: EngineId
+    #: On the queue, waiting and in flight.
+    jobs: Natural
+    #: Which queue it was; changes when the broker has lost it and it was created again.
+    identity: Annotated[str, msgspec.Meta(max_length=256)]
+    #: Seconds since the engine asked.
+    age_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    wire_version: int = WIRE_VERSION
+
+
+decode_queue_reading: Decoder[QueueReading] = Decoder(QueueReading)

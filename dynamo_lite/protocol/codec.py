@@ -18,6 +18,8 @@ peer would misread a new one):
 4: a link to an engine is tested first: the engine's ranks have scratch memory, and it polls.
 5: `WriterStays` names its claim and is answered with yes or no; before, any answer, also an
    empty one, meant that it had arrived.
+6: the answer to a claim has a grant, and notifications of writes name it; a writer needs it, and
+   a decode engine accepts no notification without it.
 """
 
 import hashlib
@@ -27,7 +29,7 @@ import msgspec
 
 from dynamo_lite.protocol.errors import ProtocolError
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 #: Largest message accepted from a socket or a subject.
 MAX_MESSAGE_BYTES = 8 << 20

@@ -69,8 +69,32 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Word = ""
     #: Duration of each stage that was reached (see `disagg/decode/stages.py`).
     stages_s: dict[str, float] = {}
-    #: Why its writer did not write, as the writer reported it; empty if something else ended it.
+    #: Why its writer did not write, as the writer reported it, or why it was taken back; empty if
+    #: something else ended it.
     detail: str = ""
+
+
+class CostsSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """What the learned costs said, in seconds; see `docs/cost-policy.md`."""
+
+    #: What the thresholds said.
+    thresholds: Literal["local", "remote"]
+    #: local, remote, close, or why they could not be relied on.
+    says: Word
+    #: Here: until the first token, and the pauses of others.
+    local_s: float
+    pause_s: float
+    #: Elsewhere: until the first token, the wait of jobs behind it, and of what lacks its memory.
+    remote_s: float
+    queue_s: float
+    memory_s: float
+    #: Uncertainty of the difference; None: unknown.
+    band_s: float | None = None
+    #: Probability of the side that was taken.
+    propensity: float = 1.0
+    #: What the side that was taken has cost, and how much less the other one would have.
+    cost_s: float | None = None
+    regret_s: float | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +120,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     #: Seconds that the local prefill took.
     computed_s: float | None = None
     asked: Asked | None = None
+    #: None without an estimate.
+    costs: CostsSeen | None = None
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):

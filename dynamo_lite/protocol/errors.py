@@ -4,6 +4,7 @@ DynamoLiteError
 ├── ConfigError            the user's graph, YAML or flags are wrong (exit 2)
 ├── StartupError           something outside is missing or conflicts (exit 1)
 ├── ProtocolError          bytes from the network are not a message of ours
+│   └── BadGrant           the answer to a claim does not allow what the job needs
 ├── DeadlineExceeded       a network wait ran out of time
 ├── Unavailable            nothing can take this now; retrying later may help
 │   ├── NoWorkers          no live worker serves the endpoint
@@ -13,6 +14,7 @@ DynamoLiteError
 │   ├── BrokerUnavailable  NATS is out of reach
 │   └── StoreUnavailable   etcd is out of reach
 ├── Refused                a worker answered with a refusal
+│   └── UnknownWorker      who starts and removes workers does not know this one
 ├── QueueFull              the prefill queue is at its hard cap: not queued
 ├── PushAmbiguous          the broker did not answer: queued or not, unknown
 ├── EngineDied             the engine's process is gone
@@ -40,6 +42,15 @@ class StartupError(DynamoLiteError):
 
 class ProtocolError(DynamoLiteError):
     """A message was malformed, oversized or of an unknown wire version."""
+
+
+class BadGrant(ProtocolError):
+    """The grant of a claim is not one for this job. The message begins with `SAYS`."""
+
+    SAYS = "the grant does not hold: "
+
+    def __init__(self, detail: str):
+        super().__init__(self.SAYS + detail)
 
 
 class DeadlineExceeded(DynamoLiteError):
@@ -97,6 +108,13 @@ class Refused(DynamoLiteError):
         self.elsewhere = elsewhere
         self.busy = busy
         self.retry_after_s = retry_after_s
+
+
+class UnknownWorker(Refused):
+    """An order names a worker that the supervisor neither started nor can remove."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason, elsewhere=False)
 
 
 class QueueFull(DynamoLiteError):

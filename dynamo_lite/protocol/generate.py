@@ -179,6 +179,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     client_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     wire_version: int = WIRE_VERSION
+    #: With a graph secret, the client's proof that it has it; see `request_plane/proof.py`.
+    proof: Annotated[bytes, msgspec.Meta(max_length=64)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -192,6 +194,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 
     #: The worker takes `Submit` frames. Earlier workers disconnect a client that sends one.
     takes_requests: bool = False
+    #: With a graph secret, the worker's proof that it has it.
+    proof: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):

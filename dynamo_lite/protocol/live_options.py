@@ -15,7 +15,12 @@ from msgspec import UNSET, UnsetType
 from dynamo_lite.protocol import records
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import ProtocolError
-from dynamo_lite.protocol.options import AdmissionOptions, DisaggOptions, KvRoutingOptions
+from dynamo_lite.protocol.options import (
+    AdmissionOptions,
+    DisaggOptions,
+    KvRoutingOptions,
+    PlannerOptions,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -64,6 +69,7 @@ VllmWorkerLiveOptions = _live("VllmWorkerLiveOptions", DisaggOptions, AdmissionO
 RouterLiveOptions = _live("RouterLiveOptions", kv_router=KvRoutingOptions)
 #: The section `kv-router` has an effect with `router: kv`.
 FrontendLiveOptions = _live("FrontendLiveOptions", AdmissionOptions, kv_router=KvRoutingOptions)
+PlannerLiveOptions = _live("PlannerLiveOptions", PlannerOptions)
 
 #: Component to its options that can be changed.
 TUNABLE: Mapping[str, type[LiveValues]] = MappingProxyType(
@@ -71,6 +77,7 @@ TUNABLE: Mapping[str, type[LiveValues]] = MappingProxyType(
         "VllmWorker": VllmWorkerLiveOptions,
         "Frontend": FrontendLiveOptions,
         "Router": RouterLiveOptions,
+        "Planner": PlannerLiveOptions,
     }
 )
 

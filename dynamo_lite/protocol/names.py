@@ -50,6 +50,38 @@ def tuning_key(namespace: str, component: str) -> str:
     return f"{namespace}/config/{component}"
 
 
+def planner_prefix(namespace: str) -> str:
+    return f"{namespace}/planner/"
+
+
+def planner_leader_key(namespace: str) -> str:
+    """The planner that acts."""
+    return f"{planner_prefix(namespace)}leader"
+
+
+def planner_target_key(namespace: str) -> str:
+    """The numbers of workers that are wanted."""
+    return f"{planner_prefix(namespace)}target"
+
+
+def planner_pause_key(namespace: str) -> str:
+    return f"{planner_prefix(namespace)}pause"
+
+
+def planner_switch_key(namespace: str) -> str:
+    """The last change of a worker's role, also while it is under way."""
+    return f"{planner_prefix(namespace)}switch"
+
+
+def planner_operations_prefix(namespace: str) -> str:
+    return f"{planner_prefix(namespace)}ops/"
+
+
+def planner_operation_key(namespace: str, operation: int) -> str:
+    """One change of the numbers that is under way."""
+    return f"{planner_operations_prefix(namespace)}{operation}"
+
+
 def kv_subject(namespace: str, component: str) -> str:
     """Notices of all instances of a component: prefixes held, and load."""
     return f"{namespace}_kv.{component}"
@@ -96,6 +128,11 @@ def demand_subject(namespace: str) -> str:
     return f"{namespace}_prefill_demand"
 
 
+def depth_subject(namespace: str) -> str:
+    """Readings of the prefill queue's depth: one decode engine asks the broker for all."""
+    return f"{namespace}_prefill_depth"
+
+
 def claim_subject(namespace: str, engine_id: str) -> str:
     """Requests from prefill workers to a decode engine: may I write this attempt?"""
     return f"{namespace}_engine.{engine_id}.claim"
@@ -129,6 +166,11 @@ def describe_subject(namespace: str, engine_id: str) -> str:
 def explain_subject(namespace: str, engine_id: str) -> str:
     """Requests to a decode engine's process: what has it decided?"""
     return f"{namespace}_engine.{engine_id}.explain"
+
+
+def forward_explain_subject(namespace: str, lease_id: int) -> str:
+    """Requests to a Forwarder: what has it decided?"""
+    return f"{namespace}_forward.{lease_id:x}.explain"
 
 
 def leave_subject(namespace: str, engine_id: str) -> str:

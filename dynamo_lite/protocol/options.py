@@ -6,7 +6,7 @@ kebab-case. The engine's configuration carries a set whole, live options replace
 """
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import annotated_types as at
 import msgspec
@@ -43,8 +43,25 @@ class DecisionThresholds:
     max_prefill_queue_tokens: Natural = 0
 
 
+#: Who decides between local and remote prefill: the thresholds; they, and what the learned costs
+#: would have said is recorded; or the costs, wherever their predictions are good.
+PrefillPolicy = Literal["thresholds", "shadow", "cost"]
+
+
 @dataclass(frozen=True, kw_only=True)
-class DisaggOptions(DecisionThresholds):
+class CostPolicyOptions:
+    """The decision by learned costs."""
+
+    prefill_policy: PrefillPolicy = "shadow"
+    #: Where both sides cost about the same, one in fifty decisions tries the other one, unless a
+    #: first token would then be later than this.
+    ttft_target_s: Seconds = 2.0
+    #: Nothing is tried while the time between tokens is near this.
+    itl_target_s: Seconds = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisaggOptions(CostPolicyOptions, DecisionThresholds):
     """How a decode engine uses remote prefills."""
 
     #: A prompt waits for the remote prefill of another one if they share at least this many
@@ -53,6 +70,9 @@ class DisaggOptions(DecisionThresholds):
     #: How many prefill workers one prompt may ask, one after the other as they are lost, within
     #: remote_prefill_timeout_s.
     max_remote_prefills: Positive = 2
+    #: Whether a queued remote prefill that no worker has claimed is taken back and computed locally
+    #: when that has become cheaper.
+    steal_back: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +101,50 @@ class KvRoutingOptions:
     temperature: Weight = 0.0
     #: From this share of its KV cache in use on, a worker gets nothing while another one has room.
     max_kv_usage: Share = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerOptions:
+    """How the planner chooses the numbers of workers."""
+
+    #: Most devices of all workers together, starting and draining ones included. A worker without
+    #: a device counts as one.
+    budget_devices: Positive = 8
+    #: Fewest prefill workers.
+    prefill_min: Positive = 1
+    #: Most prefill workers.
+    prefill_max: Positive = 8
+    #: Fewest decode workers.
+    decode_min: Positive = 1
+    #: Most decode workers.
+    decode_max: Positive = 8
+    #: Time between two looks at the load.
+    tick_s: Seconds = 5.0
+    #: A measurement that is older counts as unknown. An unknown load never removes a worker.
+    stale_s: Seconds = 15.0
+    #: How long fewer workers must have been enough before one is removed.
+    down_window_s: Seconds = 90.0
+    #: After a worker was added, none of its role is removed for this long, and the reverse.
+    cooldown_s: Seconds = 60.0
+    #: A prefill worker is added above this share of the prefill workers' measured rate.
+    prefill_up_share: Share = 0.8
+    #: A decode worker is added above this share of the KV blocks or of `max-num-seqs`.
+    decode_up_share: Share = 0.85
+    #: A worker is removed if the others would stay below this share.
+    down_share: Share = 0.7
+    #: Decode workers are added until the median time between two tokens is at most this; 0: not
+    #: considered.
+    itl_target_s: Weight = 0.0
+    #: Most requests that one decode worker runs at a time, its `max-num-seqs`; 0: not considered.
+    decode_max_num_seqs: Natural = 0
+    #: Assumed time of a start until one was measured.
+    start_s: Seconds = 60.0
+    #: A start that takes longer is withdrawn, until twice the measured 95th percentile is known.
+    start_timeout_s: Seconds = 600.0
+    #: Workers younger than this teach nothing: their caches are cold and their kernels compile.
+    young_s: Seconds = 30.0
+    #: Longest drain of a removed worker.
+    drain_timeout_s: Seconds = 600.0
 
 
 def subset(kind: type[T], options: Any) -> T:

@@ -9,15 +9,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION, Decoder, SealedDecoder
 from dynamo_lite.protocol.generate import Count, RequestId, Seconds, Timestamp, TokenId
+from dynamo_lite.protocol.grant import Attempt, BlockId, EngineId, Grant, GrantId
 from dynamo_lite.protocol.records import EngineMetadata, LeaseId, Natural, Positive
-
-Attempt = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
-#: Part of subjects and keys.
-EngineId = Annotated[str, msgspec.Meta(pattern=rf"^{names.ENGINE_ID}\Z")]
-BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class FirstTokenSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +83,8 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: Wall clock of the engine's host. The worker compares it with its own clock to warn of a
     #: difference; nothing depends on it.
     granted_at: Timestamp | None = None
+    #: The writer checks it, and writes nothing without it.
+    grant: Grant | None = None
 
 
 class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -216,6 +213,7 @@ class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     checksum: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
     writers: Positive = 1
     parts: list[Part] = []
+    grant: GrantId = 0
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -234,6 +232,8 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     writers: Annotated[int, msgspec.Meta(gt=0)] = 1
     #: The bytes of each block that this rank writes.
     parts: list[Part] = []
+    #: The grant under which it wrote. A commit under another grant than the attempt's is dropped.
+    grant: GrantId = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,6 +257,9 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     options_version: int = 0
     #: Prefill workers that respond, but whose link to this engine has failed.
     unusable_writers: int = 0
+    #: Leases of the prefill workers that may still write into its blocks: they hold the claim of an
+    #: attempt that is not over.
+    writers: list[LeaseId] = []
 
 
 decode_engine_status: Decoder[EngineStatus] = Decoder(EngineStatus)

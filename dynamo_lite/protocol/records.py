@@ -14,6 +14,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 Positive = Annotated[int, msgspec.Meta(gt=0, le=_LIMIT)]
 #: A NATS subject without wildcards.
 Subject = Annotated[str, msgspec.Meta(pattern=r"^[!-)+-=?-~]{1,512}\Z")]
+Port = Annotated[int, msgspec.Meta(gt=0, le=65535)]
 #: etcd's lease ids are positive and signed; 0: no lease.
 LeaseId = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
 
@@ -28,6 +29,31 @@ class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     #: HOST:PORT of the TCP server for its token deltas, or of its HTTP server; absent for endpoints
     #: that answer with one reply.
     stream: str | None = None
+    #: SHA-256 of the certificate of that TCP server, hexadecimal; absent if it does not use TLS.
+    certificate: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+
+
+class StockEngine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a Forwarder uses a stock engine that has joined.
+
+    Role and protocol are words that a reader may not know; it leaves such an engine alone.
+    """
+
+    #: `http://HOST:PORT` of its OpenAI server.
+    url: Annotated[str, msgspec.Meta(max_length=512)]
+    #: prefill, decode or prefill-decode.
+    role: Annotated[str, msgspec.Meta(max_length=64)]
+    #: Its handover protocol.
+    protocol: Annotated[str, msgspec.Meta(max_length=64)]
+    #: Where its side of the handover listens: Mooncake's and SGLang's bootstrap server, KVT,
+    #: MoRIIO's handshake. Absent: the URL's host, the protocol's port.
+    transfer_host: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    transfer_port: Port | None = None
+    #: MoRIIO's second port.
+    notify_port: Port | None = None
+    #: `tcp://HOST:PORT` where it publishes its KV events, and where it replays them.
+    kv_events: Annotated[str, msgspec.Meta(max_length=512)] | None = None
+    kv_replay: Annotated[str, msgspec.Meta(max_length=512)] | None = None
 
 
 class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,6 +72,14 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     #: Seconds since the epoch, for display only.
     started_at: float = 0.0
     model: str = ""
+    #: Whether the process authenticates messages with a secret.
+    authenticated: bool = False
+    #: Of dynamo-lite in that process, for display; empty before 0.2.0.
+    version: str = ""
+    #: The process's WIRE_VERSION; 0: not said, before 0.2.0.
+    wire_version: Natural = 0
+    #: Only of a stock engine: the process of this record stands for it.
+    engine: StockEngine | None = None
 
 
 class KvArray(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,11 @@ class QueueOptions:
     order: Literal["fifo", "short-first"] = "short-first"
     #: A job with at most this many tokens to compute is short.
     short_length: Natural = 2048
+    #: At least this many servers of a NATS cluster have the queue. With 3 it survives the loss of
+    #: one of them, with 5 of two.
+    replicas: Literal[1, 3, 5] = 1
+    #: Where the servers keep it. In a file it survives a restart of all of them.
+    storage: Literal["memory", "file"] = "memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +61,23 @@ class QueueConfig(QueueOptions):
         return lane_of(tokens, priority, self.short_length)
 
 
+def single_server_text(replicas: int) -> str:
+    """Why that many replicas are refused by a NATS server that is not in a cluster."""
+    return (
+        f"queue.replicas is {replicas}, and NATS is a single server, not a cluster; name the"
+        f" servers of a cluster of at least {replicas} with --nats-url, or set queue.replicas to 1"
+    )
+
+
 @dataclass(frozen=True)
 class QueueDepth:
     """How many jobs wait to be pulled, and how many are pulled but not acknowledged."""
 
     waiting: int
     in_flight: int
+    #: Which queue it was, as text that all its users agree on. Empty while the broker has lost the
+    #: queue, or a part of it.
+    identity: str = ""
 
     @property
     def total(self) -> int:
@@ -152,7 +168,15 @@ class PrefillQueue(Protocol):
         ...
 
     async def depth(self) -> QueueDepth:
-        """Requests the depth from the broker, which is cheap. Raises BrokerUnavailable."""
+        """Requests the depth from the broker, which is cheap. Raises BrokerUnavailable.
+
+        It also shows whether the broker has lost the queue.
+        """
+        ...
+
+    def heard(self, identity: str) -> None:
+        """Another user has read the depth of the queue with this identity. If that is another queue
+        than was known here, the broker is asked soon, as by `depth`."""
         ...
 
     async def pull(self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> Job | None:

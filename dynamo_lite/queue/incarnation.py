@@ -11,15 +11,16 @@ class Incarnations:
 
     def __init__(self) -> None:
         self.number = 0
-        self._identity: Hashable = None
+        #: Of the queue that the broker had at the last check; None before the first one.
+        self.identity: Hashable = None
         self._listeners = Listeners[[]]("the queue")
 
     def __repr__(self) -> str:
-        return f"Incarnations({self.number}, {self._identity!r})"
+        return f"Incarnations({self.number}, {self.identity!r})"
 
     def seen(self, identity: Hashable) -> None:
         """identity: identifies the queue that the broker has now; not None."""
-        before, self._identity = self._identity, identity
+        before, self.identity = self.identity, identity
         if before in (None, identity):
             return
         self.number += 1

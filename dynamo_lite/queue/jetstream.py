@@ -34,7 +34,7 @@ from dynamo_lite.runtime.tasks import running
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 10077
-_NO_SUCH_MESSAGE = (10037, 10043)
+_NO_SUCH_MESSAGE = (10037, 10043, 10057)
 _REPAIR_INTERVAL_S = 0.1
 
 
@@ -59,7 +59,7 @@ class JetStreamQueue:
     """Implements PrefillQueue.
 
     stream, subject: see `protocol.names`. wall: seconds since the epoch.
-    The stream is kept in the broker's memory; when the broker lost it, it is created anew, empty.
+    When the broker has lost the stream, it is created again, empty.
     """
 
     def __init__(
@@ -77,6 +77,9 @@ class JetStreamQueue:
         self._topology = Topology(stream, subject, self._config, wall)
         self._connection = _Connection(url, self._on_down, self._on_missing)
         self._incarnations = Incarnations()
+        self._newest = 0  # the greatest sequence known
+        self._counts_again = False  # whether a sequence was given twice
+        self._delivered = 0  # the last job that was delivered to anybody, at the last reading
         self._consumers: Mapping[Lane, Hashable] = {}
         self._missing = asyncio.Event()
         self._ensuring = asyncio.Lock()
@@ -124,7 +127,7 @@ class JetStreamQueue:
     async def _publish(self, subject: str, payload: bytes, message_id: str) -> int:
         """As `push`, but raises NoStreamResponseError when no stream has the subject."""
         js = self._connected_js()
-        timeout_s = self._config.push_timeout_s
+        timeout_s, newest = self._config.push_timeout_s, self._newest
         try:
             answer = await js.publish(
                 subject,
@@ -144,6 +147,10 @@ class JetStreamQueue:
             raise BrokerUnavailable(f"push not sent: {exc}") from exc
         except (errors.Error, OSError, ValueError) as exc:
             raise PushAmbiguous(f"push failed, the job may be queued: {exc!r}") from exc
+        if answer.seq <= newest and not answer.duplicate:
+            self._counts_again = True
+            self._missing.set()
+        self._newest = max(self._newest, answer.seq)
         return answer.seq
 
     async def delete(self, sequence: int) -> bool:
@@ -162,14 +169,23 @@ class JetStreamQueue:
         with self._errors("depth"):
             consumers = await self._topology.consumers(self._connected_client())
         incomplete = len(consumers) < len(self._config.lanes)
-        if incomplete or identities(consumers) != self._consumers:
+        before = self._delivered
+        self._delivered = max(
+            (found.delivered.stream_seq for found in consumers.values()), default=0
+        )
+        if incomplete or identities(consumers) != self._consumers or self._delivered < before:
             self._missing.set()  # a consumer was lost, and maybe created again
         if incomplete:
             return QueueDepth(waiting=0, in_flight=0)
         return QueueDepth(
             waiting=sum(consumer.num_pending for consumer in consumers.values()),
             in_flight=sum(consumer.num_ack_pending for consumer in consumers.values()),
+            identity=_text(identities(consumers)),
         )
+
+    def heard(self, identity: str) -> None:
+        if identity != _text(self._consumers):
+            self._missing.set()
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)
@@ -212,7 +228,15 @@ class JetStreamQueue:
     async def _ensure(self) -> None:
         async with self._ensuring:
             with self._errors("creating the queue"):
-                found = await self._topology.ensure(self._connected_client())
+                found = await self._topology.ensure(
+                    self._connected_client(),
+                    known=self._incarnations.identity,
+                    newest=self._newest,
+                    counts_again=self._counts_again,
+                )
+        if found.stream != self._incarnations.identity:
+            self._newest, self._delivered, self._counts_again = 0, 0, False
+        self._newest = max(self._newest, found.newest)
         self._consumers = found.consumers
         self._incarnations.seen(found.stream)
 
@@ -233,3 +257,7 @@ class JetStreamQueue:
         except (errors.Error, OSError, TimeoutError, msgspec.DecodeError) as exc:
             reason = str(exc) or type(exc).__name__
             raise BrokerUnavailable(f"{what}: {reason}") from exc
+
+
+def _text(consumers: Mapping[Lane, Hashable]) -> str:
+    return " ".join(str(consumers[lane]) for lane in Lane if lane in consumers)

@@ -1,7 +1,11 @@
 """The stream of a queue and its consumers, one per lane: created if absent, else checked."""
 
+import asyncio
+import contextlib
+import dataclasses
+import logging
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +30,16 @@ from nats.js.errors import (
 )
 
 from dynamo_lite.protocol.backlog import Lane
-from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.protocol.errors import BrokerUnavailable, StartupError
+from dynamo_lite.queue.base import QueueConfig, single_server_text
+
+logger = logging.getLogger(__name__)
 
 _NAME_IN_USE = 10058
+_NOT_CLUSTERED = 10074
+_NO_PEERS = 10005
+#: How long the new leader of a stream may take until it has what was acknowledged before.
+_CATCH_UP_S = 1.0
 _DUPLICATE_WINDOW_S = 120.0
 #: Longest wait for one answer of JetStream's API.
 API_TIMEOUT_S = 2.0
@@ -42,6 +52,14 @@ class Found:
 
     stream: Hashable
     consumers: Mapping[Lane, Hashable]
+    #: The last sequence that the stream has given.
+    newest: int
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far a consumer is."""
+
+    stream_seq: int = 0
 
 
 class ConsumerState(msgspec.Struct, frozen=True):
@@ -54,6 +72,8 @@ class ConsumerState(msgspec.Struct, frozen=True):
     num_pending: int = 0
     #: Jobs that were delivered and not answered.
     num_ack_pending: int = 0
+    #: The last job that was delivered.
+    delivered: Position = Position()
 
 
 class _ConsumerList(msgspec.Struct, frozen=True):
@@ -88,25 +108,45 @@ class Topology:
         self.config = config
         self._wall = wall
 
-    async def ensure(self, client: Client) -> "Found":
-        """Idempotent. Raises StartupError if the queue exists with another configuration.
+    async def ensure(
+        self,
+        client: Client,
+        *,
+        known: Hashable = None,
+        newest: int = 0,
+        counts_again: bool = False,
+    ) -> "Found":
+        """Idempotent. known: the stream that was found before. newest: a sequence that it had
+        given then. counts_again: whether it has given a sequence twice since. If the broker has
+        lost its jobs, it is created again.
 
+        Raises StartupError if the queue exists with another configuration, or needs a cluster.
         Errors of the client pass through.
         """
         js = client.jetstream(timeout=API_TIMEOUT_S)
         stream = await self._stream(js)
+        if stream is not None and _identity(stream) == known:
+            stream = await self._unless_lost(js, stream, newest, counts_again)
         if stream is None:
-            try:
-                stream = await js.add_stream(self._stream_config())
-            except BadRequestError as exc:
-                if exc.err_code != _NAME_IN_USE:
-                    raise
-                stream = await js.stream_info(self.stream)
-        self._check(stream.config.metadata or {})
+            stream = await self._create(js, newest)
+        self._check(stream.config)
+        if (stream.config.num_replicas or 1) < self.config.replicas:
+            stream = await self._replicate(js, stream.config)
         for lane in self.config.lanes:
             await js.add_consumer(self.stream, self._consumer_config(lane))
         consumers = await self.consumers(client)
-        return Found((stream.created, stream.config.first_seq), identities(consumers))
+        return Found(_identity(stream), identities(consumers), stream.state.last_seq)
+
+    async def check(self, client: Client, *, clustered: bool) -> None:
+        """Raises StartupError if `ensure` would; changes nothing.
+
+        clustered: whether the server is one of a cluster. Errors of the client pass through.
+        """
+        if self.config.replicas > 1 and not clustered:
+            raise StartupError(single_server_text(self.config.replicas))
+        stream = await self._stream(client.jetstream(timeout=API_TIMEOUT_S))
+        if stream is not None:
+            self._check(stream.config)
 
     async def consumers(self, client: Client) -> dict[Lane, ConsumerState]:
         """The queue's consumers that the broker has; none if it does not have the stream.
@@ -140,29 +180,87 @@ class Topology:
         except NotFoundError:
             return None
 
-    def _check(self, found: dict[str, str]) -> None:
+    async def _create(self, js: JetStreamContext, newest: int) -> StreamInfo:
+        try:
+            with self._placement():
+                return await js.add_stream(self._stream_config(newest))
+        except BadRequestError as exc:
+            if exc.err_code != _NAME_IN_USE:
+                raise
+            return await js.stream_info(self.stream)
+
+    async def _replicate(self, js: JetStreamContext, found: StreamConfig) -> StreamInfo:
+        """Adds replicas to a stream that has too few; its jobs stay."""
+        wanted = self.config.replicas
+        with self._placement():
+            changed = await js.update_stream(dataclasses.replace(found, num_replicas=wanted))
+        before = found.num_replicas or 1
+        logger.info("replicas of the queue %s: %d before, %d now", self.stream, before, wanted)
+        return changed
+
+    async def _unless_lost(
+        self, js: JetStreamContext, stream: StreamInfo, newest: int, counts_again: bool
+    ) -> StreamInfo | None:
+        """The stream; None if the broker has lost its jobs: then it is deleted.
+
+        A cluster makes a stream that was in the memory of a killed server again by itself. It
+        looks like the old one, and counts from where that one began.
+        """
+        if not counts_again:
+            if stream.state.last_seq >= newest:
+                return stream
+            await asyncio.sleep(_CATCH_UP_S)
+            again = await self._stream(js)
+            if again is None or again.state.last_seq >= newest:
+                return again
+            if not _in_step(again):
+                raise BrokerUnavailable(f"the replicas of the queue {self.stream} differ")
+        logger.warning("the broker has lost the jobs of queue %s; creating it again", self.stream)
+        await js.delete_stream(self.stream)
+        return None
+
+    @contextlib.contextmanager
+    def _placement(self) -> Iterator[None]:
+        """Says what is missing where the broker cannot place the replicas."""
+        wanted = self.config.replicas
+        try:
+            yield
+        except APIError as exc:
+            if exc.err_code == _NOT_CLUSTERED:
+                raise StartupError(single_server_text(wanted)) from exc
+            if exc.err_code != _NO_PEERS:
+                raise
+            raise BrokerUnavailable(
+                f"the NATS cluster has no {wanted} servers with JetStream that are up for the"
+                f" queue {self.stream}: {exc.description}; start them, or lower queue.replicas"
+            ) from exc
+
+    def _check(self, stream: StreamConfig) -> None:
+        found = {**(stream.metadata or {}), "storage": stream.storage or ""}
+        expected = {**shared_settings(self.config), "storage": self.config.storage}
         wrong = [
             f"{name} is {found.get(name, 'unknown')} there and {value} here"
-            for name, value in shared_settings(self.config).items()
+            for name, value in expected.items()
             if found.get(name) != value
         ]
         if wrong:
             raise StartupError(mismatch_text(self.stream, wrong))
 
-    def _stream_config(self) -> StreamConfig:
+    def _stream_config(self, newest: int) -> StreamConfig:
         config = self.config
         return StreamConfig(
             name=self.stream,
             subjects=[self.subject_of(lane) for lane in config.lanes],
             retention=RetentionPolicy.WORK_QUEUE,
-            storage=StorageType.MEMORY,
+            storage=StorageType(config.storage),
+            num_replicas=config.replicas,
             discard=DiscardPolicy.NEW,
             max_msgs=config.max_jobs,
             max_age=config.max_age_s,
             duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
             # A broker that lost its memory would count from 1 again, and a late
             # ack or delete of a lost job would hit a new one.
-            first_seq=int(self._wall() * 1e6),
+            first_seq=max(int(self._wall() * 1e6), newest + 1),
             metadata=shared_settings(config),
         )
 
@@ -186,12 +284,22 @@ def identities(consumers: Mapping[Lane, ConsumerState]) -> dict[Lane, Hashable]:
     return {lane: consumer.created for lane, consumer in consumers.items()}
 
 
+def _in_step(stream: StreamInfo) -> bool:
+    """Whether all replicas that are up have what the leader has."""
+    peers = (stream.cluster.replicas if stream.cluster else None) or []
+    return all(peer.current or peer.offline for peer in peers)
+
+
+def _identity(stream: StreamInfo) -> Hashable:
+    return stream.created, stream.config.first_seq
+
+
 def consumer_name(lane: Lane) -> str:
     return "prefill_workers" if lane is Lane.LONG else f"prefill_workers_{lane.value}"
 
 
 def shared_settings(config: QueueConfig) -> dict[str, str]:
-    """The settings that all users of a queue must share, as text."""
+    """The settings that all users of a queue must share, as text; JetStream has the others."""
     return {
         "max_depth": str(config.max_jobs),
         "ack_wait_s": f"{config.ack_wait_s:g}",

@@ -7,10 +7,11 @@ from typing import Self
 
 from dynamo_lite.protocol.errors import Refused, Unavailable
 from dynamo_lite.protocol.generate import GenerateRequest
-from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
 from dynamo_lite.request_plane.connection import Connection
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class RemoteGenerateClient:
     on_deltas, on_lost: see `base.py`.
     connect_timeout_s: timeout of the TCP connection to a worker and of its Welcome.
     request_timeout_s: timeout of a worker's reply to a request.
+    secret: the graph's, which workers must have.
     """
 
     def __init__(
@@ -34,16 +36,17 @@ class RemoteGenerateClient:
         connect_timeout_s: float = 2.0,
         request_timeout_s: float = 5.0,
         on_drop: OnDrop = uncounted,
+        secret: GraphSecret | None = None,
     ):
-        self._client_id = client_id
+        self._client_id, self._secret = client_id, secret
         self._on_deltas = on_deltas
         self._on_lost = on_lost
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
         self._on_drop = on_drop
         self._links: dict[str, Connection] = {}
-        self._connecting: dict[str, asyncio.Task[Connection]] = {}
         self._connections_made = 0
+        self._connecting: dict[str, asyncio.Task[Connection]] = {}
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -64,7 +67,7 @@ class RemoteGenerateClient:
         address = member.transport.stream
         if not address:
             raise Unavailable(f"worker {member.lease_id:x} has no token stream")
-        link = await self._link(address)
+        link = await self._link(member.transport)
         if any(link.runs(request.request_id) for link in self._links.values()):
             raise Refused(f"request {request.request_id} is already running", elsewhere=False)
         await link.submit(request, self._request_timeout_s)
@@ -74,12 +77,16 @@ class RemoteGenerateClient:
             link.cancel(request_ids)
 
     def retain(self, members: Iterable[EndpointRecord]) -> None:
-        live = {member.transport.stream for member in members if member.transport.stream}
+        live = {
+            member.transport.stream: member.transport
+            for member in members
+            if member.transport.stream
+        }
         for address, link in list(self._links.items()):
             link.set_retired(address not in live)
         if not self._closed:
             for address in sorted(live):
-                self._open_link(address)
+                self._open_link(live[address])
 
     def is_connected(self, member: EndpointRecord) -> bool:
         link = self._links.get(member.transport.stream or "")
@@ -90,11 +97,11 @@ class RemoteGenerateClient:
         if link is not None:
             link.drop(why)
 
-    async def _link(self, address: str) -> Connection:
-        """Returns the open connection to `address`. Concurrent callers share one attempt."""
+    async def _link(self, transport: EndpointTransport) -> Connection:
+        """Returns the open connection to a worker. Concurrent callers share one attempt."""
         if self._closed:
             raise Unavailable("the client is closed")
-        found = self._open_link(address)
+        found = self._open_link(transport)
         if isinstance(found, Connection):
             return found
         # `wait`, because a cancel of this caller must not end the attempt of the others.
@@ -103,22 +110,25 @@ class RemoteGenerateClient:
             raise Unavailable("the client is closed")
         return found.result()
 
-    def _open_link(self, address: str) -> "Connection | asyncio.Task[Connection]":
+    def _open_link(self, transport: EndpointTransport) -> "Connection | asyncio.Task[Connection]":
         """Returns the open connection, or the task that opens it."""
+        address = transport.stream or ""
         link = self._links.get(address)
         if link is not None and link.is_open:
             return link
         connecting = self._connecting.get(address)
         if connecting is None:
-            connecting = asyncio.create_task(self._connect(address), name=f"connect {address}")
+            connecting = asyncio.create_task(self._connect(transport), name=f"connect {address}")
             self._connecting[address] = connecting
             connecting.add_done_callback(lambda task: self._connected(address, task))
         return connecting
 
-    async def _connect(self, address: str) -> Connection:
+    async def _connect(self, transport: EndpointTransport) -> Connection:
         self._connections_made += 1
         client_id = f"{self._client_id}.{self._connections_made}"
-        link = Connection(address, client_id, self._on_deltas, self._on_lost, self._on_drop)
+        link = Connection(
+            transport, client_id, self._on_deltas, self._on_lost, self._on_drop, self._secret
+        )
         await link.open(self._connect_timeout_s)
         return link
 

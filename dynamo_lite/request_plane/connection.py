@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable
 
 import msgspec
+from msgspec import UNSET
 
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, encode
 from dynamo_lite.protocol.errors import (
@@ -27,9 +28,18 @@ from dynamo_lite.protocol.generate import (
     Welcome,
     decode_worker_frame,
 )
+from dynamo_lite.protocol.records import EndpointTransport
 from dynamo_lite.request_plane.base import OnDeltas, OnLost
-from dynamo_lite.request_plane.framing import FrameConnection, frame, parse_address
+from dynamo_lite.request_plane.framing import (
+    STALL_TIMEOUT_S,
+    FrameConnection,
+    frame,
+    parse_address,
+)
+from dynamo_lite.request_plane.proof import check_worker, client_proof
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.own_certificate import check_pinned, pinning_context
+from dynamo_lite.runtime.secret import GraphSecret
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +56,15 @@ class Connection:
 
     def __init__(
         self,
-        address: str,
+        transport: EndpointTransport,
         client_id: str,
         on_deltas: OnDeltas,
         on_lost: OnLost,
         on_drop: OnDrop = uncounted,
+        secret: GraphSecret | None = None,
     ):
-        self._address = address
+        self._address, self._certificate = transport.stream or "", transport.certificate
+        self._secret = secret
         self._client_id = client_id
         self._on_deltas = on_deltas
         self._on_lost = on_lost
@@ -91,8 +103,20 @@ class Connection:
         try:
             host, port = parse_address(self._address)
             async with asyncio.timeout(timeout_s):
-                await loop.create_connection(lambda: self._connection, host, port)
-                self._connection.send(frame(encode(Hello(client_id=self._client_id))))
+                tls = None if self._certificate is None else pinning_context()
+                made, _ = await loop.create_connection(
+                    lambda: self._connection,
+                    host,
+                    port,
+                    ssl=tls,
+                    ssl_shutdown_timeout=None if tls is None else STALL_TIMEOUT_S,
+                )
+                if self._certificate is not None:
+                    check_pinned(made.get_extra_info("ssl_object"), self._certificate)
+                proof = client_proof(self._secret, self._address, self._client_id)
+                self._connection.send(
+                    frame(encode(Hello(client_id=self._client_id, proof=proof or UNSET)))
+                )
                 await asyncio.wait(
                     {self._welcomed, self.closed}, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -107,6 +131,12 @@ class Connection:
                 self._connection.abort("no Welcome from the worker")
         if self.closed.done():
             raise Unavailable(f"the worker at {self._address} disconnected: {self.closed.result()}")
+        try:
+            answer = self._welcomed.result().proof
+            check_worker(self._secret, self._address, proof, answer)
+        except ProtocolError as exc:
+            self._connection.abort(str(exc))
+            raise Unavailable(f"the worker at {self._address}: {exc}") from exc
         if not self._welcomed.result().takes_requests:
             self._connection.abort("the worker takes no requests on its connections")
             raise Unavailable(

@@ -1,17 +1,16 @@
 """Requests over many workers: each ends exactly once, even when its worker is lost.
 
 Owns the choice of a worker, the retry on another one until one accepts, the migration of an
-accepted request whose worker is lost, and the requests' timeouts. Every attempt has its own
-request id on the wire, so that late deltas of an earlier worker cannot get into the answer.
+accepted request whose worker is lost or leaves, and the requests' timeouts. Every attempt has
+its own request id on the wire, so that late deltas of an earlier worker cannot get into the answer.
 """
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import asdict
+from typing import Any, Self
 
 from dynamo_lite.policy.migration import Plan
 from dynamo_lite.policy.routing import Picker
@@ -25,6 +24,9 @@ from dynamo_lite.protocol.errors import (
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.request_plane.base import MakeTransport, OnDeltas
+from dynamo_lite.request_plane.evacuation import Evacuation
+from dynamo_lite.request_plane.failover_stats import FailoverStats
+from dynamo_lite.request_plane.flight_costs import FlightCosts
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 from dynamo_lite.request_plane.placement import LocalSelector, Placement, WorkerSelector
 from dynamo_lite.runtime.tasks import OwnedTasks
@@ -42,18 +44,6 @@ OnEnded = Callable[[str, DynamoLiteError], None]
 OnTokens = Callable[[int, bool], None]
 
 
-@dataclass
-class FailoverStats:
-    """Counts since the start."""
-
-    #: Migrations by kind: "fresh" (it had given no token), "continue", "replay".
-    moved: Counter[str] = field(default_factory=Counter[str])
-    #: Requests that ended with WorkerLost.
-    lost: int = 0
-    #: Requests that ended by their timeout.
-    expired: int = 0
-
-
 class FailoverClient:
     """Async context manager; leaving it drops what runs, without `on_ended`.
 
@@ -65,6 +55,7 @@ class FailoverClient:
         first tokens of a request were among them.
     max_moves: losses of a worker that a request survives.
     move_wait_s: how long a request that lost its worker waits for another one.
+    costs: measures the requests, for the choice of those that move off a leaving worker.
     """
 
     def __init__(
@@ -78,6 +69,7 @@ class FailoverClient:
         on_tokens: OnTokens = lambda lease_id, first: None,
         max_moves: int = 3,
         move_wait_s: float = 15.0,
+        costs: FlightCosts | None = None,
     ):
         self.stats = FailoverStats()
         self.transport = make_transport(self.take_deltas, self.take_lost)
@@ -95,6 +87,16 @@ class FailoverClient:
         self._attempts = self._placer.attempts
         self._flights: dict[str, MigratingRequest] = {}
         self._tasks = OwnedTasks()
+        self._costs = costs or FlightCosts()
+        self._leaving = Evacuation(
+            self._placer,
+            self._tasks,
+            self._costs,
+            self.stats,
+            abort=self._abort,
+            take=self.take_deltas,
+            lose=self._lose,
+        )
         self._closed = False
         self._stack = AsyncExitStack()
 
@@ -129,6 +131,17 @@ class FailoverClient:
         """Wakes waiting requests: a worker has joined, left, or is healthy again."""
         for flight in self._flights.values():
             flight.wake.set()
+
+    def worker_leaves(self, lease_id: int) -> None:
+        """The worker's keys are gone. Requests whose migration takes less time than their end go
+        to other workers, a few at a time; it finishes the others."""
+        self._leaving.leave(lease_id, self._flights.values())
+
+    def load_facts(self) -> dict[str, dict[str, Any]]:
+        """By a worker's hexadecimal lease id: what this client's requests cost it, as the fields
+        of a `WorkerLoad`."""
+        loads = self._costs.loads(self._flights.values())
+        return {f"{lease_id:x}": asdict(load) for lease_id, load in loads.items()}
 
     async def submit(self, request: GenerateRequest, *, movable: Plan) -> None:
         """Returns when a worker has accepted the request, or when it was aborted meanwhile.
@@ -175,7 +188,7 @@ class FailoverClient:
         running: list[str] = []
         for request_id in request_ids:
             if (flight := self._flights.get(request_id)) is not None:
-                running += [flight.wire_id] if flight.wire_id else []
+                running += flight.wire_ids
                 self._forget(flight)
         await self._abort(running)
 
@@ -187,7 +200,7 @@ class FailoverClient:
         self._report_tokens(deltas)
         for delta in deltas:
             flight = self._attempts.get(delta.request_id)
-            if flight is None:
+            if flight is None or flight.holds_back(delta):
                 continue
             try:
                 mine = flight.take(delta)
@@ -201,8 +214,12 @@ class FailoverClient:
                 taken.append(mine)
             if delta.prefill is not None:
                 self._chooser.answered(flight.request_id)
+                self._costs.first(flight, delta)
             if delta.finish_reason is not None:
-                self._forget(flight)
+                self._costs.ended(flight)
+                self._attempts.pop(flight.wire_id, None)
+                flight.wire_id = ""
+                self._drop(flight)  # what is left runs where the request has moved away from
         if taken:
             self._on_deltas(taken)
         for flight, error in ended:
@@ -210,14 +227,20 @@ class FailoverClient:
 
     def _report_tokens(self, deltas: list[TokenDelta]) -> None:
         flights = (self._attempts.get(delta.request_id) for delta in deltas)
-        worker = next((f.member for f in flights if f is not None and f.member is not None), None)
+        worker = next(
+            (f.member for f in flights if f and f.member is not None and f.held is None), None
+        )
         if worker is not None:  # one for all deltas: they came on one connection
             self._on_tokens(worker.lease_id, any(delta.prefill is not None for delta in deltas))
 
     def take_lost(self, request_ids: Sequence[str], why: str) -> None:
         for wire_id in request_ids:
             flight = self._attempts.pop(wire_id, None)
-            if flight is not None:
+            if flight is None:
+                continue
+            if flight.held is not None and flight.held.wire_id == wire_id:
+                flight.held.lost = why
+            else:
                 flight.wire_id = ""
                 self._lose(flight, why)
 
@@ -228,10 +251,9 @@ class FailoverClient:
         gone = f"the worker that ran this request is gone ({why})"
         if flight.bound is not None:
             self._end(flight, WorkerLost(f"{gone}; it cannot be migrated: {flight.bound}"))
-        elif flight.moves >= self._max_moves:
-            self._end(
-                flight, WorkerLost(f"{gone}; it has been migrated {flight.moves} times already")
-            )
+        elif flight.moves - flight.left >= self._max_moves:
+            times = flight.moves - flight.left
+            self._end(flight, WorkerLost(f"{gone}; it has been migrated {times} times already"))
         else:
             flight.moves += 1
             if flight.member is not None:
@@ -271,10 +293,10 @@ class FailoverClient:
 
     def _drop(self, flight: MigratingRequest) -> None:
         """Forgets the request, and aborts it at its worker if it may run there."""
-        wire_id = flight.wire_id
+        wire_ids = flight.wire_ids
         self._forget(flight)
-        if wire_id:
-            self._tasks.start(self._abort([wire_id]), name=f"abort {wire_id}")
+        if wire_ids:
+            self._tasks.start(self._abort(wire_ids), name=f"abort {wire_ids[0]}")
 
     def _forget(self, flight: MigratingRequest) -> None:
         """Ends the request's attempt, timer and migration."""
@@ -284,7 +306,8 @@ class FailoverClient:
         flight.wake.set()
         del self._flights[flight.request_id]
         self._chooser.released(flight.request_id)
-        self._attempts.pop(flight.wire_id, None)
+        for wire_id in flight.wire_ids:
+            self._attempts.pop(wire_id, None)
         flight.wire_id = ""
         if flight.timer is not None:
             flight.timer.cancel()

@@ -124,6 +124,7 @@ class FrameConnection(asyncio.Protocol):
         self._bytes_flushed = 0
         #: Set while the transport's write buffer is full.
         self._paused = False
+        self._tls = False
         self._writable = asyncio.Event()
         self._writable.set()
         self._closed = False
@@ -163,7 +164,8 @@ class FrameConnection(asyncio.Protocol):
             return
         self._why = self._why or why
         self._transport.close()
-        if not self._paused:
+        # A TLS transport has a shutdown timeout of its own.
+        if not self._paused and not self._tls:
             self._watch_stall()
 
     def abort(self, why: str) -> None:
@@ -176,6 +178,7 @@ class FrameConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._tls = transport.get_extra_info("ssl_object") is not None
         peer = transport.get_extra_info("peername")
         self.peer = host_port(peer[0], peer[1]) if peer else "?"
         _keep_alive(transport.get_extra_info("socket"))
@@ -227,11 +230,10 @@ class FrameConnection(asyncio.Protocol):
     # Liveness
 
     def _unsent(self) -> int:
-        return (
-            0
-            if self._transport is None or self._closed
-            else (self._transport.get_write_buffer_size())
-        )
+        transport = self._transport
+        if transport is None or self._closed or (self._tls and transport.is_closing()):
+            return 0  # a TLS transport that is closing cannot say
+        return transport.get_write_buffer_size()
 
     def _watch_stall(self) -> None:
         """Checks after the timeout that the peer has read something since now."""

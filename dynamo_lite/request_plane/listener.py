@@ -5,6 +5,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from dynamo_lite.protocol.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.protocol.generate import (
@@ -21,9 +23,18 @@ from dynamo_lite.protocol.generate import (
     decode_client_frame,
     halves,
 )
-from dynamo_lite.request_plane.framing import FrameConnection, frame
+from dynamo_lite.protocol.versions import unsupported
+from dynamo_lite.request_plane.framing import (
+    FIRST_FRAME_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    FrameConnection,
+    frame,
+)
+from dynamo_lite.request_plane.proof import check_client, worker_proof
 from dynamo_lite.runtime.address import advertised_address
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.own_certificate import OwnCertificate
+from dynamo_lite.runtime.secret import GraphSecret
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +80,10 @@ class _ConnectionSink:
 
 
 class Listener:
-    """Accepts connections. Each one becomes a session with its Hello."""
+    """Accepts connections. Each one becomes a session with its Hello.
+
+    secret: the graph's, which clients must have. certificate: for TLS.
+    """
 
     def __init__(
         self,
@@ -77,7 +91,11 @@ class Listener:
         submit: "Submits",
         bind_host: str,
         on_drop: OnDrop = uncounted,
+        *,
+        secret: GraphSecret | None = None,
+        certificate: OwnCertificate | None = None,
     ):
+        self._secret, self._certificate = secret, certificate
         self._sessions = sessions
         self._submit = submit
         self._on_drop = on_drop
@@ -89,12 +107,16 @@ class Listener:
 
     async def open(self) -> None:
         """Raises StartupError when it cannot listen on the host."""
-        loop = asyncio.get_running_loop()
+        loop, certificate = asyncio.get_running_loop(), self._certificate
         try:
             self._server = await loop.create_server(
                 lambda: FrameConnection(self, on_open=self._opened, on_drop=self._on_drop),
                 self._bind_host,
                 0,
+                ssl=None if certificate is None else certificate.context,
+                # Not less strict than for the first frame.
+                ssl_handshake_timeout=None if certificate is None else FIRST_FRAME_TIMEOUT_S,
+                ssl_shutdown_timeout=None if certificate is None else STALL_TIMEOUT_S,
             )
         except OSError as exc:
             raise StartupError(f"cannot listen on {self._bind_host}: {exc}") from exc
@@ -126,15 +148,18 @@ class Listener:
 
     def frame_received(self, connection: FrameConnection, payload: bytes) -> None:
         match decode_client_frame(payload):
-            case Hello(client_id=client_id, wire_version=version):
+            case Hello(client_id=client_id, wire_version=version, proof=proof):
+                proof = b"" if proof is UNSET else proof
+                check_client(self._secret, self.address, client_id, proof)
                 if version != WIRE_VERSION:
-                    raise ProtocolError(f"unsupported wire version {version}")
+                    raise ProtocolError(unsupported(version))
                 if self._connections.get(connection) is not None:
                     raise ProtocolError("a second Hello on one connection")
                 self._connections[connection] = self._sessions.open_session(
                     client_id, _ConnectionSink(connection)
                 )
-                connection.send(frame(encode(Welcome(takes_requests=True))))
+                answer = worker_proof(self._secret, self.address, proof)
+                connection.send(frame(encode(Welcome(takes_requests=True, proof=answer))))
             case Submit(request_id=request_id, request=request):
                 reply = partial(_reply, connection, request_id)
                 self._submit(self._greeted(connection), request_id, request, reply)

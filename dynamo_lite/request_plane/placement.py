@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from dynamo_lite.policy.routing import Picker, Selection
 from dynamo_lite.protocol.errors import (
@@ -27,12 +27,15 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class WorkerSelector(ABC):
-    """The asynchronous form of `Picker`; a remote router is one. A cancelled `choose` books
-    nothing."""
+    """The asynchronous form of `Picker`, see there; a remote router is one. A cancelled `choose`
+    books nothing."""
 
     @abstractmethod
     async def choose(
-        self, members: Sequence[EndpointRecord], request: GenerateRequest
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
     ) -> Selection: ...
 
     @abstractmethod
@@ -47,9 +50,12 @@ class LocalSelector(WorkerSelector):
         self._picker = picker
 
     async def choose(
-        self, members: Sequence[EndpointRecord], request: GenerateRequest
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
     ) -> Selection:
-        return self._picker.pick(members, request)
+        return self._picker.pick(members, request, without)
 
     def answered(self, request_id: str) -> None:
         self._picker.answered(request_id)
@@ -150,11 +156,13 @@ class Placement:
         self, flight: MigratingRequest, turn: int, tried: set[int]
     ) -> Selection | None:
         """Chooses an untried worker, the lost one last. None: there is nothing left to do."""
-        candidates = [m for m in self._members() if m.lease_id not in tried]
-        if not candidates:
-            return None
-        others = [m for m in candidates if m.lease_id != flight.avoid]
-        picked = await self._chooser.choose(others or candidates, flight.request)
+        members = self._members()
+        without = tried if flight.avoid is None else tried | {flight.avoid}
+        if not _any_besides(without, members):
+            without = tried
+            if not _any_besides(without, members):
+                return None
+        picked = await self._chooser.choose(members, flight.request, without)
         if not flight.is_at(turn):
             self._chooser.released(flight.request_id)
             return None
@@ -173,6 +181,7 @@ class Placement:
         self.attempts[wire_id] = flight
         try:
             await self._transport.submit(member, request)
+            flight.accepted = True
         except BaseException:
             if self.attempts.pop(wire_id, None) is flight:
                 flight.wire_id = ""
@@ -183,3 +192,7 @@ class Placement:
         request are still on their way."""
         self._sends += 1
         return f"{flight.request_id}~{self._sends}"
+
+
+def _any_besides(without: Set[int], members: Sequence[EndpointRecord]) -> bool:
+    return any(member.lease_id not in without for member in members)

@@ -17,6 +17,7 @@ from dynamo_lite.protocol.generate import (
     RequestRefused,
     decode_generate_request,
 )
+from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.request_plane.base import GenerateHandler
 from dynamo_lite.request_plane.session import Session
 from dynamo_lite.runtime.drops import OnDrop
@@ -123,7 +124,7 @@ class RequestReceiver:
 def _check_version(request: GenerateRequest) -> None:
     """Raises Refused."""
     if request.wire_version != WIRE_VERSION:
-        raise Refused(f"unsupported wire version {request.wire_version}", elsewhere=True)
+        raise Refused(unsupported(request.wire_version), elsewhere=True)
 
 
 def _refused(request_id: str, failure: Exception) -> RequestRefused:

@@ -20,6 +20,8 @@ from dynamo_lite.request_plane.receiver import NO_STREAM, RequestReceiver
 from dynamo_lite.request_plane.session import AdmittedRequests, DeltaSink, Session
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.own_certificate import OwnCertificate
+from dynamo_lite.runtime.secret import GraphSecret
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ class GenerateServer:
     """Async context manager; listens for connections while it lasts.
 
     max_in_flight, max_prompt_tokens: limits, see `policy/admission.py`. Requests beyond them
-    are refused as busy, and go to another worker.
+    are refused as busy, and go to another worker. secret: the graph's, which clients must have.
+    certificate: for connections over TLS.
     """
 
     def __init__(
@@ -46,12 +49,21 @@ class GenerateServer:
         max_in_flight: int | None = None,
         max_prompt_tokens: int | None = None,
         on_drop: OnDrop = uncounted,
+        secret: GraphSecret | None = None,
+        certificate: OwnCertificate | None = None,
     ):
         self._messaging = messaging
         self._handler = handler
         self._on_drop = on_drop
         self._receiver = RequestReceiver(self, handler, on_drop)
-        self._listener = Listener(self, self._receiver.submit, bind_host, on_drop)
+        self._listener = Listener(
+            self,
+            self._receiver.submit,
+            bind_host,
+            on_drop,
+            secret=secret,
+            certificate=certificate,
+        )
         self._sessions: dict[str, Session] = {}
         self._owned = AdmittedRequests(
             Limits(in_flight=max_in_flight, prompt_tokens=max_prompt_tokens), self._expire

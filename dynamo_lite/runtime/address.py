@@ -4,6 +4,7 @@ URLs may contain credentials and names of key files. Only redacted URLs may reac
 error.
 """
 
+import ipaddress
 import re
 import socket
 from collections.abc import Mapping
@@ -12,12 +13,15 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.credentials import BadCredentials, check_creds, check_nkey, read_login
 from dynamo_lite.runtime.tls import TlsFiles
 
 #: Up to the last @ of a URL: real passwords contain unescaped @, / and commas.
 _CREDENTIALS = re.compile(r"([a-z+]+://)?(?:(?!,[a-z+]+://)\S)*@")
 _QUERY = re.compile(r"(?<=\S)\?\S+")
-_FILES = ("ca", "cert", "key")
+#: Characters of one subject token, with dots between several.
+_INBOX = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
+_TLS_FILES = ("ca", "cert", "key")
 
 
 def redact(text: str) -> str:
@@ -36,8 +40,14 @@ class ServerAddress:
     #: User and password are both set, or neither.
     user: str | None = None
     password: str | None = field(default=None, repr=False)
-    #: Only for NATS.
+    #: This and the following are only for NATS.
     token: str | None = field(default=None, repr=False)
+    #: A credentials file: a JWT and the seed of its NKey.
+    creds: Path | None = None
+    #: A file with the seed of a user's NKey.
+    nkey: Path | None = None
+    #: Prefix of the subjects on which replies are received; empty: `_INBOX`.
+    inbox: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,18 +56,25 @@ class _Kind:
     #: Scheme to whether it means TLS.
     schemes: Mapping[str, bool]
     default_port: int
+    #: What its URL's query may contain.
+    query: tuple[str, ...]
 
 
-_ETCD = _Kind("etcd", {"http": False, "https": True}, 2379)
-_NATS = _Kind("NATS", {"nats": False, "tls": True}, 4222)
+_ETCD = _Kind("etcd", {"http": False, "https": True}, 2379, (*_TLS_FILES, "login"))
+_NATS = _Kind(
+    "NATS",
+    {"nats": False, "tls": True},
+    4222,
+    (*_TLS_FILES, "login", "creds", "nkey", "inbox"),
+)
 
 
 def parse_etcd_url(url: str) -> ServerAddress:
-    """Parses `http[s]://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...][?ca=&cert=&key=]`.
+    """Parses `http[s]://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...][?ca=&cert=&key=&login=]`.
 
     Special characters of user, password and file names are written as %XX. Each host may
-    have the scheme and the same credentials in front. Raises ConfigError, also when a
-    certificate or key file is missing or invalid.
+    have the scheme and the same credentials in front. `login` is a file with USER:PASSWORD.
+    Raises ConfigError, also when a file is missing or invalid, or when others can read a login.
     """
     address = _parse(url, _ETCD)
     if address.token is not None:
@@ -66,7 +83,10 @@ def parse_etcd_url(url: str) -> ServerAddress:
 
 
 def parse_nats_url(url: str) -> ServerAddress:
-    """As `parse_etcd_url`, with `nats://` and `tls://`. `TOKEN@` alone is allowed."""
+    """As `parse_etcd_url`, with `nats://` and `tls://`. `TOKEN` alone is allowed.
+
+    The query may also have `creds` or `nkey`, files, and `inbox`: see `ServerAddress`.
+    """
     return _parse(url, _NATS)
 
 
@@ -85,13 +105,23 @@ def _parse(url: str, kind: _Kind) -> ServerAddress:
         if own is not None and (own != _credentials(first) or not part.scheme):
             hint = "write them once, before the first host, special characters as %XX"
             raise _mistake(kind, url, f"servers have different credentials; {hint}")
-    user, password = _credentials(first) or (None, None)
+    given = _query(query, url, kind)
+    tls = _tls(given, url, kind, secure=secure)
+    try:
+        user, password = _login(_credentials(first), given, url, kind) or (None, None)
+        creds = check_creds(_path(given["creds"])) if "creds" in given else None
+        nkey = check_nkey(_path(given["nkey"])) if "nkey" in given else None
+    except BadCredentials as exc:
+        raise _mistake(kind, url, str(exc)) from exc
     return ServerAddress(
         hosts=tuple((part.hostname or "", part.port or kind.default_port) for part in parts),
-        tls=_tls(query, url, kind, secure=secure),
+        tls=tls,
         user=user if password is not None else None,
         password=password,
         token=user if password is None else None,
+        creds=creds,
+        nkey=nkey,
+        inbox=given.get("inbox", ""),
     )
 
 
@@ -116,14 +146,38 @@ def _credentials(part: SplitResult) -> tuple[str, str | None] | None:
     return unquote(part.username), None if part.password is None else unquote(part.password)
 
 
-def _tls(query: str, url: str, kind: _Kind, *, secure: bool) -> TlsFiles | None:
-    files: dict[str, Path] = {}
+def _query(query: str, url: str, kind: _Kind) -> dict[str, str]:
+    """The settings behind the `?`, decoded."""
+    given: dict[str, str] = {}
     for pair in query.split("&") if query else ():
         name, _, value = pair.partition("=")
-        if name not in _FILES or not value or name in files:
-            problem = f"its query takes {', '.join(f'{file}=FILE' for file in _FILES)}, each once"
+        if name not in kind.query or not value or name in given:
+            known = ", ".join(f"{n}={'NAME' if n == 'inbox' else 'FILE'}" for n in kind.query)
+            problem = f"its query takes {known}, each once"
             raise _mistake(kind, url, f"{problem}; {unquote(name) or 'an empty one'} does not fit")
-        files[name] = Path(unquote(value)).expanduser()
+        given[name] = unquote(value)
+    if "inbox" in given and not _INBOX.fullmatch(given["inbox"]):
+        raise _mistake(kind, url, "inbox is a subject: letters, digits, _ and -, with single dots")
+    return given
+
+
+def _login(
+    written: tuple[str, str | None] | None, given: Mapping[str, str], url: str, kind: _Kind
+) -> tuple[str, str | None] | None:
+    """User and password, from the URL or a file. There may be one kind of credentials only."""
+    ways = [name for name in ("login", "creds", "nkey") if name in given]
+    if len(ways) + (written is not None) > 1:
+        names = ", ".join(ways) + (" and those before the @" if written else "")
+        raise _mistake(kind, url, f"several credentials ({names}); keep one")
+    return read_login(_path(given["login"])) if "login" in given else written
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _tls(given: Mapping[str, str], url: str, kind: _Kind, *, secure: bool) -> TlsFiles | None:
+    files = {name: _path(given[name]) for name in _TLS_FILES if name in given}
     if not secure:
         if files:
             scheme = next(scheme for scheme, tls in kind.schemes.items() if tls)
@@ -158,3 +212,11 @@ def advertised_address(bind_host: str, port: int) -> str:
 def host_port(host: str, port: int) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server on this address is reachable only from its own machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -5,7 +5,7 @@ mapped file. A process that must stop acting when the lease ends (the engine's w
 before every write) reads it. The deadline is in CLOCK_BOOTTIME, which is the same for all processes
 of a host and counts the time in which the host was suspended. A holder that is stopped or
 partitioned cannot extend the deadline, so the fence closes without any message. Behind the
-deadline lie the cells of the permits (`permits.py`), eight bytes each.
+deadline lie the cells of the permits (`permits.py`), eight bytes each, two for each permit.
 """
 
 import mmap
@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo_lite.runtime.clock import boottime
-from dynamo_lite.runtime.permits import Permit, Permits, Verdict, verdict
+from dynamo_lite.runtime.permits import (
+    CELLS_OF_PERMIT,
+    Permit,
+    Permits,
+    Verdict,
+    grant_of,
+    verdict,
+)
 
 _DEADLINE = struct.Struct("<d")
 _CELL = 8
@@ -43,7 +50,7 @@ class FenceHolder:
 
     def __init__(self, path: Path, permits: int = 1):
         self.path = path
-        path.write_bytes(_DEADLINE.pack(0.0) + bytes(_CELL * permits))
+        path.write_bytes(_DEADLINE.pack(0.0) + bytes(_CELL * CELLS_OF_PERMIT * permits))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         self._cells = memoryview(self._map)[_DEADLINE.size :].cast("Q")
@@ -76,6 +83,9 @@ class FenceReader:
 
     def verdict(self, permit: Permit) -> Verdict:
         return verdict(self._cells, permit)
+
+    def grant_of(self, permit: Permit) -> int:
+        return grant_of(self._cells, permit)
 
     def close(self) -> None:
         self._cells.release()

@@ -3,13 +3,17 @@
 A component starts an engine on a job while it still waits for the claim of the job, and says
 later whether the claim was granted. It does so in shared memory, which the engine's processes
 read before every write, as they read the fence: no message has to reach them in time, and none
-can be lost. A permit that is not open any more is refused.
+can be lost. A permit that is not open any more is refused. Beside the verdict lies the id of the
+grant under which the work's effects count.
 """
 
 import enum
 from typing import Protocol
 
 import msgspec
+
+#: The verdict, and the id of the grant.
+CELLS_OF_PERMIT = 2
 
 
 class Cells(Protocol):
@@ -25,6 +29,7 @@ class Cells(Protocol):
 class Permit(msgspec.Struct, frozen=True):
     """Where the verdict is found; the default names none, and is refused."""
 
+    #: Index of the verdict.
     cell: int = 0
     #: Counts all permits of one table. A cell is used again, a number is not.
     number: int = 0
@@ -43,9 +48,12 @@ class OpenPermit:
     def __init__(self, permit: Permit, owner: "Permits"):
         self.permit, self._owner = permit, owner
         self._closed = False
+        self._set(0, at=1)
         self._set(_pending(permit.number))
 
-    def grant(self) -> None:
+    def grant(self, grant: int) -> None:
+        """grant: id, above 0. A rank that sees the verdict before the id takes it for pending."""
+        self._set(grant, at=1)
         self._set(_granted(self.permit.number))
 
     def refuse(self) -> None:
@@ -58,17 +66,17 @@ class OpenPermit:
             self._closed = True
             self._owner.free(self.permit.cell)
 
-    def _set(self, value: int) -> None:
+    def _set(self, value: int, at: int = 0) -> None:
         if not self._closed:
-            self._owner.store(self.permit.cell, value)
+            self._owner.store(self.permit.cell + at, value)
 
 
 class Permits:
-    """The side that decides. cells: one per permit that is open at a time."""
+    """The side that decides. cells: `CELLS_OF_PERMIT` per permit that is open at a time."""
 
     def __init__(self, cells: Cells):
         self._cells: Cells | None = cells
-        self._free = list(range(len(cells)))
+        self._free = list(range(0, len(cells), CELLS_OF_PERMIT))
         self._number = 0
 
     def open(self) -> OpenPermit:
@@ -100,13 +108,23 @@ def verdict(cells: Cells, permit: Permit) -> Verdict:
         return Verdict.REFUSED
     found = cells[permit.cell]
     if found == _granted(permit.number):
-        return Verdict.GRANTED
+        return Verdict.GRANTED if cells[permit.cell + 1] else Verdict.PENDING
     return Verdict.PENDING if found == _pending(permit.number) else Verdict.REFUSED
+
+
+def grant_of(cells: Cells, permit: Permit) -> int:
+    """The id of the grant of a permit whose verdict is granted."""
+    return cells[permit.cell + 1]
 
 
 def always_granted(_permit: Permit) -> Verdict:
     """For ranks whose claims were granted before."""
     return Verdict.GRANTED
+
+
+def no_grant(_permit: Permit) -> int:
+    """For the same ranks, where grants are not looked at."""
+    return 0
 
 
 def _pending(number: int) -> int:

@@ -1,4 +1,4 @@
-"""TLS connections to NATS and etcd: checks and loads the files that a server URL names."""
+"""TLS: checks and loads the PEM files of clients (NATS, etcd, engines) and of HTTP servers."""
 
 import re
 import ssl
@@ -43,6 +43,20 @@ class TlsFiles:
         """Authorities, client key and client certificate, for gRPC. Raises OSError."""
         ca = self.ca or ssl.get_default_verify_paths().cafile
         return _read(ca), _read(self.key), _read(self.cert)
+
+
+def server_context(cert: Path, key: Path) -> ssl.SSLContext:
+    """The context of an HTTP server. Raises ConfigError when a file is missing or invalid."""
+    for name, path in (("tls-cert", cert), ("tls-key", key)):
+        _check_readable(name, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except ssl.SSLError as exc:
+        message = f"tls-cert={cert} and tls-key={key} are not a matching PEM pair"
+        raise ConfigError([f"{message} with an unencrypted key."]) from exc
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 def _check_readable(name: str, path: Path | None) -> None:

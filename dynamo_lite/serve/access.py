@@ -1,4 +1,5 @@
-"""Connects to external servers to check their credentials: `python -m dynamo_lite.serve.access`.
+"""Connects to external servers, to check the credentials there and the versions of the members:
+`python -m dynamo_lite.serve.access`.
 
 Reads `Servers` as JSON from standard input, because arguments are visible to every user of
 the machine, and writes a JSON list of problems. It is a process of its own because the etcd
@@ -6,13 +7,19 @@ client uses gRPC: a supervisor that forks must not have gRPC's threads.
 """
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable
 
 import msgspec
 
-from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, ProtocolError, StartupError
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.protocol.versions import misfit
+from dynamo_lite.queue.base import QueueOptions
+from dynamo_lite.runtime.store import Store
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -22,24 +29,65 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
 
     nats: str | None = None
     etcd: str | None = None
+    #: The namespace of the processes to be started, and whether they will have a secret.
+    namespace: str = ""
+    authenticated: bool = False
+    #: The queue of the processes to be started; None: they have none.
+    queue: QueueOptions | None = None
 
 
 async def problems(servers: Servers) -> list[str]:
     """One sentence for each server that cannot be used."""
+    from dynamo_lite.queue.open import check_queue
     from dynamo_lite.runtime.etcd.store import EtcdStore
     from dynamo_lite.runtime.nats.messaging import NatsMessaging
 
-    clients = ((servers.nats, NatsMessaging), (servers.etcd, EtcdStore))
-    checks = (_problem(connect, url) for url, connect in clients if url is not None)
-    return [problem for problem in await asyncio.gather(*checks) if problem]
-
-
-async def _problem(connect: Callable[..., AbstractAsyncContextManager[object]], url: str) -> str:
-    try:
-        async with connect(url, connect_timeout_s=_CONNECT_TIMEOUT_S):
+    async def nats(url: str) -> str:
+        async with NatsMessaging(url, connect_timeout_s=_CONNECT_TIMEOUT_S) as messaging:
+            if servers.queue is not None and servers.namespace:
+                await check_queue(messaging, servers.namespace, servers.queue)
             return ""
+
+    async def etcd(url: str) -> str:
+        async with EtcdStore(url, connect_timeout_s=_CONNECT_TIMEOUT_S) as store:
+            return await _misfits(store, servers)
+
+    checks = ((servers.nats, nats), (servers.etcd, etcd))
+    found = (_problem(check(url)) for url, check in checks if url is not None)
+    return [problem for problem in await asyncio.gather(*found) if problem]
+
+
+async def _problem(check: Awaitable[str]) -> str:
+    try:
+        return await check
     except (ConfigError, StartupError) as exc:
         return str(exc)
+
+
+async def _misfits(store: Store, servers: Servers) -> str:
+    """Why these processes could not work together with a live member of the namespace."""
+    if not servers.namespace:
+        return ""
+    try:
+        entries = await store.get_prefix(names.components_prefix(servers.namespace))
+    except DynamoLiteError:
+        return ""  # it shows when the processes start
+    for value in entries.values():
+        with contextlib.suppress(ProtocolError):
+            member = decode_json(value, EndpointRecord)
+            if why := misfit(member) or _secrecy(member, authenticated=servers.authenticated):
+                return f"cannot join namespace {servers.namespace}: {why}"
+    return ""
+
+
+def _secrecy(member: EndpointRecord, *, authenticated: bool) -> str:
+    """Why a process with, or without, a secret cannot talk to this member; empty if it can."""
+    if member.authenticated is authenticated or member.engine is not None:
+        return ""  # a process beside a stock engine sends no messages
+    who = f"{member.component}:{member.lease_id:x}"
+    if member.authenticated:
+        return f"{who} has a secret, and messages without it are dropped: name it, --secret-file"
+    return f"{who} has no secret, and its messages would be dropped: start all with the same one"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +27,7 @@ _END_TIMEOUT_S = 3.0
 _SWEEP_TIMEOUT_S = 2.0
 _LAST_REPORTS_S = 0.5
 _REPORT_LIMIT_BYTES = 1 << 20
+_STDERR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,8 @@ class Launch:
     instance: int
     #: File with its ChildPlan.
     plan_path: Path
-    log_path: Path
+    #: File with its output; None: the supervisor's stderr.
+    log_path: Path | None
     #: Its whole environment.
     env: Mapping[str, str]
 
@@ -63,7 +65,7 @@ class ChildProcess:
         read_end, write_end = os.pipe()
         try:
             self._reports = await _reader(read_end)
-            with self._launch.log_path.open("ab") as log:
+            with _output(self._launch.log_path) as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "dynamo_lite.serve.child"),
                     *("--spec", str(self._launch.plan_path), "--report-fd", str(write_end)),
@@ -149,6 +151,16 @@ class ChildProcess:
             # Nothing reports when a process group becomes empty, so this polls.
             await asyncio.sleep(0.01)
             left = signal_group(process.pid, 0)
+
+
+@contextlib.contextmanager
+def _output(log_path: Path | None) -> Iterator[int]:
+    """A file descriptor for a child's output."""
+    if log_path is None:
+        yield _STDERR
+        return
+    with log_path.open("ab") as log:
+        yield log.fileno()
 
 
 async def _reader(descriptor: int) -> asyncio.StreamReader:

@@ -3,33 +3,39 @@
 import asyncio
 import logging.config
 import os
+import secrets
 import shutil
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.runtime.address import redact
-from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
 from dynamo_lite.runtime.process.stop import Interrupted
 from dynamo_lite.serve import startup_checks
-from dynamo_lite.serve.child import ChildPlan
-from dynamo_lite.serve.child_process import Launch
-from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig
+from dynamo_lite.serve.demo_model import make_demo_model
+from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
+from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
+from dynamo_lite.serve.place import Place
 from dynamo_lite.serve.ports import shared_port
 from dynamo_lite.serve.progress import Progress
-from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run, write_private
+from dynamo_lite.serve.run_state import RunFile, RunState, lock, read_run
+from dynamo_lite.serve.secret_file import (
+    check_exposure,
+    given_secret,
+    made_secret,
+    running_secret,
+)
 from dynamo_lite.serve.server_supervisor import Server
 from dynamo_lite.serve.supervisor import StopSignals, Supervisor
+from dynamo_lite.serve.supervisor_socket import SupervisorSocket
 from dynamo_lite.services.services import Graph
-from dynamo_lite.vllm.args import engine_flags
 
 _MAX_LONE_SERVICES = 1000
 
@@ -49,11 +55,15 @@ class ServeRequest:
     nats_url: str | None = None
     #: As `nats_url`.
     etcd_url: str | None = None
+    #: None: one that is made for an embedded nats-server, or with `only` that of the running graph.
+    secret_file: Path | None = None
     #: The one service to start; None: the whole graph.
     only: str | None = None
     #: A level name of the logging module.
     log_level: str = "INFO"
     log_format: LogFormat = "text"
+    #: Whether the processes' output goes to stderr, not to files.
+    log_to_stderr: bool = False
 
 
 async def serve(request: ServeRequest) -> int:
@@ -65,6 +75,7 @@ async def serve(request: ServeRequest) -> int:
     signals = StopSignals()
     progress = Progress()
     started = _services_here(request)
+    startup_checks.check_status_tls(request.config.shared)
     for service in started:
         startup_checks.check_port(service)
         if service.service.flags != "none":
@@ -75,7 +86,7 @@ async def serve(request: ServeRequest) -> int:
         started = [stack.enter_context(shared_port(service)) for service in started]
         directory = _lock_directory(request, stack)
         async with signals.stop.interrupts():
-            nats_url, etcd_url, servers = await _connect(request, stack, progress)
+            place, servers = await _connect(request, directory, stack, progress)
         if signals.stop.is_set:
             raise Interrupted
         run = RunFile(
@@ -85,12 +96,25 @@ async def serve(request: ServeRequest) -> int:
                 started_at=time.time(),
                 graph=request.graph_name,
                 namespace=request.config.shared.namespace,
-                nats=nats_url,
-                etcd=etcd_url,
+                nats=place.nats_url,
+                etcd=place.etcd_url,
+                secret="" if place.secret is None else str(place.secret),
             ),
         )
         stack.callback(run.remove)
-        tiers = [_launches(request, s, directory, nats_url, etcd_url) for s in started]
+        tiers = [
+            Launches(
+                request.graph,
+                request.config,
+                service,
+                directory,
+                place,
+                log_level=request.log_level,
+                log_format=request.log_format,
+                log_to_stderr=request.log_to_stderr,
+            )
+            for service in started
+        ]
         shared = request.config.shared
         supervisor = Supervisor(
             tiers,
@@ -98,11 +122,31 @@ async def serve(request: ServeRequest) -> int:
             run,
             signals,
             progress,
-            LeaseRevoker(etcd_url),
+            LeaseRevoker(place.etcd_url),
             grace_s=shared.grace_s,
+            devices=Devices(shared.devices),
             backoff=Backoff(longest_s=shared.restart_max_s),
         )
+        await stack.enter_async_context(SupervisorSocket(directory, supervisor))
         return await supervisor.run()
+
+
+def _secret(request: ServeRequest, directory: Path, nats_url: str | None) -> Path | None:
+    """The secret file of this graph; None: its messages are not authenticated.
+
+    nats_url: None for an embedded server.
+
+    Raises StartupError for a file that cannot be used, ConfigError where one is missing.
+    """
+    if request.secret_file is not None:
+        secret = given_secret(request.secret_file)
+    elif nats_url is None:
+        secret = made_secret(directory, keep=request.etcd_url is not None)
+    else:
+        running = read_run(request.state_dir) if request.only is not None else None
+        secret = running_secret(running, nats_url)
+    check_exposure(request.config.shared.bind_host, secret)
+    return secret
 
 
 def _services_here(request: ServeRequest) -> list[ServiceConfig]:
@@ -131,9 +175,13 @@ def _lock_directory(request: ServeRequest, stack: AsyncExitStack) -> Path:
 
 
 async def _connect(
-    request: ServeRequest, stack: AsyncExitStack, progress: Progress
-) -> tuple[str, str, list[Server]]:
-    """Returns the URLs of NATS and etcd, and the embedded servers that were started for them."""
+    request: ServeRequest, directory: Path, stack: AsyncExitStack, progress: Progress
+) -> tuple[Place, list[Server]]:
+    """Finds or starts NATS and etcd, and finds or makes the secret. Returns also the embedded
+    servers that were started.
+
+    Raises ConfigError, StartupError.
+    """
     nats_url, etcd_url = request.nats_url, request.etcd_url
     if request.only is not None and (nats_url is None or etcd_url is None):
         running = read_run(request.state_dir)
@@ -142,21 +190,27 @@ async def _connect(
             raise ConfigError([f"{message}, because no graph runs on {request.state_dir}"])
         nats_url, etcd_url = nats_url or running.nats, etcd_url or running.etcd
     servers: list[Server] = []
-    await startup_checks.check_servers(nats_url, etcd_url)
+    secret = _secret(request, directory, nats_url)
+    namespace, authenticated = request.config.shared.namespace, secret is not None
+    queue = startup_checks.queue_options(_services_here(request))
+    await startup_checks.check_servers(
+        nats_url, etcd_url, namespace, authenticated=authenticated, queue=queue
+    )
     data = request.state_dir / "embedded"
     for name, url in (("nats", nats_url), ("etcd", etcd_url)):
         if url is None:
             _empty_folder(data / name)
     if nats_url is None:
-        nats = await stack.enter_async_context(EmbeddedNats(data / "nats"))
+        embedded = EmbeddedNats(data / "nats", token=secrets.token_hex(16))
+        nats = await stack.enter_async_context(embedded)
         nats_url = nats.url
         servers.append(nats)
     if etcd_url is None:
-        etcd = await stack.enter_async_context(EmbeddedEtcd(data / "etcd"))
+        etcd = await stack.enter_async_context(EmbeddedEtcd(data / "etcd", private=True))
         etcd_url = etcd.url
         servers.append(etcd)
     progress.line("serve", f"NATS {redact(nats_url)}, etcd {redact(etcd_url)}")
-    return nats_url, etcd_url, servers
+    return Place(nats_url=nats_url, etcd_url=etcd_url, secret=secret), servers
 
 
 def _empty_folder(directory: Path) -> None:
@@ -184,62 +238,10 @@ def _empty_folder(directory: Path) -> None:
         raise StartupError(f"cannot empty the embedded server's folder {directory}: {exc}") from exc
 
 
-def _launches(
-    request: ServeRequest, config: ServiceConfig, directory: Path, nats_url: str, etcd_url: str
-) -> list[Launch]:
-    service, shared = config.service, request.config.shared
-    inner = {s.name: request.config.get(s.name) for s in request.graph.inner(service)}
-    launches: list[Launch] = []
-    for folder in ("logs", "plans"):
-        (directory / folder).mkdir(parents=True, exist_ok=True)
-    for instance, env in enumerate(config.env):
-        spec = ProcessSpec(
-            namespace=shared.namespace,
-            component=service.name,
-            instance=instance,
-            instances=config.workers,
-            nats_url=nats_url,
-            etcd_url=etcd_url,
-            state_dir=str(directory.resolve()),
-            bind_host=shared.bind_host,
-            lease_ttl_s=shared.lease_ttl_s,
-            grace_s=shared.grace_s,
-            config=config.options,
-            engine_args=engine_flags(config.flags),
-            inner={name: c.options for name, c in inner.items() if c is not None},
-            watch_component=service.calls,
-            tracing=shared.tracing,
-        )
-        environment = child_environment(env)
-        logs = logging_config(
-            request.log_format,
-            service.name,
-            instance,
-            level=request.log_level,
-            vllm_level=environment.get("VLLM_LOGGING_LEVEL", "INFO").upper(),
-        )
-        plan = ChildPlan(component=service.component, spec=spec, logging=logs)
-        name = f"{service.name}-{instance}"
-        if "VLLM_CONFIGURE_LOGGING" not in environment:
-            logs_path = directory.resolve() / "plans" / f"{name}.logging.json"
-            write_private(logs_path, msgspec.json.encode(logs))
-            environment.setdefault("VLLM_LOGGING_CONFIG_PATH", str(logs_path))
-        launch = Launch(
-            service=service.name,
-            instance=instance,
-            plan_path=directory / "plans" / f"{name}.json",
-            log_path=directory / "logs" / f"{name}.log",
-            env=environment,
-        )
-        write_private(launch.plan_path, msgspec.json.encode(plan))
-        launch.log_path.write_bytes(b"")
-        launches.append(launch)
-    return launches
-
-
 def run(request: ServeRequest) -> int:
-    """Runs `serve`. Raises KeyboardInterrupt in place of Interrupted."""
+    """Runs `serve`. Raises what it raises, with KeyboardInterrupt in place of Interrupted."""
     logging.config.dictConfig(logging_config(request.log_format, "serve", 0, level="WARNING"))
+    make_demo_model(_services_here(request))
     try:
         return asyncio.run(serve(request))
     except Interrupted:

@@ -10,11 +10,12 @@ of the service itself overrides a common one.
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dynamo_lite.protocol import names
 from dynamo_lite.runtime.tracing.tracer import check_endpoint
+from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.options import GraphOptions, ServiceArgs
@@ -36,6 +37,10 @@ _CHILD_DEFAULTS = {
 }
 
 
+#: Variables of the command itself. They may contain passwords, which engines need not have.
+_OWN_VARIABLES = ("DYNAMO_LITE_NATS_URL", "DYNAMO_LITE_ETCD_URL")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
     """One service, resolved."""
@@ -44,10 +49,21 @@ class ServiceConfig:
     workers: int
     #: Environment variables, one mapping per worker.
     env: tuple[Mapping[str, str], ...]
+    #: See `ServiceArgs`.
+    status_port: int = 0
+    #: Of processes that are added while the graph runs.
+    later_env: Mapping[str, str] = field(default_factory=dict[str, str])
+    #: Why none can be added; empty if they can.
+    fixed_env: str = ""
+    #: Devices that each process occupies.
+    devices: int = 0
     #: The service's own options in snake_case, with defaults.
     options: dict[str, Any]
     #: vLLM's arguments in kebab-case, only those given.
     flags: dict[str, Any]
+
+    def env_of(self, instance: int) -> Mapping[str, str]:
+        return self.env[instance] if instance < len(self.env) else self.later_env
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +104,7 @@ def resolve(
                 ("Common", str(key)), "no service lists this key in its common-configs"
             )
     _check_agreement(document, services)
+    _check_devices(document, shared, [s for s in services if only in (None, s.service.name)])
     return GraphConfig(shared=shared, services=services)
 
 
@@ -101,6 +118,8 @@ def describe(config: GraphConfig) -> dict[str, Any]:
         else:
             described[c.service.name]["ServiceArgs"] = {
                 "workers": c.workers,
+                "status-port": c.status_port,
+                "devices": c.devices,
                 "env": [dict(env) for env in c.env],
             }
     return described
@@ -113,7 +132,8 @@ def accepted_keys(service: Service) -> list[str]:
 
 def child_environment(own: Mapping[str, str]) -> dict[str, str]:
     """The environment of a child process: ours, our defaults, then the service's own."""
-    return {**_CHILD_DEFAULTS, **os.environ, **own}
+    inherited = {key: value for key, value in os.environ.items() if key not in _OWN_VARIABLES}
+    return {**_CHILD_DEFAULTS, **inherited, **own}
 
 
 def _check_sections(graph: Graph, document: Document) -> None:
@@ -157,8 +177,19 @@ def _resolve_service(
         flags = _flags(service, document, {k: v for k, v in content.items() if k not in own})
     known = {key: value for key, value in options.items() if key in own}
     filled = fill(document, (service.name,), service.config, known, service.defaults)
-    workers, env = _service_args(service, document, section)
-    return ServiceConfig(service=service, workers=workers, env=env, options=filled, flags=flags)
+    args = _service_args(service, document, section)
+    lists = sorted(name for name, value in args.env.items() if isinstance(value, list))
+    return ServiceConfig(
+        service=service,
+        workers=0 if service.inside else args.workers,
+        env=() if service.inside else tuple(_env_of(args, i) for i in range(args.workers)),
+        later_env={k: str(v) for k, v in args.env.items() if not isinstance(v, list)},
+        fixed_env=_fixed(lists),
+        devices=args.devices,
+        status_port=args.status_port,
+        options=filled,
+        flags=flags,
+    )
 
 
 def _from_common(
@@ -212,9 +243,7 @@ def _flags(service: Service, document: Document, given: dict[str, Any]) -> dict[
     return flags
 
 
-def _service_args(
-    service: Service, document: Document, section: dict[str, Any]
-) -> tuple[int, tuple[dict[str, str], ...]]:
+def _service_args(service: Service, document: Document, section: dict[str, Any]) -> ServiceArgs:
     path = (service.name, "ServiceArgs")
     given = _mapping(document, ".".join(path), section.get("ServiceArgs"))
     if service.inside and given:
@@ -226,12 +255,39 @@ def _service_args(
         if isinstance(value, list) and len(value) != args.workers:
             message = f"a list has one value per worker ({args.workers}), got {len(value)}"
             document.complain((*path, "env", name), message)
-            return 0, ()
-    each = (
-        {k: str(v[i] if isinstance(v, list) else v) for k, v in args.env.items()}
-        for i in range(args.workers)
-    )
-    return (0, ()) if service.inside else (args.workers, tuple(each))
+            return ServiceArgs(workers=0)
+    return args
+
+
+def _env_of(args: ServiceArgs, worker: int) -> dict[str, str]:
+    return {k: str(v[worker] if isinstance(v, list) else v) for k, v in args.env.items()}
+
+
+def _fixed(lists: list[str]) -> str:
+    """Why no process can be added; empty if they can. lists: variables with a list of values."""
+    if not lists:
+        return ""
+    instead = "list the devices in Graph.devices" if DEVICE_VARIABLE in lists else "use one value"
+    return f"ServiceArgs.env has one value per worker for {', '.join(lists)}; {instead} instead"
+
+
+def _check_devices(document: Document, shared: GraphOptions, services: list[ServiceConfig]) -> None:
+    names = () if isinstance(shared.devices, int) else tuple(map(str, shared.devices))
+    have = shared.devices if isinstance(shared.devices, int) else len(names)
+    if len(set(names)) < len(names):
+        document.complain(("Graph", "devices"), f"a device is listed twice: {', '.join(names)}")
+    for c in services:
+        path = (c.service.name, "ServiceArgs", "devices")
+        variables = {*c.later_env, *(name for env in c.env for name in env)}
+        if names and c.devices and DEVICE_VARIABLE in variables:
+            message = f"Graph.devices sets {DEVICE_VARIABLE}; remove it from ServiceArgs.env"
+            document.complain(path, message)
+    need = {c.service.name: c.workers * c.devices for c in services if c.workers * c.devices}
+    if sum(need.values()) > have:
+        each = ", ".join(f"{name} {count}" for name, count in need.items())
+        document.complain(
+            ("Graph", "devices"), f"{have} devices, but the services need more: {each}"
+        )
 
 
 def _check_agreement(document: Document, services: tuple[ServiceConfig, ...]) -> None:

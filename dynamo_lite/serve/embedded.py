@@ -9,14 +9,19 @@ import asyncio
 import importlib.util
 import shutil
 import signal
+import ssl
 import sysconfig
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Self
+from urllib.parse import quote
 
 from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.runtime.own_certificate import self_signed
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.runtime.tls import TlsFiles
 from dynamo_lite.serve.processes import can_listen, free_port, signal_group
+from dynamo_lite.serve.run_state import write_private
 
 _READY_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
@@ -112,6 +117,7 @@ class _EmbeddedServer(ABC):
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                cwd=self.directory,
                 start_new_session=True,
                 preexec_fn=death_signal_hook(signal.SIGKILL),  # ends a frozen one, too
             )
@@ -161,61 +167,112 @@ class _EmbeddedServer(ABC):
 
 
 class EmbeddedNats(_EmbeddedServer):
-    """nats-server with JetStream."""
+    """nats-server with JetStream.
+
+    token: what clients must present, letters and digits; empty: they need nothing.
+    """
 
     name = "nats-server"
 
+    def __init__(self, directory: Path, port: int = 0, *, token: str = ""):
+        super().__init__(directory, port)
+        self._token = token
+
     @property
     def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+        """With the token."""
+        return f"nats://{self._token}{'@' if self._token else ''}127.0.0.1:{self.port}"
 
     def _command(self) -> list[str]:
         config = self.directory / "nats.conf"
-        config.write_text(
+        access = f'authorization {{ token: "{self._token}" }}\n' if self._token else ""
+        content = (
             f"host: 127.0.0.1\nport: {self.port}\n"
             "max_payload: 8MB\n"
             f'jetstream {{ store_dir: "{self.directory.resolve()}" }}\n'
         )
-        return [_program("nats-server"), "-c", str(config)]
+        write_private(config, (content + access).encode())
+        return [_program("nats-server"), "-c", str(config.resolve())]
 
     async def _is_ready(self) -> bool:
-        line = await _exchange(self.port, b"")
-        return line.startswith(b"INFO ")
+        return (await _exchange(self.port)).startswith(b"INFO ")
 
 
 class EmbeddedEtcd(_EmbeddedServer):
-    """A single etcd without disk syncs."""
+    """A single etcd without disk syncs.
+
+    private: it answers only clients with the key that is in `directory`, over TLS. etcd's own
+    users would not do: without one anybody may list and revoke leases that have no keys yet, and
+    raise the alarm that makes etcd refuse to write.
+    """
 
     name = "etcd"
 
+    def __init__(self, directory: Path, port: int = 0, *, private: bool = False):
+        super().__init__(directory, port)
+        self._private = private
+        self._context: ssl.SSLContext | None = None
+
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """With the names of a client's files."""
+        if not self._private:
+            return self.listening
+        cert, key = (quote(str(path)) for path in self._files)
+        return f"{self.listening}?ca={cert}&cert={cert}&key={key}"
+
+    @property
+    def listening(self) -> str:
+        """The URL without files."""
+        return f"{'https' if self._private else 'http'}://127.0.0.1:{self.port}"
+
+    @property
+    def _files(self) -> tuple[Path, Path]:
+        """Certificate, which is its own authority, and key: of the server and of its clients."""
+        directory = self.directory.resolve()
+        return directory / "cert.pem", directory / "key.pem"
+
+    async def __aenter__(self) -> Self:
+        if self._private:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.chmod(0o700)
+            cert, key = self._files
+            for path, content in zip((cert, key), self_signed("127.0.0.1"), strict=True):
+                write_private(path, content)
+            self._context = TlsFiles(cert, cert, key).context()
+        return await super().__aenter__()
 
     def _command(self) -> list[str]:
-        peer = f"http://127.0.0.1:{free_port()}"
-        return [
+        # No port for other members, who would need no key: a socket in its working directory.
+        peer = "unix://peer:0"
+        command = [
             _program("etcd"),
-            *("--data-dir", str(self.directory / "data")),
-            *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
+            *("--data-dir", str(self.directory.resolve() / "data")),
+            *("--listen-client-urls", self.listening, "--advertise-client-urls", self.listening),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"default={peer}"),
             *("--unsafe-no-fsync", "--heartbeat-interval", "10", "--election-timeout", "100"),
             *("--log-level", "warn"),
         ]
+        if self._private:
+            cert, key = map(str, self._files)
+            command += ["--cert-file", cert, "--key-file", key]
+            command += ["--client-cert-auth", "--trusted-ca-file", cert]
+        return command
 
     async def _is_ready(self) -> bool:
-        reply = await _exchange(
-            self.port, b"GET /health HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\n\r\n"
-        )
-        return b'"health":"true"' in reply
+        request = b"GET /health HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\n\r\n"
+        return b'"health":"true"' in await _exchange(self.port, request, self._context)
 
 
-async def _exchange(port: int, request: bytes) -> bytes:
-    """Sends `request` to a loopback server. Returns the response, empty if there is none yet."""
+async def _exchange(
+    port: int, request: bytes = b"", context: ssl.SSLContext | None = None
+) -> bytes:
+    """Sends `request` to a loopback server. Returns the response, empty if there is none yet;
+    without a request the server's first line."""
     try:
         async with asyncio.timeout(1.0):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             try:
                 writer.write(request)
                 await writer.drain()

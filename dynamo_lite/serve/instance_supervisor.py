@@ -1,11 +1,12 @@
-"""Keeps one instance of a service running: restarts it after a crash, not after exit 0."""
+"""Keeps one instance of a service running: restarts it after a crash, not after it has left."""
 
 import asyncio
 import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import StartupError
@@ -16,6 +17,10 @@ from dynamo_lite.serve.run_state import ProcessState
 
 _LOG_TAIL_LINES = 12
 
+#: When it cannot be started for the first time: the graph ends; the graph goes on without it; or it
+#: is tried again.
+FirstStart = Literal["needed", "once", "again"]
+
 
 class InstanceSupervisor:
     """Spawns one instance, watches it, and spawns it again after a crash.
@@ -24,6 +29,7 @@ class InstanceSupervisor:
         backoff: delay before each restart.
         leases: revokes the lease of a process that died.
         on_change: called after each change of `state`.
+        first_start: what happens when it cannot be started.
     """
 
     def __init__(
@@ -33,11 +39,13 @@ class InstanceSupervisor:
         leases: LeaseRevoker,
         progress: Progress,
         on_change: Callable[[], None],
+        *,
+        first_start: FirstStart = "needed",
     ):
         self.launch = launch
         #: Its entry in run.json.
         self.state = ProcessState(
-            service=launch.service, instance=launch.instance, log=str(launch.log_path)
+            service=launch.service, instance=launch.instance, log=str(launch.log_path or "")
         )
         #: The component's last "ready" report, e.g. {"url": ...}.
         self.facts: dict[str, Any] = {}
@@ -51,20 +59,39 @@ class InstanceSupervisor:
         self._leases = leases
         self._progress = progress
         self._on_change = on_change
+        self._first_start: FirstStart = first_start
         self._stopping = asyncio.Event()
         self._forced = False
+        # It drains by itself, to end for good: its lease was revoked, or it got a signal.
+        self._leaves = False
         self._child: ChildProcess | None = None
         self._error = ""
 
     def __repr__(self) -> str:
         return f"InstanceSupervisor({self.launch.name}, {self.state.state}, pid={self.state.pid})"
 
+    @property
+    def phase(self) -> Literal["starting", "ready", "draining", "ended"]:
+        """As `RoleCounts` counts it: one that is restarted after a crash is "ready"."""
+        if self.done.is_set():
+            return "ended"
+        if self._stopping.is_set() or self._leaves:
+            return "draining"
+        return "ready" if self.ready.is_set() else "starting"
+
+    @property
+    def lease_id(self) -> int:
+        """Of the process, or of the last one if it has ended; 0 while it is not known."""
+        return int(self.state.lease or "0", 16)
+
     async def keep(self) -> None:
         """Runs until the instance exits with 0 or `stop` was called and it has ended.
 
-        Raises StartupError when it ends before it was ready for the first time.
+        Raises StartupError when it ends before it was ready for the first time and its first start
+        is "needed"; after one that is tried "once" its state is "failed".
         """
         failures = 0
+        failed = False
         try:
             while not self._stopping.is_set():
                 began = time.monotonic()
@@ -74,19 +101,28 @@ class InstanceSupervisor:
                     await self._leases.revoke(int(self.state.lease, 16))
                 if self._stopping.is_set():
                     return
-                if not self.ready.is_set():
+                leaves = code == 0 or self._leaves
+                if not self.ready.is_set() and (leaves or self._first_start != "again"):
                     raise StartupError(self._start_failure(code))
-                if code == 0:
+                if leaves:
                     self._change("stopped")
-                    self._progress.line(self.launch.name, "left the graph (exit 0)")
+                    self._progress.line(self.launch.name, f"left the graph ({exit_text(code)})")
                     return
                 restart = self._backoff.after_exit(failures, time.monotonic() - began)
                 failures = restart.failures
                 await self._pause(code, restart.delay_s)
+        except StartupError as exc:
+            if self._first_start == "needed":
+                raise
+            failed = True
+            self.state.error = str(exc).partition("\n")[0]
+            self._progress.line(self.launch.name, f"cannot be started; the graph goes on\n{exc}")
         finally:
-            self._change("stopped")
             self.drained.set()
             self.done.set()
+            if not failed:
+                self.state.error = ""
+            self._change("failed" if failed else "stopped")
 
     def stop(self) -> None:
         """Drains it (SIGTERM) without a restart. Idempotent."""
@@ -94,6 +130,7 @@ class InstanceSupervisor:
             return
         self._stopping.set()
         if self._child is not None:
+            self._change("draining")
             self._child.terminate()
 
     def kill(self) -> None:
@@ -122,6 +159,8 @@ class InstanceSupervisor:
     async def _pause(self, code: int, delay_s: float) -> None:
         self.state.restarts += 1
         self.state.pid, self.state.lease, self.state.status_url = 0, "", ""
+        if not self.ready.is_set():
+            self.state.error = self._error or exit_text(code)
         self._change("backoff")
         why = f": {self._error}" if self._error else ""
         self._progress.line(
@@ -138,11 +177,13 @@ class InstanceSupervisor:
             case "ready":
                 self.state.lease = str(report.get("lease", ""))
                 self.state.status_url = str(report.get("status_url", ""))
+                self.state.error = ""
                 self.facts = report
                 self._change("ready")
                 self._progress.line(self.launch.name, "ready")
                 self.ready.set()
             case "draining":
+                self._leaves = report.get("for_good") is True
                 self._change("draining")
                 self._progress.line(self.launch.name, f"draining: {report.get('reason', '')}")
             case "drained" if self._stopping.is_set():
@@ -157,12 +198,15 @@ class InstanceSupervisor:
 
     def _start_failure(self, code: int) -> str:
         why = self._error or f"ended before it was ready ({exit_text(code)})"
-        return f"{self.launch.name}: {why}\n{self._log_tail()}"
+        path = self.launch.log_path
+        tail = "its log is above" if path is None else _log_tail(path)
+        return f"{self.launch.name}: {why}\n{tail}"
 
-    def _log_tail(self) -> str:
-        try:
-            with self.launch.log_path.open(encoding="utf-8", errors="replace") as log:
-                lines = deque(log, maxlen=_LOG_TAIL_LINES)
-        except OSError:
-            lines = []
-        return f"last lines of {self.launch.log_path}:\n" + "".join(f"  {line}" for line in lines)
+
+def _log_tail(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as log:
+            lines = deque(log, maxlen=_LOG_TAIL_LINES)
+    except OSError:
+        lines = []
+    return f"last lines of {path}:\n" + "".join(f"  {line}" for line in lines)

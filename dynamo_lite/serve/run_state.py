@@ -22,13 +22,16 @@ class ProcessState(msgspec.Struct, kw_only=True):
 
     service: str
     instance: int
-    #: waiting, starting, ready, draining, backoff or stopped.
+    #: waiting, starting, ready, draining, backoff, stopped or failed (it was added and could not
+    #: be started).
     state: str = "waiting"
     pid: int = 0
     lease: str = ""
     status_url: str = ""
     restarts: int = 0
     log: str = ""
+    #: Why it is failed, or why the start before the next one has failed.
+    error: str = ""
 
 
 class ServerState(msgspec.Struct, kw_only=True):
@@ -56,6 +59,8 @@ class RunState(msgspec.Struct, kw_only=True):
     http: str = ""
     nats: str = ""
     etcd: str = ""
+    #: The secret file; empty if messages are not authenticated.
+    secret: str = ""
     processes: list[ProcessState] = []
     #: The embedded servers.
     servers: list[ServerState] = []

@@ -8,12 +8,14 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
 from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.queue.base import QueueOptions, single_server_text
 from dynamo_lite.runtime.address import (
     ServerAddress,
     host_port,
@@ -22,10 +24,12 @@ from dynamo_lite.runtime.address import (
     redact,
 )
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
+from dynamo_lite.runtime.tls import server_context
 from dynamo_lite.serve.access import Servers
 from dynamo_lite.serve.config import GraphConfig, ServiceConfig, accepted_keys, child_environment
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import unknown_key
+from dynamo_lite.serve.options import GraphOptions
 from dynamo_lite.serve.ports import http_address
 from dynamo_lite.serve.processes import can_listen, signal_group
 from dynamo_lite.serve.run_state import write_private
@@ -59,14 +63,33 @@ def check_model(service: ServiceConfig) -> None:
     path = Path(model).expanduser()
     looks_like_path = model.startswith((".", "/", "~"))
     if looks_like_path and not (path / "config.json").is_file():
-        hint = "; `make setup` creates the tiny model" if path.name == "tiny" else ""
-        raise StartupError(f"{service.service.name}.model: no model (config.json) at {path}{hint}")
+        raise StartupError(f"{service.service.name}.model: no model (config.json) at {path}")
 
 
 def check_tls(service: ServiceConfig) -> None:
     """Raises StartupError when the HTTP server's certificate cannot be loaded."""
     if (tls := tls_options(service.flags)) is not None:
         tls.context()
+
+
+def check_status_tls(options: GraphOptions) -> None:
+    """Raises ConfigError unless both of the status servers' files are named, and are a pair, or
+    neither."""
+    cert, key = options.status_tls_cert, options.status_tls_key
+    if cert is None and key is None:
+        return
+    if cert is None or key is None:
+        raise ConfigError(["Graph: status-tls-cert and status-tls-key go together; name both"])
+    try:
+        server_context(Path(cert), Path(key))
+    except ConfigError as exc:
+        raise ConfigError([f"Graph: status server: {mistake}" for mistake in exc.mistakes]) from exc
+
+
+def queue_options(services: Iterable[ServiceConfig]) -> QueueOptions | None:
+    """The queue of these services; None if none of them has one."""
+    found = (c.options["queue"] for c in services if "queue" in c.options)
+    return next((QueueOptions(**options) for options in found), None)
 
 
 def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
@@ -83,14 +106,34 @@ def check_url_syntax(nats_url: str | None, etcd_url: str | None) -> None:
         raise ConfigError(mistakes)
 
 
-async def check_servers(nats_url: str | None, etcd_url: str | None) -> None:
-    """Raises StartupError unless the servers are reachable and accept the credentials."""
+async def check_servers(
+    nats_url: str | None,
+    etcd_url: str | None,
+    namespace: str,
+    *,
+    authenticated: bool,
+    queue: QueueOptions | None,
+) -> None:
+    """Raises StartupError unless the servers are reachable and accept the credentials, have or can
+    have the queue, and the processes that run in the namespace can be joined.
+
+    authenticated: whether the processes to be started have a secret. queue: see `queue_options`.
+    """
+    if nats_url is None and queue is not None and queue.replicas > 1:
+        raise StartupError(single_server_text(queue.replicas))
     if nats_url is not None:
         await _check_reachable("NATS", nats_url, parse_nats_url(nats_url))
     if etcd_url is not None:
         await _check_reachable("etcd", etcd_url, parse_etcd_url(etcd_url))
     if nats_url is not None or etcd_url is not None:
-        await _check_access(Servers(nats=nats_url, etcd=etcd_url))
+        servers = Servers(
+            nats=nats_url,
+            etcd=etcd_url,
+            namespace=namespace,
+            authenticated=authenticated,
+            queue=queue,
+        )
+        await _check_access(servers)
 
 
 async def _check_reachable(what: str, url: str, address: ServerAddress) -> None:

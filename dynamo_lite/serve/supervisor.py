@@ -6,15 +6,19 @@ import signal
 from collections.abc import Iterator, Sequence
 
 from dynamo_lite.policy.backoff import Backoff
-from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.errors import Refused, StartupError
+from dynamo_lite.protocol.planner import RoleCounts, SwitchState
 from dynamo_lite.runtime.process.stop import StopRequest
-from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.serve.child_process import Launch
-from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
+from dynamo_lite.serve.devices import Devices
+from dynamo_lite.serve.fleet import Fleet
+from dynamo_lite.serve.instance_supervisor import FirstStart, InstanceSupervisor
+from dynamo_lite.serve.launches import Launches
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from dynamo_lite.serve.progress import Progress
 from dynamo_lite.serve.run_state import RunFile
 from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
+from dynamo_lite.serve.switches import RoleSwitch, Switches
+from dynamo_lite.serve.waiting import all_of, first_of
 
 EXIT_DRAINED = 0
 EXIT_FORCED = 130
@@ -55,15 +59,18 @@ class Supervisor:
     """Runs all instances of a graph, and its embedded servers.
 
     Args:
-        tiers: instances in drain order: a tier is drained after the one before it.
+        tiers: services in drain order: a tier is drained after the one before it.
         grace_s: longest drain of one process. Each process enforces it itself; one that
             takes much longer is killed.
         leases: revokes the leases of processes that died.
+        devices: those that its processes occupy.
+
+    Raises StartupError when the devices do not suffice.
     """
 
     def __init__(
         self,
-        tiers: Sequence[Sequence[Launch]],
+        tiers: Sequence[Launches],
         servers: Sequence[Server],
         run: RunFile,
         signals: StopSignals,
@@ -71,23 +78,20 @@ class Supervisor:
         leases: LeaseRevoker,
         *,
         grace_s: float,
+        devices: Devices,
         backoff: Backoff | None = None,
     ):
-        policy = backoff or Backoff()
-        self._tiers = [
-            [
-                InstanceSupervisor(launch, policy, leases, progress, self._on_change)
-                for launch in tier
-            ]
-            for tier in tiers
-        ]
-        self._instances = [instance for tier in self._tiers for instance in tier]
+        self._backoff = backoff or Backoff()
+        self._leases = leases
+        self._run, self._progress = run, progress
+        self._fleet = Fleet(tiers, devices, self._keeper)
+        self._switches = Switches(self._fleet, progress)
         self._servers = [ServerSupervisor(server, progress, self._on_change) for server in servers]
-        self._run = run
         self._signals = signals
-        self._progress = progress
         self._grace_s = grace_s
-        run.state.processes = [instance.state for instance in self._instances]
+        #: The tasks of the keepers while `run` runs.
+        self._tasks: asyncio.TaskGroup | None = None
+        run.state.processes = [instance.state for instance in self._fleet]
         run.state.servers = [server.state for server in self._servers]
 
     async def run(self) -> int:
@@ -98,8 +102,9 @@ class Supervisor:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
                 watching = [tasks.create_task(server.keep()) for server in self._servers]
-                for instance in self._instances:
+                for instance in self._fleet:
                     tasks.create_task(instance.keep(), name=instance.launch.name)
                 forcing = tasks.create_task(self._kill_when_forced())
                 if await self._until_ready():
@@ -115,25 +120,120 @@ class Supervisor:
             raise _first(expected) from group
         return EXIT_FORCED if self._signals.force.is_set() else EXIT_DRAINED
 
+    # Changes while the graph runs
+
+    def counts(self) -> dict[str, RoleCounts]:
+        """How many processes of each scalable service there are."""
+        return self._fleet.counts()
+
+    def add(self, component: str) -> str:
+        """Starts one more process, and returns its name. The graph survives its failure.
+
+        Raises Refused when that is not possible, with what is accepted.
+        """
+        tasks = self._running_tasks()
+        instance = self._fleet.add(component)
+        tasks.create_task(instance.keep(), name=instance.launch.name)
+        self._progress.line(instance.launch.name, "added")
+        self._on_change()
+        return instance.launch.name
+
+    def retire(self, component: str, lease_id: int) -> str:
+        """Begins to drain a process that is not started again, and returns its name.
+
+        lease_id: 0: one without a lease, as in `Fleet.to_retire`. Of a worker that was switched to
+            this component: its successor, unless that was ready.
+
+        Raises Refused if there is none. One that is leaving or has ended is not refused.
+        """
+        tasks = self._running_tasks()
+        if cancelled := self._switches.cancel(component, lease_id):
+            if cancelled.drained is not None:
+                tasks.create_task(self._end(cancelled.successor))
+            return cancelled.successor.launch.name
+        instance = self._fleet.to_retire(component, lease_id)
+        if not instance.done.is_set():
+            self._progress.line(instance.launch.name, "retired")
+            instance.stop()
+            tasks.create_task(self._end(instance), name=f"end {instance.launch.name}")
+        return instance.launch.name
+
+    def switch(self, component: str, lease_id: int, to: str) -> str:
+        """Begins to drain a process in whose place one of another component starts, and returns
+        the successor's name. Raises Refused. The same switch again is carried out once."""
+        tasks = self._running_tasks()
+        switch = self._switches.begun(component, lease_id, to)
+        if switch is None:
+            switch = self._switches.begin(component, lease_id, to)
+            tasks.create_task(self._carry_out(switch, tasks), name=f"switch to {to}")
+        return switch.successor.launch.name
+
+    def switches(self) -> list[SwitchState]:
+        """The last ones, oldest first."""
+        return self._switches.states()
+
+    async def _carry_out(self, switch: RoleSwitch, tasks: asyncio.TaskGroup) -> None:
+        successor = switch.successor
+        switch.worker.stop()
+        await self._end(switch.worker)
+        if self._switches.hand_over(switch, starts=self._run.state.state == "ready"):
+            tasks.create_task(successor.keep(), name=successor.launch.name)
+            self._on_change()
+            await first_of(successor.ready.wait(), successor.done.wait())
+        self._switches.settle(switch)
+
+    def _running_tasks(self) -> asyncio.TaskGroup:
+        state = self._run.state.state
+        if self._tasks is None or state != "ready":
+            raise Refused(f"the graph is {state}; it must be ready", elsewhere=False)
+        return self._tasks
+
+    def _keeper(
+        self,
+        launches: Launches,
+        number: int,
+        devices: dict[str, str],
+        first_start: FirstStart | None = None,
+    ) -> InstanceSupervisor:
+        running = self._run.state.state == "ready"
+        return InstanceSupervisor(
+            launches.make(number, devices),
+            self._backoff,
+            self._leases,
+            self._progress,
+            self._on_change,
+            first_start=first_start or ("once" if running else "needed"),
+        )
+
+    async def _end(self, instance: InstanceSupervisor) -> None:
+        """Kills a retired process that takes much longer than its drain may."""
+        limit_s = self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S
+        await all_of([instance.done], limit_s)
+        if not instance.done.is_set():
+            self._progress.line(instance.launch.name, f"still there after {limit_s:g} s: killed")
+            instance.kill()
+            await instance.done.wait()
+        self._progress.line(instance.launch.name, "left the graph")
+
+    # From start to end
+
     async def _until_ready(self) -> bool:
         """Waits until every instance is ready. Returns False when a stop signal came first."""
-        while waiting := [instance for instance in self._instances if not instance.ready.is_set()]:
-            await _first_of(
+        while waiting := [instance for instance in self._fleet if not instance.ready.is_set()]:
+            await first_of(
                 waiting[0].ready.wait(), self._signals.stop.wait(), timeout_s=_REMINDER_S
             )
             if self._signals.stop.is_set:
                 return False
-            late = [
-                instance.launch.name for instance in self._instances if not instance.ready.is_set()
-            ]
-            if late and late == [instance.launch.name for instance in waiting]:
-                self._progress.line("serve", f"waiting for {', '.join(late)}")
+            late = [instance for instance in self._fleet if not instance.ready.is_set()]
+            if late and late == waiting:
+                self._progress.line("serve", f"waiting for {', '.join(self._fleet.names(late))}")
         return True
 
     def _announce(self) -> None:
         self._run.state.state = "ready"
         self._on_change()
-        for instance in self._instances:
+        for instance in self._fleet:
             url = instance.facts.get("url")
             if not url:
                 continue
@@ -141,14 +241,14 @@ class Supervisor:
             print(f"ready {url}", flush=True)
             print(_example(url, model, needs_key=bool(instance.facts.get("asks_key"))), flush=True)
             return
-        print(f"ready {' '.join(instance.launch.name for instance in self._instances)}", flush=True)
+        print(f"ready {' '.join(self._fleet.names())}", flush=True)
 
     async def _until_stop(self) -> None:
         async def all_done() -> None:
-            for instance in self._instances:
-                await instance.done.wait()
+            while left := [one for one in self._fleet if not one.done.is_set()]:
+                await left[0].done.wait()
 
-        await _first_of(all_done(), self._signals.stop.wait())
+        await first_of(all_done(), self._signals.stop.wait())
 
     async def _drain(self) -> None:
         for server in self._servers:
@@ -157,13 +257,13 @@ class Supervisor:
         self._on_change()
         if self._signals.stop.is_set:
             self._progress.line("serve", "stopping; a second signal kills all processes")
-        for tier in self._tiers:
+        for tier in self._fleet.tiers():
             for instance in tier:
                 instance.stop()
-            await _all_of([instance.drained for instance in tier], self._grace_s + _DRAIN_MARGIN_S)
+            await all_of([instance.drained for instance in tier], self._grace_s + _DRAIN_MARGIN_S)
         # Closing an engine takes seconds; all close at the same time.
-        await _all_of([instance.done for instance in self._instances], _CLOSE_MARGIN_S)
-        for instance in self._instances:
+        await all_of([instance.done for instance in self._fleet], _CLOSE_MARGIN_S)
+        for instance in self._fleet:
             if not instance.done.is_set():
                 instance.kill()
                 await instance.done.wait()
@@ -171,15 +271,20 @@ class Supervisor:
     async def _kill_when_forced(self) -> None:
         await self._signals.force.wait()
         self._progress.line("serve", "forced: killing all processes")
-        for instance in self._instances:
+        for instance in self._fleet:
             instance.kill()
 
     def _on_change(self) -> None:
-        facts = [instance.facts for instance in self._instances if instance.state.state == "ready"]
+        facts = [instance.facts for instance in self._fleet if instance.state.state == "ready"]
         urls = [str(fact["url"]) for fact in facts if fact.get("url")]
         if urls:
             self._run.state.http = urls[0]
-        self._run.write()
+        self._run.state.processes = [instance.state for instance in self._fleet]
+        try:
+            self._run.write()
+        except OSError as exc:
+            # The graph goes on, and the next change is written with this one.
+            self._progress.line("serve", f"cannot write {self._run.path}: {exc.strerror}")
 
 
 _EXAMPLE = """
@@ -198,23 +303,6 @@ def _example(url: str, model: str, *, needs_key: bool) -> str:
         more.append('-H "Authorization: Bearer $API_KEY"')
     lines = "".join(f"\n    {option} \\" for option in more)
     return _EXAMPLE.format(url=url, model=model, more=lines)
-
-
-async def _all_of(events: Sequence[asyncio.Event], timeout_s: float) -> None:
-    """Waits until all are set, `timeout_s` at most."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            for event in events:
-                await event.wait()
-
-
-async def _first_of(*waits: object, timeout_s: float | None = None) -> None:
-    """Waits until one coroutine has returned, `timeout_s` at most; cancels the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[arg-type]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await end_tasks(*tasks)
 
 
 def _first(group: BaseExceptionGroup[StartupError]) -> StartupError:

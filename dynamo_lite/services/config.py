@@ -7,6 +7,7 @@ while processes run: those in `protocol/live_options.py`. This module imports no
 the command line reads it.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -14,11 +15,13 @@ import annotated_types as at
 
 from dynamo_lite.disagg.engine_config import PrefillOptions
 from dynamo_lite.policy.lanes import ClientPriority
+from dynamo_lite.policy.planner_limits import contradictions
 from dynamo_lite.protocol.options import (
     AdmissionOptions,
     DisaggOptions,
     KvRoutingOptions,
     Natural,
+    PlannerOptions,
     Positive,
     Seconds,
 )
@@ -149,3 +152,54 @@ class PrefillWorkerConfig(PrefillOptions):
     def most_jobs(self) -> int:
         """How many jobs it may hold at a time."""
         return self.concurrency + self.short_slots
+
+
+#: A workload that can be scaled, by its resource and name.
+WORKLOAD = re.compile(r"(deployments|statefulsets)/[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions:
+    """The workloads that a planner scales, and how it reaches the API server."""
+
+    #: Workload of the decode workers, as `deployments/NAME` or `statefulsets/NAME`.
+    decode: str = ""
+    #: Workload of the prefill workers; empty: there are none.
+    prefill: str = ""
+    #: Devices of one decode worker, for the budget.
+    decode_devices: Natural = 1
+    #: Devices of one prefill worker.
+    prefill_devices: Natural = 1
+    #: The API server.
+    url: str = "https://kubernetes.default.svc"
+    #: Folder with the files `token`, `ca.crt` and `namespace` of a service account.
+    service_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+    #: Of one request.
+    timeout_s: Seconds = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerConfig(PlannerOptions):
+    """Changes the numbers of prefill and decode workers with the load."""
+
+    #: Only say what would be done.
+    dry_run: bool = False
+    #: Who starts and removes workers: the supervisor of the graph on this host, or Kubernetes.
+    connector: Literal["local", "kubernetes"] = "local"
+    #: Used with `connector: kubernetes`.
+    kubernetes: KubernetesOptions = field(default_factory=KubernetesOptions)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when options contradict each other."""
+        mistakes = contradictions(self)
+        if self.connector == "kubernetes":
+            mistakes += [
+                f"kubernetes.{name} is {value!r}: expected deployments/NAME or statefulsets/NAME"
+                for name, value in (
+                    ("decode", self.kubernetes.decode),
+                    ("prefill", self.kubernetes.prefill or "deployments/none"),
+                )
+                if not WORKLOAD.fullmatch(value)
+            ]
+        if mistakes:
+            raise ValueError("; ".join(mistakes))

@@ -20,9 +20,11 @@ from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.prefill import EngineStatus, Leave, decode_first_token, decode_listen
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.request_plane.server import GenerateServer
+from dynamo_lite.runtime.address import is_loopback
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.backlog import BacklogFollower
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
+from dynamo_lite.runtime.own_certificate import OwnCertificate, make_certificate
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.backend import WorkerBackend
 from dynamo_lite.services.config import VllmWorkerConfig
@@ -59,11 +61,17 @@ class VllmWorker:
         self._heartbeat: HeartbeatPublisher | None = None
         self._options: ComponentOptions | None = None
         self._publisher: KvPublisher | None = None
+        #: Of the requests' connections; None for plain TCP.
+        self._certificate: OwnCertificate | None = None
         self._backlog: BacklogFollower | None = None
+        #: Leases of those that may write into its blocks.
+        self._writers: list[int] = []
 
     async def start(self, host: Host) -> dict[str, Any]:
         self._host = host
         await self._parts.prepare()
+        if host.secret is not None and not is_loopback(self._spec.bind_host):
+            self._certificate = make_certificate()
         host.progress("loading the model")
         self._engine = engine = await self._stack.enter_async_context(
             self._parts.open_decode_engine(host, self._config)
@@ -78,6 +86,8 @@ class VllmWorker:
                 max_in_flight=self._config.max_in_flight_requests,
                 max_prompt_tokens=self._config.max_queued_tokens,
                 on_drop=host.drops,
+                secret=host.secret,
+                certificate=self._certificate,
             )
         )
         self._options = options = ComponentOptions(
@@ -124,15 +134,29 @@ class VllmWorker:
         if self._engine is None or self._server is None or self._probe is None:
             return NOT_LOADED
         assert self._options is not None
-        load = self._engine.load
+        load, metadata = self._engine.load, self._engine.metadata
+        blocks = (metadata.num_blocks, metadata.block_size_tokens) if metadata else (0, 0)
         return {
             **self._probe.facts(),
             "in_flight": self._server.in_flight,
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": load.kv_usage,
+            "kv_tokens": blocks[0] * blocks[1],
             "options": self._options.facts(),
+            **self._writer_facts(self._engine, self._probe, self._host),
         }
+
+    def _writer_facts(
+        self, engine: DecodeEngine, probe: EngineProbe, host: Host | None
+    ) -> Mapping[str, Any]:
+        """The leases of those that may write into its blocks, and how old this knowledge is."""
+        if engine.metadata is None:
+            return {"writers": [], "writers_age_s": 0.0}
+        if probe.asked_at is None or host is None:
+            return {}
+        age_s = host.clock.monotonic() - probe.asked_at
+        return {"writers": [f"{lease:x}" for lease in self._writers], "writers_age_s": age_s}
 
     def _watch(
         self,
@@ -147,6 +171,7 @@ class VllmWorker:
 
         def on_status(status: EngineStatus) -> None:
             options.engine_version = status.options_version
+            self._writers = status.writers
             if gauges is not None:
                 gauges.show(status)
 
@@ -215,7 +240,10 @@ class VllmWorker:
         await self._stack.enter_async_context(server.serve(generate))
         await self._stack.enter_async_context(host.messaging.serve(metrics, self._load_metrics))
         await host.register("load_metrics", model=model)
-        await host.register("generate", stream=server.stream_address, model=model)
+        fingerprint = None if self._certificate is None else self._certificate.fingerprint
+        await host.register(
+            "generate", stream=server.stream_address, certificate=fingerprint, model=model
+        )
 
     async def _on_listen(self, payload: bytes) -> bytes:
         """There is no answer if the engine could not be reached; its process logs why."""

@@ -64,6 +64,8 @@ class EngineProbe:
         self._stepped_at = self._now()
         self._load = engine.load
         self.closing = False
+        #: When the last question was asked that the engine has answered; None: none yet.
+        self.asked_at: float | None = None
 
     async def run(self) -> None:
         """Ends when an engine that is being closed (`closing`) does not answer."""
@@ -117,7 +119,7 @@ class EngineProbe:
             if not self.closing:
                 logger.warning("no status from the engine: %s", exc or "no answer")
             return False
-        self._unanswered_since = None
+        self._unanswered_since, self.asked_at = None, asked
         if status.last_step_age_s is not None:
             self._stepped_at = max(self._stepped_at, asked - status.last_step_age_s)
         self._on_status(status)

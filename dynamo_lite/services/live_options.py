@@ -15,7 +15,13 @@ from dynamo_lite.protocol.live_options import LiveValues
 from dynamo_lite.protocol.options import AdmissionOptions
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.process.component import Host
-from dynamo_lite.services.config import FrontendConfig, RouterConfig, VllmWorkerConfig
+from dynamo_lite.runtime.sealed_records import RecordSeals
+from dynamo_lite.services.config import (
+    FrontendConfig,
+    PlannerConfig,
+    RouterConfig,
+    VllmWorkerConfig,
+)
 
 
 class ComponentOptions:
@@ -28,7 +34,7 @@ class ComponentOptions:
     def __init__(
         self,
         host: Host,
-        config: FrontendConfig | VllmWorkerConfig | RouterConfig,
+        config: FrontendConfig | VllmWorkerConfig | RouterConfig | PlannerConfig,
         nothing: LiveValues,
         apply: Callable[[LiveValues], None],
     ):
@@ -48,16 +54,19 @@ class ComponentOptions:
             nothing,
             on_change=self._change,
             on_drop=host.drops,
+            seals=RecordSeals(host.secret),
         )
 
     def facts(self) -> dict[str, Any]:
         """For /health.
 
-        version: used by this process. engine_version: used by the engine. file: the values of the
-        configuration file, by their keys. refused: what is wrong with the record in the store.
+        version: used by this process. newest: the highest one so far. engine_version: used by the
+        engine. file: the values of the configuration file, by their keys. refused: what is wrong
+        with the record in the store.
         """
         return {
             "version": self.following.version,
+            "newest": self.following.newest,
             "engine_version": self.engine_version,
             "file": {f.encode_name: self._in_file(f.encode_name, f.name) for f in self._fields},
             "refused": self.following.refused,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from prometheus_client import Gauge
 
+from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.fence_updater import FenceUpdater
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
@@ -92,6 +93,7 @@ class PrefillWorker:
             registry=host.registry,
             fit=lambda: probe.verdict()[0] and not links.hopeless,
             links=links,
+            seals=GrantSeals(host.secret),
             clock=host.clock,
             on_drop=host.drops,
             tracer=host.tracer,
@@ -136,7 +138,11 @@ class PrefillWorker:
     def health(self) -> Mapping[str, Any]:
         if self._jobs is None or self._probe is None:
             return NOT_LOADED
-        return {**self._probe.facts(), "jobs": len(self._jobs.working)}
+        return {
+            **self._probe.facts(),
+            "jobs": len(self._jobs.working),
+            "busy_s": self._jobs.busy_s(),
+        }
 
     async def _test_links(self, host: Host, links: PeerLinks) -> None:
         """So that decode engines with a failed link know it from the start."""

@@ -22,6 +22,7 @@ from dynamo_lite.protocol.routing import (
     decode_fates,
     decode_pick_request,
 )
+from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
@@ -91,9 +92,9 @@ class Router:
         asked = decode_pick_request(payload)
         _check_version(asked)
         assert self._workers is not None and self._picker is not None
-        candidates = set(asked.candidates)
-        members = [m for m in self._workers.members if m.lease_id in candidates]
-        if not members:
+        members = self._workers.members
+        without = self._workers.lease_ids - set(asked.candidates)
+        if len(without) == len(members):
             return encode(NobodyKnown())
         request = GenerateRequest(
             request_id=_own_id(asked.client, asked.request_id),
@@ -104,7 +105,7 @@ class Router:
             cache_salt=asked.cache_salt,
             session=asked.session,
         )
-        picked = self._picker.pick(members, request)
+        picked = self._picker.pick(members, request, without)
         if request.request_id in self._early:
             del self._early[request.request_id]
             self._picker.released(request.request_id)
@@ -145,7 +146,7 @@ class Router:
 
 def _check_version(message: PickRequest | RequestOutcomes) -> None:
     if message.wire_version != WIRE_VERSION:
-        raise ProtocolError(f"unsupported wire version {message.wire_version}")
+        raise ProtocolError(unsupported(message.wire_version))
 
 
 def _own_id(client: int, request_id: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.services.config import (
     FrontendConfig,
+    PlannerConfig,
     PrefillWorkerConfig,
     ProcessorConfig,
     RouterConfig,
@@ -55,6 +56,8 @@ class Service:
     reserved: Mapping[str, str] = field(default_factory=_nothing)
     #: The service whose `generate` endpoint it uses.
     calls: str = ""
+    #: Whether processes of it may be added and retired while the graph runs.
+    scalable: bool = False
     #: Options (snake_case) that differ from the dataclass's defaults.
     defaults: Mapping[str, Any] = field(default_factory=_nothing)
 
@@ -117,6 +120,7 @@ VLLM_WORKER = Service(
     config=VllmWorkerConfig,
     component="dynamo_lite.services.decode_worker:VllmWorker",
     flags="engine",
+    scalable=True,
     reserved=MappingProxyType(
         {**_RESERVED, "kv-events-config": "set by dynamo-lite itself, see kv-events; remove it"}
     ),
@@ -127,7 +131,14 @@ PREFILL_WORKER = Service(
     config=PrefillWorkerConfig,
     component="dynamo_lite.services.prefill_worker:PrefillWorker",
     flags="engine",
+    scalable=True,
     reserved=_RESERVED,
+)
+
+PLANNER = Service(
+    name="Planner",
+    config=PlannerConfig,
+    component="dynamo_lite.services.planner.planner:Planner",
 )
 
 FORWARDER = Service(

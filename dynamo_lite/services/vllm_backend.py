@@ -11,16 +11,17 @@ from dynamo_lite.disagg.engine_config import (
     PrefillEngineConfig,
     PrefillOptions,
 )
-from dynamo_lite.protocol import names
 from dynamo_lite.protocol.options import DisaggOptions, subset
-from dynamo_lite.queue.base import QueueConfig, QueueOptions
-from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.queue.base import PrefillQueue, QueueConfig, QueueOptions
+from dynamo_lite.queue.open import open_queue
 from dynamo_lite.runtime.fence import Fence, FenceHolder
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.services.config import PrefillWorkerConfig, TransferThread, VllmWorkerConfig
 
 if TYPE_CHECKING:
-    from dynamo_lite.vllm.engine.core import VllmEngine
+    from dynamo_lite.vllm.engine.core import EngineContext
+    from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
+    from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 
 #: The component whose members write KV for decode workers.
 PREFILL_COMPONENT = "PrefillWorker"
@@ -39,33 +40,34 @@ class VllmBackend:
     def open_fence(self, host: Host, config: PrefillWorkerConfig) -> FenceHolder:
         return FenceHolder(_engine_file(self._spec, "fence"), permits=config.most_jobs)
 
-    def open_queue(self, host: Host, options: QueueOptions) -> JetStreamQueue:
-        return JetStreamQueue(
-            self._spec.nats_url,
-            stream=names.prefill_stream(self._spec.namespace),
-            subject=names.prefill_jobs_subject(self._spec.namespace),
-            config=QueueConfig.of(options),
-            on_drop=host.drops,
+    def open_queue(self, host: Host, options: QueueOptions) -> PrefillQueue:
+        spec, config = self._spec, QueueConfig.of(options)
+        return open_queue(
+            spec.nats_url, spec.namespace, config, spec.secret_file, on_drop=host.drops
         )
 
-    def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> "VllmEngine":
-        if not config.remote_prefill:
-            return self._engine(host, None, tells_kv=config.kv_events)
-        role = decode_role(config, self._spec.component)
-        engine_config = self._engine_config(host, role, config.transfer_thread)
-        return self._engine(
-            host,
-            engine_config,
-            tells_kv=config.kv_events,
-            first_tokens=config.first_token_from_prefill,
+    def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> "VllmDecodeEngine":
+        from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
+
+        engine_config = None
+        if config.remote_prefill:
+            role = decode_role(config, self._spec.component)
+            engine_config = self._engine_config(host, role, config.transfer_thread)
+        return VllmDecodeEngine(
+            self._context(host, engine_config),
+            publishes_kv=config.kv_events,
+            takes_first_tokens=config.remote_prefill and config.first_token_from_prefill,
         )
 
     def open_prefill_engine(
         self, host: Host, config: PrefillWorkerConfig, fence: Fence
-    ) -> "VllmEngine":
+    ) -> "VllmPrefillEngine":
+        from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
+
         assert isinstance(fence, FenceHolder)
         role = prefill_role(config, fence_path=str(fence.path))
-        return self._engine(host, self._engine_config(host, role, config.transfer_thread))
+        engine_config = self._engine_config(host, role, config.transfer_thread)
+        return VllmPrefillEngine(self._context(host, engine_config))
 
     def _engine_config(
         self, host: Host, role: DecodeEngineConfig | PrefillEngineConfig, thread: TransferThread
@@ -78,29 +80,21 @@ class VllmBackend:
             lease_ttl_s=self._spec.lease_ttl_s,
             nats_url=self._spec.nats_url,
             etcd_url=self._spec.etcd_url,
+            secret_file=self._spec.secret_file,
             role=role,
             transfer_thread=None if thread == "auto" else thread == "always",
         )
 
-    def _engine(
-        self,
-        host: Host,
-        engine_config: EngineConfig | None,
-        *,
-        tells_kv: bool = False,
-        first_tokens: bool = False,
-    ) -> "VllmEngine":
-        from dynamo_lite.vllm.engine.core import VllmEngine
+    def _context(self, host: Host, engine_config: EngineConfig | None) -> "EngineContext":
+        from dynamo_lite.vllm.engine.core import EngineContext
 
-        return VllmEngine(
+        return EngineContext(
             self._spec.engine_args,
             engine_config=engine_config,
             engine_config_path=_engine_file(self._spec, "engine.json"),
             messaging=host.messaging,
             registry=host.registry,
             on_drop=host.drops,
-            tells_kv=tells_kv,
-            first_tokens=first_tokens,
             tracer=host.tracer,
         )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from dynamo_lite.policy.drain import Pace
 from dynamo_lite.policy.migration import SamplingFacts, plan
 from dynamo_lite.policy.routing import RoundRobin
 from dynamo_lite.protocol import names
@@ -19,6 +20,7 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient
+from dynamo_lite.request_plane.flight_costs import FlightCosts
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
@@ -54,6 +56,15 @@ class Story:
         self.ended_at, self.error = at, error or self.error
 
 
+class _EagerCosts(FlightCosts):
+    """Moving costs nothing: every request that can move off a leaving worker does. Measured
+    costs would let nearly all of these short answers stay."""
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(token_s=1.0, prefill_tokens_per_s=1e9, output_tokens=1000)
+
+
 class SimFrontend:
     """Component. on_story: called with each request at its start."""
 
@@ -85,10 +96,11 @@ class SimFrontend:
                 picker=RoundRobin(),
                 on_deltas=self._on_deltas,
                 on_ended=self._on_ended,
+                costs=_EagerCosts(),
             )
         )
         self._stack.enter_context(
-            Rotation(roster, health, client.transport, client.members_changed)
+            Rotation(roster, health, client.transport, client.members_changed, client.worker_leaves)
         )
         await host.register("http")
         self._accepting = True

@@ -67,7 +67,9 @@ class FaultInjector:
         )
 
     def _end(self, fault: Fault) -> None:
-        slot = self.slots[fault.target]
+        slot = self.slots.get(fault.target)
+        if slot is None:
+            return
         if fault.kind is Kind.ENGINE_CRASH:
             if slot.engine is not None:
                 slot.engine.kill()
@@ -80,7 +82,9 @@ class FaultInjector:
             self.revoke(slot.host.lease.id)
 
     def _paused_by(self, fault: Fault) -> list[SimProcess]:
-        slot = self.slots[fault.target]
+        slot = self.slots.get(fault.target)
+        if slot is None:
+            return []
         if fault.kind is Kind.PAUSE:
             return slot.processes()
         half = slot.engine if fault.kind is Kind.ENGINE_PAUSE else slot.process

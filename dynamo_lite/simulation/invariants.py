@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
-from dynamo_lite.protocol.errors import DynamoLiteError, Unavailable
+from dynamo_lite.protocol.errors import BadGrant, DynamoLiteError, Unavailable
 from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
 from dynamo_lite.queue.base import Job
 from dynamo_lite.services.prefill_worker import PrefillWorker
@@ -78,6 +78,10 @@ class Judge:
     def engine_died(self, engine: Engine) -> None:
         """Its memory is gone: writes to it and its blocks are not checked any more."""
         self._engines.pop(engine.mover, None)
+
+    def engines(self) -> list[Engine]:
+        """Those that live."""
+        return list(self._engines.values())
 
     def landing(self, landing: Landing) -> None:
         """Before a copy lands: each of its blocks must be its attempt's."""
@@ -153,7 +157,10 @@ class Judge:
     def said(self, subject: str, payload: bytes) -> None:
         """A component has published something."""
         if subject.endswith(".writer_done"):
-            self._ends_told.add(decode_writer_done(payload).attempt)
+            done = decode_writer_done(payload)
+            self._ends_told.add(done.attempt)
+            if done.detail.startswith(BadGrant.SAYS):
+                self.counts["jobs without a grant that holds"] += 1
 
     def job_ended(self, job: Job, lease_id: int) -> None:
         """A worker removes a job from the queue. No other worker gets it, so its engine must not
@@ -269,7 +276,7 @@ class Judge:
         for name, value in counts.items():
             if name == MISMATCH:
                 self.violate(f"{value} commits did not hold")
-            if name.startswith(("decision/", "remote/")) or not isinstance(value, list):
+            if isinstance(value, int):  # seconds are no counts
                 self.counts[name] += value
             elif name == "ended":
                 for _, outcome, _ in value:

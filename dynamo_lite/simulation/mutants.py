@@ -14,17 +14,22 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.decode.first_tokens import FirstTokens
+from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
+from dynamo_lite.disagg.prefill.claims import HeldGrant
 from dynamo_lite.disagg.prefill.job_runner import JobEnd
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.policy.grants import GrantWanted
 from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
-from dynamo_lite.policy.ledger import Ledger, Refusal
+from dynamo_lite.policy.ledger import AttemptState, Ledger, Refusal, Terms
 from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
-from dynamo_lite.protocol.prefill import decode_job
+from dynamo_lite.protocol.grant import Grant
+from dynamo_lite.protocol.prefill import decode_job, decode_notice
 from dynamo_lite.protocol.records import EndpointRecord, EngineMetadata, KvRegion
 from dynamo_lite.queue.base import Job, PrefillQueue
 from dynamo_lite.queue.jetstream import JetStreamQueue
@@ -43,6 +48,7 @@ from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.engine.assembly import EngineSetup
 from dynamo_lite.simulation.engine.mover import SimMover
 from dynamo_lite.simulation.loop.process import PROCESS
+from dynamo_lite.simulation.planner_mutants import PLANNER_MUTANTS
 from dynamo_lite.simulation.servers.etcd_backend import ETCD_URL
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.transfer.directory import MetadataDirectory
@@ -77,9 +83,13 @@ class NoClaim(Shipped):
 
 class _NoClaim(Ledger):
     def claim(
-        self, attempt: str, writer_lease_id: int, now: float, number: int = 0
+        self, attempt: str, writer_lease_id: int, now: float, number: int = 0, grant: int = 0
     ) -> Refusal | None:
         return None
+
+    def granted(self, attempt: str, now: float) -> Terms:
+        entry = self._attempts.get(attempt)
+        return Terms(1, b"" if entry is None else entry.offered, 60.0)
 
 
 class NoQuarantine(Shipped):
@@ -93,6 +103,30 @@ class _NoQuarantine(Ledger):
     def _withdraw(self, entry: Any, outcome: Outcome, detail: str = "") -> list[Instruction]:
         entry.writer_done = True
         return super()._withdraw(entry, outcome, detail)
+
+
+class _StealsClaimedLedger(Ledger):
+    def steal(self, attempt: str, why: str) -> list[Instruction]:
+        entry = self._attempts.get(attempt)
+        if entry is not None and entry.state is AttemptState.CLAIMED:
+            entry.state = AttemptState.QUEUED
+        return super().steal(attempt, why)
+
+
+class _StealsClaimed(DecodeScheduler):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        kept = self.prefills._by_attempt
+        self.prefills.queued = lambda: [one for one in kept.values() if one.outcome is None]
+
+
+class StealsClaimed(Shipped):
+    """An engine also takes back what a writer has claimed, as if it were queued."""
+
+    decode_scheduler = _StealsClaimed
+
+    def ledger(self, setup: EngineSetup) -> Ledger:
+        return _StealsClaimedLedger(setup.engine_config.lease_ttl_s)
 
 
 class _NoPrefixHold(DecodeScheduler):
@@ -131,6 +165,43 @@ class NoPermit(Shipped):
         self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
     ) -> PrefillRank:
         return super().prefill_rank(replace(setup, verdict=always_granted), mover, metadata)
+
+
+class NoGrantCheck(Shipped):
+    """A writer takes each grant for its own."""
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
+    ) -> PrefillWorker:
+        return _TrustingWorker(config, spec, parts)
+
+
+class _TrustingWorker(PrefillWorker):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        assert self._jobs is not None
+
+        def unchecked(grant: Grant | None, wanted: GrantWanted, elapsed_s: float) -> HeldGrant:
+            assert grant is not None and wanted
+            return HeldGrant(grant.id, grant.for_s - elapsed_s)
+
+        self._jobs._claims._checked = unchecked
+        return facts
+
+
+class _TrustingRank(DecodeRank):
+    def _add_notice(self, payload: bytes) -> None:
+        notice = decode_notice(payload)
+        awaited = self._awaited.get(notice.attempt)
+        if awaited is not None and awaited.notices.grant is not None:
+            notice = msgspec.structs.replace(notice, grant=awaited.notices.grant)
+        super()._add_notice(encode_sealed(notice))
+
+
+class UngrantedCommits(Shipped):
+    """A decode engine accepts each commit, whatever grant it names."""
+
+    decode_rank = _TrustingRank
 
 
 class MetadataByAddress(Shipped):
@@ -342,14 +413,17 @@ class _SendsAll(FirstTokens):
         return delta
 
 
-#: By the name that the command line takes.
+#: By the name that the command line takes. Those of planners are in `planner_mutants.py`.
 MUTANTS: dict[str, type[Shipped]] = {
     "ack-on-dequeue": AckOnDequeue,
     "no-claim": NoClaim,
     "no-quarantine": NoQuarantine,
     "no-prefix-hold": NoPrefixHold,
+    "steals-claimed": StealsClaimed,
     "no-fence": NoFence,
     "no-permit": NoPermit,
+    "no-grant-check": NoGrantCheck,
+    "ungranted-commits": UngrantedCommits,
     "metadata-by-address": MetadataByAddress,
     "no-attempt-id": NoAttemptId,
     "no-deadline": NoDeadline,
@@ -360,4 +434,5 @@ MUTANTS: dict[str, type[Shipped]] = {
     "lease-from-answer": LeaseFromAnswer,
     "waits-for-broker": WaitsForBroker,
     "first-token-twice": FirstTokenTwice,
+    **PLANNER_MUTANTS,
 }

@@ -20,9 +20,9 @@ from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.fence import Fence
 from dynamo_lite.runtime.messaging import Handler, Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from dynamo_lite.runtime.permits import always_granted
+from dynamo_lite.runtime.permits import always_granted, no_grant
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
-from dynamo_lite.runtime.process.host import ProcessEnvironment
+from dynamo_lite.runtime.process.host import Health, ProcessEnvironment, Status
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.services.vllm_backend import decode_role, prefill_role
@@ -30,12 +30,14 @@ from dynamo_lite.simulation.engine.assembly import EngineSetup
 from dynamo_lite.simulation.engine.core import SimModelConfig
 from dynamo_lite.simulation.engine.engine import SimEngine
 from dynamo_lite.simulation.engine.mover import Fabric
+from dynamo_lite.simulation.intruder import Intruder
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.servers.fence import MemoryFence
 from dynamo_lite.simulation.servers.nats_server import URL
 from dynamo_lite.simulation.shipped import Shipped
+from dynamo_lite.simulation.status import SimStatus
 from dynamo_lite.simulation.supervisor import Slot
 
 #: Takes a subject and a payload.
@@ -78,9 +80,14 @@ class Pulls:
     """A worker's queue that reports pulled jobs and their ends to the judge."""
 
     def __init__(
-        self, opened: AbstractAsyncContextManager[PrefillQueue], judge: Judge, lease_id: int
+        self,
+        opened: AbstractAsyncContextManager[PrefillQueue],
+        judge: Judge,
+        lease_id: int,
+        intruder: Intruder | None,
     ):
         self._opened, self._judge, self._lease_id = opened, judge, lease_id
+        self._intruder = intruder
 
     async def __aenter__(self) -> PrefillQueue:
         queue = await self._opened.__aenter__()
@@ -90,6 +97,8 @@ class Pulls:
             job = await pull(**wanted)
             if job is not None:
                 self._judge.pulled(job)
+                if self._intruder is not None:
+                    self._intruder.pulled(job)
                 self._watch(job)
             return job
 
@@ -126,6 +135,7 @@ class SimParts:
     slot: Slot
     process: SimProcess
     rng: random.Random
+    intruder: Intruder | None = None
 
     async def prepare(self) -> None:
         await asyncio.sleep(_IMPORTS_S)
@@ -138,7 +148,7 @@ class SimParts:
     ) -> AbstractAsyncContextManager[PrefillQueue]:
         outside = replace(self._outside(host.spec), queue_client=self.shipped.queue_client)
         opened = outside.queue(QueueConfig.of(options))
-        return self.shipped.queue(Pulls(opened, self.judge, host.lease.id))
+        return self.shipped.queue(Pulls(opened, self.judge, host.lease.id, self.intruder))
 
     def open_decode_engine(self, host: Host, config: VllmWorkerConfig) -> SimEngine:
         return self._engine(host, decode_role(config, host.spec.component), None)
@@ -175,6 +185,7 @@ class SimParts:
             rng=self.rng,
             alive=fence.open if fence is not None else lambda: True,
             verdict=fence.verdict if fence is not None else always_granted,
+            grant_of=fence.grant_of if fence is not None else no_grant,
         )
         return SimEngine(
             setup,
@@ -187,11 +198,22 @@ class SimParts:
 
 class _HeardMessaging(NatsMessaging):
     """Messaging that calls `hear` with each message before its handler, and `said` with each
-    message after it was published."""
+    message after it was published. An intruder may answer requests first."""
 
-    def __init__(self, url: str, hear: Hear, said: Hear, on_drop: OnDrop):
+    def __init__(
+        self, url: str, hear: Hear, said: Hear, on_drop: OnDrop, intruder: Intruder | None
+    ):
         super().__init__(url, on_drop=on_drop)
-        self._hear, self._said = hear, said
+        self._hear, self._said, self._intruder = hear, said, intruder
+
+    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        intruder = self._intruder
+        if intruder is not None and (answer := intruder.answer(subject)) is not None:
+            return answer
+        reply = await super().request(subject, payload, timeout_s=timeout_s)
+        if intruder is not None:
+            intruder.answered(subject, payload, reply)
+        return reply
 
     async def publish(self, subject: str, payload: bytes) -> None:
         await super().publish(subject, payload)
@@ -212,13 +234,25 @@ class _NoStatus:
 
 
 def surroundings(
-    network: Network, process: SimProcess, open_store: OpenStore, hear: Hear, said: Hear
+    network: Network,
+    process: SimProcess,
+    open_store: OpenStore,
+    hear: Hear,
+    said: Hear,
+    intruder: Intruder | None,
+    *,
+    with_status: bool,
 ) -> ProcessEnvironment:
-    """hear: called with each message before its handler. said: with each published message."""
+    """hear: called with each message before its handler. said: with each published message.
+    with_status: whether the process serves /health."""
 
     @asynccontextmanager
-    async def no_status(*_: Any) -> AsyncIterator[_NoStatus]:
-        yield _NoStatus()
+    async def status(_: ProcessSpec, health: Health, *_rest: Any) -> AsyncIterator[Status]:
+        if not with_status:
+            yield _NoStatus()
+            return
+        async with SimStatus(process.host, health) as served:
+            yield served
 
     def store(_: ProcessSpec) -> AbstractAsyncContextManager[Store]:
         return open_store()
@@ -226,12 +260,12 @@ def surroundings(
     def open_messaging(
         spec: ProcessSpec, on_drop: OnDrop
     ) -> AbstractAsyncContextManager[Messaging]:
-        return _HeardMessaging(spec.nats_url, hear, said, on_drop)
+        return _HeardMessaging(spec.nats_url, hear, said, on_drop, intruder)
 
     return ProcessEnvironment(
         open_store=store,
         open_messaging=open_messaging,
-        open_status=no_status,
+        open_status=status,
         clock=process.clock,
     )
 

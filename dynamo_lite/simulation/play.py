@@ -6,9 +6,10 @@ import traceback
 
 import msgspec
 
+from dynamo_lite.simulation.draw import draw
 from dynamo_lite.simulation.loop.loop import START_S, SimulationStuck, VirtualLoop
 from dynamo_lite.simulation.loop.trace import Trace, log_to
-from dynamo_lite.simulation.scenario import LOAD_FROM_S, Fault, Scenario, draw
+from dynamo_lite.simulation.scenario import LOAD_FROM_S, Fault, Scenario
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.tally import Played, Waits
 from dynamo_lite.simulation.world import World
@@ -103,13 +104,14 @@ async def _settle(world: World) -> None:
 
 async def _stop(world: World) -> None:
     """Stops the components as the supervisor does: callers before callees."""
-    for kind in ("client", "decode", "prefill"):
+    for kind in ("planner", "client", "decode", "prefill"):
         names = [name for name in world.slots if name.startswith(kind)]
-        await world.stop(names, _STOP_S)
+        if names:
+            await world.stop(names, _STOP_S)
     # The keys of killed processes go with their leases.
     for _ in range(8):
-        if not world.etcd.keys():
+        if not world.left_keys():
             return
         await asyncio.sleep(1.0)
-    if keys := world.etcd.keys():
+    if keys := world.left_keys():
         world.judge.violate(f"left in the store: {keys}")

@@ -17,6 +17,7 @@ _GROUPS = {
     "aborts while": "abort ",
     "writes landed": "writes landed ",
     "dropped": "dropped/",
+    "planners": "planner ",
 }
 _SINGLE = (
     "fenced_writes",

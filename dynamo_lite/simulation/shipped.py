@@ -11,6 +11,8 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.component import ProcessSpec
 from dynamo_lite.services.backend import WorkerBackend
+from dynamo_lite.services.planner.connector import Connector
+from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.engine.assembly import Assembly
 from dynamo_lite.simulation.scenario import Ask
@@ -27,6 +29,11 @@ class Shipped(Assembly):
         self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
     ) -> PrefillWorker:
         return PrefillWorker(config, spec, parts)
+
+    def planner(
+        self, config: dict[str, Any], spec: ProcessSpec, connector: Connector | None
+    ) -> Planner:
+        return Planner(config, spec, connector)
 
     def queue(
         self, opened: AbstractAsyncContextManager[PrefillQueue]

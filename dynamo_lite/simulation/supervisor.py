@@ -50,7 +50,8 @@ class Slot:
     """One supervised process and its engine; implements Home for the latter.
 
     main: makes the process's work, to be run as that process. leases: revokes the lease of a
-    process that has died.
+    process that has died. alone: it was added to a running graph, and is not started again when
+    it ends before it was ready.
     """
 
     def __init__(
@@ -60,8 +61,12 @@ class Slot:
         judge: Judge,
         main: Callable[["Slot"], Coroutine[Any, Any, int]],
         leases: SimLeaseRevoker,
+        *,
+        alone: bool = False,
     ):
         self.name = name
+        #: When it was ready first; None: never so far. Written by the world.
+        self.ready_at: float | None = None
         self.process: SimProcess | None = None
         self.engine: SimProcess | None = None
         #: What the component got; None until it is connected.
@@ -70,11 +75,15 @@ class Slot:
         self._loop, self._judge, self._main, self._leases = loop, judge, main, leases
         #: Of the last component that was connected; 0 until it is, and after its end.
         self._lease_id = 0
-        self._stopping = False
+        self._stopping, self._alone = False, alone
         self._wake = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"Slot({self.name}, {self.process!r})"
+
+    @property
+    def was_ready(self) -> bool:
+        return self.ready_at is not None
 
     def processes(self) -> list[SimProcess]:
         """Those that are alive."""
@@ -89,7 +98,7 @@ class Slot:
             self._judge.counts[f"exit {'killed' if code is None else code}"] += 1
             if code != 0 and self._lease_id:
                 await self._leases.revoke(self.name, self._lease_id)
-            if self._stopping:
+            if self._stopping or (self._alone and not self.was_ready):
                 break
             self.restarts += 1
             delay_s = _OPERATOR_S
@@ -104,6 +113,13 @@ class Slot:
         self._stopping = True
         self._wake.set()
         self.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL; it is not started again."""
+        self._stopping = True
+        self._wake.set()
+        if self.process is not None:
+            self.process.kill()
 
     def terminate(self) -> None:
         """SIGTERM."""

@@ -1,134 +1,54 @@
 """One simulated cluster: servers, supervised components, engines, the wire between them."""
 
 import asyncio
+import contextvars
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
 
-from dynamo_lite.protocol import names
-from dynamo_lite.protocol.prefill import decode_job
 from dynamo_lite.queue.base import QueueOptions
 from dynamo_lite.runtime.etcd.lease_thread import ThreadedLease
-from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec
+from dynamo_lite.runtime.process.component import Component, ProcessSpec
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
 from dynamo_lite.services.decode_worker import VllmWorker
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.client import SimFrontend, Story
+from dynamo_lite.simulation.cluster import NAMESPACE, Etcd, Nats, Watched
 from dynamo_lite.simulation.engine.core import SimModelConfig
 from dynamo_lite.simulation.engine.mover import Fabric, Wire
 from dynamo_lite.simulation.faults import FaultInjector
+from dynamo_lite.simulation.graph_supervisor import STATE_DIR
+from dynamo_lite.simulation.intruder import Intruder
 from dynamo_lite.simulation.invariants import Judge
 from dynamo_lite.simulation.loop.loop import VirtualLoop
 from dynamo_lite.simulation.loop.process import SimProcess, State
 from dynamo_lite.simulation.network.network import Network
 from dynamo_lite.simulation.parts import SimParts, surroundings
+from dynamo_lite.simulation.planning import Planning
 from dynamo_lite.simulation.scenario import Ask, Scenario
-from dynamo_lite.simulation.servers.etcd import EtcdServer
 from dynamo_lite.simulation.servers.etcd_backend import etcd_backend
-from dynamo_lite.simulation.servers.etcd_data import EtcdData
-from dynamo_lite.simulation.servers.nats_server import URL, NatsServer
+from dynamo_lite.simulation.servers.nats_server import URL
 from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.supervisor import SimLeaseRevoker, Slot
 from dynamo_lite.simulation.views import Views
 
-NAMESPACE = "sim"
 _GRACE_S = 20.0
+_COMPONENTS = {
+    "client": "Frontend",
+    "decode": "VllmWorker",
+    "prefill": "PrefillWorker",
+    "planner": "Planner",
+}
 _LOCAL_TOKENS, _SHORT_TOKENS = 12, 30
 #: One block: every prefix that can be read is read.
 _READ_TOKENS = 4
 #: A process that has been ready for this long is known to all others.
 _KNOWN_S = 1.0
-#: How often a wiped etcd has the same cluster id as before, and how often an etcd that is
-#: restarted with its data has compacted its history.
-_SAME_CLUSTER, _COMPACTED = 0.7, 0.3
-
-
-class Nats:
-    """Implements the faults' Server. Its queues are in memory, and are lost with its process."""
-
-    def __init__(self, network: Network, on_start: Callable[[], None]):
-        self._network, self._on_start = network, on_start
-        self.start()
-
-    def start(self, *, wiped: bool = False) -> None:
-        self.process: SimProcess = self._network.loop.add_process("nats")
-        self.server = NatsServer(self._network, self.process)
-        self._on_start()
-
-    def attempts(self) -> set[str]:
-        """The attempts with a job on the queue, waiting or pulled."""
-        return {decode_job(payload).attempt for payload in self._payloads()}
-
-    def jobs(self) -> int:
-        """How many jobs are on the prefill queue, waiting or pulled."""
-        return len(self._payloads())
-
-    def _payloads(self) -> list[bytes]:
-        return self.server.jetstream.payloads(names.prefill_stream(NAMESPACE))
-
-
-class Etcd:
-    """Implements the faults' Server. on_expiry, slowest_answer_s: see `EtcdServer`."""
-
-    def __init__(self, network: Network, on_expiry: Callable[[int], None], slowest_answer_s: float):
-        self._network, self._on_expiry = network, on_expiry
-        self._slowest_answer_s = slowest_answer_s
-        self._random = network.loop.stream("etcd").random
-        self.data = EtcdData()
-        #: Leases that the faults have revoked, or that their owners must take for revoked.
-        self.revoked: set[int] = set()
-        self.start()
-
-    def start(self, *, wiped: bool = False) -> None:
-        self.process: SimProcess = self._network.loop.add_process("etcd")
-        if wiped:
-            leases = self.data.leases.items()
-            self.revoked |= {i for i, lease in leases if lease.unmarked and not lease.keys}
-            self.data = self.data.wiped(same_cluster=self._random() < _SAME_CLUSTER)
-        elif self._random() < _COMPACTED:
-            self.data.compact(self.data.revision)
-        self.server = EtcdServer(
-            self._network,
-            self.process,
-            self.data,
-            on_expiry=self._on_expiry,
-            slowest_answer_s=self._slowest_answer_s,
-        )
-
-    def revoke(self, lease_id: int) -> bool:
-        """Returns whether there was such a lease."""
-        found = not self.process.dead and self.server.revoke(lease_id)
-        if found:
-            self.revoked.add(lease_id)
-        return found
-
-    def keys(self) -> list[str]:
-        return sorted(key.decode() for key in self.data.keys)
-
-
-class Watched:
-    """A component that gives its host to its slot."""
-
-    def __init__(self, inner: Component, slot: Slot):
-        self._inner, self._slot = inner, slot
-
-    async def start(self, host: Host) -> Any:
-        self._slot.host = host
-        return await self._inner.start(host)
-
-    async def drain(self, grace_s: float) -> None:
-        await self._inner.drain(grace_s)
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    def health(self) -> Any:
-        return self._inner.health()
 
 
 class World:
@@ -150,11 +70,19 @@ class World:
             on_read=self.judge.reading,
             joined=lambda here, there: not self.network.is_cut(here, there),
         )
-        self.nats = Nats(self.network, self.judge.broker_started)
-        self.etcd = Etcd(self.network, self._lease_expired, scenario.slowest_store_answer_s)
-        revoker = SimLeaseRevoker(loop, self.judge, self._revoke)
+        self._intruder: Intruder | None = None
+        if scenario.intruded:
+            rng = loop.stream("intruder")
+            self._intruder = Intruder(rng, self.fabric, self.judge.counts)
+            self.fabric.on_notice = self._intruder.notified
+        self.planning: Planning | None = None
+        self.nats = Nats(self.network, self._broker_started, self._broker_ended)
+        self.etcd = Etcd(
+            self.network, self._lease_expired, scenario.slowest_store_answer_s, self._store_wiped
+        )
+        self._revoker = SimLeaseRevoker(loop, self.judge, self._revoke)
         self.slots = {
-            name: Slot(loop, name, self.judge, self._main, revoker) for name in scenario.slots
+            name: Slot(loop, name, self.judge, self._main, self._revoker) for name in scenario.slots
         }
         self.clients: dict[str, SimFrontend] = {}
         self.prefill: dict[str, PrefillWorker] = {}
@@ -170,15 +98,45 @@ class World:
             loop.jump_wall(host, ahead_s)
         self._views = Views()
         self._keepers: dict[str, asyncio.Task[None]] = {}
+        if scenario.planner is not None:
+            self.planning = Planning(
+                self, scenario.planner, self.network, self.judge, self.etcd, scenario.lease_ttl_s
+            )
         self._model = SimModelConfig(
             num_blocks=scenario.num_blocks,
             max_model_len=4 * (scenario.num_blocks - 1),
             token_s=scenario.token_s,
+            tells_load=scenario.planner is not None,
         )
 
     def start(self) -> None:
         for name, slot in self.slots.items():
             self._keepers[name] = self.loop.create_task(slot.keep(), name=f"keep {name}")
+        if self.planning is not None:
+            self.planning.start()
+
+    # Slots that come and go
+
+    def open_slot(self, name: str, *, alone: bool) -> Slot:
+        slot = Slot(self.loop, name, self.judge, self._main, self._revoker, alone=alone)
+        self.slots[name] = slot
+        keeper = self.loop.create_task(
+            slot.keep(), name=f"keep {name}", context=contextvars.Context()
+        )
+        self._keepers[name] = keeper
+        return slot
+
+    def keeper_of(self, name: str) -> asyncio.Task[None]:
+        return self._keepers[name]
+
+    def close_slot(self, name: str) -> None:
+        del self.slots[name]
+
+    def lease_of(self, name: str) -> int:
+        host = self.slots[name].host if name in self.ready and name in self.slots else None
+        return 0 if host is None else host.lease.id
+
+    # Requests
 
     def ask(self, ask: Ask) -> None:
         """Sends the request to its client, if that runs."""
@@ -195,7 +153,14 @@ class World:
             return f"{len(stories)} requests have not ended: {stories[0].ask.request_id}"
         if jobs := self.nats.jobs():
             return f"{jobs} jobs on the queue"
+        if self.planning is not None and (left := self.planning.unsettled()):
+            return left
         return self.judge.unsettled() or self._views.differing(self.etcd.data)
+
+    def left_keys(self) -> list[str]:
+        """Keys in the store that should have gone with their processes."""
+        kept = [] if self.planning is None else self.planning.kept_keys
+        return [key for key in self.etcd.keys() if key not in kept]
 
     async def stop(self, slots: Sequence[str], within_s: float) -> None:
         """Drains these processes, all at once."""
@@ -213,14 +178,13 @@ class World:
         process = self.loop.current_process()
         process.watchers.append(lambda _, state: self._changed(slot.name, state))
         kind, _, index = slot.name.partition("-")
-        component = {"client": "Frontend", "decode": "VllmWorker", "prefill": "PrefillWorker"}
         spec = ProcessSpec(
             namespace=NAMESPACE,
-            component=component[kind],
+            component=_COMPONENTS[kind],
             instance=int(index),
             nats_url=URL,
             etcd_url="",
-            state_dir="",
+            state_dir=STATE_DIR,
             lease_ttl_s=self.scenario.lease_ttl_s,
             grace_s=_GRACE_S,
             watch_component="VllmWorker",
@@ -230,16 +194,26 @@ class World:
             reason = status.get("reason", status.get("error", status.get("detail", "")))
             self.loop.trace.add(f"{status['state']} {reason}")
             if status["state"] == "ready":
-                self.ready[slot.name] = self.loop.time()
+                now = self.ready[slot.name] = self.loop.time()
+                slot.ready_at = now if slot.ready_at is None else slot.ready_at
             elif status.get("reason") == "lease revoked" and slot.host is not None:
                 self.judge.lease_revoked(slot.name, slot.host.lease.id, self.etcd.revoked)
 
+        component = self._component(kind, slot, spec, process)
+        if self.planning is not None:
+            component = self.planning.worker(slot, component)
         return await run_process(
             spec,
-            Watched(self._component(kind, slot, spec, process), slot),
+            Watched(component, slot),
             report,
             surroundings(
-                self.network, process, self._open_store, self.judge.heard, self.judge.said
+                self.network,
+                process,
+                self.open_store,
+                self.judge.heard,
+                self.judge.said,
+                self._intruder,
+                with_status=self.planning is not None,
             ),
         )
 
@@ -247,6 +221,8 @@ class World:
         self, kind: str, slot: Slot, spec: ProcessSpec, process: SimProcess
     ) -> Component:
         scenario = self.scenario
+        if self.planning is not None and (planner := self.planning.planner(kind, spec)):
+            return planner
         if kind == "client":
             on_story = self._on_story(slot.name)
             client = SimFrontend(spec, on_story, self.shipped)
@@ -254,7 +230,7 @@ class World:
             return client
         parts = SimParts(
             network=self.network,
-            open_store=self._open_store,
+            open_store=self.open_store,
             fabric=self.fabric,
             judge=self.judge,
             shipped=self.shipped,
@@ -262,6 +238,7 @@ class World:
             slot=slot,
             process=process,
             rng=self.loop.stream(f"{process}"),
+            intruder=self._intruder,
         )
         queue = QueueOptions(
             max_jobs=scenario.max_jobs,
@@ -302,7 +279,7 @@ class World:
 
         return on_story
 
-    def _open_store(self) -> AbstractAsyncContextManager[Store]:
+    def open_store(self) -> AbstractAsyncContextManager[Store]:
         opened = self.shipped.store(etcd_backend(self.network))
         return self._views.seen(opened, self.loop.current_process())
 
@@ -319,15 +296,30 @@ class World:
                 assert isinstance(lease, ThreadedLease)
                 self.judge.lease_expired(slot.name, lease_id, lease.deadline)
 
+    def _broker_started(self) -> None:
+        self.judge.broker_started()
+        if self.planning is not None:
+            self.planning.broker_started()
+
+    def _broker_ended(self) -> None:
+        if self.planning is not None:
+            self.planning.broker_ended()
+
+    def _store_wiped(self) -> None:
+        if self.planning is not None:
+            self.planning.judge.wiped()
+
     def _changed(self, name: str, state: State) -> None:
         if state is not State.DEAD:
             return
+        if self.planning is not None:
+            self.planning.judge.left(name)
         self.ready.pop(name, None)
         client = self.clients.pop(name, None)
         if client is not None:
             self.judge.client_died(name)
         worker = self.prefill.pop(name, None)
-        host = self.slots[name].host
+        host = self.slots[name].host if name in self.slots else None
         if worker is not None and host is not None and not self.nats.process.dead:
             self.judge.prefill_worker_died(worker, host.lease.id, self.nats.attempts())
 

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.arena import Belongings, Say, open_arena, reference
+from tests.chaos.forward_storm import forward_storm, right_answers
 from tests.chaos.report import Report
 from tests.chaos.scenario import Scenario, play
 from tests.chaos.scenarios import SCENARIOS
@@ -35,6 +36,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of what is done and asked; default: a random one")
     parser.add_argument("--clients", type=int, default=8, help="that ask at the same time (8)")
     parser.add_argument("--scenario", action="append", help="a single failure instead; repeatable")
+    parser.add_argument(
+        "--forwarder", action="store_true", help="stock vLLM engines behind a Forwarder instead"
+    )
     parser.add_argument("--list", action="store_true", help="the scenarios")
     parser.add_argument("--json", type=Path, help="write the report there")
     parser.add_argument("--directory", type=Path, help="keep state and logs there")
@@ -43,6 +47,8 @@ def _arguments() -> argparse.Namespace:
     for name in args.scenario or ():
         if name not in (*known, "all"):
             parser.error(f"--scenario {name}: there are all, {', '.join(known)}")
+    if args.forwarder and args.scenario:
+        parser.error("--forwarder has no scenarios")
     if args.minutes <= 0 or args.clients <= 0:
         parser.error("--minutes and --clients are more than 0")
     return args
@@ -54,6 +60,8 @@ async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[R
     seed = random.randrange(1 << 31) if args.seed is None else args.seed
     had = Belongings.now()
     reports: list[Report] = []
+    if args.forwarder:
+        return [await _forwarder(args, directory, seed, say, stop, had)]
     known = await reference(directory, say)
     chosen = _chosen(args.scenario or [])
     try:
@@ -72,6 +80,24 @@ async def _all_of(args: argparse.Namespace, directory: Path, say: Say) -> list[R
     if reports:
         reports[-1].left += await had.left()
     return reports
+
+
+async def _forwarder(
+    args: argparse.Namespace,
+    directory: Path,
+    seed: int,
+    say: Say,
+    stop: asyncio.Event,
+    had: Belongings,
+) -> Report:
+    options = {"minutes": args.minutes, "seed": seed, "clients": args.clients}
+    try:
+        known = await right_answers(directory, say)
+        report = await forward_storm(directory, known, **options, say=say, stop=stop)
+    except AssertionError as exc:
+        report = Report(what="start", seed=seed, trouble=[str(exc)], of_a_graph=False)
+    report.left += await had.left()
+    return report
 
 
 def _chosen(names: list[str]) -> list[Scenario]:

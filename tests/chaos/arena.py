@@ -57,7 +57,7 @@ class Arena:
             seed=report.seed,
             clients=clients,
             cancels=cancels,
-            excuse=cluster.excuse,
+            excuse=lambda began, _: cluster.excuse(began),
         )
         report.tally = load.tally
         telling = asyncio.create_task(self._tell(load), name="news")

@@ -51,15 +51,19 @@ class Refused(Exception):
 
 
 class Broken(Exception):
-    """The connection ended before the answer did."""
+    """The connection ended before the answer did. begun: after its head."""
+
+    def __init__(self, text: str, *, begun: bool):
+        super().__init__(text)
+        self.kind, self.begun = "broken connection", begun
 
 
 class Failed(Exception):
-    """An error instead of an answer, or in the middle of one. kind: for counting."""
+    """An error instead of an answer, or in the middle of one (begun). kind: for counting."""
 
-    def __init__(self, kind: str, text: str):
+    def __init__(self, kind: str, text: str, *, begun: bool):
         super().__init__(f"{kind}: {text}")
-        self.kind = kind
+        self.kind, self.begun = kind, begun
 
 
 async def ask(port: int, body: dict[str, Any]) -> Answer:
@@ -72,17 +76,22 @@ async def ask(port: int, body: dict[str, Any]) -> Answer:
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
         except OSError as exc:
             raise Refused("connect", 0.5, str(exc)) from exc
+        begun = False
         try:
-            return await _exchange(reader, writer, body)
+            sent = time.monotonic()
+            status, headers = await _send(reader, writer, body)
+            begun = True
+            return await _receive(reader, status, headers, body, sent)
         except (OSError, asyncio.IncompleteReadError) as exc:
-            raise Broken(str(exc)) from exc
+            raise Broken(str(exc), begun=begun) from exc
         finally:
             writer.transport.abort()
 
 
-async def _exchange(
+async def _send(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]
-) -> Answer:
+) -> tuple[int, dict[str, str]]:
+    """Returns the head of the answer."""
     payload = json.dumps(body).encode()
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\n"
@@ -91,8 +100,16 @@ async def _exchange(
         + b"\r\n\r\n"
         + payload
     )
-    sent = time.monotonic()
-    status, headers = await _head(reader)
+    return await _head(reader)
+
+
+async def _receive(
+    reader: asyncio.StreamReader,
+    status: int,
+    headers: dict[str, str],
+    body: dict[str, Any],
+    sent: float,
+) -> Answer:
     if status != 200:
         text = (await _whole(reader, headers)).decode(errors="replace")
         _raise(status, headers, text)
@@ -114,11 +131,11 @@ async def _streamed(reader: asyncio.StreamReader, sent: float) -> Answer:
         if "error" in message:
             error = message["error"]
             code = error.get("code") if isinstance(error, dict) else ""
-            raise Failed(f"event {code}", str(error))
+            raise Failed(f"event {code}", str(error), begun=True)
         _take(answer, message)
         answer.arrivals.append(time.monotonic())
     if not done:
-        raise Broken("the stream ended early")
+        raise Broken("the stream ended early", begun=True)
     if answer.arrivals:
         answer.first_s = answer.arrivals[0] - sent
     return answer
@@ -137,7 +154,7 @@ def _take(answer: Answer, message: dict[str, Any]) -> None:
 def _raise(status: int, headers: dict[str, str], text: str) -> None:
     if status in (429, 503) and "retry-after" in headers:
         raise Refused(str(status), float(headers["retry-after"]), text[:300])
-    raise Failed(str(status), text[:500])
+    raise Failed(str(status), text[:500], begun=False)
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:

@@ -20,8 +20,9 @@ _MAX_EXAMPLES = 20
 _FAMILY_EPOCH_S = 20.0
 _END_S = PATIENCE_S + 10
 
-#: Says why an attempt that ran from `began` until now could not but break, or "".
-Excuse = Callable[[float], str]
+#: Says why an attempt could not but break, or "". Takes since when it ran (`time.monotonic()`), and
+#: whether any of its answer had come.
+Excuse = Callable[[float, bool], str]
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Load:
         clients: int = 8,
         pause_s: float = 0.25,
         cancels: float = 0.15,
-        excuse: Excuse = lambda began: "",
+        excuse: Excuse = lambda began, begun: "",
     ):
         self.tally = Tally()
         self._port = port
@@ -158,11 +159,10 @@ class Load:
                     tally.cancelled += 1
                 return None
             except (Broken, Failed) as exc:
-                if why := self._excuse(began):
+                if why := self._excuse(began, exc.begun):
                     tally.excused[why] += 1
                     continue
-                kind = exc.kind if isinstance(exc, Failed) else "broken connection"
-                self._lose(question, began, kind, exc)
+                self._lose(question, began, exc.kind, exc)
                 return None
             else:
                 self._judge(question, answer)

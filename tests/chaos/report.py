@@ -36,6 +36,8 @@ class Report:
     left: list[str] = field(default_factory=list[str])
     facts: dict[str, str] = field(default_factory=dict[str, str])
     refusals_allowed: bool = True
+    #: Of a graph with workers, and not of stock engines.
+    of_a_graph: bool = True
 
     def meter(self, counts: Counter[str]) -> None:
         """counts: what the processes have counted meanwhile."""
@@ -111,6 +113,20 @@ class Report:
             ("cancelled by clients", str(tally.cancelled)),
             ("refused, asked again", _counts(tally.refused)),
             ("excused, asked again", _counts(tally.excused)),
+            *(self._rows_of_a_graph() if self.of_a_graph else ()),
+            (
+                "longest wait: first token",
+                _wait(tally.first_token.seconds, tally.first_token.whose),
+            ),
+            (
+                "longest wait: next token",
+                _wait(tally.between_tokens.seconds, tally.between_tokens.whose),
+            ),
+            *self.facts.items(),
+        ]
+
+    def _rows_of_a_graph(self) -> list[tuple[str, str]]:
+        return [
             ("moved to another worker", str(self.moved)),
             ("remote prefills", _counts(Counter(self.remote_prefills))),
             ("recomputed locally", str(self.recomputed)),
@@ -125,16 +141,7 @@ class Report:
                 "zombie writes refused",
                 f"{self.fenced_writes} fenced, {self.late_notices} late notices",
             ),
-            (
-                "longest wait: first token",
-                _wait(tally.first_token.seconds, tally.first_token.whose),
-            ),
-            (
-                "longest wait: next token",
-                _wait(tally.between_tokens.seconds, tally.between_tokens.whose),
-            ),
             ("open files", _files(self.files_before, self.files_after)),
-            *self.facts.items(),
         ]
 
 

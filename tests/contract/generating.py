@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
@@ -13,8 +15,9 @@ from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.server import GenerateServer
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.own_certificate import make_certificate
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
-from tests.builders import endpoint_record
+from tests.builders import endpoint_record, graph_secret
 from tests.contract.local_client import LocalGenerateClient
 
 SUBJECT = "generate-test.generate-1"
@@ -97,7 +100,7 @@ def tokens(request_id: str, *token_ids: int, finish: str | None = None) -> Token
 async def open_setup(
     kind: str, stack: AsyncExitStack, nats_url: str, namespace: str, **limits: Any
 ) -> Setup:
-    """kind: "tcp", "nats" (TCP, with a real broker beside it), or "local"."""
+    """kind: "tcp", "nats" (TCP, with a real broker beside it), "tls" (with a secret) or "local"."""
     messaging: Messaging = MemoryMessaging()
     if kind == "nats":
         messaging = await stack.enter_async_context(NatsMessaging(nats_url))
@@ -109,6 +112,11 @@ async def set_up(
 ) -> Setup:
     subject = f"{namespace}.{SUBJECT}"
     engine, outputs = FakeEngine(), Outputs()
+    certificate, secret = None, None
+    if kind == "tls":
+        folder = stack.enter_context(TemporaryDirectory())
+        certificate, secret = make_certificate(), graph_secret(Path(folder) / "secret")
+        limits |= {"certificate": certificate, "secret": secret}
     serving = await stack.enter_async_context(AsyncExitStack())
     server = await serving.enter_async_context(GenerateServer(messaging, engine, **limits))
     await serving.enter_async_context(server.serve(subject))
@@ -117,8 +125,12 @@ async def set_up(
         client = LocalGenerateClient(server, outputs.on_deltas, outputs.on_lost)
     else:
         client = RemoteGenerateClient(
-            "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0
+            "frontend", outputs.on_deltas, outputs.on_lost, request_timeout_s=2.0, secret=secret
         )
     await stack.enter_async_context(client)
-    member = endpoint_record(stream=server.stream_address, subject=subject)
+    member = endpoint_record(
+        stream=server.stream_address,
+        certificate=None if certificate is None else certificate.fingerprint,
+        subject=subject,
+    )
     return Setup(messaging, engine, server, outputs, client, member, serving.aclose)

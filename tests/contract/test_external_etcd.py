@@ -10,7 +10,8 @@ from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Lease, Put, Snapshot
 from dynamo_lite.serve.embedded import EmbeddedEtcd
-from tests.external import LOGIN, Certificates, add_users, etcd, etcd_url
+from dynamo_lite.serve.run_state import write_private
+from tests.external import LOGIN, PASSWORD, Certificates, add_users, etcd, etcd_url
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -94,6 +95,16 @@ async def test_etcd_wants_a_user(tmp_path: Path, certificates: Certificates) -> 
         async with EtcdStore(etcd_url(server, certificates.query(), LOGIN)) as store:
             with pytest.raises(StoreUnavailable, match="permission denied"):
                 await store.put("m/foreign", b"")
+
+
+async def test_a_file_has_the_password(tmp_path: Path, certificates: Certificates) -> None:
+    login = tmp_path / "login"
+    write_private(login, f"me:{PASSWORD}\n".encode())
+    async with etcd(tmp_path, certificates, users=True) as server:
+        url = etcd_url(server, f"{certificates.query()}&login={login}")
+        await use_store(url)
+        write_private(login, b"me:wrong-s3cret\n")
+        assert "it refuses the user name or password" in await refusal(EtcdStore(url))
 
 
 async def test_a_token_is_renewed_when_etcd_forgets_it(

@@ -1,9 +1,14 @@
 """NATS as other people run it: TLS, client certificates, users, tokens, several servers."""
 
 import asyncio
+import base64
 import gc
+import hashlib
+import json
+import secrets
 from pathlib import Path
 
+import nkeys
 import pytest
 import uvloop
 
@@ -11,9 +16,53 @@ from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
-from tests.external import LOGIN, USERS, Certificates, nats, nats_tls, nats_url
+from dynamo_lite.serve.run_state import write_private
+from tests.external import LOGIN, PASSWORD, USERS, Certificates, nats, nats_tls, nats_url
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+def jwt_account(folder: Path) -> tuple[str, Path]:
+    """nats-server's configuration with an operator and one account, and a user's file."""
+    operator, operator_key = _key(nkeys.PREFIX_BYTE_OPERATOR)
+    account, account_key = _key(nkeys.PREFIX_BYTE_ACCOUNT)
+    user, user_key = _key(nkeys.PREFIX_BYTE_USER)
+    limits = {"subs": -1, "data": -1, "payload": -1}
+    wide = {**limits, "conn": -1, "leaf": -1, "imports": -1, "exports": -1, "wildcards": True}
+    of_operator = _jwt(operator, "O", operator_key, {"type": "operator"})
+    of_account = _jwt(operator, "A", account_key, {"type": "account", "limits": wide})
+    of_user = _jwt(account, "U", user_key, {"type": "user", **limits})
+    creds = folder / "user.creds"
+    parts = ("NATS USER JWT", of_user), ("USER NKEY SEED", user.decode())
+    text = "".join(
+        f"-----BEGIN {name}-----\n{part}\n------END {name}------\n\n" for name, part in parts
+    )
+    write_private(creds, text.encode())
+    _, system_key = _key(nkeys.PREFIX_BYTE_ACCOUNT)
+    of_system = _jwt(operator, "SYS", system_key, {"type": "account", "limits": wide})
+    accounts = f"{account_key}: {of_account}, {system_key}: {of_system}"
+    config = f"operator: {of_operator}\nsystem_account: {system_key}\n"
+    return f"{config}resolver: MEMORY\nresolver_preload: {{ {accounts} }}\n", creds
+
+
+def _key(kind: int) -> tuple[bytes, str]:
+    """A seed and its public key."""
+    seed = nkeys.encode_seed(secrets.token_bytes(32), kind)
+    return seed, bytes(nkeys.from_seed(bytearray(seed)).public_key).decode()
+
+
+def _jwt(issuer: bytes, name: str, subject: str, claims: dict[str, object]) -> str:
+    pair = nkeys.from_seed(bytearray(issuer))
+    body: dict[str, object] = {"iss": bytes(pair.public_key).decode(), "sub": subject, "name": name}
+    body |= {"iat": 1, "nats": {"version": 2, **claims}}
+    body["jti"] = base64.b32encode(hashlib.sha256(json.dumps(body).encode()).digest()).decode()
+    parts = [_base64({"typ": "JWT", "alg": "ed25519-nkey"}), _base64(body)]
+    signed = pair.sign(".".join(parts).encode())
+    return ".".join([*parts, base64.urlsafe_b64encode(signed).decode().rstrip("=")])
+
+
+def _base64(content: dict[str, object]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(content).encode()).decode().rstrip("=")
 
 
 async def use_broker(url: str) -> None:
@@ -82,7 +131,7 @@ async def test_nats_asks_for_a_certificate_and_a_password(
         assert "it requires a client certificate: ?cert=FILE&key=FILE" in said
         for login in ("me:wrong-s3cret", "s3cret-token", ""):
             said = await refusal(NatsMessaging(nats_url(server, query, login)))
-            assert "it refuses the user name, password or token" in said
+            assert "it refuses the user name, password, token or key" in said
 
 
 async def test_nats_knows_a_user_by_the_certificate(
@@ -97,7 +146,75 @@ async def test_nats_asks_for_a_token(tmp_path: Path) -> None:
     async with nats(tmp_path, 'authorization { token: "s3cret/token" }\n') as server:
         await use_broker(f"nats://s3cret%2Ftoken@127.0.0.1:{server.port}")
         said = await refusal(NatsMessaging(f"nats://s3cret@127.0.0.1:{server.port}"))
-        assert "it refuses the user name, password or token" in said
+        assert "it refuses the user name, password, token or key" in said
+
+
+def nkey_user(folder: Path) -> tuple[Path, str]:
+    """A file with a new seed, and its user for nats-server's configuration."""
+    seed = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
+    path = folder / "user.nk"
+    write_private(path, seed + b"\n")
+    return path, bytes(nkeys.from_seed(bytearray(seed)).public_key).decode()
+
+
+async def test_nats_knows_a_user_by_the_nkey(tmp_path: Path) -> None:
+    path, user = nkey_user(tmp_path)
+    async with nats(tmp_path, f"authorization {{ users: [{{ nkey: {user} }}] }}\n") as server:
+        await use_broker(f"nats://127.0.0.1:{server.port}?nkey={path}")
+        other, _ = nkey_user(tmp_path)
+        said = await refusal(NatsMessaging(f"nats://127.0.0.1:{server.port}?nkey={other}"))
+        assert "it refuses the user name, password, token or key" in said
+
+
+async def test_nats_knows_a_user_by_a_credentials_file(tmp_path: Path) -> None:
+    """With an operator and an account of its own, as nsc makes them."""
+    config, creds = jwt_account(tmp_path)
+    async with nats(tmp_path / "server", config) as server:
+        url = f"nats://127.0.0.1:{server.port}?creds={creds}"
+        async with asyncio.timeout(20), NatsMessaging(url) as messaging:
+
+            async def echo(payload: bytes) -> bytes:
+                return payload
+
+            async with messaging.serve("echo", echo):
+                assert await messaging.request("echo", b"hello", timeout_s=5) == b"hello"
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [(b"NATS USER JWT", "has no JWT of a user"), (b"USER NKEY SEED", "its key cannot be used")],
+)
+async def test_a_spoilt_credentials_file_costs_no_more_than_the_connection(
+    tmp_path: Path, part: bytes, error: str
+) -> None:
+    """It is read at each connect: a file without a JWT must not be read for ever."""
+    config, creds = jwt_account(tmp_path)
+    async with nats(tmp_path / "server", config) as server:
+        async with NatsMessaging(f"nats://127.0.0.1:{server.port}?creds={creds}") as messaging:
+            good = creds.read_bytes()
+            write_private(creds, good.replace(part, b"NOTHING"))
+            away = asyncio.Event()
+            back = asyncio.Event()
+            with messaging.watch_connection(lambda up: (back if up else away).set()):
+                await server.__aexit__()
+                async with asyncio.timeout(20):
+                    await away.wait()
+                    back.clear()
+                    await server.restart()
+                    while error not in str(messaging.client.last_error):
+                        await asyncio.sleep(0.02)
+                    write_private(creds, good)
+                    await back.wait()
+
+
+async def test_a_file_has_the_password_or_token(tmp_path: Path) -> None:
+    login = tmp_path / "login"
+    async with nats(tmp_path / "a", USERS) as server:
+        write_private(login, f"me:{PASSWORD}\n".encode())
+        await use_broker(f"nats://127.0.0.1:{server.port}?login={login}")
+    async with nats(tmp_path / "b", 'authorization { token: "s3cret" }\n') as server:
+        write_private(login, b"s3cret")
+        await use_broker(f"nats://127.0.0.1:{server.port}?login={login}")
 
 
 async def test_no_password_goes_to_a_server_without_tls(

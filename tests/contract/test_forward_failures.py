@@ -9,9 +9,19 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from multidict import CIMultiDict
 
+from dynamo_lite.forward.client import Client, Incoming
+from dynamo_lite.forward.failures import Broken, DecodeFailed
+from dynamo_lite.forward.http import ForwardServer
+from dynamo_lite.forward.legs import Legs, Sending
+from dynamo_lite.forward.options import ForwarderConfig
 from dynamo_lite.forward.protocols.base import Order
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
+from dynamo_lite.forward.relay import break_off
+from dynamo_lite.forward.upstream import Upstream
+from dynamo_lite.runtime.process.status import bind
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
 from tests.scripted import Fault, ScriptedEngine
 
@@ -200,6 +210,29 @@ async def test_a_first_token_that_is_the_last_does_not_wait_for_the_decode_engin
             assert not r.decode[0].legs[0].aborted.is_set()
 
 
+async def test_a_leg_that_is_left_open_may_open_before_the_others_are_closed():
+    """The decode engine answers while the client still gets the last of the prefill leg."""
+    async with rig("neuron-dynamic") as r, Upstream(connect_s=5, idle_s=5) as upstream:
+        r.decode[0].handover = _alone
+        # More than what the connection takes before it is read.
+        r.decode[0]._events = lambda leg: [b"x" * 65536] * 256  # type: ignore[method-assign]
+        engine = r.engines[1]
+        incoming = Incoming(
+            method="POST", path="/v1/completions", headers=CIMultiDict(), client_id=""
+        )
+        body = json.dumps({**COMPLETION, "stream": True}).encode()
+        config = ForwarderConfig(engines=(engine.options,))
+        async with Legs(incoming, upstream, r.monitor, config) as legs:
+            async with slow(r.decode[0]):
+                opening = legs.open(Sending(engine, body), DecodeFailed)
+                decoding = legs.start(opening, "decode leg")
+                await until(r, 1, r.decode[0])
+                legs.leave_open(decoding)
+            await asyncio.wait({decoding})
+        async with asyncio.timeout(10):
+            assert b"[DONE]" in await legs.whole(engine, decoding.result(), DecodeFailed)
+
+
 async def _alone(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
     return {}
 
@@ -348,6 +381,70 @@ async def test_nothing_is_repeated_after_the_first_byte(name: str):
         assert json.loads(shown.strip().split(b"\n\n")[-1][6:])["error"]["code"] == 500
         assert len(r.decode[0].legs) == 1
         assert r.forwarding.stats.broken == 1
+
+
+class _BreaksOff:
+    """Answers with more than a client's connection takes at once, and with an error at the end."""
+
+    def __init__(self) -> None:
+        self.waits = asyncio.Event()
+
+    async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
+        await client.start(200, {"content-type": "text/event-stream"})
+        await client.write(b"data: 0\n\n")
+        for _ in range(256):
+            client.push(b"data: " + b"x" * 65536 + b"\n\n")
+        self.waits.set()
+        with contextlib.suppress(Broken):
+            await break_off(client, "the engine failed", whole=True)
+
+    async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
+        raise AssertionError
+
+
+async def test_what_was_written_before_an_answer_broke_off_is_delivered():
+    """A client that reads slowly gets all of it, the error too, and sees that it is not whole."""
+    answering = _BreaksOff()
+    config = ForwarderConfig()
+    sock = bind("127.0.0.1", 0)
+    server = ForwardServer(
+        answering, config, frozenset({"/v1/completions"}), sock, health=lambda: {"ok": True}
+    )
+    await server.start()
+    try:
+        async with aiohttp.ClientSession(read_bufsize=1 << 16) as session:
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/completions"
+            shown = 0
+            tail = b""
+            async with session.post(url, json=COMPLETION) as answer:
+                await answering.waits.wait()
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    while data := await answer.content.readany():
+                        shown += len(data)
+                        tail = (tail + data)[-200:]
+        assert shown > 256 * 65536
+        assert json.loads(tail.strip().split(b"\n\n")[-1][6:])["error"]["code"] == 500
+    finally:
+        await server.stop(0.0)
+
+
+async def test_a_stream_that_changes_has_no_length_any_more():
+    """An engine may say how long its stream is; corrected, it is longer."""
+    async with rig("nixl", cached=(3, 4)) as r:
+        stream = r.decode[0]._stream
+
+        async def measured(request: Any, leg: Any, fault: Fault) -> web.StreamResponse:
+            if leg.route != "/v1/completions":
+                return await stream(request, leg, fault)
+            events = [b"data: " + event + b"\n\n" for event in r.decode[0]._events(leg)]
+            body = b"".join([*events, b"data: [DONE]\n\n"])
+            return web.Response(body=body, content_type="text/event-stream")
+
+        r.decode[0]._stream = measured  # type: ignore[method-assign]
+        r.prefill[0].cached = 123456
+        shown = await r.stream(stream_options={"include_usage": True})
+        assert b'"cached_tokens":123456' in shown.replace(b" ", b"")
+        assert shown.endswith(b"data: [DONE]\n\n")
 
 
 async def test_no_decode_engine_is_503_with_retry_after():

@@ -7,6 +7,7 @@ import json
 import aiohttp
 import pytest
 
+from dynamo_lite.forward.http import HttpClient
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
 from tests.scripted import Fault
 
@@ -49,6 +50,19 @@ async def test_a_body_that_does_not_come_is_not_waited_for():
         answer = await raw(r, post(b"{", "Content-Length: 100"))
         assert answer.startswith(b"HTTP/1.1 408")
         assert r.fleet.legs == []
+
+
+async def test_stopping_without_a_grace_disconnects_at_once():
+    async with rig() as r:
+        r.decode[0].faults.append(Fault(hold=asyncio.Event()))
+        asked = asyncio.create_task(r.ask())
+        async with asyncio.timeout(5):
+            while not r.decode[0].legs:
+                await asyncio.sleep(0.01)
+            await r.server.stop(0.0)
+            with pytest.raises(aiohttp.ClientError):
+                await asked
+            await r.decode[0].legs[0].aborted.wait()
 
 
 async def test_large_heads_are_refused():
@@ -145,6 +159,41 @@ async def test_both_legs_have_the_clients_key():
         assert not any("x-prefiller-host-port" in leg.headers for leg in r.fleet.legs)
 
 
+async def test_a_client_that_reads_slowly_gets_all_and_is_not_buffered(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    full, waiting = asyncio.Event(), 0
+    push = HttpClient.push
+
+    def watched(client: HttpClient, data: bytes) -> bool:
+        nonlocal waiting
+        room = push(client, data)
+        transport = client._request.transport
+        assert transport is not None
+        waiting = max(waiting, transport.get_write_buffer_size())
+        if not room:
+            full.set()
+        return room
+
+    monkeypatch.setattr(HttpClient, "push", watched)
+    tokens = 4000
+    async with rig() as r, asyncio.timeout(60):
+        r.decode[0].tokens = tokens
+        # Together more than what the connection's buffers take.
+        r.decode[0]._text = lambda number: "x" * 2000  # type: ignore[method-assign]
+        body = json.dumps({**COMPLETION, "max_tokens": tokens, "stream": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(r.url.rpartition(":")[2]))
+        try:
+            writer.write(post(body, f"Content-Length: {len(body)}"))
+            await full.wait()
+            events = _body(await reader.read()).count(b'data: {"')
+        finally:
+            writer.close()
+        assert events == tokens
+        # One read of the engine's socket beyond the limit at most.
+        assert waiting < 1 << 20
+
+
 async def test_a_drain_finishes_what_is_open():
     async with rig() as r:
         hold = asyncio.Event()
@@ -172,3 +221,15 @@ async def test_a_drain_ends_what_takes_longer():
             with pytest.raises(aiohttp.ClientError):
                 await asked
             await r.decode[0].legs[0].aborted.wait()
+
+
+def _body(answer: bytes) -> bytes:
+    """Of an answer in chunks, whose borders may be anywhere in an event."""
+    at = answer.index(b"\r\n\r\n") + 4
+    parts: list[bytes] = []
+    while at < len(answer):
+        end = answer.index(b"\r\n", at)
+        start, size = end + 2, int(answer[at:end], 16)
+        parts.append(answer[start : start + size])
+        at = start + size + 2
+    return b"".join(parts)

@@ -1,15 +1,11 @@
 """The same requests through the Forwarder and through the field's own routers, in front of the same
 engines: what the engines are sent is compared leg by leg.
 
-`vllm-router` and `sglang-router` are looked for on the PATH and in the folder that the environment
-variable DYNAMO_LITE_ORACLES names; without them these tests are skipped:
-
-    python -m venv DIR && DIR/bin/pip install vllm-router==0.1.17 sglang-router==0.3.2
-    DYNAMO_LITE_ORACLES=DIR/bin pytest tests/contract/test_forward_oracle.py
+`scripts/get_routers` installs `vllm-router` and `sglang-router`. Without them these tests are
+skipped.
 """
 
 import asyncio
-import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -26,7 +22,7 @@ from dynamo_lite.serve.processes import free_port
 from tests.forwarding import Rig, rig
 from tests.scripted import Fault, Leg
 
-_SEARCHED = os.pathsep.join([os.environ.get("DYNAMO_LITE_ORACLES", ""), os.environ["PATH"]])
+_PROGRAMS = Path(__file__).parents[2] / ".dynamo-lite" / "routers" / "bin"
 _READY_S = 30.0
 
 #: What the routers add to every body: defaults of their own request types.
@@ -65,9 +61,9 @@ FORGED = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0
 
 
 def program(name: str) -> str:
-    found = shutil.which(name, path=_SEARCHED)
+    found = shutil.which(name, path=str(_PROGRAMS))
     if found is None:
-        pytest.skip(f"{name} is not installed")
+        pytest.skip(f"{name} is not installed: see scripts/get_routers")
     return found
 
 

@@ -1,6 +1,7 @@
 """Every protocol through the Forwarder, in front of engines that check it strictly."""
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 from dynamo_lite.forward.options import ProtocolName
 from dynamo_lite.forward.protocols.base import Order
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.decisions import Explain
+from dynamo_lite.protocol.forwarding import decode_forward_explained
 from tests.forwarding import TEXT, rig
-from tests.scripted import Fault
+from tests.scripted import Fault, Leg, ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -270,3 +274,25 @@ async def test_streams_pass_as_bytes():
         direct = await r.stream(echo=True, stream_options={"include_usage": True})
         names = [leg.headers.get("x-request-id", "none") for leg in r.decode[0].legs]
         assert shown.replace(names[0].encode(), names[1].encode()) == direct
+
+
+async def test_a_push_engine_with_data_parallel_ranks_is_asked_leg_by_leg():
+    """Each of its ranks has an identity, and any of them may take a leg."""
+    async with rig("nixl-push") as r:
+        [prefill] = r.prefill
+        ids = itertools.cycle(("rank-0", "rank-1"))
+        ask = prefill.handover
+
+        async def by_turns(engine: ScriptedEngine, leg: Leg) -> dict[str, Any]:
+            engine.engine_id = next(ids)
+            return await ask(engine, leg)
+
+        prefill.handover = by_turns
+        for _ in range(3):  # until an identity has come back
+            assert await r.text() == TEXT
+        r.forwarding.stats.answered.clear()
+        for _ in range(6):
+            assert await r.text() == TEXT
+        assert r.answered == {("disaggregated", ""): 6}
+        told = decode_forward_explained(r.forwarding.decisions.answer(encode(Explain()), 1))
+        assert [one.attempts[0].order for one in told.decisions[3:]] == ["serial"] * 6

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.backlog import decode_demand
+from dynamo_lite.protocol.backlog import decode_demand, decode_queue_reading
 from dynamo_lite.protocol.codec import Decoder, encode_sealed
 from dynamo_lite.protocol.decisions import decode_explain
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError
@@ -83,13 +83,14 @@ DECODERS: dict[str, Decoder[Any]] = {
     "cancel": decode_cancel_attempt,
     "beat": decode_heartbeat,
     "demand": decode_demand,
+    "queue_reading": decode_queue_reading,
     "job": decode_job,
     "notice": decode_notice,
 }
 
 
 #: Messages without a seal.
-UNSEALED = ("beat", "demand")
+UNSEALED = ("beat", "demand", "queue_reading")
 
 
 class Attack:
@@ -117,6 +118,7 @@ class Attack:
             "cancel": names.cancel_subject("t", 2),
             "beat": names.health_subject("t", "PrefillWorker"),
             "demand": names.demand_subject("t"),
+            "queue_reading": names.depth_subject("t"),
         }
         self.kinds = (self._replayed, self._spoiled, self._readdressed, self._foreign)
         for where, message in FOREIGN:

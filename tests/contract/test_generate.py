@@ -39,7 +39,7 @@ from tests.contract.generating import Outputs, Setup, open_setup, tokens
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
-@pytest.fixture(params=["tcp", "local"])
+@pytest.fixture(params=["tcp", "tls", "local"])
 async def setup(
     request: pytest.FixtureRequest, nats_url: str, namespace: str
 ) -> AsyncIterator[Setup]:

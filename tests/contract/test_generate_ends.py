@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 Open = Callable[..., Awaitable[Setup]]
 
 
-@pytest.fixture(params=["tcp", "local"])
+@pytest.fixture(params=["tcp", "tls", "local"])
 async def opened(
     request: pytest.FixtureRequest, nats_url: str, namespace: str
 ) -> AsyncIterator[Open]:

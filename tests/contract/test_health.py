@@ -28,7 +28,7 @@ from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
-A, B = 0xA, 0xB
+A, B, C = 0xA, 0xB, 0xC
 
 
 @pytest.fixture(params=["memory", "nats"])
@@ -147,13 +147,14 @@ async def graph(messaging: Messaging) -> AsyncIterator[Graph]:
 
 async def test_who_joins_is_trusted_and_who_falls_silent_is_not(graph: Graph) -> None:
     loop = asyncio.get_running_loop()
+    # Taken before A joins: the monitor counts from when it sees A, which is during the join.
+    joins = loop.time()
     await graph.join(A)
-    joined = loop.time()
     await graph.join(B)
     assert graph.responsive() == [A, B]
     async with graph.beating(B):
         assert await graph.next_turn() == (set(), {A})
-        assert 0.4 <= loop.time() - joined < 2.0
+        assert 0.4 <= loop.time() - joins < 2.0
         assert graph.responsive() == [B]
         assert [m.lease_id for m in graph.monitor.members_or_all] == [B]
         assert not graph.monitor.is_responsive(A) and graph.monitor.is_responsive(B)
@@ -164,6 +165,31 @@ async def test_who_joins_is_trusted_and_who_falls_silent_is_not(graph: Graph) ->
     assert await graph.next_turn() == (set(), {B})
     assert graph.responsive() == []
     assert [m.lease_id for m in graph.monitor.members_or_all] == [A, B]
+
+
+async def test_the_healthy_ones_are_looked_through_only_after_a_change(graph: Graph) -> None:
+    """Each request asks for them; heartbeats alone change nothing."""
+    await graph.join(A)
+    await graph.join(B)
+    known = graph.monitor.responsive
+    async with graph.beating(B):
+        async with graph.beating(A):
+            await graph.hear(6)
+            assert graph.monitor.members_or_all is known
+        assert await graph.next_turn() == (set(), {A})
+        assert graph.responsive() == [B]
+        known = graph.monitor.responsive
+        await graph.hear(3)
+        assert graph.monitor.members_or_all is known
+        graph.monitor.shows_life(A)
+        assert await graph.next_turn() == ({A}, set())
+        assert graph.responsive() == [A, B]
+        graph.monitor.mark_unhealthy(A, "a canary failed")
+        assert graph.responsive() == [B]
+        await graph.leave(A)
+        assert graph.responsive() == [B]
+        await graph.join(C)
+        assert graph.responsive() == [B, C]
 
 
 async def test_a_silent_one_is_back_with_its_next_good_beat(graph: Graph) -> None:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo_lite.kv_events import publisher
-from dynamo_lite.kv_events.follower import KvFollower
+from dynamo_lite.kv_events.follower import LOAD_AGE_S, KvFollower
 from dynamo_lite.kv_events.publisher import KvPublisher
 from dynamo_lite.policy.kv_chain import BlockHashes, chain_hashes, root_hash
 from dynamo_lite.policy.kv_routing import KvPicker, KvRoutingOptions
@@ -31,8 +31,9 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
-from tests.builders import endpoint_record, eventually, generate_request, register
+from tests.builders import endpoint_record, eventually, generate_request, loop_time, register
 from tests.servers import PrivateServer
+from tests.unit.virtual import virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -410,3 +411,33 @@ async def test_a_restarted_router_routes_right_within_a_second(
                     request = generate_request(f"r{worker.lease_id}", prompt_token_ids=[*prompt, 1])
                     picked = picker.pick(router.roster.members, request)
                     assert picked.member.lease_id == worker.lease_id
+
+
+@virtual
+async def test_a_load_that_becomes_too_old_moves_its_worker() -> None:
+    """Without any event: nothing more comes of the worker."""
+    async with (
+        MemoryMessaging() as messaging,
+        MemoryStore() as store,
+        Router(messaging, store, "t") as router,
+        Worker(messaging, store, "t", 1) as silent,
+        Worker(messaging, store, "t", 2),
+    ):
+        silent.load = Load(prefill_tokens=5000)
+        picker = KvPicker(router.follower, KvRoutingOptions(), now=loop_time, uniform=lambda: 0.0)
+        router.follower.on_load(picker.reported)
+        await router.follower.settled(5)
+        await asyncio.sleep(1.5)
+        members = router.roster.members
+
+        def pick() -> int:
+            picked = picker.pick(members, generate_request("r", prompt_token_ids=[9]))
+            picker.released("r")
+            return picked.member.lease_id
+
+        assert [pick() for _ in range(3)] == [2, 2, 2]
+        silent.messaging.losing = True
+        await asyncio.sleep(LOAD_AGE_S - 1.0)
+        assert pick() == 2
+        await asyncio.sleep(1.5)
+        assert [pick() for _ in range(3)] == [1, 2, 1]

@@ -10,14 +10,14 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.disagg.prefill.jobs import PrefillJobs
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
-from dynamo_lite.protocol.prefill import Granted, decode_writer_done
+from dynamo_lite.protocol.prefill import Granted, decode_claim, decode_writer_done
 from dynamo_lite.protocol.records import encode_engine
 from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
-from dynamo_lite.runtime.permits import Permits
+from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permits
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.builders import ENGINE, NAMESPACE, prefill_job
+from tests.builders import ENGINE, NAMESPACE, grant_for, prefill_job
 from tests.unit.prefill_rig import (
     TARGET,
     ScriptedEngine,
@@ -37,8 +37,9 @@ async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str,
     told: list[tuple[str, int, str]] = []
     came = asyncio.Event()
 
-    async def claim(_payload: bytes) -> bytes:
-        return encode(Granted())
+    async def claim(payload: bytes) -> bytes:
+        claim = decode_claim(payload)
+        return encode(Granted(grant=grant_for(claim, prefill_job(claim.attempt))))
 
     async def done(payload: bytes) -> None:
         said = decode_writer_done(payload)
@@ -56,7 +57,7 @@ async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str,
             )
 
         async def work(lease_id: int, why_not: str | None) -> PrefillJobs:
-            cells = [0, 0]
+            cells = [0] * (2 * CELLS_OF_PERMIT)
             jobs = PrefillJobs(
                 namespace=NAMESPACE,
                 lease_id=lease_id,

@@ -17,6 +17,7 @@ from dynamo_lite.protocol.live_options import (
 )
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.live_options import LiveOptions
+from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.simulation.servers.memory import MemoryStore
 
@@ -37,7 +38,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
 
 
 class Follower:
-    def __init__(self, store: Store, namespace: str):
+    def __init__(self, store: Store, namespace: str, seals: RecordSeals = UNSEALED):
         self.drops: Counter[str] = Counter()
         self.told: list[tuple[VllmWorkerLiveOptions, int]] = []
         self.news = asyncio.Event()
@@ -48,6 +49,7 @@ class Follower:
             VllmWorkerLiveOptions(),
             on_change=self.take,
             on_drop=self.drop,
+            seals=seals,
         )
 
     def take(self, values: VllmWorkerLiveOptions, version: int) -> None:
@@ -145,14 +147,19 @@ async def test_a_component_whose_name_begins_alike_is_another(store: Store, name
 async def test_writers_at_the_same_time_lose_nothing(store: Store, namespace: str):
     """Each changes an option of its own; more of them than tries would be too many."""
     options = list(live_options.options_of(COMPONENT))
+    other = {"prefill-policy": "cost", "steal-back": False}
+    values = {name: other.get(name, 5) for name in options}
     await asyncio.gather(
-        *(live_options.write(store, namespace, COMPONENT, {name: 5}) for name in options)
+        *(
+            live_options.write(store, namespace, COMPONENT, {name: value})
+            for name, value in values.items()
+        )
     )
     record = await live_options.read(store, namespace, COMPONENT)
     assert record is not None and record.version == len(options)
     assert [
         getattr(record.values, field) for field in live_options.options_of(COMPONENT).values()
-    ] == [5] * len(options)
+    ] == list(values.values())
     user, at, host = record.by.partition("@")
     assert user and at and host and record.at > 0
 

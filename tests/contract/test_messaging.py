@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,23 +17,26 @@ from dynamo_lite.protocol.errors import (
     ProtocolError,
     StartupError,
 )
+from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
-from tests.builders import eventually, loop_time
+from tests.builders import eventually, graph_secret, loop_time
 from tests.servers import PrivateServer
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
-@pytest.fixture(params=["memory", "nats"])
-async def messaging(request: pytest.FixtureRequest) -> AsyncIterator[Messaging]:
+@pytest.fixture(params=["memory", "nats", "authenticated nats"])
+async def messaging(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Messaging]:
     if request.param == "memory":
         async with MemoryMessaging(max_handlers=2) as memory:
             yield memory
-    else:
-        async with NatsMessaging(request.getfixturevalue("nats_url"), max_handlers=2) as real:
-            yield real
+        return
+    messaging = NatsMessaging(request.getfixturevalue("nats_url"), max_handlers=2)
+    async with messaging as real:
+        secret = graph_secret(tmp_path / "secret")
+        yield real if request.param == "nats" else AuthenticatedMessaging(real, secret)
 
 
 async def echo(payload: bytes) -> bytes:

@@ -15,9 +15,11 @@ import pytest
 
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
+from dynamo_lite.transfer.authenticated import AuthenticatedMover
 from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import PolledMover
+from tests.builders import graph_secret
 
 SIZE = 4096
 WAIT_S = 20.0
@@ -58,14 +60,15 @@ def polled_nixl(name: str) -> Mover:
     return PolledMover(NixlMover(name))
 
 
-@pytest.fixture(params=["memory", "polled memory", "nixl", "polled nixl"])
-def make(request) -> Callable[[str], Mover]:
-    fabric = MemoryFabric()
+@pytest.fixture(params=["memory", "polled memory", "nixl", "polled nixl", "authenticated nixl"])
+def make(request, tmp_path) -> Callable[[str], Mover]:
+    fabric, secret = MemoryFabric(), graph_secret(tmp_path / "secret")
     movers: dict[str, Callable[[str], Mover]] = {
         "memory": lambda name: MemoryMover(fabric, name),
         "polled memory": lambda name: PolledMover(MemoryMover(fabric, name)),
         "nixl": NixlMover,
         "polled nixl": polled_nixl,
+        "authenticated nixl": lambda name: AuthenticatedMover(NixlMover(name), secret),
     }
     return movers[request.param]
 

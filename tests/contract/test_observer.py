@@ -111,8 +111,9 @@ async def test_counters_become_rates(cluster: Cluster):
         seen = await observer.look()
         assert (seen.rate_s, seen.transfers.total_bytes) == (0, 1000)
         written.inc(500)
-        seen = await seen_by(observer, lambda seen: seen.rate_s > 0)
-        assert seen.transfers.bytes_per_s > 0 and seen.transfers.total_bytes == 1500
+        # A look that gets no page in time shows what was there before.
+        seen = await seen_by(observer, lambda seen: seen.transfers.total_bytes == 1500)
+        assert seen.transfers.bytes_per_s > 0
 
 
 TTFT = "vllm:time_to_first_token_seconds"

@@ -22,11 +22,12 @@ from dynamo_lite.protocol.errors import (
     QueueFull,
     StartupError,
 )
+from dynamo_lite.queue.authenticated import AuthenticatedQueue
 from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.serve.embedded import EmbeddedNats
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
-from tests.builders import eventually
+from tests.builders import eventually, graph_secret
 from tests.servers import PrivateServer, Server
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -42,19 +43,22 @@ class Opener(Protocol):
     def __call__(self, config: QueueConfig = ...) -> Awaitable[PrefillQueue]: ...
 
 
-@pytest.fixture(params=["jetstream", "memory"])
+@pytest.fixture(params=["jetstream", "memory", "authenticated jetstream"])
 async def open_queue(
-    request: pytest.FixtureRequest, nats_url: str, namespace: str
+    request: pytest.FixtureRequest, nats_url: str, namespace: str, tmp_path: Path
 ) -> AsyncIterator[Opener]:
-    broker = MemoryBroker()
+    broker, secret = MemoryBroker(), graph_secret(tmp_path / "secret")
     stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
     async with AsyncExitStack() as stack:
 
         async def open_one(config: QueueConfig = DEFAULT) -> PrefillQueue:
-            if request.param == "jetstream":
-                queue = JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
-            else:
-                queue = MemoryQueue(broker, stream=stream, subject=subject, config=config)
+            queue: PrefillQueue = (
+                MemoryQueue(broker, stream=stream, subject=subject, config=config)
+                if request.param == "memory"
+                else JetStreamQueue(nats_url, stream=stream, subject=subject, config=config)
+            )
+            if request.param == "authenticated jetstream":
+                queue = AuthenticatedQueue(queue, secret, subject)
             return await stack.enter_async_context(queue)
 
         yield open_one
@@ -75,6 +79,19 @@ async def until_total(queue: PrefillQueue, total: int) -> None:
         return (await queue.depth()).total == total
 
     await eventually(reached)
+
+
+async def push_when_there_is_room(queue: PrefillQueue, payload: bytes) -> None:
+    """On several servers a finished job leaves the stream some time after its consumer."""
+
+    async def pushed() -> bool:
+        try:
+            await push(queue, payload)
+        except QueueFull:
+            return False
+        return True
+
+    await eventually(pushed)
 
 
 async def test_jobs_arrive_in_order_and_leave_at_their_ack(open_queue: Opener):
@@ -293,7 +310,7 @@ async def test_term_removes_a_job(open_queue: Opener):
     await push(queue, b"a")
     await (await pull(queue)).term()
     await until_total(queue, 0)
-    await push(queue, b"b")
+    await push_when_there_is_room(queue, b"b")
 
 
 async def test_only_the_first_end_of_a_job_counts(open_queue: Opener):
@@ -318,7 +335,7 @@ async def test_a_used_up_job_comes_until_somebody_terminates_it(open_queue: Open
             await job.nak()
     await job.term()
     await until_total(queue, 0)
-    await push(queue, b"next")
+    await push_when_there_is_room(queue, b"next")
     job = await pull(queue)
     assert (job.payload, job.deliveries_left) == (b"next", 1)
 
@@ -326,15 +343,7 @@ async def test_a_used_up_job_comes_until_somebody_terminates_it(open_queue: Open
 async def test_an_old_job_is_dropped(open_queue: Opener):
     queue = await open_queue(QueueConfig(max_jobs=1, max_age_s=0.3))
     await push(queue, b"a")
-
-    async def room() -> bool:
-        try:
-            await push(queue, b"b")
-        except QueueFull:
-            return False
-        return True
-
-    await eventually(room)
+    await push_when_there_is_room(queue, b"b")
 
 
 async def test_deleting_a_waiting_job(open_queue: Opener):
@@ -636,6 +645,37 @@ async def test_a_queue_that_others_made_again_is_noticed_without_an_outage(
                     await eventually(lambda: depth_is(watching, 1))
                     await lost.wait()
         assert watching.incarnation == other.incarnation == 1
+
+
+async def test_a_queue_that_others_made_again_is_noticed_from_their_reading(
+    nats_server: PrivateServer, namespace: str
+):
+    async with (
+        jetstream(nats_server, namespace) as hearing,
+        jetstream(nats_server, namespace) as reading,
+    ):
+        lost = asyncio.Event()
+        with hearing.on_lost(lost.set):
+            hearing.heard((await reading.depth()).identity)
+            assert not hearing._missing.is_set()
+            assert reading._js is not None
+            await reading._js.delete_stream(names.prefill_stream(namespace))
+            assert (await reading.depth()).identity == ""
+            await push(reading, b"a")
+            async with asyncio.timeout(5):
+                hearing.heard((await reading.depth()).identity)
+                await lost.wait()
+            assert hearing.incarnation == 1
+
+
+async def test_all_users_agree_on_which_queue_it_is(open_queue: Opener):
+    one, other = await open_queue(), await open_queue()
+    identity = (await one.depth()).identity
+    assert identity == (await other.depth()).identity != ""
+    await push(one, b"a")
+    assert (await other.depth()).identity == identity
+    other.heard(identity)
+    assert other.incarnation == 0
 
 
 async def depth_is(queue: PrefillQueue, total: int) -> bool:

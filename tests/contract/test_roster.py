@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
-from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded
 from dynamo_lite.protocol.names import endpoint_prefix
 from dynamo_lite.protocol.records import EndpointRecord
@@ -53,6 +54,20 @@ async def test_members_join_change_and_leave(store: Store, namespace: str) -> No
         await roster.wait(lambda members: len(members) == 1, 5)
         assert roster.get(0x1A) is None
     assert changes == [({0x2B}, set()), (set(), {0x1A})]
+
+
+async def test_a_member_of_a_wire_version_that_does_not_fit_is_no_member(
+    store: Store, namespace: str
+) -> None:
+    drops: list[str] = []
+    for lease_id, wire_version in ((1, WIRE_VERSION), (2, WIRE_VERSION + 1), (3, 0)):
+        plain = endpoint_record(lease_id, "Worker", namespace=namespace)
+        record = msgspec.structs.replace(plain, wire_version=wire_version)
+        await store.put(key_of(record), encode_json(record))
+    prefix = endpoint_prefix(namespace, "Worker", "generate")
+    async with Roster(store, prefix, drops.append) as roster:
+        assert [member.lease_id for member in roster.members] == [1, 3]
+    assert drops == ["version"]
 
 
 async def test_malformed_records_are_skipped_and_counted(store: Store, namespace: str) -> None:

@@ -27,6 +27,7 @@ from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.scratch import SLOTS
+from tests.builders import expecting
 from tests.contract.shard_peer import BLOCKS, LOCAL, reached
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
 
@@ -164,7 +165,7 @@ def test_every_byte_lands_in_its_place(peer, prefill, decode, heads):
             DecodeRank(mover, own) for mover, own in zip(target.movers, target.ranks, strict=True)
         ]
         for rank in ranks:
-            rank.step(DecodeStep(expect={"a1": "r1"}, blocks={"a1": tuple(remote)}))
+            rank.step(expecting({"a1": "r1"}, blocks={"a1": tuple(remote)}))
         described = metadata(engine_id, target.ranks, decode)
         peer.meet(engine_id, own, described, tokens=decode.tokens)
 

@@ -35,6 +35,7 @@ class Order:
     fenced: whether the rank looks at the fence. lease_s: what is left of the lease
     once the first block is written. pause: "queued", between two steps, with the
     writes in the queue; "pumping", inside the step that starts them; or "never".
+    grant: id of the grant that it holds.
     """
 
     attempt: str
@@ -44,6 +45,7 @@ class Order:
     fenced: bool = True
     lease_s: float = _LEASE_S
     pause: str = "never"
+    grant: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,11 @@ def main() -> None:
     for line in sys.stdin:
         order = Order(**json.loads(line))
         rank = PrefillRank(
-            mover=mover, own=own, rank=0, alive=fence.open if order.fenced else lambda: True
+            mover=mover,
+            own=own,
+            rank=0,
+            alive=fence.open if order.fenced else lambda: True,
+            grant_of=lambda _, grant=order.grant: grant,
         )
         _say(**asdict(carry_out(order, rank, holder)))
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ STUB = "tests.process.stub:Front"
 MODELLED = "tests.process.stub:Modelled"
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
+#: For what imports vLLM.
+VLLM_PATIENCE_S = 200.0
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and what these tests start would inherit it:
@@ -75,9 +77,9 @@ class Serving:
         for reader in self._readers:
             reader.start()
 
-    def wait_line(self, text: str) -> str:
+    def wait_line(self, text: str, timeout_s: float = PATIENCE_S) -> str:
         """The next line that contains `text`."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -125,14 +127,22 @@ class Serving:
 
 
 @contextmanager
-def serving(state_dir: Path, *arguments: str, graph: str = STUB) -> Iterator[Serving]:
-    """Starts a graph; on the way out everything of it must be gone."""
+def serving(
+    state_dir: Path,
+    *arguments: str,
+    graph: str = STUB,
+    command: Sequence[str] = (sys.executable, "-m", "dynamo_lite.cli.cli"),
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Serving]:
+    """Starts a graph; on the way out everything of it must be gone.
+
+    command: another installation's `dynamo-lite`. env: the whole environment; None: ours.
+    """
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "dynamo_lite.cli.cli", "serve", graph),
-            *("--state-dir", str(state_dir), *arguments),
-        ],
-        cwd=ROOT,
+        [*command, "serve", graph, "--state-dir", str(state_dir), *arguments],
+        cwd=cwd,
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -16,12 +16,14 @@ from dynamo_lite.services.services import Graph, Service
 class StubConfig:
     """fail: "start" to be refused, "crash" to die at the start by a signal.
 
+    fail_if: a file; while it exists, starts are refused.
     grandchild: also run a process in the same group that ignores SIGTERM.
     ready, release, closed: files for which the start, the drain and the end wait.
     linger: leave a thread that never ends.
     """
 
     fail: str = ""
+    fail_if: str = ""
     grandchild: bool = False
     ready: str = ""
     release: str = ""
@@ -38,7 +40,8 @@ class StubComponent:
         self._child: subprocess.Popen[bytes] | None = None
 
     async def start(self, host: Any) -> dict[str, Any]:
-        if self._config["fail"] == "start":
+        fail_if = self._config["fail_if"]
+        if self._config["fail"] == "start" or (fail_if and os.path.exists(fail_if)):
             print("the last line of the log", flush=True)
             raise StartupError("told to fail")
         if self._config["fail"] == "crash":
@@ -72,9 +75,11 @@ async def _file(path: str) -> None:
         await asyncio.sleep(0.02)
 
 
-def _service(name: str, *, calls: str = "") -> Service:
+def _service(name: str, *, calls: str = "", scalable: bool = False) -> Service:
     component = "tests.process.stub:StubComponent"
-    return Service(name=name, config=StubConfig, component=component, calls=calls)
+    return Service(
+        name=name, config=StubConfig, component=component, calls=calls, scalable=scalable
+    )
 
 
 Modelled = Graph(
@@ -85,4 +90,4 @@ Modelled = Graph(
     )
 )
 
-Front = _service("Front", calls="Back").link(_service("Back"))
+Front = _service("Front", calls="Back").link(_service("Back", scalable=True))

@@ -94,3 +94,15 @@ def test_bad_urls_are_bad_input(tmp_path: Path) -> None:
         (line,) = result.stderr.splitlines()
         assert complaint in line
         assert "s3cret" not in line
+
+
+def test_replicas_without_a_cluster_are_told_before_the_start(
+    tmp_path: Path, nats_url: str, etcd_url: str
+) -> None:
+    """Also where `serve` would start the single server itself."""
+    graph = "tests.process.null_graph:Worker"
+    for urls in ((), ("--nats-url", nats_url, "--etcd-url", etcd_url)):
+        state = str(tmp_path / "state")
+        result = run("serve", graph, "--state-dir", state, "--VllmWorker.queue.replicas=3", *urls)
+        assert result.returncode == 1, result.stderr
+        assert "queue.replicas is 3, and NATS is a single server" in result.stderr

@@ -3,13 +3,16 @@
 import asyncio
 import json
 import signal
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from tests.forwarding import COMPLETION, TEXT
 from tests.process.command import run, serving
+from tests.process.joining import joining
 from tests.scripted import Fault, Fleet, ScriptedEngine, nixl
 
 GRAPH = "graphs.forward:Forwarder"
@@ -57,6 +60,54 @@ async def test_its_processes_share_a_port_and_drain_in_order(tmp_path: Path):
         assert fleet.violations == []
         for engine in engines:
             assert len(engine.legs) == 9
+
+
+async def test_engines_join_every_process_of_a_shared_port(tmp_path: Path):
+    """Also: `join` finds etcd as other commands do."""
+    fleet = Fleet()
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(ScriptedEngine(fleet, "decode", nixl))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        options = ("--Forwarder.port=0", "--Forwarder.ServiceArgs.workers=2")
+        with serving(tmp_path, *options, graph=GRAPH) as graph:
+            line = await asyncio.to_thread(graph.wait_line, "ready http")
+            url = line.split()[1]
+            assert (await _get(session, f"{url}/ready"))["ok"] is False
+            with joining(engine, "--state-dir", str(tmp_path)) as process:
+                await process.joined()
+                processes = [graph.when(f"Forwarder-{n}", _is_ready) for n in (0, 1)]
+                pages = [f"{entry['status_url']}/metrics" for entry in processes]
+                async with asyncio.timeout(30):
+                    while not all([USABLE in await _text(session, page) for page in pages]):
+                        await asyncio.sleep(0.05)
+                async with asyncio.timeout(30):
+                    # The kernel chooses a process for each connection.
+                    while not all([ANSWERED in await _text(session, page) for page in pages]):
+                        async with session.post(
+                            f"{url}/v1/completions",
+                            json=COMPLETION,
+                            headers={"connection": "close"},
+                        ) as answer:
+                            assert (await answer.json())["choices"][0]["text"] == TEXT
+                process.signal(signal.SIGTERM)
+                assert await process.ended() == 0
+            async with asyncio.timeout(20):
+                while any([USABLE in await _text(session, page) for page in pages]):
+                    await asyncio.sleep(0.05)
+        assert fleet.violations == []
+
+
+USABLE = "dynamo_lite_forward_engine_usable{"
+ANSWERED = 'dynamo_lite_forward_answers_total{how="alone",reason="no_prefill_worker"}'
+
+
+def _is_ready(entry: Mapping[str, Any]) -> bool:
+    return entry["state"] == "ready"
+
+
+async def _text(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(url) as answer:
+        return await answer.text()
 
 
 async def _stream(session: aiohttp.ClientSession, url: str) -> bytes:

@@ -254,8 +254,8 @@ def test_vllm_judges_its_own_arguments_once(tmp_path: Path):
     first = run(*arguments, timeout_s=220.0)
     assert first.returncode == 2
     accepted = (
-        "accepted: fail, grandchild, ready, release, closed, linger, host, port, ServiceArgs, "
-        "common-configs, and vLLM's own arguments (`vllm serve --help=all`)"
+        "accepted: fail, fail-if, grandchild, ready, release, closed, linger, host, port, "
+        "ServiceArgs, common-configs, and vLLM's own arguments (`vllm serve --help=all`)"
     )
     assert first.stderr.splitlines() == [
         f"error: {file}:1: Vllm.max-num-seqs: invalid int value: 'many'",

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import stat
 from pathlib import Path
@@ -23,8 +24,8 @@ def test_starts_tells_and_drains_in_order(tmp_path: Path):
         assert stat.S_IMODE((tmp_path / "run.json").stat().st_mode) == 0o600
         assert state["state"] == "ready"
         assert state["http"] == "http://127.0.0.1:1"
-        assert state["nats"].startswith("nats://127.0.0.1:")
-        assert state["etcd"].startswith("http://127.0.0.1:")
+        assert re.match(r"nats://[0-9a-f]{32}@127.0.0.1:", state["nats"])
+        assert state["etcd"].startswith("https://127.0.0.1:")
         entries = graph.processes()
         assert set(entries) == {"Front-0", "Back-0", "Back-1"}
         for entry in entries.values():
@@ -156,3 +157,22 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path):
         graph.signal(signal.SIGKILL)
         graph.process.wait()
         eventually(lambda: not any(is_alive(pid) for pid in pids), "children end with it")
+
+
+def test_in_a_container_everything_is_logged_to_stderr(tmp_path: Path):
+    with serving(tmp_path, "--log-to", "stderr", "--log-format", "json") as graph:
+        graph.wait_line("ready http")
+        graph.signal(signal.SIGTERM)
+        assert graph.end() == 0
+        lines = [json.loads(line) for line in graph.output if line.startswith("{")]
+        assert {line["component"] for line in lines} == {"Front", "Back"}
+        assert any("draining" in line["message"] for line in lines)
+    assert not list((tmp_path / "logs").iterdir())
+
+
+def test_a_failed_start_says_that_its_log_is_above(tmp_path: Path):
+    with serving(tmp_path, "--log-to", "stderr", "--Back.fail=start") as graph:
+        assert graph.end() == 1
+        text = "".join(graph.output)
+    assert text.index("the last line of the log") < text.index("Back-0: told to fail")
+    assert "its log is above" in text

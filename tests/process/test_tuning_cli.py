@@ -19,7 +19,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.status import StatusServer
-from tests.builders import ManualClock, endpoint_record, register
+from tests.builders import ManualClock, endpoint_record, graph_secret, register
 from tests.process.command import PATIENCE_S, ROOT, run
 from tests.unit.decode_engine import Decode, prompt
 
@@ -155,6 +155,53 @@ async def test_who_follows_is_told(place: tuple[str, ...], etcd_url: str, namesp
             assert f"version {version} by" in told
             assert f"followed by {count} of 1 live processes" in told
             assert [line.split()[2] for line in told.splitlines() if LENGTH in line] == ["512"]
+
+
+async def test_where_processes_have_a_secret_only_its_owner_changes_options(
+    place: tuple[str, ...], etcd_url: str, namespace: str, tmp_path: Path
+):
+    path, key = tmp_path / "graph_secret", names.tuning_key(namespace, "VllmWorker")
+    graph_secret(path, b"o" * 32)
+    known = (*place, "--secret-file", str(path))
+    options = {"version": 0, "newest": 7, "engine_version": None, "file": {}, "refused": "forged"}
+    async with (
+        StatusServer(lambda: {"ok": True, "options": options}, CollectorRegistry()) as server,
+        EtcdStore(etcd_url) as store,
+        store.lease(30) as lease,
+    ):
+        record = endpoint_record(
+            lease.id, namespace=namespace, status_url=server.url, authenticated=True
+        )
+        await register(store, record, lease=lease)
+        for arguments in (["set", f"{LENGTH}=5"], ["unset", "VllmWorker"]):
+            refused = await run_async("config", *arguments, *place)
+            assert (refused.returncode, refused.stdout) == (1, "")
+            assert "this graph has a secret; name it with --secret-file" in refused.stderr
+        assert await store.get(key) is None
+        result = await run_async("config", "set", f"{LENGTH}=256", *known)
+        assert "(file) -> 256  (version 8 by " in result.stdout, result.stderr
+        data = await store.get(key)
+        assert data is not None and set(json.loads(data)) == {"seal", "record"}
+        told = await run_async("config", "get", LENGTH, *known)
+        assert "version 8 by" in told.stdout and not told.stderr
+        assert "refuses the record in etcd: forged" in told.stdout
+        told = await run_async("config", "get", LENGTH, *place)
+        assert "version 8 by" in told.stdout and "seals of the records were not" in told.stderr
+        graph_secret(path, b"n" * 32, b"o" * 32)
+        result = await run_async("config", "seal", *known)
+        assert result.stdout == "sealed: VllmWorker\n", result.stderr
+        graph_secret(path, b"n" * 32)
+        told = await run_async("config", "get", LENGTH, *known)
+        assert told.returncode == 0 and "version 9 by" in told.stdout
+        await store.put(key, data)
+        for arguments in (["get"], ["set", f"{LENGTH}=1"], ["seal"]):
+            result = await run_async("config", *arguments, *known)
+            assert result.returncode == 1 and f"{key}: not authentic" in result.stderr
+        result = await run_async("config", "unset", "VllmWorker", *known)
+        assert result.returncode == 0, result.stderr
+    refused = await run_async("config", "set", f"{LENGTH}=5", *place)
+    assert refused.returncode == 1 and "are sealed with a secret" in refused.stderr
+    assert "no secret to seal with" in (await run_async("config", "seal", *place)).stderr
 
 
 async def run_async(*arguments: str) -> subprocess.CompletedProcess[str]:

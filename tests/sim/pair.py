@@ -25,7 +25,7 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.members.heartbeat import HeartbeatPublisher
-from dynamo_lite.runtime.permits import Permits, verdict
+from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permits, grant_of, verdict
 from dynamo_lite.simulation.engine.assembly import Assembly, Engine, EngineSetup
 from dynamo_lite.simulation.engine.core import SimModelConfig
 from dynamo_lite.simulation.engine.engine import SimEngine
@@ -89,7 +89,8 @@ class Pair:
         self.ended: dict[str, str] = {}
         self.drops: Counter[str] = Counter()
         self.alive = True
-        self.cells = [0] * (self.runners + 1)  # one for a job that a test runs itself
+        # One permit more, for a job that a test runs itself.
+        self.cells = [0] * (CELLS_OF_PERMIT * (self.runners + 1))
 
     def start_engine(
         self, engine: Engine, main: Coroutine[Any, Any, None], on_end: Callable[[], None]
@@ -126,6 +127,7 @@ class Pair:
             rng=random.Random(name),
             alive=lambda: self.alive,
             verdict=lambda permit: verdict(self.cells, permit),
+            grant_of=lambda permit: grant_of(self.cells, permit),
         )
         return await self.stack.enter_async_context(
             SimEngine(

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from dynamo_lite.simulation.draw import draw
 from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Sampling, Scenario, draw
+from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Sampling, Scenario
 
 ASKS, EACH_S = 40, 0.1
 #: The load begins when all workers are up and before the fault, and goes on after it.
@@ -32,7 +33,9 @@ def outage(seed: int, kind: Kind, tokens: tuple[int, int]) -> Scenario:
     ]
     return replace(
         draw(seed),
+        planner=None,
         faults=(Fault(at_s=FAULT_AT_S, kind=kind, for_s=FAULT_S),),
+        intruded=False,
         profile="outage",
         decode=2,
         prefill=1,

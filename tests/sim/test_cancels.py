@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from dynamo_lite.policy.ledger import AttemptState
+from dynamo_lite.simulation.draw import draw
 from dynamo_lite.simulation.mutants import MUTANTS
 from dynamo_lite.simulation.play import play_scenario
-from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Sampling, Scenario, draw
+from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Sampling, Scenario
 from dynamo_lite.simulation.tally import Tally
 
 CANCELS, PER_SEED = 500, 25
@@ -26,7 +27,9 @@ def cancels(seed: int) -> Scenario:
     rng = random.Random(f"cancels/{seed}")
     scenario = replace(
         draw(seed),
+        planner=None,
         faults=(),
+        intruded=False,
         profile="cancels",
         num_blocks=128,
         prefill=1 + seed % 2,
@@ -67,6 +70,7 @@ def tally() -> Tally:
     return tally
 
 
+@pytest.mark.timeout(400)
 def test_a_cancel_at_any_moment_leaks_no_block_and_leads_no_write_astray(tally: Tally):
     assert tally.violated == {}
     assert tally.counts["writes landed in quarantine"] > 100

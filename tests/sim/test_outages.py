@@ -442,3 +442,17 @@ async def test_a_revoked_lease_is_told_by_its_keys_and_by_its_refresh(
         assert await anext(events) == Delete("k")
         assert lease.loss is None
         assert await lease.lost() is LeaseLoss.REVOKED
+
+
+async def test_a_wiped_store_that_repeats_a_revision_with_another_value_is_noticed(
+    cluster: Cluster, store: EtcdStore
+):
+    """As when two planners want to lead: both put the same key first."""
+    async with store.watch("w/") as events:
+        assert await anext(events) == Snapshot({})
+        cluster.etcd_server.put("w/leader", b"1")
+        assert await anext(events) == Put("w/leader", b"1")
+        cluster.etcd.kill()
+        cluster.start_etcd(wiped=True)
+        cluster.etcd_server.put("w/leader", b"2")
+        assert await anext(events) == Snapshot({"w/leader": b"2"}, lost_data=True)

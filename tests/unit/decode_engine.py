@@ -182,7 +182,7 @@ class Decode:
 
     def sees(self, jobs: int = 0, prefill_workers: int = 1) -> None:
         """The bridge reads the queue."""
-        self.net.view = QueueView(jobs, prefill_workers, self.clock.now)
+        self.net.queue_watch.view = QueueView(jobs, prefill_workers, self.clock.now)
 
     def admit(self, request: Any, cached: int = 0) -> int:
         """vLLM's scheduler takes a waiting request. Returns its external tokens."""

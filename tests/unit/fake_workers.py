@@ -189,6 +189,14 @@ class FakeWorkers:
         worker.running.clear()
         self.changed()
 
+    def leave(self, lease_id: int) -> None:
+        """Its lease was revoked: it takes nothing new, and goes on with what it has."""
+        worker = self.workers[lease_id]
+        worker.listed, worker.refusal = False, Refused("draining", elsewhere=True)
+        self.changed()
+        assert self.client is not None
+        self.client.worker_leaves(lease_id)
+
     def start(self, lease_id: int) -> None:
         self.workers[lease_id] = Worker(lease_id)
         self.changed()

@@ -31,12 +31,19 @@ from dynamo_lite.protocol.records import (
 )
 from dynamo_lite.queue.base import Job, QueueConfig
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.permits import Permit, Permits, Verdict, verdict
+from dynamo_lite.runtime.permits import CELLS_OF_PERMIT, Permit, Permits, Verdict, verdict
 from dynamo_lite.runtime.tracing.tracer import Tracer
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from dynamo_lite.transfer.directory import MetadataDirectory
-from tests.builders import ENGINE, NAMESPACE, engine_metadata, eventually, rank_metadata
+from tests.builders import (
+    ENGINE,
+    NAMESPACE,
+    engine_metadata,
+    eventually,
+    grant_for,
+    rank_metadata,
+)
 
 LEASE = 0xBEEF
 BLOCK, POOL = 4, 16
@@ -143,12 +150,14 @@ class Rig:
         tracer: Tracer | None = None,
     ):
         self.broker, self.messaging, self.store = MemoryBroker(), MemoryMessaging(), MemoryStore()
-        cells = [0] * 16
+        cells = [0] * (16 * CELLS_OF_PERMIT)
         self.engine, self.registry = ScriptedEngine(cells), CollectorRegistry()
         config = QueueConfig(ack_wait_s=redeliver_s)
         self.queue = NotedQueue(self.broker, stream="s", subject="s.jobs", config=config)
         self.queue.answers, self.queue.delays = [], []
         self.wall_ahead_s = 0.0
+        #: Stands still unless a test moves it.
+        self.boottime_s = 1000.0
         self.jobs = PrefillJobs(
             namespace=NAMESPACE,
             lease_id=LEASE,
@@ -161,13 +170,20 @@ class Rig:
             registry=self.registry,
             links=links,
             tracer=tracer,
-            clock=Clock(wall=lambda: time.time() + self.wall_ahead_s),
+            clock=Clock(
+                wall=lambda: time.time() + self.wall_ahead_s,
+                boottime=lambda: self.boottime_s,
+            ),
         )
         self.pushed = 0
         self.tasks: list[asyncio.Task[None]] = []
         self.claims: list[Claim] = []
         self.done: list[WriterDone] = []
         self.verdicts: list[Granted | ClaimRefused] = []
+        #: By attempt.
+        self.pushed_jobs: dict[str, RemotePrefillRequest] = {}
+        #: How the grants differ from the right ones.
+        self.grant_changes: dict[str, Any] = {}
         self.on_claim: Callable[[], Awaitable[Any]] | None = None
 
     @property
@@ -194,6 +210,8 @@ class Rig:
 
     async def push(self, job: RemotePrefillRequest | bytes) -> None:
         payload = job if isinstance(job, bytes) else encode_sealed(job)
+        if not isinstance(job, bytes):
+            self.pushed_jobs[job.attempt] = job
         self.pushed += 1
         await self.queue.push(payload, message_id=str(self.pushed))
 
@@ -207,8 +225,11 @@ class Rig:
         self.claims.append(decode_claim(payload))
         if self.on_claim is not None:
             await self.on_claim()
-        granted = Granted(granted_at=time.time())
-        return encode(self.verdicts.pop(0) if self.verdicts else granted)
+        if self.verdicts:
+            return encode(self.verdicts.pop(0))
+        claim = self.claims[-1]
+        grant = grant_for(claim, self.pushed_jobs[claim.attempt], **self.grant_changes)
+        return encode(Granted(granted_at=time.time(), grant=grant))
 
     async def take_done(self, payload: bytes) -> None:
         self.done.append(decode_writer_done(payload))

@@ -104,7 +104,7 @@ def test_certificates_are_named_in_the_query(files: Path, parse: Parse, scheme: 
         ("cert=FILES/cert.pem", "cert and key go together"),
         ("key=FILES/key.pem", "cert and key go together"),
         ("cert=FILES/cert.pem&key=FILES/other-key.pem", "are not a matching PEM pair"),
-        ("insecure=1", "ca=FILE, cert=FILE, key=FILE, each once; insecure does not fit"),
+        ("insecure=1", "key=FILE, login=FILE, each once; insecure does not fit"),
         ("ca=", "ca does not fit"),
         ("ca=FILES/cert.pem&ca=FILES/cert.pem", "ca does not fit"),
     ],
@@ -119,9 +119,56 @@ def test_bad_queries_are_refused(files: Path, query: str, complaint: str) -> Non
     assert "s3cret" not in mistake
 
 
+def private(path: Path, content: str) -> Path:
+    path.write_text(content)
+    path.chmod(0o600)
+    return path
+
+
+def test_credentials_may_be_in_files(tmp_path: Path) -> None:
+    login = private(tmp_path / "login", "me:p@ss:word\n")
+    assert parse_etcd_url(f"http://h:1?login={login}") == ServerAddress(
+        (("h", 1),), None, "me", "p@ss:word"
+    )
+    token = private(tmp_path / "token", "s3cret")
+    address = parse_nats_url(f"nats://h:1?login={token}&inbox=_INBOX_a.b")
+    assert address == ServerAddress((("h", 1),), token="s3cret", inbox="_INBOX_a.b")
+
+
+@pytest.mark.parametrize(
+    ("query", "complaint"),
+    [
+        ("login=FILES/missing", "missing cannot be read (No such file"),
+        ("login=FILES/open", "is open to other users: chmod 600"),
+        ("login=FILES/empty", "needs one line, USER:PASSWORD"),
+        ("login=FILES/lines", "needs one line, USER:PASSWORD"),
+        ("creds=FILES/lines", "has no JWT of a user; make the file with"),
+        ("creds=FILES/jwt", "has no NKey seed of a user"),
+        ("nkey=FILES/lines", "is not the seed of a user's NKey"),
+        ("login=FILES/lines&nkey=FILES/lines", "several credentials (login, nkey); keep one"),
+        ("inbox=a..b", "inbox is a subject"),
+        ("inbox=%3E", "inbox is a subject"),
+    ],
+)
+def test_bad_files_of_credentials_are_refused(tmp_path: Path, query: str, complaint: str) -> None:
+    (tmp_path / "open").write_text("me:s3cret")
+    (tmp_path / "open").chmod(0o644)
+    private(tmp_path / "empty", "\n")
+    private(tmp_path / "lines", "me:s3cret\nyou:s3cret")
+    private(tmp_path / "jwt", "-----BEGIN NATS USER JWT-----\ns3cret\n")
+    with pytest.raises(ConfigError) as failure:
+        parse_nats_url(f"nats://h:1?{query.replace('FILES', str(tmp_path))}")
+    (mistake,) = failure.value.mistakes
+    assert mistake.startswith("NATS URL nats://h:1: ") and complaint in mistake
+    assert "s3cret" not in mistake
+
+
 @pytest.mark.parametrize(
     ("parse", "url", "complaint"),
     [
+        (parse_etcd_url, "http://h?login=/token", "login=/token cannot be read"),
+        (parse_etcd_url, "http://me:s3cret@h?login=/x", "login and those before the @"),
+        (parse_etcd_url, "http://h?creds=/x", "creds does not fit"),
         (parse_etcd_url, "", "expected http://HOST:PORT or https://HOST:PORT"),
         (parse_etcd_url, "nats://h", "expected http://HOST:PORT"),
         (parse_etcd_url, "http://a,,b", "expected http://HOST:PORT"),

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence, Set
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -426,9 +426,12 @@ class _InterruptedSelector(WorkerSelector):
         self._router, self._front = router, front
 
     async def choose(
-        self, members: Sequence[EndpointRecord], request: GenerateRequest
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
     ) -> Selection:
-        work = self._router.choose(members, request)
+        work = self._router.choose(members, request, without)
         interrupts = self._front.interrupts
         return await (work if interrupts is None else interrupts.step(work))
 
@@ -647,6 +650,7 @@ def test_an_engine_that_takes_a_request(
     woken: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm_config: "VllmConfig"
 ):
     from dynamo_lite.vllm.engine import core
+    from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
 
     cores: list[EngineCore] = []
 
@@ -661,13 +665,14 @@ def test_an_engine_that_takes_a_request(
     async def script(cancel: Cancel) -> None:
         network()
         messaging = MemoryMessaging()
-        engine = core.VllmEngine(
+        context = core.EngineContext(
             [],
             engine_config=None,
             engine_config_path=tmp_path / "engine.json",
             messaging=messaging,
             registry=CollectorRegistry(),
         )
+        engine = VllmDecodeEngine(context)
         sampling = canary("", 1.0, max_tokens=4).sampling
         async with engine, GenerateServer(messaging, engine) as server:
             session = server.open_session("local", _Sink())

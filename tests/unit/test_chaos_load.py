@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from tests.chaos.client import Answer
 from tests.chaos.delays import Timed, longest, longest_gap
-from tests.chaos.load import Load, Tally
+from tests.chaos.load import Excuse, Load, Tally
 from tests.chaos.questions import Question
 
 RIGHT = Answer(tokens={0: [1, 2, 3]}, finish={0: "length"}, usage=3)
@@ -70,7 +70,7 @@ async def ask_once(
     *answers: Answering,
     question: Question = STREAMED,
     leaves_s: float | None = None,
-    excuse: Callable[[float], str] = lambda began: "",
+    excuse: Excuse = lambda began, begun: "",
 ) -> Tally:
     async with server(*answers) as port:
         load = Load(port, [question], {question.name: RIGHT}, excuse=excuse)
@@ -140,7 +140,7 @@ async def test_what_is_refused_is_asked_again():
 
 async def test_what_is_excused_is_asked_again():
     tally = await ask_once(
-        saying(HEAD + event([1])), saying(GOOD), excuse=lambda began: "Frontend killed"
+        saying(HEAD + event([1])), saying(GOOD), excuse=lambda began, begun: "Frontend killed"
     )
     assert tally.excused == {"Frontend killed": 1}
     assert (tally.right, tally.lost.total()) == (1, 0)

@@ -1,18 +1,21 @@
 """YAML and overrides to a resolved configuration; every mistake at once."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from dynamo_lite.policy.disagg import DecisionReason, QueueView, Remote, decide
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.protocol.options import DecisionThresholds
 from dynamo_lite.runtime.tracing.tracer import TracingOptions
 from dynamo_lite.serve.config import GraphConfig, child_environment, describe, resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.services.services import FRONTEND, PROCESSOR, VLLM_WORKER, Graph
-from graphs import agg, agg_router, disagg, disagg_router, forward
+from graphs import agg, agg_router, disagg, disagg_planner, disagg_router, forward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,6 +93,8 @@ def test_own_options_are_filled_and_the_rest_goes_to_vllm(load: Loader):
         "max_deliver": 3,
         "order": "short-first",
         "short_length": 2048,
+        "replicas": 1,
+        "storage": "memory",
     }
     assert worker.options["max_local_prefill_length"] == 512
     assert worker.options["single_flight_min_length"] is None
@@ -119,6 +124,39 @@ def test_overrides_win_and_reach_nested_keys(load: Loader):
     assert [env["CUDA_VISIBLE_DEVICES"] for env in worker.env] == ["0", "1"]
     assert worker.options["queue"]["max_jobs"] == 5
     assert worker.flags["hf-overrides"] == {"a": 1}
+
+
+def test_a_process_that_is_added_gets_the_variables_that_all_have(load: Loader):
+    worker = load(GOOD, "--VllmWorker.ServiceArgs.env.OMP_NUM_THREADS=2").get("VllmWorker")
+    assert worker is not None and worker.fixed_env == ""
+    assert worker.env_of(0) == worker.env_of(7) == {"OMP_NUM_THREADS": "2"}
+    env = "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=[0]"
+    worker = load(GOOD, env).get("VllmWorker")
+    assert worker is not None
+    assert worker.fixed_env.endswith("list the devices in Graph.devices instead")
+
+
+def test_devices_must_suffice_for_the_processes_that_start_here(load: Loader):
+    each = ("--VllmWorker.ServiceArgs.devices=2", "--PrefillWorker.ServiceArgs.devices=1")
+    assert load(GOOD, *each, "--Graph.devices=[0, 1, GPU-c]").shared.devices == (0, 1, "GPU-c")
+    assert load(GOOD, *each, "--Graph.devices=3").shared.devices == 3
+    found = load.mistakes(GOOD, *each, "--Graph.devices=2")
+    assert found == [
+        "--Graph.devices: 2 devices, but the services need more: VllmWorker 2, PrefillWorker 1"
+    ]
+    document = read_document(None, [*each, "--Graph.devices=1"])
+    resolve(disagg.Frontend, document, only="PrefillWorker")
+    assert not any("devices" in mistake for mistake in document.mistakes)
+    assert load.mistakes(GOOD, "--Graph.devices=[0, 0]") == [
+        "--Graph.devices: a device is listed twice: 0, 0"
+    ]
+    found = load.mistakes(
+        GOOD,
+        *each,
+        "--Graph.devices=[0,1,2]",
+        "--VllmWorker.ServiceArgs.env.CUDA_VISIBLE_DEVICES=0",
+    )
+    assert len(found) == 1 and "Graph.devices sets CUDA_VISIBLE_DEVICES" in found[0]
 
 
 def test_every_mistake_at_once_with_line_path_and_accepted_keys(load: Loader):
@@ -174,6 +212,8 @@ PrefillWorker:
         ("--VllmWorker.queue.max-jobs=[", "not valid YAML"),
         ("--Frontend=3", "unknown option"),
         ("--Frontend.common-configs=model", "expected a list"),
+        ("--Graph.devices=-1", "greater than or equal to 0"),
+        ("--Graph.devices=all", "valid integer"),
         ("--Graph.lease-ttl-s=1", "greater than or equal to 2"),
         ("--VllmWorker.model=null", "expected the path or the name"),
     ],
@@ -214,7 +254,7 @@ def test_a_graph_is_complete_and_without_doubles():
     ("name", "message"),
     [
         ("graphs.disagg", "expected MODULE:NAME"),
-        ("graphs.disag:Frontend", "modules in graphs: agg, agg_router, disagg, disagg_router"),
+        ("graphs.disag:Frontend", "modules in graphs: agg, agg_router, disagg, disagg_planner, "),
         ("nowhere.at.all:Frontend", "no module"),
         ("graphs.disagg:Nothing", "graphs there: Frontend"),
         ("dynamo_lite.services.services:FRONTEND", "has no graph"),
@@ -233,6 +273,11 @@ def test_unknown_graphs(name: str, message: str):
         ("disagg", disagg.Frontend, "round-robin"),
         ("disagg", disagg_router.Frontend, "component"),
         ("disagg_gpu", disagg.Frontend, "round-robin"),
+        ("disagg_2p2d", disagg.Frontend, "kv"),
+        ("disagg_planner", disagg_planner.Frontend, "kv"),
+        ("static_1p1d", disagg.Frontend, "round-robin"),
+        ("chaos", disagg_router.Frontend, "component"),
+        ("gpu_check", disagg.Frontend, "round-robin"),
     ],
 )
 def test_shipped_configurations_resolve(file: str, graph: Graph, router: str):
@@ -241,6 +286,21 @@ def test_shipped_configurations_resolve(file: str, graph: Graph, router: str):
     document.raise_mistakes()
     assert set(describe(config)) == {"Graph", *(s.name for s in graph.services)}
     assert describe(config)["Frontend"]["router"] == router
+
+
+def test_static_disaggregation_has_no_short_prompt_and_no_full_queue():
+    document = read_document(ROOT / "configs" / "static_1p1d.yaml", [])
+    worker = resolve(disagg.Frontend, document).get("VllmWorker")
+    assert worker is not None
+    thresholds = DecisionThresholds(
+        **{f.name: worker.options[f.name] for f in dataclasses.fields(DecisionThresholds)}
+    )
+    for prompt, jobs in ((2, 0), (8192, worker.options["max_prefill_queue_size"] - 1)):
+        view = QueueView(jobs=jobs, prefill_workers=1, read_at=0.0)
+        verdict = decide(
+            prompt_tokens=prompt, cached_tokens=0, queue=view, thresholds=thresholds, now=0.0
+        )
+        assert verdict == Remote(DecisionReason.LONG)
 
 
 def test_the_forwarders_configuration_resolves():
@@ -258,7 +318,11 @@ def test_the_forwarders_configuration_resolves():
     ("fields", "message"),
     [
         ({"protocol": "nxl"}, "Forwarder.protocol: input should be 'nixl', 'nixl-push'"),
-        ({"engines": []}, "Forwarder: value error, no engine decodes"),
+        (
+            {"engines": [{"url": "http://a:1", "role": "prefill"}]},
+            "Forwarder: value error, no engine decodes",
+        ),
+        ({"engines": [], "discover": False}, "Forwarder: value error, no engines; list some"),
         (
             {"engines": [{"url": "http://a:1", "role": "both"}]},
             "Forwarder.engines.0.role: input should be 'prefill', 'decode' or",
@@ -290,3 +354,20 @@ def test_the_service_environment_wins(monkeypatch: pytest.MonkeyPatch):
     assert child_environment({})["UCX_RCACHE_MAX_UNRELEASED"] == "1024"
     monkeypatch.setenv("UCX_RCACHE_MAX_UNRELEASED", "7")
     assert child_environment({})["UCX_RCACHE_MAX_UNRELEASED"] == "7"
+
+
+def test_a_fixed_status_port_is_the_first_of_a_service_s_processes(load: Loader):
+    config = load(GOOD, "--VllmWorker.ServiceArgs.status-port=9000")
+    assert [service.status_port for service in config.services] == [0, 0, 9000, 0]
+    assert describe(config)["VllmWorker"]["ServiceArgs"]["status-port"] == 9000
+    [mistake] = load.mistakes(GOOD, "--VllmWorker.ServiceArgs.status-port=70000")
+    assert "less than or equal to 65535" in mistake
+
+
+def test_engines_do_not_inherit_the_urls_of_the_servers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DYNAMO_LITE_NATS_URL", "nats://me:s3cret@h:1")
+    monkeypatch.setenv("DYNAMO_LITE_ETCD_URL", "http://me:s3cret@h:2")
+    monkeypatch.setenv("HF_HOME", "/models")
+    environment = child_environment({})
+    assert environment["HF_HOME"] == "/models"
+    assert not any("s3cret" in value for value in environment.values())

@@ -15,6 +15,7 @@ from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.policy.cost import Rates
 from dynamo_lite.policy.disagg import DecisionReason, Local, Remote
+from dynamo_lite.policy.step_time import StepLoad, work_of
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Decision,
@@ -373,3 +374,124 @@ def test_a_verdict_by_tokens_or_time_is_shown_and_judged_again():
     assert decision_view.dry_run([PastDecision(0.0, 1, late)], {"remote-prefill-timeout-s": 2.1})[
         0
     ] == ("1 of 1 verdicts would have changed:")
+
+
+# Learned costs
+
+
+def steps(decode: Decode, clock: ManualClock, count: int) -> None:
+    """The engine is busy with a stream, and computes a prompt in every other step: 10 ms and
+    0.1 ms for each of its tokens."""
+    for number in range(count):
+        tokens = 20 + number % 50 if number % 2 else 0
+        load = StepLoad(tokens, tokens * tokens / 2, 1, 100)
+        decode.half.build_step((), {"stream": 1, f"other{number}": tokens}, load)
+        clock.now += 0.01 + 1e-4 * tokens
+
+
+async def taught(decode: Decode, clock: ManualClock) -> None:
+    """Both sides are measured: a remote prefill takes two seconds."""
+    for number in range(40):
+        name = f"remote{number}"
+        request = prompt(name, 30)
+        decode.sees()
+        decode.admit(request)
+        [attempt] = decode.half.build_step().expect
+        await decode.network()
+        assert await decode.claim(attempt) == Granted()
+        clock.now += 2
+        decode.output(name)
+        decode.half.state_after_alloc(request, [], 0)
+        decode.finish(name)
+        await decode.network()
+    steps(decode, clock, 200)
+    decode.sees()
+
+
+async def test_the_engine_learns_the_times_of_its_steps(decode: Decode, clock: ManualClock):
+    steps(decode, clock, 100)
+    times = decode.half._costs.policy.costs.steps
+    assert times.prefills == pytest.approx(50, rel=0.1)
+    assert times.work_s(work_of(1000, 0)) == pytest.approx(0.1, rel=0.1)
+    assert times.decode_s(StepLoad(0, 0.0, 1, 100)) == pytest.approx(0.01, rel=0.1)
+    assert decode.counted("pausing_tokens") > 0
+    paused_s = decode.counted("pause") / decode.counted("pausing_tokens")
+    assert paused_s == pytest.approx(1e-4, rel=0.2)
+    # After a break the time since the last step is not a step's.
+    clock.now += 1000
+    decode.half.build_step((), {"new": 5}, StepLoad(5, 12.5, 0, 0))
+    assert times.decode_s(StepLoad(0, 0.0, 1, 100)) == pytest.approx(0.01, rel=0.1)
+
+
+async def test_in_the_shadow_the_thresholds_decide_and_the_costs_are_told(
+    decode: Decode, clock: ManualClock
+):
+    await taught(decode, clock)
+    decode.admit(prompt("r1", 30))
+    [said] = told(decode, request_id="r1")
+    assert (said.verdict, said.reason) == ("remote", "long")
+    assert said.costs is not None
+    assert (said.costs.thresholds, said.costs.says) == ("remote", "local")
+    assert said.costs.remote_s == pytest.approx(2, rel=0.1)
+    assert said.costs.local_s == pytest.approx(0.013, rel=0.1)
+    assert said.costs.cost_s is None
+    assert decode.counted("opinion/remote/local") == 1
+    text = decision_view.as_text(PastDecision(1.0, 1, said))
+    assert "cost here" in text and "by costs local, by thresholds remote" in text
+    await decode.network()
+
+
+async def test_realised_costs_and_regret_are_told(decode: Decode, clock: ManualClock):
+    await taught(decode, clock)
+    request = prompt("r1", 30)
+    decode.admit(request)
+    [attempt] = decode.half.build_step().expect
+    await decode.network()
+    assert await decode.claim(attempt) == Granted()
+    clock.now += 4
+    decode.output("r1")
+    decode.half.state_after_alloc(request, [], 0)
+    [said] = told(decode, request_id="r1")
+    assert said.costs is not None and said.costs.cost_s is not None
+    assert said.costs.cost_s == pytest.approx(4, rel=0.1)
+    here_s = said.costs.local_s + said.costs.pause_s
+    assert said.costs.regret_s == pytest.approx(said.costs.cost_s - here_s)
+    assert decode.counted("prefill_regret/remote") == said.costs.regret_s
+    assert "a regret of" in decision_view.as_text(PastDecision(1.0, 1, said))
+    decode.finish("r1")
+
+
+async def test_the_costs_decide_where_they_are_told_to(decode: Decode, clock: ManualClock):
+    await taught(decode, clock)
+    decode.tune(VllmWorkerLiveOptions(prefill_policy="cost"), 1)
+    assert decode.admit(prompt("cheap", 30)) == 0
+    decode.tune(VllmWorkerLiveOptions(prefill_policy="thresholds"), 2)
+    assert decode.admit(prompt("long", 30)) > 0
+    decode.tune(VllmWorkerLiveOptions(prefill_policy="cost"), 3)
+    decode.sees(prefill_workers=0)
+    decode.writers.members = ()
+    assert decode.admit(prompt("nobody", 30)) == 0
+    cheap, long, nobody = told(decode)[-3:]
+    assert (cheap.verdict, cheap.reason) == ("local", "cheaper")
+    assert (long.verdict, long.reason, long.costs) == ("remote", "long", None)
+    assert (nobody.verdict, nobody.reason) == ("local", "no_prefill_worker")
+    # Its pauses and its time are its realised cost.
+    at = clock.now
+    load = StepLoad(30, 450.0, 1, 100)
+    decode.half.build_step((), {"stream": 1, "cheap": 30}, load)
+    clock.now += 0.02
+    decode.half.build_step((), {"stream": 1, "cheap": 1}, StepLoad(0, 0.0, 2, 130))
+    [cheap] = told(decode, request_id="cheap")
+    assert cheap.costs is not None
+    assert cheap.costs.cost_s == pytest.approx(clock.now - at + 0.01, rel=0.1)
+    await decode.network()
+
+
+async def test_before_anything_is_learned_the_thresholds_decide(decode: Decode):
+    decode.tune(VllmWorkerLiveOptions(prefill_policy="cost"), 1)
+    decode.admit(prompt("short", LIMIT))
+    decode.admit(prompt("long", LIMIT + 10))
+    short, long = told(decode)
+    assert (short.reason, long.reason) == ("short", "long")
+    assert decode.counted("opinion/remote/few_local") == 1
+    await decode.network()

@@ -9,10 +9,10 @@ import contextlib
 
 import pytest
 
-from dynamo_lite.disagg.decode import control_session
 from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers
 from dynamo_lite.disagg.messages import DecodeStep
 from dynamo_lite.disagg.transfer_params import with_first_token
+from dynamo_lite.policy import backlog
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.protocol import names
@@ -164,7 +164,7 @@ async def test_a_prompt_that_tokens_do_not_determine_stays_here(decode: Decode):
 
 
 async def test_what_is_not_known_of_the_queue_keeps_prompts_here(decode: Decode):
-    decode.net.view = None
+    decode.net.queue_watch.view = None
     assert decode.admit(prompt("r1", 10)) == 0
     decode.sees()
     decode.clock.now += 2.1
@@ -571,18 +571,18 @@ async def test_a_silent_writer_that_wakes_ends_what_it_held(decode: Decode):
 async def test_without_a_writer_that_responds_prompts_stay_here(
     decode: Decode, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(control_session, "_VIEW_PERIOD_S", 0.001)
+    monkeypatch.setattr(backlog, "_READING_PERIOD_S", 0.001)
     attempt = await decode.ask("r1")
     await ails(decode, a="silent for 4.0 s")
     assert decode.half.build_step().give_up == [(attempt, "r1")]
     assert decode.counted("remote/no_writer") == 1
     assert (await decode.queue.depth()).total == 0
-    assert decode.net.view.prefill_workers == 0, "the next decision knows at once"
+    assert decode.net.queue_watch.view.prefill_workers == 0, "the next decision knows at once"
     decode.sees()  # a decision that was made just before the worker fell silent
     pushed = await decode.ask("r2")
     assert decode.half.build_step().give_up == [(pushed, "r2")]
     async with watching_queue(decode):
-        await eventually(lambda: not decode.net.view.prefill_workers)
+        await eventually(lambda: not decode.net.queue_watch.view.prefill_workers)
     assert decode.admit(prompt("r3", 10)) == 0
     assert decode.counted("decision/local/no_prefill_worker") == 1
     assert decode.net.workers.unresponsive == 1
@@ -640,16 +640,12 @@ async def test_an_engine_that_is_told_to_leave_asks_for_nothing_more(decode: Dec
 
 @contextlib.asynccontextmanager
 async def watching_queue(decode: Decode):
-    watching = asyncio.create_task(decode.net._watch_queue())
-    async with asyncio.timeout(10):
+    async with decode.net.queue_watch.running(decode.queue, decode.messaging), asyncio.timeout(10):
         yield
-    watching.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await watching
 
 
 async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control_session, "_VIEW_PERIOD_S", 0.001)
+    monkeypatch.setattr(backlog, "_READING_PERIOD_S", 0.001)
     await decode.queue.push(b"", message_id="m")
     looks, depth = 0, decode.queue.depth
 
@@ -659,17 +655,19 @@ async def test_the_queue_is_looked_at(decode: Decode, monkeypatch: pytest.Monkey
         return await depth()
 
     monkeypatch.setattr(decode.queue, "depth", counted)
-    decode.net.view = None
+    decode.net.queue_watch.view = None
     async with watching_queue(decode):
-        await eventually(lambda: decode.net.view is not None)
-        assert decode.net.view == QueueView(1, 1, decode.clock.now, prefill_workers_alive=1)
+        await eventually(lambda: decode.net.queue_watch.view is not None)
+        assert decode.net.queue_watch.view == QueueView(
+            1, 1, decode.clock.now, prefill_workers_alive=1
+        )
         decode.broker.set_connected(False)
         decode.clock.now += 1.0
         seen = looks
         await eventually(lambda: looks > seen + 1)
-        assert decode.net.view.read_at == decode.clock.now - 1.0
+        assert decode.net.queue_watch.view.read_at == decode.clock.now - 1.0
         decode.broker.set_connected(True)
-        await eventually(lambda: decode.net.view.read_at == decode.clock.now)
+        await eventually(lambda: decode.net.queue_watch.view.read_at == decode.clock.now)
 
 
 async def test_an_engine_describes_itself(decode: Decode):

@@ -195,6 +195,25 @@ async def test_what_is_asked_for_claimed_and_over_is_told_at_once():
 
 
 @virtual
+async def test_what_finds_no_room_is_told_and_counted():
+    """Otherwise prompts that are computed here under overload would hide it."""
+    async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
+        scene.decode.tune(VllmWorkerLiveOptions(max_prefill_queue_tokens=100), 1)
+        await scene.ask("r1")
+        await other.say(queued_jobs=1, queued_tokens={Lane.SHORT: 100})
+        await asyncio.sleep(0.01)
+        assert scene.decode.admit(prompt("r2", 10)) == 0
+        assert scene.decode.admit(prompt("r3", 2)) == 0, "too short in any case"
+        assert scene.decode.counted("decision/local/queue_tokens") == 1
+        assert scene.decode.counted("overflow_tokens") == 10
+        assert scene.decode.counted("asked_tokens") == 9
+        since = loop_time()
+        await asyncio.sleep(1.1)
+        told = [demand for at, demand in other.heard if at > since]
+        assert [(d.asked_tokens, d.overflow_tokens) for d in told[-1:]] == [(9, 10)]
+
+
+@virtual
 async def test_what_others_have_on_the_queue_counts_and_is_forgotten_with_them():
     async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
         scene.decode.tune(VllmWorkerLiveOptions(max_prefill_queue_tokens=100), 1)

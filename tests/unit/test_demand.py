@@ -4,8 +4,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_lite.policy.backlog import SILENCE_S, Backlogs, BacklogTotals, DrainRate, wait_s
+from dynamo_lite.policy.backlog import (
+    SILENCE_S,
+    Backlogs,
+    BacklogTotals,
+    DrainRate,
+    notice_period_s,
+    wait_s,
+)
 from dynamo_lite.protocol.backlog import Backlog, Lane
+from tests.straightforward import StraightforwardBacklogs
+
+few = st.integers(0, 5)
+heard = st.builds(
+    Backlog,
+    engine_id=st.sampled_from("abcde"),
+    number=st.integers(1, 30),
+    queued_jobs=few,
+    queued_tokens=st.dictionaries(st.sampled_from(Lane), few),
+    claimed_jobs=few,
+    claimed_tokens=few,
+    done_tokens=st.integers(0, 50),
+    asked_tokens=st.integers(0, 50),
+    overflow_tokens=st.integers(0, 50),
+    leaving=st.sampled_from([False, False, False, True]),
+)
+
+
+@given(st.lists(st.tuples(heard, st.floats(0, 2), st.booleans()), max_size=60))
+def test_running_sums_are_the_sums(steps: list[tuple[Backlog, float, bool]]):
+    sums, oracle, now = Backlogs(), StraightforwardBacklogs(), 0.0
+    for message, later_s, look in steps:
+        now += later_s
+        assert sums.hear(message, now) == oracle.hear(message, now)
+        if look:
+            assert sums.totals(now) == oracle.totals(now)
+            assert sums.engines(now) == oracle.engines(now)
+    for at in (now, now + SILENCE_S / 2, now + 2 * SILENCE_S):
+        assert sums.totals(at) == oracle.totals(at)
+    assert sums.engines(now + 2 * SILENCE_S) == 0
 
 
 def said(engine_id: str, number: int, **fields: object) -> Backlog:
@@ -44,6 +81,30 @@ def test_what_has_come_is_told_by_a_counter_that_grows():
     assert demands.hear(said("a", 1, done_tokens=500), 0.0) == 0
     assert demands.hear(said("a", 4, done_tokens=800), 0.1) == 300
     assert demands.hear(said("a", 3, done_tokens=700), 0.2) is None
+
+
+def test_what_was_asked_and_what_found_no_room_is_counted_for_ever():
+    """A planner reads the counters at times of its own: an engine that leaves takes nothing back,
+    and one that is new brings nothing of the past."""
+    demands = Backlogs()
+    demands.hear(said("a", 1, asked_tokens=500, overflow_tokens=900), 0.0)
+    assert demands.totals(0.0) == BacklogTotals()
+    demands.hear(said("a", 2, asked_tokens=600, overflow_tokens=1000), 1.0)
+    demands.hear(said("b", 1, asked_tokens=7), 1.0)
+    demands.hear(said("b", 2, asked_tokens=57, leaving=True), 2.0)
+    now = 2.0 + 2 * SILENCE_S
+    assert demands.engines(now) == 0
+    totals = demands.totals(now)
+    assert (totals.asked_tokens, totals.overflow_tokens, totals.tokens) == (150, 100, 0)
+    assert (totals + totals).overflow_tokens == 200
+
+
+@pytest.mark.parametrize(
+    ("engines", "period_s"), [(1, 0.02), (16, 0.02), (64, 0.064), (512, 0.512), (5000, 1.0)]
+)
+def test_the_more_engines_the_rarer_each_ones_messages(engines: int, period_s: float):
+    assert notice_period_s(engines) == pytest.approx(period_s)
+    assert notice_period_s(engines) < SILENCE_S / 2, "one lost message is no silence"
 
 
 def test_who_waits_for_whom():

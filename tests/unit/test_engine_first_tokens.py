@@ -5,7 +5,7 @@ The engine core's client is scripted.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,9 @@ from dynamo_lite.protocol.generate import TokenDelta
 from dynamo_lite.protocol.prefill import FirstToken, FirstTokenSampling, FirstTokenWanted
 from dynamo_lite.runtime.permits import Permit
 from dynamo_lite.simulation.servers.memory import MemoryMessaging
-from dynamo_lite.vllm.engine import core
+from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
+from dynamo_lite.vllm.engine.decode_engine import VllmDecodeEngine
+from dynamo_lite.vllm.engine.prefill_engine import VllmPrefillEngine
 from dynamo_lite.vllm.first_token import FirstTokenRules
 from dynamo_lite.vllm.wire import KV_TRANSFER_PARAMS
 from tests.builders import engine_metadata, eventually, prefill_job
@@ -70,22 +72,30 @@ class EngineCore:
         self.outputs.put_nowait(made)
 
 
+def context() -> EngineContext:
+    return EngineContext(
+        [],
+        engine_config=None,
+        engine_config_path=Path("none"),
+        messaging=MemoryMessaging(),
+        registry=CollectorRegistry(),
+    )
+
+
+def start(engine: VllmEngine, core: EngineCore) -> None:
+    """As if the engine had been loaded."""
+    config: Any = SimpleNamespace(model_config=MODEL, speculative_config=None)
+    engine._client, engine._config = core, config
+    engine._engine_config = SimpleNamespace()  # type: ignore[assignment]
+    engine._rules = FirstTokenRules(config)
+
+
 class Rig:
     def __init__(self, *, first_tokens: bool = True):
         self.core = EngineCore()
-        self.engine = engine = core.VllmEngine(
-            [],
-            engine_config=None,
-            engine_config_path=Path("none"),
-            messaging=MemoryMessaging(),
-            registry=CollectorRegistry(),
-            first_tokens=first_tokens,
-        )
-        config: Any = SimpleNamespace(model_config=MODEL, speculative_config=None)
-        engine._client, engine._config = self.core, config
-        engine._engine_config = SimpleNamespace()  # type: ignore[assignment]
-        engine._rules = FirstTokenRules(config)
-        self.deltas = engine.steps()
+        self.engine = VllmDecodeEngine(context(), takes_first_tokens=first_tokens)
+        start(self.engine, self.core)
+        self.deltas = self.engine.steps()
 
     async def submit(self, **params: Any) -> None:
         await self.engine.submit(message(**({"temperature": 0, "max_tokens": 8} | params)))
@@ -201,8 +211,22 @@ async def test_an_aborted_request_is_forgotten(rig: Rig):
 WANTED = FirstTokenWanted(sampling=FirstTokenSampling(), last_token_id=9)
 
 
+class PrefillRig:
+    def __init__(self) -> None:
+        self.core = EngineCore()
+        self.engine = VllmPrefillEngine(context())
+        start(self.engine, self.core)
+
+
+@pytest.fixture
+def prefill_rig() -> Iterator[PrefillRig]:
+    rig = PrefillRig()
+    yield rig
+    rig.engine._client = None
+
+
 @contextlib.asynccontextmanager
-async def prefilling(rig: Rig) -> AsyncIterator[asyncio.Queue[int]]:
+async def prefilling(rig: PrefillRig) -> AsyncIterator[asyncio.Queue[int]]:
     """Runs a job; the tokens that it passes on."""
     target = engine_metadata(num_blocks=9)
     rig.engine.metadata = target
@@ -222,29 +246,31 @@ async def prefilling(rig: Rig) -> AsyncIterator[asyncio.Queue[int]]:
         await asyncio.gather(reads, run, return_exceptions=True)
 
 
-async def test_a_prefill_engine_passes_the_token_on_before_its_writes_have_ended(rig: Rig):
-    async with prefilling(rig) as tokens:
-        rig.core.step(EngineCoreOutput("a1", [7], finish_reason=FinishReason.LENGTH))
+async def test_a_prefill_engine_passes_the_token_on_before_its_writes_have_ended(
+    prefill_rig: PrefillRig,
+):
+    async with prefilling(prefill_rig) as tokens:
+        prefill_rig.core.step(EngineCoreOutput("a1", [7], finish_reason=FinishReason.LENGTH))
         assert await tokens.get() == 7
-        assert rig.core.added[0].prompt_token_ids == [*range(10), 9]
+        assert prefill_rig.core.added[0].prompt_token_ids == [*range(10), 9]
     assert tokens.empty()
 
 
-async def test_a_job_that_ends_without_a_token_passes_none_on(rig: Rig):
-    async with prefilling(rig) as tokens:
+async def test_a_job_that_ends_without_a_token_passes_none_on(prefill_rig: PrefillRig):
+    async with prefilling(prefill_rig) as tokens:
         pass
     assert tokens.empty()
 
 
-async def test_a_token_that_comes_with_the_end_of_its_job_is_passed_on(rig: Rig):
-    async with prefilling(rig) as tokens:
-        rig.core.step(EngineCoreOutput("a1", [7]), **{ENDED: [["a1", "written", ""]]})
+async def test_a_token_that_comes_with_the_end_of_its_job_is_passed_on(prefill_rig: PrefillRig):
+    async with prefilling(prefill_rig) as tokens:
+        prefill_rig.core.step(EngineCoreOutput("a1", [7]), **{ENDED: [["a1", "written", ""]]})
     assert tokens.get_nowait() == 7
 
 
-async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(rig: Rig):
-    rig.engine._rules = SimpleNamespace(samples=lambda *_: False)  # type: ignore[assignment]
-    async with prefilling(rig) as tokens:
-        rig.core.step(EngineCoreOutput("a1", [7]))
-    assert rig.core.added[0].prompt_token_ids == list(range(10))
+async def test_a_prefill_engine_that_cannot_sample_it_computes_the_rest(prefill_rig: PrefillRig):
+    prefill_rig.engine._rules = SimpleNamespace(samples=lambda *_: False)  # type: ignore[assignment]
+    async with prefilling(prefill_rig) as tokens:
+        prefill_rig.core.step(EngineCoreOutput("a1", [7]))
+    assert prefill_rig.core.added[0].prompt_token_ids == list(range(10))
     assert tokens.empty()

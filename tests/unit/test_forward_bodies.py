@@ -55,6 +55,32 @@ def test_keys_with_escapes_and_repeated_keys_are_no_way_around():
 
 
 @pytest.mark.parametrize(
+    ("route", "data", "left"),
+    [
+        (
+            COMPLETIONS,
+            b'{"vllm_xargs": {"kv\\u005ftransfer\\u005fparams": ["x"], "a": 1}, "n": 2}',
+            {"vllm_xargs": {"a": 1}, "n": 2},
+        ),
+        (
+            TOKENS,
+            b'{"sampling_params": {"extra_args": {"kv_transfer\\u005fparams": {"b": 2}}}}',
+            {"sampling_params": {"extra_args": {}}},
+        ),
+    ],
+)
+def test_nor_are_those_inside(route: str, data: bytes, left: dict):
+    request = bodies.read(route, data)
+    assert json.loads(request.data) == left and request.removed
+
+
+@pytest.mark.parametrize("key", [b"prompt_logprobs", b"prompt\\u005flogprobs"])
+def test_prompt_logprobs_are_found_in_sampling_params(key: bytes):
+    data = b'{"sampling_params": {"%s": 1, "extra_args": {"kv_transfer_params": {}}}}' % key
+    assert bodies.read(TOKENS, data).alone == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(
     "data",
     [
         b'{"a": NaN, "kv_transfer_params": {}, "prompt": "\\ud800"}',

@@ -138,8 +138,10 @@ def test_load_is_read_of_vllm_and_sglang():
         'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
         'vllm:kv_cache_usage_perc{engine="1"} 0.5\n'
     )
-    assert parse_load(vllm) == EngineLoad(6, 0.5)
-    assert parse_load("sglang:num_running_reqs 2\nsglang:num_queue_reqs 1\n") == EngineLoad(3, 0.0)
+    assert parse_load(vllm) == EngineLoad(6, 0.5, waiting=2)
+    assert parse_load("sglang:num_running_reqs 2\nsglang:num_queue_reqs 1\n") == EngineLoad(
+        3, 0.0, 1
+    )
     assert parse_load("process_cpu_seconds_total 1\nvllm:num_requests_running x\n") is None
 
 
@@ -304,11 +306,14 @@ def test_headers_of_one_hop_and_hosts_do_not_pass():
         ([("http://a:1", "prefill")], "nixl", "no engine decodes"),
         ([("http://a:1", "decode"), ("http://a:1", "prefill")], "nixl", "named twice"),
         ([("http://a:1", "decode")], "neuron-static", "one prefill and one decode"),
-        ([("https://a:1", "decode")], "nixl", "expected http://HOST:PORT"),
+        ([("ftp://a:1", "decode")], "nixl", "expected http://HOST:PORT"),
         ([("http://a", "decode")], "nixl", "expected http://HOST:PORT"),
         ([("http://u:p@a:1", "decode")], "nixl", "expected http://HOST:PORT"),
         ([("http://a:1/v1", "decode")], "nixl", "expected http://HOST:PORT"),
         ([("http://a:99999", "decode")], "nixl", "expected http://HOST:PORT"),
+        ([("http://a:45536", "decode")], "kvt-batch", "at port 65536 .*give transfer-port"),
+        ([("http://a:50000", "decode")], "kvt-staged", "at port 70000"),
+        ([], "neuron-static", "use neuron-dynamic"),
     ],
 )
 def test_bad_engines_are_refused(engines: list[tuple[str, Any]], protocol: Any, problem: str):

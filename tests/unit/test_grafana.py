@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.policy.admission import Admission, Limits
-from dynamo_lite.request_plane.failover import FailoverStats
+from dynamo_lite.request_plane.failover_stats import FailoverStats
 from dynamo_lite.runtime.process.host import add_gauges
 from dynamo_lite.services.metrics import (
     DECODE_GAUGES,
@@ -21,6 +21,7 @@ from dynamo_lite.services.metrics import (
     RouterMetrics,
     StatusGauges,
 )
+from dynamo_lite.services.planner.history import PlannerMetrics
 from tests.builders import process_spec
 from tests.unit.prefill_rig import Rig
 
@@ -49,15 +50,16 @@ _WORD = re.compile(r"[a-zA-Z_]\w*")
 def registries() -> Iterator[CollectorRegistry]:
     """As the components fill theirs."""
     process: Any = SimpleNamespace(remaining_s=lambda: 0.0, connected=True)
-    spec = process_spec("C")
-    frontend, decode = CollectorRegistry(), CollectorRegistry()
+    spec = process_spec("C", nats_url="nats://x")
+    frontend, decode, planner = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     picker: Any = SimpleNamespace(choices=Counter(), prompt_tokens=0, matched_tokens=0)
     frontend.register(RequestMetrics(FailoverStats(), Counter(), Admission(Limits())))
     frontend.register(RouterMetrics(picker))
     add_gauges(frontend, spec, process, process)
     RemotePrefillMetrics(decode)
     StatusGauges(decode, DECODE_GAUGES)
-    return iter((frontend, decode, Rig(ack_wait_s=1, redeliver_s=1).registry))
+    PlannerMetrics(planner)
+    return iter((frontend, decode, planner, Rig(ack_wait_s=1, redeliver_s=1).registry))
 
 
 def known() -> dict[str, set[str]]:

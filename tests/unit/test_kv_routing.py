@@ -11,16 +11,13 @@ from dynamo_lite.policy.kv_chain import chain_hashes
 from dynamo_lite.policy.kv_index import KvIndex
 from dynamo_lite.policy.kv_routing import (
     REASONS,
-    Candidate,
     KvPicker,
     KvRoutingOptions,
     LoadReport,
     Shard,
-    draw,
-    score,
-    with_room,
 )
 from dynamo_lite.policy.pending_requests import LINGER_S, PendingRequests
+from dynamo_lite.policy.scoring import Candidate, draw, score, with_room
 from dynamo_lite.protocol.errors import NoWorkers
 from dynamo_lite.protocol.generate import GenerateRequest
 from tests.builders import endpoint_record

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from dynamo_lite.disagg.decode.rank import DecodeRank
-from dynamo_lite.disagg.messages import BlockWrite, DecodeStep, PrefillStep
+from dynamo_lite.disagg.messages import BlockWrite, PrefillStep
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.runtime.permits import Verdict
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
-from tests.builders import engine_metadata
+from tests.builders import engine_metadata, expecting
 from tests.shards import LAYERS, Shape, ShardedEngine, kv_of
 
 BLOCKS, HEADS = 16, 4
@@ -100,7 +100,7 @@ class Pair:
         blocks = tuple(range(BLOCKS - 1, BLOCKS - 7, -1))
         found = []
         for half in self.halves:
-            half.step(DecodeStep(expect={"a1": "r1"}, blocks={"a1": blocks}, poll=True))
+            half.step(expecting({"a1": "r1"}, blocks={"a1": blocks}, poll=True))
             results = half.results()
             found.append((results.received, results.lost))
         return found

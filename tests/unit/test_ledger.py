@@ -20,6 +20,7 @@ from dynamo_lite.policy.ledger import (
     AttemptState,
     Ledger,
     Refusal,
+    Terms,
 )
 
 GRACE, LEAVING = 10.0, 1.0
@@ -82,6 +83,20 @@ def test_states_and_counts_along_the_way(empty):
 # QUEUED
 
 
+def test_writers_are_named_as_long_as_they_may_write(queued):
+    assert queued.writers == frozenset()
+    queued.claim("a", WRITER, now=1.0)
+    assert queued.writers == {WRITER}
+    queued.request_finished("r")
+    assert (queued.quarantined, queued.writers) == (1, {WRITER})
+    queued.allocated("s", "b", BLOCKS, deadline=100.0)
+    queued.claim("b", OTHER, now=2.0)
+    assert queued.writers == {WRITER, OTHER}
+    queued.writer_done("a", WRITER, written=False)
+    queued.received("s")
+    assert queued.writers == frozenset()
+
+
 def test_a_queue_that_refuses_ends_the_attempt(empty):
     empty.allocated("r", "a", BLOCKS, deadline=100.0)
     assert empty.not_published("a") == withdrawn(Outcome.REFUSED)
@@ -137,6 +152,35 @@ def test_what_nobody_claimed_is_taken_back_when_nobody_will(queued, why):
     assert queued.state("b") is AttemptState.CLAIMED
 
 
+def test_a_queued_attempt_is_taken_back_and_nobody_gets_its_claim(queued):
+    back = [DeleteJob(9), GiveUp("r", "a"), Ended("r", "a", Outcome.TAKEN_BACK, "slow")]
+    assert queued.steal("a", "slow") == back
+    assert counts(queued) == (0, 0)
+    assert queued.claim("a", WRITER, now=1.0) == Refusal("unknown or ended attempt")
+    assert queued.steal("a", "slow") == []
+    assert queued.published("a", 9) == [DeleteJob(9)]
+    assert queued.not_published("a") == queued.writer_done("a", WRITER, written=False) == []
+
+
+def test_an_attempt_is_taken_back_before_its_job_is_published(empty):
+    empty.allocated("r", "a", BLOCKS, deadline=100.0)
+    assert empty.steal("a", "slow") == [
+        GiveUp("r", "a"),
+        Ended("r", "a", Outcome.TAKEN_BACK, "slow"),
+    ]
+    assert empty.published("a", 9) == [DeleteJob(9)]
+
+
+def test_what_is_claimed_is_never_taken_back(claimed):
+    assert claimed.steal("a", "slow") == []
+    claimed.writer_gone(WRITER, now=2.0)
+    assert claimed.steal("a", "slow") == []
+    assert claimed.state("a") is AttemptState.CLAIMED
+    claimed.request_finished("r")
+    assert claimed.steal("a", "slow") == []
+    assert claimed.state("a") is AttemptState.QUARANTINED
+
+
 def test_a_worker_whose_claim_never_arrived_may_give_the_job_back(queued):
     assert queued.writer_done("a", WRITER, written=False) == [
         DeleteJob(9),
@@ -169,6 +213,22 @@ def test_the_end_of_an_earlier_claim_frees_nothing_that_a_later_one_holds(queued
     assert queued.writer_done("a", WRITER, written=False, number=4) == []
     assert queued.state("a") is state
     assert queued.writer_done("a", WRITER, written=False, number=5) != []
+
+
+def test_each_claim_has_one_grant_for_the_blocks_of_its_job(queued):
+    queued.offered("a", b"digest")
+    queued.offered("unknown", b"digest")
+    assert queued.claim("a", WRITER, now=1.0, number=4, grant=70) is None
+    assert queued.granted("a", now=1.0) == Terms(70, b"digest", 99.0)
+    # The answer was lost.
+    assert queued.claim("a", WRITER, now=3.0, number=4, grant=71) is None
+    assert queued.granted("a", now=3.0) == Terms(70, b"digest", 97.0)
+    assert queued.claim("a", WRITER, now=4.0, number=5, grant=72) is None
+    assert queued.granted("a", now=4.0).grant == 72
+    # A refusal changes nothing.
+    assert queued.claim("a", OTHER, now=4.0, number=9, grant=73) is not None
+    assert queued.claim("a", WRITER, now=4.0, number=4, grant=74) is not None
+    assert queued.granted("a", now=101.0) == Terms(72, b"digest", 0.0)
 
 
 def test_a_claim_of_nothing(empty):
@@ -581,6 +641,17 @@ class LedgerMachine(RuleBasedStateMachine):
             out = self.ledger.not_published(fact.attempt)
             assert bool(out) == (fact.wanted and fact.writer is None)
         self.apply(out)
+
+    @rule(which=YOUNG)
+    def steal(self, which):
+        """Only what nobody may write."""
+        fact = self.pick(which)
+        free = fact.wanted and fact.writer is None
+        out = self.ledger.steal(fact.attempt, "slow")
+        assert bool(out) == free
+        self.apply(out)
+        assert not free or fact.endings == [Outcome.TAKEN_BACK]
+        assert not free or not fact.held
 
     @rule(which=YOUNG, whose=YOUNG)
     def claim(self, which, whose):

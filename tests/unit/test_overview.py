@@ -165,6 +165,37 @@ def test_workers_are_named_once_and_say_how_they_are():
     assert (seen.queue.jobs, seen.queue.tokens, seen.in_flight) == (3, None, None)
 
 
+def test_what_forwarders_know_and_answer():
+    first, second, history = Process(), Process(), History(60.0)
+    for process, usable in ((first, (1, 1, 0)), (second, (1, 0, 0))):
+        gauge = Gauge(
+            "dynamo_lite_forward_engine_usable",
+            "",
+            ["engine", "role"],
+            registry=process.registry,
+        )
+        places = (("a:1", "prefill"), ("b:1", "prefill"), ("c:1", "decode"))
+        for place, value in zip(places, usable, strict=True):
+            gauge.labels(*place).set(value)
+        Gauge("dynamo_lite_forward_requests", "", registry=process.registry).set(2)
+    answers = Counter("dynamo_lite_forward_answers", "", ["how", "reason"], registry=first.registry)
+    both = {"f": first, "g": second}
+    answers.labels("alone", "n").inc()
+    history.add(0.0, {name: process.samples() for name, process in both.items()})
+    answers.labels("disaggregated", "").inc(5)
+    history.add(1.0, {name: process.samples() for name, process in both.items()})
+    seen = view(history)
+    assert seen.in_flight == 4
+    assert [(e.role, e.usable, e.known) for e in seen.engines] == [
+        ("prefill", 1, 2),
+        ("decode", 0, 1),
+    ]
+    assert [(d.verdict, d.reason, d.per_s, d.total) for d in seen.decisions] == [
+        ("disaggregated", "", 5.0, 5),
+        ("alone", "n", 0.0, 1),
+    ]
+
+
 def test_links_of_those_who_left_are_not_shown():
     def link(decode: int, ok: bool) -> LinkRecord:
         return LinkRecord(

@@ -94,7 +94,7 @@ def test_nothing_is_read_before_the_claim_is_granted(prefill, decode):
         assert of(prefill) == (set(), set())
     assert prefill.mover.started == [] and own(prefill)[3] == 103
     assert "e1" in prefill.rank._peers, "it left, but is still to be read from"
-    opened.grant()
+    opened.grant(1)
     assert of(prefill) == ({"p-a1"}, set())
     assert own(prefill)[3] == 7
 

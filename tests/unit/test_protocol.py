@@ -12,7 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_lite.protocol import backlog, decisions, generate, health, kv, prefill, records, routing
+from dynamo_lite.protocol import (
+    backlog,
+    decisions,
+    forwarding,
+    generate,
+    grant,
+    health,
+    kv,
+    prefill,
+    records,
+    routing,
+)
 from dynamo_lite.protocol.codec import (
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
@@ -38,6 +49,7 @@ from dynamo_lite.protocol.generate import (
     TokenDelta,
     Welcome,
 )
+from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     Claim,
@@ -69,6 +81,7 @@ from dynamo_lite.protocol.records import (
     LinkRecord,
     RankMetadata,
     Scratch,
+    StockEngine,
     decode_engine,
     encode_engine,
 )
@@ -152,7 +165,7 @@ FULL_REQUEST = GenerateRequest(
     timeout_s=0.5,
     moved=True,
     session="t",
-    wire_version=5,
+    wire_version=6,
 )
 DELTAS = Deltas(
     deltas=[
@@ -205,7 +218,7 @@ FULL_JOB = RemotePrefillRequest(
         last_token_id=9,
         cached_tokens=32,
     ),
-    wire_version=5,
+    wire_version=6,
 )
 STATUS = EngineStatus(
     metadata=ENGINE,
@@ -215,6 +228,40 @@ STATUS = EngineStatus(
     unresponsive_writers=2,
     options_version=3,
     unusable_writers=1,
+    writers=[7587886413599009306],
+)
+
+FORWARDED = forwarding.ForwardExplained(
+    lease_id=31,
+    decisions=[
+        forwarding.ForwardDecision(
+            request_id="cmpl-1",
+            ids=["1"],
+            age_s=0.5,
+            route="/v1/completions",
+            protocol="nixl",
+            prompt_tokens=8,
+            cached_tokens=0,
+            max_local_prefill_length=0,
+            how="disaggregated",
+            reason="",
+            attempts=[
+                forwarding.ForwardAttempt(
+                    order="serial",
+                    choices=[
+                        forwarding.LegChoice(
+                            leg="prefill",
+                            engine="a:1",
+                            reason="load",
+                            candidates=[forwarding.Candidate(engine="a:1", score=-1.0)],
+                            of=1,
+                        )
+                    ],
+                    legs=[forwarding.LegTaken(leg="prefill", engine="a:1", status=200)],
+                )
+            ],
+        )
+    ],
 )
 
 DECISION = decisions.Decision(
@@ -242,6 +289,15 @@ DECISION = decisions.Decision(
     ),
     local_s=0.5,
     asked=decisions.Asked(attempt="a1", outcome="committed", stages_s={"fill": 0.5}),
+    costs=decisions.CostsSeen(
+        thresholds="remote",
+        says="local",
+        local_s=0.5,
+        pause_s=0.25,
+        remote_s=1.5,
+        queue_s=0.5,
+        memory_s=0.25,
+    ),
 )
 
 LOAD = kv.Load(running=1, waiting=2, kv_usage=0.5, prefill_tokens=3, queue_jobs=4, queue_tokens=5)
@@ -257,12 +313,21 @@ GOLDEN = [
             claimed_jobs=1,
             claimed_tokens=900,
             done_tokens=70000,
+            asked_tokens=71000,
+            overflow_tokens=300,
         ),
         backlog.decode_demand,
-        b"\x8a\xa9engine_id\xa2e1\xa6number\x07\xabqueued_jobs\x02\xadqueu"
+        b"\x8c\xa9engine_id\xa2e1\xa6number\x07\xabqueued_jobs\x02\xadqueu"
         b"ed_tokens\x82\xa5short\xcd\x02X\xa4long\xcd\x0f\xa0\xacclaimed_jobs"
-        b"\x01\xaeclaimed_tokens\xcd\x03\x84\xabdone_tokens\xce\x00\x01\x11p\xa5hel"
-        b"lo\xc2\xa7leaving\xc2\xacwire_version\x05",
+        b"\x01\xaeclaimed_tokens\xcd\x03\x84\xabdone_tokens\xce\x00\x01\x11p"
+        b"\xacasked_tokens\xce\x00\x01\x15X\xafoverflow_tokens\xcd\x01,\xa5hel"
+        b"lo\xc2\xa7leaving\xc2\xacwire_version\x06",
+    ),
+    (
+        backlog.QueueReading(engine_id="e1", jobs=3, identity="2026 x", age_s=0.25),
+        backlog.decode_queue_reading,
+        b"\x85\xa9engine_id\xa2e1\xa4jobs\x03\xa8identity\xa62026 x\xa5age_s"
+        b"\xcb?\xd0\x00\x00\x00\x00\x00\x00\xacwire_version\x06",
     ),
     (
         decisions.Explain(request_id="cmpl-1", last=20),
@@ -270,9 +335,24 @@ GOLDEN = [
         b"\x83\xaarequest_id\xa6cmpl-1\xa4last\x14\xa8within_s\xcbA\xcd\xcde\x00\x00\x00\x00",
     ),
     (
+        FORWARDED,
+        forwarding.decode_forward_explained,
+        b"\x82\xa8lease_id\x1f\xa9decisions\x91\xde\x00\x10\xaarequest_id\xa6cmpl-1\xa3i"
+        b"ds\x91\xa11\xa5age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5route\xaf/v1/completions\xa8pr"
+        b"otocol\xa4nixl\xadprompt_tokens\x08\xadcached_tokens\x00\xb8max"
+        b"_local_prefill_length\x00\xa3how\xaddisaggregated\xa6reas"
+        b"on\xa0\xa8attempts\x91\x85\xa5order\xa6serial\xa5alone\xa0\xa7choices\x91\x85\xa3"
+        b"leg\xa7prefill\xa6engine\xa3a:1\xa6reason\xa4load\xaacandidates"
+        b"\x91\x85\xa6engine\xa3a:1\xaematched_tokens\x00\xabload_tokens\x00\xa8kv"
+        b"_usage\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xa5score\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00\xa2of\x01\xa4legs\x91\x87\xa3leg"
+        b"\xa7prefill\xa6engine\xa3a:1\xa6status\xcc\xc8\xa7failure\xa0\xa7after_s"
+        b"\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xa6head_s\xc0\xa6took_s\xc0\xa7failure\xa0\xa6status\x00\xa7ou"
+        b"tcome\xa0\xa5error\xa0\xacfirst_byte_s\xc0\xa6took_s\xc0",
+    ),
+    (
         decisions.Explained(engine_id="e1", lease_id=31, decisions=[DECISION]),
         decisions.decode_explained,
-        b"\x83\xa9engine_id\xa2e1\xa8lease_id\x1f\xa9decisions\x91\x8e\xaareq"
+        b"\x83\xa9engine_id\xa2e1\xa8lease_id\x1f\xa9decisions\x91\x8f\xaareq"
         b"uest_id\xb3cmpl-1-0-0a1b2c3d#1\xa5age_s\xcb?\xf8\x00\x00\x00\x00"
         b"\x00\x00\xadprompt_tokens\xcd\x03\x84\xadcached_tokens \xa7verdi"
         b"ct\xa6remote\xa6reason\xa4long\xa5queue\x87\xa4jobs\x01\xafprefi"
@@ -286,7 +366,12 @@ GOLDEN = [
         b"\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa8remote_s\xc0\xb2local_tokens_per_s\xc0\xb3"
         b"remote_tokens_per_s\xc0\xaacomputed_s\xc0\xa5asked\x84\xa7"
         b"attempt\xa2a1\xa7outcome\xa9committed\xa8stages_s\x81\xa4f"
-        b"ill\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa6detail\xa0",
+        b"ill\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa6detail\xa0"
+        b"\xa5costs\x8b\xaathresholds\xa6remote\xa4says\xa5local\xa7local_s\xcb?\xe0\x00\x00\x00\x00"
+        b"\x00\x00\xa7pause_s\xcb?\xd0\x00\x00\x00\x00\x00\x00\xa8remote_s\xcb?\xf8\x00\x00\x00\x00"
+        b"\x00\x00\xa7queue_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa8memory_s\xcb?\xd0\x00\x00\x00"
+        b"\x00\x00\x00\xa6band_s\xc0\xaapropensity\xcb?\xf0\x00\x00\x00\x00\x00\x00\xa6cost_s"
+        b"\xc0\xa8regret_s\xc0",
     ),
     (
         kv.KvNotice(
@@ -302,7 +387,7 @@ GOLDEN = [
         kv.decode_kv_notice,
         b"\x85\xa8lease_id\x0a\xa6number\x03\xa4load\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00"
         b"\x03\x04\x05\xa7changes\x93\x92\xa1s\x91\xcf\x00\xff\xff\xff\xff\xff\xff\xff"
-        b"\x93\xa1r\x91\x01\x91\x02\x91\xa1c\xacwire_version\x05",
+        b"\x93\xa1r\x91\x01\x91\x02\x91\xa1c\xacwire_version\x06",
     ),
     (
         routing.PickRequest(
@@ -315,7 +400,7 @@ GOLDEN = [
         ),
         routing.decode_pick_request,
         b"\x87\xa6client\x0a\xaarequest_id\xa1r\xb0prompt_token_ids\x91\x01\xaacandidates\x91\x02"
-        b"\xaacache_salt\xa1s\xa7session\xa1t\xacwire_version\x05",
+        b"\xaacache_salt\xa1s\xa7session\xa1t\xacwire_version\x06",
     ),
     (
         routing.Chosen(lease_id=2, reason="load"),
@@ -330,7 +415,7 @@ GOLDEN = [
     (
         routing.RequestOutcomes(client=10, answered=["a"], released=["b"]),
         routing.decode_fates,
-        b"\x84\xa6client\x0a\xa8answered\x91\xa1a\xa8released\x91\xa1b\xacwire_version\x05",
+        b"\x84\xa6client\x0a\xa8answered\x91\xa1a\xa8released\x91\xa1b\xacwire_version\x06",
     ),
     (
         kv.KvSnapshotRequest(part=1, parts=2),
@@ -351,12 +436,12 @@ GOLDEN = [
         kv.decode_kv_snapshot,
         b"\x89\xa8lease_id\x0a\xa6number\x03\xa4part\x01\xa5parts\x02\xb1block_size_tokens \xa4load"
         b"\x96\x01\x02\xcb?\xe0\x00\x00\x00\x00\x00\x00\x03\x04\x05\xa4held\x91\x01\xa3cut\x91\x03"
-        b"\xacwire_version\x05",
+        b"\xacwire_version\x06",
     ),
     (
         health.Heartbeat(lease_id=10, number=3, ok=False, detail="stuck"),
         health.decode_heartbeat,
-        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x05",
+        b"\x85\xa8lease_id\x0a\xa6number\x03\xa2ok\xc2\xa6detail\xa5stuck\xacwire_version\x06",
     ),
     (
         REQUEST,
@@ -366,7 +451,7 @@ GOLDEN = [
         b"\xacarrival_time\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa8priority\x00"
         b"\xaacache_salt\xc0\xadtrace_headers\xc0\xafreasoning_ended\xc0"
         b"\xb7reasoning_parser_kwargs\xc0\xb0output_token_ids\x90\xa9timeout_s\xc0"
-        b"\xa5moved\xc2\xa7session\xc0\xacwire_version\x05",
+        b"\xa5moved\xc2\xa7session\xc0\xacwire_version\x06",
     ),
     (
         FULL_REQUEST,
@@ -377,7 +462,7 @@ GOLDEN = [
         b"\xabtraceparent\xa200\xafreasoning_ended\xc3"
         b"\xb7reasoning_parser_kwargs\x81\xa1a\x91\x01\xb0output_token_ids\x91\x03"
         b"\xa9timeout_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa5moved\xc3\xa7session\xa1t"
-        b"\xacwire_version\x05",
+        b"\xacwire_version\x06",
     ),
     (
         Accepted(),
@@ -393,7 +478,7 @@ GOLDEN = [
     (
         Hello(client_id="c1"),
         generate.decode_client_frame,
-        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x05",
+        b"\x83\xa4type\xa5Hello\xa9client_id\xa2c1\xacwire_version\x06",
     ),
     (
         Welcome(),
@@ -452,7 +537,7 @@ GOLDEN = [
         b"\xa9block_ids\x92\x04\x05\xb0prefix_block_ids\x91\x03"
         b"\xa8deadline\xcb@\x04\x00\x00\x00\x00\x00\x00"
         b"\xa8priority\x00\xaacache_salt\xc0\xadtrace_headers\xc0\xabfirst_token\xc0"
-        b"\xacwire_version\x05",
+        b"\xacwire_version\x06",
     ),
     (
         FULL_JOB,
@@ -464,7 +549,7 @@ GOLDEN = [
         b"\xabfirst_token\x83\xa8sampling\x85\xabtemperature\xcb?\xe0\x00\x00\x00\x00\x00\x00"
         b"\xa5top_p\xcb?\xf0\x00\x00\x00\x00\x00\x00\xa5top_k\x05"
         b"\xa5min_p\xcb?\xd0\x00\x00\x00\x00\x00\x00\xa4seed\xf8"
-        b"\xadlast_token_id\x09\xadcached_tokens\x20\xacwire_version\x05",
+        b"\xadlast_token_id\x09\xadcached_tokens\x20\xacwire_version\x06",
     ),
     (
         Claim(attempt="a1", writer_lease_id=LEASE, held_s=0.5, number=3),
@@ -473,9 +558,24 @@ GOLDEN = [
         b"\xa6held_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa6number\x03",
     ),
     (
-        Granted(granted_at=0.5),
+        Granted(
+            granted_at=0.5,
+            grant=Grant(
+                id=7,
+                engine_id="e1",
+                attempt="a1",
+                writer_lease_id=31,
+                claim=3,
+                blocks=b"01",
+                for_s=0.5,
+                seal=b"23",
+            ),
+        ),
         prefill.decode_claim_reply,
-        b"\x82\xa4type\xa7Granted\xaagranted_at\xcb?\xe0\x00\x00\x00\x00\x00\x00",
+        b"\x83\xa4type\xa7Granted\xaagranted_at\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+        b"\xa5grant\x88\xa2id\x07\xa9engine_id\xa2e1\xa7attempt\xa2a1\xafwriter_lease_id\x1f"
+        b"\xa5claim\x03\xa6blocks\xc4\x0201\xa5for_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+        b"\xa4seal\xc4\x0223",
     ),
     (
         ClaimRefused(reason="withdrawn"),
@@ -534,10 +634,11 @@ GOLDEN = [
             checksum=7,
             writers=2,
             parts=[Part(0, 4, 64, 128)],
+            grant=7,
         ),
         prefill.decode_notice,
-        b"\x88\xa4type\xa9Committed\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?"
-        b"\xa7sampled\x91\x02\xa8checksum\x07\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80",
+        b"\x89\xa4type\xa9Committed\xa7attempt\xa2a1\xa4rank\x01\xaanum_blocks?"
+        b"\xa7sampled\x91\x02\xa8checksum\x07\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80\xa5grant\x07",
     ),
     (
         Landed(
@@ -549,18 +650,20 @@ GOLDEN = [
             checksum=7,
             writers=2,
             parts=[Part(0, 4, 64, 128)],
+            grant=7,
         ),
         prefill.decode_notice,
-        b"\x89\xa4type\xa6Landed\xa7attempt\xa2a1\xa4rank\x01\xa5first\x10\xaanum_blocks\x08"
-        b"\xa7sampled\x91\x14\xa8checksum\x07\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80",
+        b"\x8a\xa4type\xa6Landed\xa7attempt\xa2a1\xa4rank\x01\xa5first\x10\xaanum_blocks\x08"
+        b"\xa7sampled\x91\x14\xa8checksum\x07\xa7writers\x02\xa5parts\x91\x94\x00\x04@\xcc\x80\xa5grant\x07",
     ),
     (
         STATUS,
         prefill.decode_engine_status,
-        b"\x8a\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
+        b"\x8b\xa8metadata" + ENGINE_PACKED + b"\xabfree_blocks<\xactotal_blocks@\xa7waiting\x00"
         b"\xabquarantined\x00\xaaqueue_jobs\xc0"
         b"\xaflast_step_age_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
-        b"\xb4unresponsive_writers\x02\xafoptions_version\x03\xb0unusable_writers\x01",
+        b"\xb4unresponsive_writers\x02\xafoptions_version\x03\xb0unusable_writers\x01"
+        b"\xa7writers\x91\xcfiM\x96}\xa6\x94\xea\x1a",
     ),
 ]
 
@@ -618,12 +721,33 @@ RECORDS = [
         b'"transport":{"nats_tcp":"s"}}',
     ),
     (
+        EndpointRecord(
+            component="PrefillEngine",
+            endpoint="http",
+            namespace="dynamo",
+            lease_id=31,
+            transport=EndpointTransport(nats_tcp="s", stream="10.0.0.1:8100"),
+            engine=StockEngine(
+                url="http://10.0.0.1:8100",
+                role="prefill",
+                protocol="moriio-read",
+                transfer_host="10.1.0.1",
+                transfer_port=6301,
+                notify_port=61005,
+            ),
+        ),
+        b'{"component":"PrefillEngine","endpoint":"http","namespace":"dynamo","lease_id":31,'
+        b'"transport":{"nats_tcp":"s","stream":"10.0.0.1:8100"},'
+        b'"engine":{"url":"http://10.0.0.1:8100","role":"prefill","protocol":"moriio-read",'
+        b'"transfer_host":"10.1.0.1","transfer_port":6301,"notify_port":61005}}',
+    ),
+    (
         EngineRecord(checksum="00ff", metadata=msgspec.Raw(b'{"engine_id":"e1"}')),
         b'{"checksum":"00ff","metadata":{"engine_id":"e1"}}',
     ),
 ]
 
-MODULES = (decisions, backlog, generate, health, kv, prefill, routing)
+MODULES = (decisions, backlog, forwarding, grant, generate, health, kv, prefill, routing)
 DECODERS = sorted(
     {
         name

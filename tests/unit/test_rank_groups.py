@@ -22,7 +22,7 @@ from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
-from tests.builders import ManualClock
+from tests.builders import ManualClock, expecting
 from tests.shards import Shape, ShardedEngine, expected
 from tests.unit.decode_engine import BLOCK, TIMEOUT_S, prompt
 from tests.unit.decode_engine import Decode as Engine
@@ -102,7 +102,7 @@ class Decode(Group):
         ]
 
     def expect(self, attempt: str = "a1") -> None:
-        step = DecodeStep(expect={attempt: f"r-{attempt}"}, blocks={attempt: tuple(REMOTE)})
+        step = expecting({attempt: f"r-{attempt}"}, blocks={attempt: tuple(REMOTE)})
         assert self.settle(step) == [(set(), set())] * len(self.ranks)
 
     def settle(self, step: DecodeStep | None = None) -> list[tuple[set[str], set[str]]]:

@@ -24,11 +24,19 @@ from dynamo_lite.disagg.messages import (
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import TransferError
-from dynamo_lite.protocol.prefill import Committed
+from dynamo_lite.protocol.prefill import Committed, decode_notice
 from dynamo_lite.protocol.records import EngineMetadata, KvRegion, RankMetadata
-from dynamo_lite.runtime.permits import Permit, Permits, Verdict, verdict
+from dynamo_lite.runtime.permits import (
+    CELLS_OF_PERMIT,
+    Permit,
+    Permits,
+    Verdict,
+    grant_of,
+    verdict,
+)
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover, MemoryTransfer
 from dynamo_lite.transfer.digest import sample
+from tests.builders import expecting
 
 BLOCKS, BLOCK_BYTES = 32, 64
 
@@ -114,7 +122,10 @@ class Decode:
 
     def settle(self, **step) -> tuple[set[str], set[str]]:
         """One engine step: (received, failed)."""
-        self.rank.step(DecodeStep(**{"poll": True, **step}))
+        if "grants" in step:
+            self.rank.step(DecodeStep(poll=True, **step))
+        else:
+            self.rank.step(expecting(**{"expect": {}, "poll": True, **step}))
         results = self.rank.results()
         return results.received, results.lost
 
@@ -127,13 +138,14 @@ class Prefill:
         self.memory = Memory(self.mover, lambda i: 100 + i)
         self.alive = True
         #: The cells of two permits; a write without a permit counts as granted.
-        self.cells = [0, 0]
+        self.cells = [0] * (2 * CELLS_OF_PERMIT)
         self.rank = PrefillRank(
             self.mover,
             self.memory.rank,
             rank,
             lambda: self.alive,
             verdict=lambda p: verdict(self.cells, p) if p.number else Verdict.GRANTED,
+            grant_of=lambda p: grant_of(self.cells, p) if p.number else 0,
             checksum_rate=checksum_rate,
         )
 
@@ -225,12 +237,16 @@ def test_nothing_is_written_before_the_claim_is_granted(prefill, decode):
     # Attempts do not wait for each other's claims.
     prefill.step(blocks([1], [2], attempt="a2"))
     assert decode.memory.written() == {2: 101}
-    opened.grant()
+    opened.grant(7)
     # The last write starts when the others have ended.
     assert prefill.ended() == (set(), {})
     assert prefill.ended() == ({"p-a1"}, {})
     assert decode.memory.written() == {2: 101, 10: 103, 11: 104, 20: 107}
-    assert decode.settle() == ({"r1"}, set())
+    # All that it says names the grant.
+    said = [decode_notice(notice) for notice in decode.mover.inbox]
+    assert [(one.attempt, one.grant) for one in said] == [("a2", 0), ("a1", 7), ("a1", 7)]
+    assert decode.settle() == (set(), set())
+    assert decode.settle(grants={"a1": 7}) == ({"r1"}, set())
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -244,7 +260,7 @@ def test_an_attempt_whose_claim_is_refused_is_never_written(prefill, decode, com
     )
     opened.close()
     # Its cell is used again.
-    permits.open().grant()
+    permits.open().grant(1)
     if not complete:
         assert prefill.ended() == (set(), {})
         prefill.step(blocks([4], [11], permit=opened.permit))
@@ -255,7 +271,7 @@ def test_an_attempt_whose_claim_is_refused_is_never_written(prefill, decode, com
 
 def test_an_attempt_that_is_abandoned_between_its_writes_is_not_written_any_more(prefill, decode):
     opened = Permits(prefill.cells).open()
-    opened.grant()
+    opened.grant(1)
     prefill.step(blocks([3], [10], permit=opened.permit), targets=targets(decode))
     opened.refuse()
     prefill.step(blocks([4], [11], last=True, permit=opened.permit))
@@ -618,8 +634,8 @@ def test_several_settle_in_one_step(decode):
 
 def test_results_wait_until_they_are_asked_for(decode):
     decode.mover.inbox.append(notice("a1"))
-    decode.rank.step(DecodeStep(expect={"a1": "r1"}))
-    decode.rank.step(DecodeStep(expect={"a2": "r2"}, give_up=[("a2", "r2")]))
+    decode.rank.step(expecting({"a1": "r1"}))
+    decode.rank.step(expecting({"a2": "r2"}, give_up=[("a2", "r2")]))
     results = decode.rank.results()
     assert results.received == {"r1"}
     assert results.lost == {"r2"}
@@ -639,7 +655,7 @@ def test_an_idle_engine_is_not_polled(decode):
 
 def test_memory_of_strangers_and_of_the_given_up_is_bounded(decode, monkeypatch):
     monkeypatch.setattr(decode_rank, "_MAX_EARLY", 3)
-    monkeypatch.setattr(decode_rank, "_MAX_GIVEN_UP", 3)
+    monkeypatch.setattr(decode_rank, "_MAX_ENDED", 3)
     decode.mover.inbox += [notice(f"s{i}") for i in range(5)]
     decode.settle()
     expected = {f"s{i}": f"r{i}" for i in range(5)}

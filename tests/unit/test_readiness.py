@@ -214,3 +214,6 @@ class Members:
 
 class Failover:
     transport = None
+
+    def load_facts(self) -> dict[str, Any]:
+        return {}

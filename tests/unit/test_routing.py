@@ -47,6 +47,27 @@ def test_random_is_reproducible_and_reaches_everybody():
     assert min(Counter(first).values()) > 60
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_members_that_are_left_out_change_nothing_for_the_others(seed: int):
+    """As if they were no members; also where the same tuple comes again, out of order."""
+    rng = random.Random(seed)
+    pairs = [
+        (RoundRobin(), RoundRobin()),
+        (Random(random.Random(seed).randrange), Random(random.Random(seed).randrange)),
+    ]
+    members = tuple(endpoint_record(i) for i in rng.sample(range(20), 6))
+    for _ in range(60):
+        if rng.random() < 0.1:
+            members = tuple(endpoint_record(i) for i in rng.sample(range(20), 6))
+        without = {m.lease_id for m in rng.sample(members, rng.randrange(6))}
+        rest = [m for m in members if m.lease_id not in without]
+        for picker, other in pairs:
+            assert picker.pick(members, REQUEST, without).member == other.pick(rest, REQUEST).member
+    for picker, _ in pairs:
+        with pytest.raises(NoWorkers):
+            picker.pick(members, REQUEST, {m.lease_id for m in members})
+
+
 @pytest.mark.parametrize("picker", [RoundRobin(), Random(random.Random(0).randrange)])
 def test_every_choice_has_a_reason_and_nobody_is_an_error(picker):
     assert "2" in picker.pick([endpoint_record(1), endpoint_record(2)], REQUEST).reason

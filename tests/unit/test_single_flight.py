@@ -152,7 +152,7 @@ async def test_another_prompt_does_not_wait(decode: Decode):
     assert asks(decode, sibling("r2", of="b")) == (39, True)
     assert asks(decode, sibling("r3", 4)) == (0, False)
     assert asks(decode, prompt("r4", 40, prompt_token_ids=None)) == (0, False)
-    decode.net.view = None
+    decode.net.queue_watch.view = None
     assert asks(decode, sibling("r5")) == (0, False)
 
 

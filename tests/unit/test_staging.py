@@ -21,7 +21,7 @@ from dynamo_lite.protocol.prefill import Landed, decode_notice
 from dynamo_lite.simulation.engine.memory_mover import MemoryFabric, MemoryMover
 from dynamo_lite.transfer.sharding import join
 from dynamo_lite.transfer.transpose import slot_layout
-from tests.builders import engine_metadata
+from tests.builders import engine_metadata, expecting
 from tests.shards import Shape, ShardedEngine, expected_of_tokens
 
 BLOCKS = 8
@@ -69,7 +69,7 @@ class Pair:
         self.decode = DecodeRank(self.there, self.target.ranks[0])
 
     def expect(self, attempt: str = "a1") -> None:
-        step = DecodeStep(expect={attempt: f"r-{attempt}"}, blocks={attempt: tuple(REMOTE)})
+        step = expecting({attempt: f"r-{attempt}"}, blocks={attempt: tuple(REMOTE)})
         self.decode.step(step)
 
     def step(self, *writes: BlockWrite, ended: bool = False, **more) -> None:

@@ -81,6 +81,7 @@ def test_edits(words: list[str], edits: dict[str, Any]):
         ("VllmWorker.max-local-prefill-length=10000000001", "got 10000000001"),
         ("VllmWorker.max-remote-prefills=0", "a whole number > 0"),
         ("VllmWorker.remote-prefill-timeout-s=0", "a number > 0"),
+        ("VllmWorker.steal-back=1", "expected true or false, got 1"),
         ("VllmWorker.remote-prefill-timeout-s=.inf", "got inf"),
         ("VllmWorker.remote-prefill-timeout-s=.nan", "got nan"),
         ("VllmWorker.single-flight-min-length=x", "or null, got 'x'"),
@@ -214,6 +215,7 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
         store=store,
         registry=registry,
         drops=drops.append,
+        secret=None,
         spec=SimpleNamespace(namespace="t", component="Frontend"),
     )
     config = FrontendConfig(max_queued_tokens=7, kv_router=KvRouterOptions(kv_weight=3.0))
@@ -223,6 +225,7 @@ async def test_a_component_applies_its_limits_and_says_what_holds():
     async with options.following, asyncio.timeout(5):
         assert options.facts() == {
             "version": 0,
+            "newest": 0,
             "engine_version": None,
             "file": {
                 "kv-router.kv-weight": 3.0,

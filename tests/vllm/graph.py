@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
@@ -25,7 +26,8 @@ from dynamo_lite.protocol.errors import NoResponders
 from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import EndpointRecord, decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats.open import open_messaging
 from dynamo_lite.runtime.process.death_signal import death_signal_hook
 from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
@@ -225,6 +227,16 @@ class Graph(Command):
     def etcd_url(self) -> str:
         return self.run.etcd
 
+    @property
+    def servers(self) -> list[str]:
+        """Options of `serve` for a service that joins this graph."""
+        servers = ["--nats-url", self.nats_url, "--etcd-url", self.etcd_url]
+        return servers + (["--secret-file", self.run.secret] if self.run.secret else [])
+
+    def messaging(self) -> AbstractAsyncContextManager[Messaging]:
+        """A context: messages as this graph's own processes send them."""
+        return open_messaging(self.nats_url, self.run.secret or None)
+
     def processes(self, component: str = "") -> list[ProcessState]:
         return [p for p in self.run.processes if component in ("", p.service)]
 
@@ -281,7 +293,7 @@ class Graph(Command):
 
         Not killed ones, whose keys live as long as their lease.
         """
-        async with EtcdStore(self.etcd_url) as store, NatsMessaging(self.nats_url) as messaging:
+        async with EtcdStore(self.etcd_url) as store, self.messaging() as messaging:
 
             async def ask() -> list[EngineStatus]:
                 replies: list[bytes] = []
@@ -349,6 +361,7 @@ class PlainServer(Command):
         document.raise_mistakes()
         assert config is not None
         self._url = f"http://127.0.0.1:{free_port()}"
+        self._ready_s = _READY_S
         self._was_ready = False
         super().__init__(
             directory,
@@ -370,7 +383,7 @@ class PlainServer(Command):
     @property
     def url(self) -> str:
         if not self._was_ready:
-            self.wait_until(self.is_ready, _READY_S)
+            self.wait_until(self.is_ready, self._ready_s)
             self._was_ready = True
         return self._url
 

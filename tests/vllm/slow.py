@@ -28,6 +28,8 @@ SLOW_OPTIONS = (
     "--PrefillWorker.kv-checksum-rate=1",
     "--VllmWorker.remote-prefill-timeout-s=20",
     f"--VllmWorker.max-prefill-queue-size={QUEUE_SIZE}",
+    # What is queued must stay there while the worker stands still.
+    "--VllmWorker.steal-back=false",
 )
 
 _RUNS_S, _STANDS_S = 0.01, 0.24

@@ -2,16 +2,20 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from dynamo_lite.serve.processes import free_port
-from tests.vllm.graph import Graph, PlainServer, descendants_of
+from tests.vllm.graph import Graph, PlainServer, command_line, descendants_of
 
 FORWARD = ("graphs.forward:Forwarder", "configs/forward_nixl.yaml")
+
+#: Four that start at the same time on a busy machine.
+_READY_S = 480.0
 
 Role = Literal["prefill", "decode"]
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -19,9 +23,17 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 class StockEngine(PlainServer):
     """`vllm serve` with a connector. lease_s: how long a prefill engine keeps blocks that no
-    decode engine reads."""
+    decode engine reads. flags: more of vLLM's."""
 
-    def __init__(self, directory: Path, role: Role, connector: str, *, lease_s: float = 30.0):
+    def __init__(
+        self,
+        directory: Path,
+        role: Role,
+        connector: str,
+        *,
+        lease_s: float = 30.0,
+        flags: Mapping[str, Any] = MappingProxyType({}),
+    ):
         config: dict[str, Any] = {
             "kv_connector": connector,
             "kv_role": _KV_ROLES[role],
@@ -29,14 +41,26 @@ class StockEngine(PlainServer):
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"kv_lease_duration": lease_s},
         }
-        super().__init__(directory, flags={"kv-transfer-config": config})
+        super().__init__(directory, flags={"kv-transfer-config": config, **flags})
         self.role: Role = role
+        self._ready_s = _READY_S
         self._env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
 
     def kill(self) -> None:
         """vLLM's engine process outlives the kill of its server, so it is killed, too."""
         for pid in (self.pid, *descendants_of(self.pid)):
-            os.kill(pid, signal.SIGKILL)
+            _kill(pid)
+
+    def kill_core(self) -> None:
+        """Only vLLM's engine process; its server notices and ends."""
+        for pid in descendants_of(self.pid):
+            if "EngineCore" in command_line(pid):
+                _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 @dataclass
@@ -56,6 +80,7 @@ def forwarded(
     protocol: str = "nixl",
     prefill: int = 1,
     decode: int = 1,
+    lease_s: float = 30.0,
     options: Sequence[str] = (),
 ) -> Iterator[Forwarded]:
     """Engines that are started one beside the other, and then a Forwarder."""
@@ -63,7 +88,9 @@ def forwarded(
         engines: dict[Role, list[StockEngine]] = {"prefill": [], "decode": []}
         for role, count in (("prefill", prefill), ("decode", decode)):
             for number in range(count):
-                engine = StockEngine(directory / f"{role}-{number}", role, connector)
+                engine = StockEngine(
+                    directory / f"{role}-{number}", role, connector, lease_s=lease_s
+                )
                 engines[role].append(stack.enter_context(engine))
         every = [*engines["prefill"], *engines["decode"]]
         listed = ", ".join(f'{{url: "{engine.url}", role: {engine.role}}}' for engine in every)

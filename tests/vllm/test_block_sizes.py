@@ -42,7 +42,7 @@ async def test_answers_are_the_same_across_block_sizes(
 async def _ask_until(worker: Joined, disagg: Graph, reference: PlainServer, *, of: Graph) -> None:
     """The decode worker `of` a graph is asked until `worker` has had its share."""
     lease = of.process("VllmWorker").lease
-    async with Direct(disagg.etcd_url, lease=lease) as direct:
+    async with Direct(disagg.etcd_url, lease=lease, secret=disagg.run.secret) as direct:
         for _ in range(MAX_ROUNDS):
             seed = next(SEEDS)
             prompts = [prompt_ids(tokens, seed) for tokens in LENGTHS]

@@ -188,6 +188,10 @@ def test_a_decision_is_explained_by_the_id_of_the_answer(disagg: Graph):
     stages = {"decide", "publish", "pull", "claim", "fill", "resume"}
     assert remote["asked"]["stages_s"].keys() == stages
     assert remote["remote_s"] > 0
+    # By default the thresholds decide, and what either side would cost is recorded.
+    costs = remote["costs"]
+    assert costs["thresholds"] == "remote" and costs["says"]
+    assert costs["local_s"] > 0 and costs["cost_s"] > 0
     siblings = decided(108, n=2, temperature=1)
     assert sorted(d["reason"] for d in siblings) == ["long", "single_flight"]
     with client(disagg.url) as api:

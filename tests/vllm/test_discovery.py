@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from dynamo_lite.cli.access_environment import etcd_environment
 from tests.vllm.asking import ask
 from tests.vllm.graph import Graph, eventually
 
@@ -29,8 +30,8 @@ def etcdctl(url: str, *args: str) -> str:
     assert package is not None and package.origin is not None
     program = Path(package.origin).parent / "etcdbin" / "etcdctl"
     done = subprocess.run(
-        [str(program), "--endpoints", url, *args],
-        env={**os.environ, "ETCDCTL_API": "3"},
+        [str(program), *args],
+        env={**os.environ, **etcd_environment(url)},
         capture_output=True,
         text=True,
         timeout=30,

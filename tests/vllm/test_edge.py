@@ -15,6 +15,7 @@ import pytest
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.errors import DeadlineExceeded
 from dynamo_lite.protocol.generate import GenerateRequest, Hello
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
@@ -191,10 +192,13 @@ GARBAGE = {
 }
 
 
+DROPPED = "dynamo_lite_dropped_messages_total"
+
+
 @pytest.mark.parametrize("payload", list(GARBAGE.values()), ids=list(GARBAGE))
 async def test_garbage_on_the_subjects(disagg: Graph, reference: PlainServer, payload: bytes):
     (before,) = await disagg.pools()
-    async with NatsMessaging(disagg.nats_url) as messaging:
+    async with disagg.messaging() as messaging:
         for subject in await _subjects(disagg):
             await messaging.publish(subject, payload)
     await _answers(disagg, reference)
@@ -203,6 +207,29 @@ async def test_garbage_on_the_subjects(disagg: Graph, reference: PlainServer, pa
     assert "dropped a malformed message" in disagg.log_of("VllmWorker")
     assert "dropped a malformed message" in disagg.log_of("PrefillWorker")
     assert re.search(r"job \d+ dropped", disagg.log_of("PrefillWorker"))
+
+
+async def test_a_stranger_without_the_secret_is_not_heard(disagg: Graph, reference: PlainServer):
+    """It reaches NATS, and sends what the graph's own processes might."""
+    (before,) = await disagg.pools()
+    engine, _, writer = await _who(disagg)
+    listen = names.listen_subject(NAMESPACE, engine)
+    dropped = disagg.count("VllmWorker", DROPPED, where="unauthentic")
+    stay = encode_sealed(Claim(attempt="forged", writer_lease_id=writer))
+    async with NatsMessaging(disagg.nats_url) as messaging:
+        with pytest.raises(DeadlineExceeded):
+            await messaging.request(listen, stay, timeout_s=0.5)
+        for subject in await _subjects(disagg):
+            await messaging.publish(subject, stay)
+    await _answers(disagg, reference)
+    await disagg.settled(before.free_blocks)
+    eventually(
+        lambda: disagg.count("VllmWorker", DROPPED, where="unauthentic") > dropped,
+        timeout_s=10,
+        what="its messages are counted",
+    )
+    assert f"dropped a message on {listen}" in disagg.log_of("VllmWorker")
+    assert "from the queue: not authentic" in disagg.log_of("PrefillWorker")
 
 
 async def test_wrong_messages_on_the_subjects(disagg: Graph, reference: PlainServer):
@@ -228,7 +255,7 @@ async def test_wrong_messages_on_the_subjects(disagg: Graph, reference: PlainSer
     strange = msgspec.structs.replace(job, engine_id="no-such-engine", attempt="other")
     later = msgspec.structs.replace(job, wire_version=99)
     bytes_before = disagg.count("PrefillWorker", "dynamo_lite_kv_transfer_bytes_total")
-    async with NatsMessaging(disagg.nats_url) as messaging:
+    async with disagg.messaging() as messaging:
         for message in (
             request,
             msgspec.structs.replace(request, wire_version=99),
@@ -257,7 +284,7 @@ async def test_wrong_messages_on_the_subjects(disagg: Graph, reference: PlainSer
 async def test_garbage_on_the_processors_endpoints_is_answered(disagg: Graph):
     subjects = [r.transport.nats_tcp for r in await disagg.records() if r.component == "Processor"]
     assert len(subjects) == 2
-    async with NatsMessaging(disagg.nats_url) as messaging:
+    async with disagg.messaging() as messaging:
         for subject in subjects:
             for payload in (b"", b"\xff\xfe", b"[1]", b"{}", b'{"model": "tiny"}'):
                 reply = await messaging.request(subject, payload, timeout_s=10)

@@ -33,7 +33,7 @@ def pair(stage: Any) -> Graph:
 @pytest.fixture(scope="module")
 def shared(pair: Graph, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     options = [
-        *("--nats-url", pair.nats_url, "--etcd-url", pair.etcd_url),
+        *pair.servers,
         "--Frontend.ServiceArgs.workers=2",
         "--Frontend.router=kv",
     ]

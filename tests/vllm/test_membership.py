@@ -15,6 +15,7 @@ import pytest
 from dynamo_lite.serve.run_state import ProcessState
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.graph import Graph, PlainServer, eventually, sample_sum
+from tests.vllm.live import live_options
 from tests.vllm.test_decisions import REMOTE, counting
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.takes_workers]
@@ -88,9 +89,13 @@ async def test_a_prefill_worker_joins_by_being_started_and_another_leaves(
 ):
     """The new one takes jobs at once. The old one, revoked amid its work, finishes its
     writes: no remote prefill is lost or late, and what it had not begun the new one does."""
-    options = ["--nats-url", pair.nats_url, "--etcd-url", pair.etcd_url]
+    options = pair.servers
     leaving = pair.process("PrefillWorker")
-    with Graph(tmp_path, options=options, service="PrefillWorker") as joined:
+    with (
+        Graph(tmp_path, options=options, service="PrefillWorker") as joined,
+        # What the prefill workers do is counted exactly.
+        live_options(pair, {"VllmWorker.steal-back": "false"}),
+    ):
         await pair.settled()
         free = sum(pool.free_blocks for pool in await pair.pools())
         async with under_load(pair, reference, load(seed=510, count=32, tokens=4)):

@@ -44,8 +44,7 @@ class Joined(Graph):
 
     def __init__(self, directory: Path, graph: Graph, service: str, changes: dict[str, Any]):
         changed = [f"--{service}.{key}={json.dumps(value)}" for key, value in changes.items()]
-        servers = ["--nats-url", graph.nats_url, "--etcd-url", graph.etcd_url]
-        super().__init__(directory, options=[*servers, *changed], service=service)
+        super().__init__(directory, options=[*graph.servers, *changed], service=service)
         self._service = service
 
     def handed_over(self) -> float:

@@ -99,8 +99,8 @@ async def test_what_a_killed_worker_had_written_is_not_computed_again(
     tokens = 6000
     requests = [{"prompt": prompt_ids(tokens, seed=600), "max_tokens": 8}]
     expected = await tokens_of(reference.url, requests)
-    servers = ["--nats-url", graph.nats_url, "--etcd-url", graph.etcd_url]
-    with Graph(tmp_path, options=[*servers, *SLOW_OPTIONS], service="PrefillWorker") as joined:
+    options = [*graph.servers, *SLOW_OPTIONS]
+    with Graph(tmp_path, options=options, service="PrefillWorker") as joined:
         await graph.settled()
         free = (await graph.pools())[0].free_blocks
         both = graph, joined
@@ -137,7 +137,7 @@ async def test_a_worker_that_does_not_fit_is_asked_for_nothing(
     prompts are local at once; none is queued for it."""
     requests = longs(3, seed=420)
     expected = await tokens_of(reference.url, requests)
-    options = ["--nats-url", graph.nats_url, "--etcd-url", graph.etcd_url, *SLOW_OPTIONS]
+    options = [*graph.servers, *SLOW_OPTIONS]
     options += ["--PrefillWorker.dtype=bfloat16"]
     with Graph(tmp_path, options=options, service="PrefillWorker") as joined:
         unfit = joined.process("PrefillWorker")

@@ -19,7 +19,6 @@ import pytest
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import StartupError
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
 from tests.vllm.asking import assert_same, client, joined, prompt_ids, prose
@@ -76,9 +75,8 @@ def edges(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
         *(f"--VllmWorker.ServiceArgs.env.{key}={value}" for key, value in UNCOMPILED.items()),
     ]
     with stage.alone(AGG, options) as rust:
-        servers = ["--nats-url", rust.nats_url, "--etcd-url", rust.etcd_url]
         directory = tmp_path_factory.mktemp("python-edge")
-        python = Graph(directory, AGG, servers, service="Frontend")
+        python = Graph(directory, AGG, rust.servers, service="Frontend")
         with together([python]):
             yield rust, python
 
@@ -202,7 +200,7 @@ async def test_the_processor_answers_through_it(rust: Graph):
     lease_id = int(rust.process("Frontend").lease, 16)
     subject = names.endpoint_subject(NAMESPACE, "Processor", "completions", lease_id)
     body = json.dumps({"model": "tiny", **TEXT}).encode()
-    async with NatsMessaging(rust.nats_url) as messaging:
+    async with rust.messaging() as messaging:
         answer = json.loads(await messaging.request(subject, body, timeout_s=60))
     expected = ask(rust, "completions", TEXT, stream=False)
     assert complete(answer["choices"][0]["text"]) == expected["choices"][0]["text"]

@@ -2,6 +2,7 @@
 whose time is up."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.vllm.asking import prompt_ids, tokens_of
 from tests.vllm.direct import Direct
 from tests.vllm.graph import Graph, PlainServer, eventually
-from tests.vllm.live import live_options
+from tests.vllm.live import command, live_options
 from tests.vllm.slow import (
     MAX_JOBS,
     QUEUE_SIZE,
@@ -105,7 +106,7 @@ async def test_short_and_urgent_prompts_pass_long_ones(roomy: Graph):
         "short": (600, 0),
         "urgent": (2300, -1),
     }
-    async with Direct(roomy.etcd_url) as direct:
+    async with Direct(roomy.etcd_url, secret=roomy.run.secret) as direct:
         asking: list[asyncio.Task[list[int]]] = []
         with throttled(roomy.engine_pid("PrefillWorker")):
             for number, (name, (tokens, priority)) in enumerate(asked.items(), 1):
@@ -120,6 +121,45 @@ async def test_short_and_urgent_prompts_pass_long_ones(roomy: Graph):
         assert set(direct.ended[:2]) == {"short", "urgent"}
         assert direct.ended[2:] == ["first", "second", "may wait"]
     await roomy.settled(free)
+
+
+async def test_what_the_worker_does_not_come_to_is_taken_back(roomy: Graph, reference: PlainServer):
+    """It has claimed as many jobs as it may, and hardly computes. It lives, so nobody gives it up;
+    the engine computes the others one after the other."""
+    requests, others = longs(MAX_JOBS, seed=1250), longs(3, seed=1251, tokens=300)
+    expected = await tokens_of(reference.url, requests)
+    await works_remotely(roomy, reference, seed=1252)
+    await tokens_of(roomy.url, others, 1)  # now it knows how fast it computes itself
+    free, since = await free_blocks(roomy), counting(roomy)
+    taken, committed = outcomes(roomy, "taken_back"), outcomes(roomy, "committed")
+    with live_options(roomy, {"VllmWorker.steal-back": "true"}):
+        with throttled(roomy.engine_pid("PrefillWorker")):
+            asking = asyncio.create_task(tokens_of(roomy.url, requests, len(requests)))
+            await asyncio.to_thread(
+                eventually,
+                lambda: outcomes(roomy, "taken_back") >= taken + 3,
+                timeout_s=18,
+                what="three prompts are taken back",
+            )
+        assert await asking == expected
+    assert since() == {"remote/long": len(requests)}
+    back = outcomes(roomy, "taken_back") - taken
+    assert back + outcomes(roomy, "committed") - committed == len(requests)
+    await roomy.settled(free)
+    told = json.loads(command(roomy, "explain", "--last", "50", "--json"))
+    said = [one["asked"]["detail"] for one in told if _ended(one) == "taken_back"]
+    assert len(said) == back
+    assert all(one.startswith(("overdue, about ", "queue_long, about ")) for one in said)
+    assert "  taken back  after " in command(roomy, "explain", _request(told, "taken_back"))
+    await works_remotely(roomy, reference, seed=1253)
+
+
+def _ended(decision: dict) -> str:
+    return decision["asked"]["outcome"] if decision["asked"] else ""
+
+
+def _request(told: list[dict], outcome: str) -> str:
+    return next(one["request_id"] for one in told if _ended(one) == outcome)
 
 
 async def _both_are_claimed(graph: Graph) -> None:

@@ -15,7 +15,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.prefill import Listen, RemotePrefillRequest, decode_job
 from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.secret import TAG_BYTES
 from dynamo_lite.transfer.nixl import NixlMover
 from tests.vllm.asking import tokens_of
 from tests.vllm.graph import NAMESPACE, Graph, PlainServer, eventually
@@ -40,7 +42,7 @@ class Spoiler:
         self._mover.register([(self._byte.ctypes.data, 1)], "DRAM", 0)
         self._mover.add_peer("engine", self._rank.agent)
 
-    async def meet(self, messaging: NatsMessaging, engine_id: str) -> None:
+    async def meet(self, messaging: Messaging, engine_id: str) -> None:
         """Connects; the engine must make progress for it, which an idle one does when told."""
         subject = names.listen_subject(NAMESPACE, engine_id)
         listen = Listen(writer_lease_id=1, for_s=_LISTEN_S)
@@ -70,21 +72,19 @@ class Spoiler:
 
 
 @asynccontextmanager
-async def jobs_of(messaging: NatsMessaging) -> AsyncIterator[list[RemotePrefillRequest]]:
+async def jobs_of(graph: Graph) -> AsyncIterator[list[RemotePrefillRequest]]:
     """Those that are sent to the queue meanwhile."""
     jobs: list[RemotePrefillRequest] = []
     subject = names.prefill_jobs_subject(NAMESPACE)
 
     async def on_job(message) -> None:
-        jobs.append(decode_job(message.data))
+        jobs.append(decode_job(message.data[TAG_BYTES:]))
 
-    heard = [await messaging.client.subscribe(s, cb=on_job) for s in (subject, f"{subject}.>")]
-    await messaging.client.flush()
-    try:
+    async with NatsMessaging(graph.nats_url) as messaging:
+        for wanted in (subject, f"{subject}.>"):
+            await messaging.client.subscribe(wanted, cb=on_job)
+        await messaging.client.flush()
         yield jobs
-    finally:
-        for each in heard:
-            await each.unsubscribe()
 
 
 async def test_a_spoilt_byte_is_found_and_the_prompt_computed_here(
@@ -100,7 +100,7 @@ async def test_a_spoilt_byte_is_found_and_the_prompt_computed_here(
     writes = slow.count("PrefillWorker", WRITES)
     spoiler = Spoiler(engine.metadata)
     try:
-        async with NatsMessaging(slow.nats_url) as messaging, jobs_of(messaging) as jobs:
+        async with slow.messaging() as messaging, jobs_of(slow) as jobs:
             await spoiler.meet(messaging, engine.metadata.engine_id)
             with throttled(slow.engine_pid("PrefillWorker")):
                 asking = asyncio.create_task(tokens_of(slow.url, requests))

@@ -1,8 +1,9 @@
 """The backlog of this decode engine, published to the other engines, and theirs.
 
 A job counts from its allocation to the end of its remote prefill, however that ends.
-Changes are published at once; changes within a short time are published together. The
-whole backlog is also published every second, which repairs lost messages.
+Changes are published at once; changes within a short time are published together, and the
+more engines there are, the longer that time is. The whole backlog is also published every
+second, which repairs lost messages.
 """
 
 import asyncio
@@ -11,9 +12,16 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+from dynamo_lite.disagg.decode.remote_prefill import Place, RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
-from dynamo_lite.policy.backlog import BacklogTotals, DrainRate, wait_s
+from dynamo_lite.policy.backlog import (
+    IDLE_PERIOD_S,
+    BacklogTotals,
+    DrainRate,
+    notice_period_s,
+    wait_s,
+)
 from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.protocol.backlog import Backlog, Lane
 from dynamo_lite.protocol.codec import encode
@@ -26,14 +34,12 @@ from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
-#: The longest and the shortest time between two messages, in seconds.
-_IDLE_PERIOD_S, _PERIOD_S = 1.0, 0.02
-
 
 class BacklogExchange:
     """Methods run on the bridge's thread unless they say otherwise.
 
-    workers: how many prefill workers respond. now: monotonic.
+    workers: how many prefill workers respond. now: monotonic. on_news: called when another engine's
+    backlog has changed.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class BacklogExchange:
         workers: Callable[[], int],
         now: Callable[[], float],
         on_drop: OnDrop = uncounted,
+        on_news: Callable[[], None] = lambda: None,
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._engine_id, self._queue = config.engine_id, config.role.queue
@@ -50,9 +57,14 @@ class BacklogExchange:
         self._follower = BacklogFollower(
             config.namespace, now, own=config.engine_id, on_demand=self._on_backlog, on_drop=on_drop
         )
+        self._on_news = on_news
         self._others = BacklogTotals()
         self._drain = DrainRate()
         self._number = self._done_tokens = 0
+        #: Tokens that all engines have received since this one began to listen.
+        self._all_done_tokens = 0
+        #: The shortest time between two notices of one engine.
+        self.period_s = notice_period_s(1)
         self._changed = asyncio.Event()
         self._hello = True
 
@@ -67,7 +79,37 @@ class BacklogExchange:
         lane = self._queue.lane_of(tokens, priority)
         waits_s = wait_s(totals, lane, rate=rate, workers=seen.prefill_workers)
         takes_s = None if waits_s is None or rate is None else waits_s + tokens / rate
-        return replace(seen, jobs=jobs, tokens=totals.tokens, wait_s=waits_s, takes_s=takes_s)
+        return replace(
+            seen,
+            jobs=jobs,
+            tokens=totals.tokens,
+            wait_s=waits_s,
+            takes_s=takes_s,
+            earlier_tokens=totals.queued_up_to(lane),
+            later_tokens=totals.queued_after(lane),
+            claimed_tokens=totals.claimed_tokens,
+            asked_tokens=totals.asked_tokens,
+        )
+
+    def place(self, lane: Lane) -> Place:
+        """Of a job that is queued now. Any thread."""
+        return Place(self._totals().ahead_of(lane), self._all_done_tokens)
+
+    def ahead_s(self, queued: RemotePrefill) -> float | None:
+        """Estimated seconds that the workers need for what is before a queued job; None without a
+        measured rate or workers. Any thread."""
+        rate, workers = self._drain.tokens_per_s(self._now()), self._workers()
+        if not rate or not workers:
+            return None
+        before = queued.place.ahead_tokens - (self._all_done_tokens - queued.place.done_tokens)
+        # Others may have been withdrawn. The present total has later ones, and the job itself.
+        others = self._totals().ahead_of(queued.lane) - queued.job_tokens
+        return max(min(before, others), 0) / (rate * workers)
+
+    @property
+    def rank(self) -> int:
+        """How many live engines come before this one."""
+        return self._follower.before(self._engine_id)
 
     async def publish_soon(self) -> None:
         """`changed`, as a coroutine for the bridge."""
@@ -96,6 +138,7 @@ class BacklogExchange:
         return self._prefills.backlog()[0] + self._others
 
     def _measure_drain(self, done_tokens: int) -> None:
+        self._all_done_tokens += done_tokens
         self._drain.moved(
             self._now(),
             done_tokens=done_tokens,
@@ -106,6 +149,7 @@ class BacklogExchange:
     def _on_backlog(self, backlog: Backlog, done_tokens: int) -> None:
         self._others = self._follower.totals()
         self._measure_drain(done_tokens)
+        self._on_news()
         if backlog.hello:
             self._changed.set()
 
@@ -118,9 +162,10 @@ class BacklogExchange:
         while True:
             self._changed.clear()
             await self._publish(messaging)
-            await asyncio.sleep(_PERIOD_S)
+            self.period_s = period_s = notice_period_s(self._follower.engines + 1)
+            await asyncio.sleep(period_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_IDLE_PERIOD_S):
+                async with asyncio.timeout(IDLE_PERIOD_S - period_s):
                     await self._changed.wait()
             self._others = self._follower.totals()
 
@@ -136,6 +181,8 @@ class BacklogExchange:
             claimed_jobs=totals.claimed_jobs,
             claimed_tokens=totals.claimed_tokens,
             done_tokens=done_tokens,
+            asked_tokens=totals.asked_tokens,
+            overflow_tokens=totals.overflow_tokens,
             hello=hello,
             leaving=leaving,
         )

@@ -9,19 +9,21 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dynamo_lite.disagg.decode.backlog import BacklogExchange, job_tokens
+from dynamo_lite.disagg.decode.granting import Granting
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
+from dynamo_lite.disagg.decode.queue_watch import QueueWatch
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.shared_state import LockedLedger, PollWindow
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
+from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.policy.disagg import QueueView, fresh
+from dynamo_lite.policy.disagg import fresh
 from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
-from dynamo_lite.policy.ledger import Ledger
+from dynamo_lite.policy.ledger import Ledger, Refusal
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import (
@@ -32,6 +34,7 @@ from dynamo_lite.protocol.errors import (
     PushAmbiguous,
     QueueFull,
 )
+from dynamo_lite.protocol.grant import blocks_digest
 from dynamo_lite.protocol.prefill import (
     CancelAttempt,
     ClaimRefused,
@@ -50,11 +53,10 @@ from dynamo_lite.protocol.prefill import (
 from dynamo_lite.queue.base import PrefillQueue
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.sealed_records import RecordSeals
 
 logger = logging.getLogger(__name__)
 
-#: How often the queue's depth is read; the broker itself holds the hard cap.
-_VIEW_PERIOD_S = 0.25
 #: How long a writer whose keys are gone has to answer that its process still runs.
 _ALIVE_TIMEOUT_S = 1.0
 #: How many characters of a writer's failure message are kept for `explain`.
@@ -65,7 +67,9 @@ class ControlSession:
     """Use `session()` as the bridge's context.
 
     status: returns the reply to `describe`; called on the bridge's thread. tuning: follows the
-    live options of the engine's component. now: monotonic. wall: seconds since the epoch.
+    live options of the engine's component. new_grant: returns a new grant's id, above 0. now:
+    monotonic. wall: seconds since the epoch. on_news: called when the queue, other engines'
+    backlogs or the prefill workers have changed.
     """
 
     def __init__(
@@ -77,23 +81,28 @@ class ControlSession:
         tuning: LiveThresholds,
         *,
         outside: ServerClients,
+        new_grant: Callable[[], int],
         now: Callable[[], float],
         wall: Callable[[], float],
         on_drop: OnDrop = uncounted,
+        on_news: Callable[[], None],
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._config, self._role, self._book, self._status = config, config.role, book, status
         self._prefills, self._outside, self._tuning = prefills, outside, tuning
         self._now, self._wall = now, wall
+        seals = GrantSeals.of_file(config.secret_file)
+        self._granting = Granting(book, config.engine_id, seals, new_grant)
         self._on_drop = on_drop
         self._queue: PrefillQueue | None = None
         self._messaging: Messaging | None = None
         self.workers = PrefillWorkers(config, on_drop)
         self._tasks: asyncio.TaskGroup | None = None
-        #: The last reading of the queue. Replaced as a whole on the bridge's thread.
-        self.view: QueueView | None = None
         self.backlog = BacklogExchange(
-            config, prefills, lambda: len(self.workers.usable), now, on_drop
+            config, prefills, lambda: len(self.workers.usable), now, on_drop, on_news
+        )
+        self.queue_watch = QueueWatch(
+            config, self.workers, tuning, lambda: self.backlog.rank, now, on_drop, on_news
         )
         #: Whether the component has announced that it shuts down.
         self.leaving = False
@@ -108,7 +117,8 @@ class ControlSession:
             self._messaging = messaging = await enter(self._outside.messaging())
             self._queue = await enter(self._outside.queue(self._role.queue))
             store = await enter(self._outside.store())
-            await enter(self._tuning.follow(store, config.namespace, self._on_drop))
+            seals = RecordSeals.of_file(config.secret_file)
+            await enter(self._tuning.follow(store, config.namespace, self._on_drop, seals))
             await enter(self.workers.follow(store, messaging, self._on_usable_change))
             for name, where, handler in (
                 (names.claim_subject, "claim", self._on_claim),
@@ -122,20 +132,22 @@ class ControlSession:
                 handler = counted(handler, where, self._on_drop)
                 await enter(messaging.serve(name(*subject), handler))
             await enter(self.backlog.running(messaging))
+            await enter(self.queue_watch.running(self._queue, messaging))
             async with asyncio.TaskGroup() as self._tasks:
-                watcher = self._tasks.create_task(self._watch_queue(), name="queue-view")
                 self.workers.listen(self._on_writers, self._on_health)
                 try:
                     with self._queue.on_lost(self._on_queue_lost):
                         yield
                 finally:  # the roster and the links end later, and may still report changes
-                    watcher.cancel()
                     self._tasks = None
 
     async def push(self, job: RemotePrefillRequest) -> None:
         """Queues the job. If the broker does not confirm it, the prompt is computed locally."""
         assert self._queue is not None
         self.backlog.changed()
+        blocks = blocks_digest(job.block_ids, job.prefix_block_ids)
+        with self._book.lock:
+            self._book.ledger.offered(job.attempt, blocks)
         if not self.workers.usable:
             await self._apply_event(lambda ledger: ledger.not_published(job.attempt))
             return
@@ -146,6 +158,8 @@ class ControlSession:
             logger.info(
                 "request %s: computed locally, the job was not queued: %s", job.request_id, exc
             )
+            if not isinstance(exc, QueueFull):
+                self.queue_watch.doubt()
             await self._apply_event(lambda ledger: ledger.not_published(job.attempt))
         except Exception:
             await self._apply_event(lambda ledger: ledger.not_published(job.attempt))
@@ -189,17 +203,14 @@ class ControlSession:
         self.workers.show_life(claim.writer_lease_id)
         if trouble := self.workers.trouble(claim.writer_lease_id):
             return encode(ClaimRefused(reason=f"not able to work: {trouble}", elsewhere=True))
-        with self._book.lock:
-            refusal = self._book.ledger.claim(
-                claim.attempt, claim.writer_lease_id, self._now(), claim.number
-            )
-        if refusal is not None:
-            if not refusal.elsewhere:
+        grant = self._granting.answer(claim, self._now())
+        if isinstance(grant, Refusal):
+            if not grant.elsewhere:
                 self._on_drop("claim")
-            return encode(ClaimRefused(reason=refusal.reason, elsewhere=refusal.elsewhere))
+            return encode(ClaimRefused(reason=grant.reason, elsewhere=grant.elsewhere))
         self._prefills.claimed(claim.attempt, claim.held_s)
         self.backlog.changed()
-        return encode(Granted(granted_at=self._wall()))
+        return encode(Granted(granted_at=self._wall(), grant=grant))
 
     async def _on_done(self, payload: bytes) -> None:
         done = decode_writer_done(payload)
@@ -316,12 +327,9 @@ class ControlSession:
         self._apply_event_soon(lambda ledger: ledger.withdraw_queued(Outcome.QUEUE_LOST))
 
     def _on_usable_change(self) -> None:
-        """Updates the counts of prefill workers in `view`, so that decisions see them at once."""
-        alive, usable = len(self.workers.responsive), len(self.workers.usable)
-        if self.view is not None:
-            self.view = replace(self.view, prefill_workers=usable, prefill_workers_alive=alive)
+        self.queue_watch.workers_changed()
         self.workers.warn_if_none_usable()
-        if not usable:
+        if not self.workers.usable:
             self._apply_event_soon(lambda ledger: ledger.withdraw_queued(Outcome.NO_WRITER))
 
     def _apply_event_soon(self, event: Callable[[Ledger], list[Instruction]]) -> None:
@@ -336,26 +344,10 @@ class ControlSession:
     @property
     def queue_jobs(self) -> int | None:
         """From the last reading of the queue; None if that is too old."""
-        view = fresh(self.view, self._tuning.now.options, self._now())
+        view = fresh(self.queue_watch.view, self._tuning.now.options, self._now())
         return None if view is None else view.jobs
 
     @property
     def options_version(self) -> int:
         """Of the live options that this engine follows."""
         return self._tuning.now.version
-
-    async def _watch_queue(self) -> None:
-        assert self._queue is not None
-        while True:
-            read_at = self._now()
-            try:
-                depth = await self._queue.depth()
-                self.view = QueueView(
-                    depth.total,
-                    len(self.workers.usable),
-                    read_at,
-                    prefill_workers_alive=len(self.workers.responsive),
-                )
-            except DynamoLiteError as exc:
-                logger.debug("reading the queue depth failed: %s", exc)
-            await asyncio.sleep(_VIEW_PERIOD_S)

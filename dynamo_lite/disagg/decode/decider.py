@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from dynamo_lite.disagg.counters import Counters
 from dynamo_lite.disagg.decode.control_session import ControlSession
+from dynamo_lite.disagg.decode.cost_learning import CostLearning
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
 from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
@@ -25,10 +26,11 @@ class Decider:
         tuning: LiveThresholds,
         prefills: RemotePrefills,
         rate: PrefillRate,
+        costs: CostLearning,
         now: Callable[[], float],
     ):
         self._net, self._tuning, self._prefills, self._rate = net, tuning, prefills, rate
-        self._now = now
+        self._costs, self._now = costs, now
 
     def decide(
         self, request: Prompt, cached: int, transferable: bool, known: RemotePrefill | None
@@ -43,27 +45,43 @@ class Decider:
         if known is not None and known.until is not None:
             timeout_s = known.until - at
         queue = self._queue_view(request.num_prompt_tokens - cached, request.priority)
+        usual = opinion = None
+        propensity = 1.0
         if not transferable or request.prompt_token_ids is None:
             verdict = Local(DecisionReason.NOT_TRANSFERABLE)
         elif self._net.leaving:
             verdict = Local(DecisionReason.LEAVING)
         else:
-            verdict = decide(
+            left_s = min(timeout_s, time_left_s(request, at))
+            usual = decide(
                 prompt_tokens=request.num_prompt_tokens,
                 cached_tokens=cached,
                 queue=queue,
                 thresholds=tuned.options,
                 now=at,
-                time_left_s=min(timeout_s, time_left_s(request, at)),
+                time_left_s=left_s,
             )
-        if verdict.reason is DecisionReason.CACHED and _was_served(known):
-            verdict = Local(DecisionReason.SINGLE_FLIGHT)
-        return Decided(verdict, at, cached, queue, tuned, self._rate.rates)
+            if usual.reason is DecisionReason.CACHED and _was_served(known):
+                usual = Local(DecisionReason.SINGLE_FLIGHT)
+            verdict, opinion, propensity = self._costs.decide(
+                request.request_id,
+                request.num_prompt_tokens - cached,
+                cached,
+                usual,
+                queue,
+                tuned.options,
+                at,
+                left_s,
+            )
+        rates = self._rate.rates
+        return Decided(
+            verdict, at, cached, queue, tuned, rates, usual, opinion, propensity=propensity
+        )
 
     def _queue_view(self, tokens: int, priority: int) -> QueueView | None:
         """The last reading plus the jobs that this engine has added since, or the jobs of all
         engines if those are more."""
-        view = self._net.view
+        view = self._net.queue_watch.view
         if view is None:
             return None
         view = replace(view, jobs=view.jobs + self._prefills.asked_since(view.read_at))

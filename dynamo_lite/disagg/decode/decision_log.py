@@ -3,6 +3,7 @@
 An entry is the record of a prompt; it becomes a message when `explain` asks for it.
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.stages import stages_s
 from dynamo_lite.disagg.engine_config import EngineConfig
 from dynamo_lite.engine.request_ids import is_of
+from dynamo_lite.policy.cost_policy import side_of
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.decisions import (
     Asked,
+    CostsSeen,
     Decision,
     Explained,
     Followed,
@@ -67,7 +70,7 @@ class DecisionLog:
 
 
 def _as_message(prefill: RemotePrefill, now: float) -> Decision:
-    verdict, at, cached, queue, tuned, rates = prefill.decided
+    verdict, at, cached, queue, tuned, rates = prefill.decided[:6]
     uncached, outcome = prefill.prompt_tokens - cached, prefill.outcome
     return Decision(
         request_id=prefill.request_id,
@@ -100,4 +103,24 @@ def _as_message(prefill: RemotePrefill, now: float) -> Decision:
         )
         if prefill.attempt
         else None,
+        costs=_costs(prefill),
+    )
+
+
+def _costs(prefill: RemotePrefill) -> CostsSeen | None:
+    decided = prefill.decided
+    if decided.opinion is None or (costs := decided.opinion.costs) is None:
+        return None
+    return CostsSeen(
+        thresholds=side_of(decided.usual or decided.verdict),
+        says=decided.opinion.word,
+        local_s=costs.local_s,
+        pause_s=costs.pause_s,
+        remote_s=costs.remote_s,
+        queue_s=costs.queue_s,
+        memory_s=costs.memory_s,
+        band_s=None if math.isinf(costs.band_s) else costs.band_s,
+        propensity=decided.propensity,
+        cost_s=prefill.cost_s,
+        regret_s=prefill.regret_s,
     )

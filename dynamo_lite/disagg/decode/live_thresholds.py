@@ -8,6 +8,7 @@ from dynamo_lite.protocol.live_options import LiveValues, VllmWorkerLiveOptions
 from dynamo_lite.protocol.options import DisaggOptions
 from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.members.live_options import LiveOptions
+from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.runtime.store import Store
 
 
@@ -29,7 +30,9 @@ class LiveThresholds:
         #: Replaced as a whole by the bridge's thread. A decision reads it once.
         self.now = self._effective(VllmWorkerLiveOptions(), 0)
 
-    def follow(self, store: Store, namespace: str, on_drop: OnDrop) -> LiveOptions[LiveValues]:
+    def follow(
+        self, store: Store, namespace: str, on_drop: OnDrop, seals: RecordSeals
+    ) -> LiveOptions[LiveValues]:
         """A context. While it lasts, `now` follows the live options in the store."""
         return LiveOptions(
             store,
@@ -38,6 +41,7 @@ class LiveThresholds:
             VllmWorkerLiveOptions(),
             on_change=self.change,
             on_drop=on_drop,
+            seals=seals,
         )
 
     def change(self, values: LiveValues, version: int) -> None:

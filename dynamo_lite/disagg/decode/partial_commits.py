@@ -14,17 +14,23 @@ from dynamo_lite.protocol.records import KvRegion
 from dynamo_lite.transfer.block_slices import hole, regions_of_parts
 from dynamo_lite.transfer.digest import ReadMemory, checksum
 
+#: Grants of one attempt that are not its grant (yet) and whose notifications are kept.
+_MAX_OTHER_GRANTS = 4
+
 
 @dataclass
 class PartialCommits:
-    """The notifications of one attempt. A duplicate counts once."""
+    """The notifications of one attempt and grant. A duplicate counts once."""
 
     #: By writing rank.
     commits: dict[int, Committed] = field(default_factory=dict)
     #: By writing rank and first block.
     landed: dict[int, dict[int, Landed]] = field(default_factory=dict)
+    #: How many came, with duplicates.
+    notices: int = 0
 
     def add(self, notice: Committed | Landed) -> None:
+        self.notices += 1
         if isinstance(notice, Committed):
             self.commits.setdefault(notice.rank, notice)
         else:
@@ -34,6 +40,49 @@ class PartialCommits:
     def complete(self) -> bool:
         """Whether all writers have committed, so that no write is in flight any more."""
         return len(self.commits) >= max((c.writers for c in self.commits.values()), default=1)
+
+
+class GrantedCommits:
+    """The notifications of one attempt, by the grant under which they were written.
+
+    Those of the attempt's grant count. Others are kept while the grant is not known, or may be
+    followed by a new one: a notification may be there before the step that names its grant.
+    """
+
+    def __init__(self) -> None:
+        #: The attempt's last grant; None until it is known. Written by `granted`.
+        self.grant: int | None = None
+        self._by_grant: dict[int, PartialCommits] = {}
+        #: How many notifications were dropped because they were not written under the grant.
+        self.dropped = 0
+
+    @property
+    def counting(self) -> PartialCommits:
+        """What was written under the attempt's grant."""
+        if self.grant is None:
+            return PartialCommits()
+        return self._by_grant.get(self.grant) or PartialCommits()
+
+    def add(self, notice: Committed | Landed) -> None:
+        self._by_grant.setdefault(notice.grant, PartialCommits()).add(notice)
+        others = [other for other in self._by_grant if other != self.grant]
+        if len(others) > _MAX_OTHER_GRANTS:
+            self._drop(others[0])
+
+    def granted(self, grant: int) -> None:
+        """The attempt has this grant. An earlier one, if it is another, does not count any more."""
+        if self.grant is not None and self.grant != grant:
+            self._drop(self.grant)
+        self.grant = grant
+
+    def close(self) -> None:
+        """The attempt has ended: what was not written under its grant is dropped."""
+        for other in [other for other in self._by_grant if other != self.grant]:
+            self._drop(other)
+
+    def _drop(self, grant: int) -> None:
+        if (commits := self._by_grant.pop(grant, None)) is not None:
+            self.dropped += commits.notices
 
 
 def whole_blocks(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from dynamo_lite.disagg.decode.cost_learning import CostLearning
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.stages import stages_s
@@ -15,10 +16,13 @@ class PrefillRate:
     """Runs on the engine's thread; `now` is monotonic.
 
     overlapping_steps: how many steps may be in flight, including the one being scheduled.
+    costs: is told what prompts took.
     """
 
-    def __init__(self, prefills: RemotePrefills, overlapping_steps: int):
-        self._prefills, self._overlapping = prefills, overlapping_steps
+    def __init__(
+        self, prefills: RemotePrefills, overlapping_steps: int, costs: CostLearning | None = None
+    ):
+        self._prefills, self._overlapping, self._costs = prefills, overlapping_steps, costs
         self._local, self._remote, self._fixed = FadingMean(), FadingMean(), FadingMean()
         #: Replaced as a whole.
         self.rates = Rates()
@@ -51,11 +55,14 @@ class PrefillRate:
             self._remote.add(tokens, fill_s)
             self._fixed.add(sum(stages.values()) - fill_s, 1.0)
             self._update()
+        if self._costs is not None and prefill.scheduled_at is not None:
+            self._costs.remote(prefill, sum(stages.values()), prefill.scheduled_at)
 
     def _add_local(self, prefill: RemotePrefill, now: float) -> None:
-        took_s = now - prefill.decided.at
+        took_s, tokens = now - prefill.here_at, prefill.here_tokens
         self._prefills.computed(prefill, took_s)
-        tokens = prefill.prompt_tokens - prefill.decided.cached_tokens
+        if self._costs is not None:
+            self._costs.local(prefill, took_s)
         if tokens >= _FEWEST_TOKENS and took_s > 0:
             self._local.add(tokens, took_s)
             self._update()

@@ -3,7 +3,8 @@
 It registers the KV pool and turns commit notifications into finished receives. It alone
 decides whether an attempt's data arrived or was given up, and reports exactly one of the
 two for each attempt. Several prefill ranks may write into it, each one its own heads and
-layers: the data is complete when all of them have committed.
+layers: the data is complete when all of them have committed, under the grant of the attempt's
+claim. What names another grant does not count.
 """
 
 import logging
@@ -11,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from dynamo_lite.disagg.counters import LATE, MISMATCH, Counters
-from dynamo_lite.disagg.decode.partial_commits import PartialCommits, share_error, whole_blocks
+from dynamo_lite.disagg.decode.partial_commits import GrantedCommits, share_error, whole_blocks
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.prefill import decode_notice
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Unknown attempts whose notifications are kept: the step that names them may still come.
 _MAX_EARLY = 1024
-#: Attempts remembered as given up, so that their late notifications are counted.
-_MAX_GIVEN_UP = 1024
+#: Attempts remembered as ended, so that their late notifications are counted.
+_MAX_ENDED = 1024
 
 
 @dataclass
@@ -36,7 +37,7 @@ class _Awaited:
     request_id: str
     #: To be written, in order.
     blocks: tuple[int, ...]
-    notices: PartialCommits
+    notices: GrantedCommits
 
 
 class DecodeRank:
@@ -50,8 +51,8 @@ class DecodeRank:
         self._mover, self._own, self._read = mover, own, read
         self.stats = Counters()
         self._awaited: dict[str, _Awaited] = {}
-        self._early: OrderedDict[str, PartialCommits] = OrderedDict()
-        self._given_up: OrderedDict[str, None] = OrderedDict()
+        self._early: OrderedDict[str, GrantedCommits] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self._log_limit = LogLimit()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -60,23 +61,24 @@ class DecodeRank:
     def step(self, step: DecodeStep) -> None:
         """Applies the message of the scheduler half, and the notifications that have come."""
         for attempt, request_id in step.expect.items():
-            early = self._early.pop(attempt, None) or PartialCommits()
+            early = self._early.pop(attempt, None) or GrantedCommits()
             self._awaited[attempt] = _Awaited(request_id, step.blocks.get(attempt, ()), early)
+        for attempt, grant in step.grants.items():
+            if (awaited := self._awaited.get(attempt)) is not None:
+                awaited.notices.granted(grant)
         if step.poll or self._awaited:
             self.poll()
         for attempt, request_id in step.give_up:
             if (awaited := self._awaited.pop(attempt, None)) is not None:
                 self._failed.add(request_id)
                 self._landed[request_id] = self._complete_blocks(awaited)
-                self._given_up[attempt] = None
-        while len(self._given_up) > _MAX_GIVEN_UP:
-            self._given_up.popitem(last=False)
+                self._close(attempt, awaited)
 
     def poll(self) -> bool:
         """Applies the notifications that have come. Whether `results` has anything to report."""
         for notice in self._mover.notices():
             self._add_notice(notice)
-        for attempt in [a for a, w in self._awaited.items() if w.notices.complete]:
+        for attempt in [a for a, w in self._awaited.items() if w.notices.counting.complete]:
             self._finish(attempt, self._awaited.pop(attempt))
         return bool(self._received or self._failed)
 
@@ -107,16 +109,34 @@ class DecodeRank:
             return
         if (awaited := self._awaited.get(notice.attempt)) is not None:
             awaited.notices.add(notice)
-        elif notice.attempt in self._given_up:
+        elif notice.attempt in self._ended:
             self.stats.add(LATE)
         else:
-            self._early.setdefault(notice.attempt, PartialCommits()).add(notice)
+            self._early.setdefault(notice.attempt, GrantedCommits()).add(notice)
             if len(self._early) > _MAX_EARLY:
                 self._early.popitem(last=False)
                 self.stats.add(LATE)
 
+    def _close(self, attempt: str, awaited: _Awaited) -> None:
+        """The attempt has ended for this rank."""
+        awaited.notices.close()
+        if dropped := awaited.notices.dropped:
+            self.stats.drop("ungranted", dropped)
+            if self._log_limit.allow() is not None:
+                logger.warning(
+                    "request %s: attempt %s: dropped %d NIXL notifications of writes that were not"
+                    " made under its grant",
+                    awaited.request_id,
+                    attempt,
+                    dropped,
+                )
+        self._ended[attempt] = None
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
     def _finish(self, attempt: str, awaited: _Awaited) -> None:
         """All writers have committed. Checks the KV before it is used."""
+        self._close(attempt, awaited)
         mismatch = None if self._own is None else self._mismatch(self._own.regions, awaited)
         if mismatch is None:
             self._received.add(awaited.request_id)
@@ -135,7 +155,7 @@ class DecodeRank:
 
     def _mismatch(self, regions: tuple[KvRegion, ...], awaited: _Awaited) -> str | None:
         """What does not agree with the commits; None if everything does."""
-        commits = list(awaited.notices.commits.values())
+        commits = list(awaited.notices.counting.commits.values())
         for commit in commits:
             try:
                 if commit.num_blocks != len(awaited.blocks):
@@ -150,4 +170,4 @@ class DecodeRank:
     def _complete_blocks(self, awaited: _Awaited) -> int:
         if self._own is None:
             return 0
-        return whole_blocks(awaited.notices, awaited.blocks, self._own.regions, self._read)
+        return whole_blocks(awaited.notices.counting, awaited.blocks, self._own.regions, self._read)

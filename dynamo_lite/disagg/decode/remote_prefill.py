@@ -7,6 +7,7 @@ from typing import NamedTuple
 from dynamo_lite.disagg.decode.live_thresholds import EffectiveThresholds
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.cost import Rates
+from dynamo_lite.policy.cost_policy import Opinion
 from dynamo_lite.policy.disagg import QueueView, Remote, Verdict
 from dynamo_lite.policy.instructions import Outcome
 from dynamo_lite.protocol.backlog import Lane
@@ -25,6 +26,24 @@ class Decided(NamedTuple):
     tuned: EffectiveThresholds
     #: Prefill rates as they were measured by then.
     rates: Rates
+    #: The thresholds' verdict; None where the costs were not asked.
+    usual: Verdict | None = None
+    #: What the learned costs said.
+    opinion: Opinion | None = None
+    #: Probability with which the verdict is the side that it is.
+    propensity: float = 1.0
+
+
+class Place(NamedTuple):
+    """Where a job stood when it was queued."""
+
+    #: Tokens of all engines that are computed before it.
+    ahead_tokens: int
+    #: Tokens that all engines had received by then, since this engine began to listen.
+    done_tokens: int
+
+
+_NOWHERE = Place(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,11 +88,20 @@ class RemotePrefill:
     #: Tokens that are still to be scheduled for a prompt that is computed here.
     #: `PrefillRate` counts it down.
     left_tokens: int = 0
+    #: All of its tokens that are computed here, and since when it waits for that: since the
+    #: decision, or since the end of a remote prefill. Read by `PrefillRate`.
+    here_tokens: int = 0
+    here_at: float = 0.0
     #: Steps scheduled since the last prompt token was. Written and read by `PrefillRate`.
     steps_since: int = 0
     #: How long the prompt was computed here, in seconds. Read by `explain`, also on the
     #: bridge's thread.
     computed_s: float | None = None
+    #: Seconds by which its local prefill made others wait, summed over them. `CostLearning`
+    #: writes this one and the next two; None: not known yet. Read by `explain`.
+    pause_s: float = 0.0
+    cost_s: float | None = None
+    regret_s: float | None = None
 
     #: How many remote prefills the prompt has asked for, with this one. `Resumes` takes one
     #: back where the worker could not try at all.
@@ -97,6 +125,8 @@ class RemotePrefill:
     job_tokens: int = 0
     #: Lane of the job. Read by the backlog on any thread.
     lane: Lane = Lane.LONG
+    #: Of the job in the queue. Read by the backlog on any thread.
+    place: Place = _NOWHERE
     #: Whether the engine still waits for the KV: until it hears that the KV came or will
     #: not come. Read by `SingleFlight`.
     parked: bool = False
@@ -123,7 +153,7 @@ class RemotePrefill:
     ended_at: float | None = None
     #: How it ended; None until then. Read by `explain`, also on the bridge's thread.
     outcome: Outcome | None = None
-    #: What its writer reported of a failure.
+    #: What its writer reported of a failure, or why it was taken back.
     detail: str = ""
     #: When its KV came.
     received_at: float | None = None

@@ -8,12 +8,14 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 
-from dynamo_lite.disagg.counters import Counters
+from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
-from dynamo_lite.disagg.decode.remote_prefill import Decided, RemotePrefill
+from dynamo_lite.disagg.decode.remote_prefill import Decided, Place, RemotePrefill
+from dynamo_lite.disagg.decode.running_backlog import RunningBacklog
 from dynamo_lite.disagg.decode.stages import report_end, report_notice, report_resume
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.backlog import BacklogTotals
+from dynamo_lite.policy.disagg import WANT_OF_ROOM
 from dynamo_lite.policy.instructions import Ended, Outcome
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.trace import TraceContext
@@ -49,7 +51,7 @@ class RemotePrefills:
         #: When remote prefills were asked for, since the last reading of the queue.
         self._asked_at: deque[float] = deque()
         #: Of the attempts that have not ended. Under the lock.
-        self._backlog = _Backlog()
+        self._backlog = RunningBacklog()
         #: Prompt tokens whose KV has come so far. Written under the lock.
         self._received_tokens = 0
         #: Whether counts of a writer's report wait for a step to carry them.
@@ -86,8 +88,11 @@ class RemotePrefills:
         """The engine has reserved the prompt's blocks: the decision holds."""
         prefill.allocated, prefill.wait = True, None
         if not prefill.is_remote:
-            prefill.left_tokens = prefill.prompt_tokens - prefill.decided.cached_tokens
-            self.computing[prefill.request_id] = prefill
+            self._computes(prefill, prefill.decided.at, prefill.decided.cached_tokens)
+            if prefill.decided.verdict.reason in WANT_OF_ROOM:
+                self._stats.add(OVERFLOW, prefill.left_tokens)
+                with self._lock:
+                    self._backlog.overflow_tokens += prefill.left_tokens
         self.decisions.append(prefill)
 
     def asked(
@@ -103,6 +108,7 @@ class RemotePrefills:
         awaited_tokens: int,
         job_tokens: int,
         lane: Lane,
+        place: Place,
         hashes: Sequence[Hashable],
         above: TraceContext | None,
     ) -> float:
@@ -116,7 +122,8 @@ class RemotePrefills:
         prefill.tries += 1
         prefill.attempt, prefill.prompt, prefill.asked_at = attempt, prompt, now
         prefill.first_block, prefill.landed_blocks = first_block, None
-        prefill.awaited_tokens, prefill.job_tokens, prefill.lane = awaited_tokens, job_tokens, lane
+        prefill.awaited_tokens, prefill.job_tokens = awaited_tokens, job_tokens
+        prefill.lane, prefill.place = lane, place
         prefill.above = above
         prefill.trace = None if above is None else above.child()
         prefill.parked, prefill.hashes = True, hashes
@@ -126,6 +133,8 @@ class RemotePrefills:
         with self._lock:
             self._by_attempt[attempt] = prefill
             self._backlog.add(prefill)
+            self._backlog.asked_tokens += job_tokens
+        self._stats.add(ASKED, job_tokens)
         return prefill.until
 
     def landed(self, request_id: str, blocks: int) -> None:
@@ -142,6 +151,15 @@ class RemotePrefills:
             if received:
                 prefill.prompt = None
         return prefill
+
+    def falls_back(self, prefill: RemotePrefill) -> None:
+        """The engine computes the prompt itself, since its KV will not come."""
+        self._computes(prefill, self._now(), prefill.decided.cached_tokens)
+
+    def looked_up(self, prefill: RemotePrefill, cached: int) -> None:
+        """The engine is about to compute the prompt itself, without the `cached` tokens."""
+        if prefill.request_id in self.computing and prefill.left_tokens == prefill.here_tokens:
+            self._computes(prefill, prefill.here_at, cached)
 
     def hold(self, attempt: str, blocks: Sequence[Block]) -> None:
         """The attempt's blocks stay reserved after its end."""
@@ -242,6 +260,20 @@ class RemotePrefills:
             self._asked_at.popleft()
         return len(self._asked_at)
 
+    def queued(self) -> list[RemotePrefill]:
+        """Those that no writer has claimed, oldest first."""
+        with self._lock:
+            attempts = self._by_attempt.values()
+            return [one for one in attempts if one.claimed_at is None and one.outcome is None]
+
+    @property
+    def prefills_here(self) -> bool:
+        """Whether any prompt is computed here, or waits to be decided."""
+        return bool(self.computing) or any(
+            not one.allocated and (one.wait is None or one.wait.leader is None)
+            for one in self.by_request.values()
+        )
+
     def held(self) -> dict[str, Sequence[Block]]:
         """Blocks that are held back, by attempt."""
         return {name: each.held for name, each in self._by_attempt.items() if each.held}
@@ -273,6 +305,11 @@ class RemotePrefills:
         received_at = prefill.received_at
         return received_at is not None and self._now() - received_at < _REPORT_WITHIN_S
 
+    def _computes(self, prefill: RemotePrefill, at: float, cached: int) -> None:
+        prefill.here_at, prefill.here_tokens = at, prefill.prompt_tokens - cached
+        prefill.left_tokens = prefill.here_tokens
+        self.computing[prefill.request_id] = prefill
+
     def _waiting(self, attempt: str) -> RemotePrefill | None:
         """Call with the lock held."""
         prefill = self._by_attempt.get(attempt)
@@ -291,32 +328,3 @@ class RemotePrefills:
         if prefill.outcome is not None and not prefill.held:
             with self._lock:
                 self._by_attempt.pop(prefill.attempt, None)
-
-
-class _Backlog:
-    """Running totals: with a sum over all records, a decision would take longer the more
-    prompts wait."""
-
-    def __init__(self) -> None:
-        self._queued_jobs, self._queued_tokens = dict.fromkeys(Lane, 0), dict.fromkeys(Lane, 0)
-        self._claimed_jobs = self._claimed_tokens = 0
-
-    def add(self, prefill: RemotePrefill) -> None:
-        self._count(prefill, 1)
-
-    def remove(self, prefill: RemotePrefill) -> None:
-        """Call before the record changes."""
-        self._count(prefill, -1)
-
-    def totals(self) -> BacklogTotals:
-        queued = {lane: self._queued_tokens[lane] for lane, n in self._queued_jobs.items() if n}
-        jobs = sum(self._queued_jobs.values())
-        return BacklogTotals(jobs, queued, self._claimed_jobs, self._claimed_tokens)
-
-    def _count(self, prefill: RemotePrefill, by: int) -> None:
-        if prefill.claimed_at is None:
-            self._queued_jobs[prefill.lane] += by
-            self._queued_tokens[prefill.lane] += by * prefill.job_tokens
-        else:
-            self._claimed_jobs += by
-            self._claimed_tokens += by * prefill.job_tokens

@@ -7,12 +7,15 @@ block.
 """
 
 import logging
+import secrets
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dynamo_lite.disagg.bridge import OpenBridge
 from dynamo_lite.disagg.counters import DECISION, REMOTE, Counters
 from dynamo_lite.disagg.decode.control_session import ControlSession
+from dynamo_lite.disagg.decode.cost_learning import CostLearning
 from dynamo_lite.disagg.decode.decider import Decider, note_decision
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
@@ -24,6 +27,7 @@ from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
 from dynamo_lite.disagg.decode.shared_state import LockedLedger
 from dynamo_lite.disagg.decode.single_flight import SingleFlight
+from dynamo_lite.disagg.decode.steal_back import StealBack
 from dynamo_lite.disagg.engine_api import Block, BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
@@ -40,6 +44,7 @@ from dynamo_lite.policy.instructions import (
     Release,
 )
 from dynamo_lite.policy.ledger import Ledger
+from dynamo_lite.policy.step_time import StepLoad
 from dynamo_lite.protocol.prefill import EngineStatus, FirstTokenWanted, RemotePrefillRequest
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.protocol.trace import traced
@@ -49,8 +54,9 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeScheduler:
-    """block_size: in tokens. new_attempt: returns a new attempt id. hash_block_size: see
-    `SingleFlight`. overlapping_steps: how many steps the engine may have in flight."""
+    """block_size: in tokens. new_attempt, new_grant: return new ids. hash_block_size: see
+    `SingleFlight`. overlapping_steps: how many steps the engine may have in flight.
+    step_tokens: most tokens of a step."""
 
     def __init__(
         self,
@@ -62,8 +68,10 @@ class DecodeScheduler:
         clock: Clock = SYSTEM_CLOCK,
         ledger: Ledger | None = None,
         new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
+        new_grant: Callable[[], int] = lambda: secrets.randbits(63) or 1,
         hash_block_size: int | None = None,
         overlapping_steps: int = 1,
+        step_tokens: int = 2048,
     ):
         assert isinstance(config.role, DecodeEngineConfig)
         self._engine_id, self._block_size = config.engine_id, block_size
@@ -72,7 +80,7 @@ class DecodeScheduler:
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=config.lease_ttl_s))
         self.stats = stats = Counters()
         self.prefills = prefills = RemotePrefills(stats, DecisionLog(config, now), now)
-        tuning = LiveThresholds(config.role, block_size)
+        tuning, news = LiveThresholds(config.role, block_size), threading.Event()
         self._net = ControlSession(
             config,
             self._book,
@@ -80,12 +88,25 @@ class DecodeScheduler:
             self._status,
             tuning,
             outside=outside,
+            new_grant=new_grant,
             now=now,
             wall=clock.wall,
             on_drop=stats.drop,
+            on_news=news.set,
         )
-        self._rate = PrefillRate(prefills, overlapping_steps)
-        self._decider = Decider(self._net, tuning, prefills, self._rate, now)
+        self._tuning = tuning
+        self._costs = CostLearning(
+            prefills,
+            stats,
+            overlapping_steps=overlapping_steps,
+            budget=step_tokens,
+            block_size=block_size,
+        )
+        self._rate = PrefillRate(prefills, overlapping_steps, self._costs)
+        self._steals = StealBack(
+            news, self._book, prefills, self._net.backlog, tuning, self._rate, stats
+        )
+        self._decider = Decider(self._net, tuning, prefills, self._rate, self._costs, now)
         self._flights = SingleFlight(hash_block_size, prefills, stats, now)
         self._resumes = Resumes(block_size, stats, lambda: len(self._net.workers.usable))
         self._offers = PrefixOffers(overlapping_steps)
@@ -101,6 +122,7 @@ class DecodeScheduler:
     ) -> None:
         """cache: None if the engine caches no prefixes. kept_free: blocks that a new prompt
         must leave free."""
+        self._costs.pool = pool
         self._pool, self._resumes.cache, self._passing.kept_free = pool, cache, kept_free
 
     def num_new_matched_tokens(
@@ -116,6 +138,7 @@ class DecodeScheduler:
         """
         prefill = self.prefills.by_request.get(request.request_id)
         if prefill is not None and prefill.allocated and not prefill.may_retry:
+            self.prefills.looked_up(prefill, cached)
             return 0, False
         assert self._pool is not None
         # vLLM ignores None for a request that must not read the prefix cache.
@@ -145,6 +168,7 @@ class DecodeScheduler:
             return
         self._passing.allocated(request.request_id)
         self.prefills.allocated(prefill)
+        self._costs.decided(prefill, self._clock.monotonic())
         kind = "remote" if prefill.is_remote else "local"
         self.stats.add(f"{DECISION}/{kind}/{prefill.decided.verdict.reason.value}")
         if external:
@@ -153,24 +177,31 @@ class DecodeScheduler:
             note_decision(self.stats, above, prefill, self._clock.monotonic())
 
     def build_step(
-        self, filling: Iterable[int] = (), scheduled: Mapping[str, int] | None = None
+        self,
+        filling: Iterable[int] = (),
+        scheduled: Mapping[str, int] | None = None,
+        load: StepLoad | None = None,
     ) -> DecodeStep:
         """Called in every step. Also applies the ledger's deadlines.
 
         filling: blocks that this step completes; the prefix cache has them already.
-        scheduled: how many tokens the step computes, by request.
+        scheduled: how many tokens the step computes, by request. load: their sums; None
+        where `learns` is false.
         """
         assert self._pool is not None
         self._stepped_at = now = self._clock.monotonic()
         self._passing.end_step(self._pool.get_num_free_blocks())
         self.prefills.stepped()
+        self._costs.step(load, scheduled or {}, now)
         self._rate.step(scheduled or {}, now)
+        self._apply(self._steals.step(scheduled or {}, now), fresh=True)
         self._offers.step(filling)
         for job in self._offers.take(self._pool):
             self.bridge.submit(self._net.push(job))
         with self._book.lock:
             due = self._book.ledger.tick(now)
             left = self._book.take_for_engine()
+            self._step.grants = self._book.take_grants()
             self._step.poll = self._book.awaits_writes or bool(self._net.listening)
         self._apply(left)
         self._apply(due, fresh=True)
@@ -190,7 +221,8 @@ class DecodeScheduler:
                 )
             self._apply(instructions, fresh=True)
             if prefill is not None and not received:
-                self._resumes.lost(prefill, self._clock.monotonic())
+                if not self._resumes.lost(prefill, self._clock.monotonic()):
+                    self.prefills.falls_back(prefill)
 
     def request_finished(self, request_id: str) -> None:
         """The request has ended, with its KV or without."""
@@ -201,6 +233,11 @@ class DecodeScheduler:
         with self._book.lock:
             instructions = self._book.ledger.request_finished(request_id)
         self._apply(instructions, fresh=True)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the costs of steps are learned."""
+        return self._tuning.now.options.prefill_policy != "thresholds"
 
     @property
     def awaits_kv(self) -> bool:
@@ -224,6 +261,7 @@ class DecodeScheduler:
         targets = tuple(block_ids[first:end])
         now, options = self._clock.monotonic(), prefill.decided.tuned.options
         job_tokens = wanted - first * size
+        lane = self._net.backlog.lane_of(job_tokens, request.priority)
         attempt = self._new_attempt()
         until = self.prefills.asked(
             prefill,
@@ -235,7 +273,8 @@ class DecodeScheduler:
             first_block=first,
             awaited_tokens=external,
             job_tokens=job_tokens,
-            lane=self._net.backlog.lane_of(job_tokens, request.priority),
+            lane=lane,
+            place=self._net.backlog.place(lane),
             hashes=self._flights.hashes(request),
             above=traced(request.trace_headers),
         )
@@ -289,7 +328,7 @@ class DecodeScheduler:
             logger.info("request %s: attempt %s ended: %s", request_id, attempt, outcome.value)
 
     def _status(self) -> EngineStatus | None:
-        """Runs on the bridge's thread; reads single numbers only."""
+        """Runs on the bridge's thread, without the ledger's lock."""
         if self.metadata is None or self._pool is None:
             return None
         ledger = self._book.ledger
@@ -304,6 +343,7 @@ class DecodeScheduler:
             unresponsive_writers=self._net.workers.unresponsive,
             unusable_writers=self._net.workers.unusable,
             options_version=self._net.options_version,
+            writers=sorted(ledger.writers),
         )
 
 

@@ -4,17 +4,18 @@ import threading
 from collections.abc import Callable, Iterable
 
 from dynamo_lite.policy.instructions import FOR_ENGINE, Instruction
-from dynamo_lite.policy.ledger import Ledger
+from dynamo_lite.policy.ledger import AttemptState, Ledger
 from dynamo_lite.protocol.prefill import Listen
 
 
 class LockedLedger:
-    """The ledger with its lock, and the engine-side instructions waiting for a step."""
+    """The ledger with its lock, and the instructions and grants that wait for a step."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self.lock = threading.Lock()
         self._for_engine: list[Instruction] = []
+        self._grants: dict[str, int] = {}
 
     def leave_for_engine(self, instructions: Iterable[Instruction]) -> None:
         """Keeps those that the engine's next step carries out. Call with the lock held."""
@@ -24,6 +25,15 @@ class LockedLedger:
         """Call with the lock held."""
         taken, self._for_engine = self._for_engine, []
         return taken
+
+    def leave_grant(self, attempt: str, grant: int) -> None:
+        """A claim was granted; the ranks learn it with the next step. Call with the lock held."""
+        self._grants[attempt] = grant
+
+    def take_grants(self) -> dict[str, int]:
+        """Those of attempts that are still claimed. Call with the lock held."""
+        taken, self._grants = self._grants, {}
+        return {a: g for a, g in taken.items() if self.ledger.state(a) is AttemptState.CLAIMED}
 
     @property
     def busy(self) -> bool:

@@ -88,6 +88,8 @@ def _note_spans(stats: Counters, prefill: RemotePrefill) -> None:
         "dynamo_lite.attempt": prefill.attempt,
         "dynamo_lite.outcome": prefill.outcome.value,
     }
+    if prefill.detail:
+        named["dynamo_lite.detail"] = prefill.detail
     note_span(
         stats,
         "remote prefill",

@@ -2,14 +2,18 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
+from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.engine.base import AttemptOutcome
+from dynamo_lite.policy.grants import GrantWanted, check_grant
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_sealed
-from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, Unavailable
+from dynamo_lite.protocol.errors import BadGrant, DeadlineExceeded, ProtocolError, Unavailable
+from dynamo_lite.protocol.grant import Grant, blocks_digest
 from dynamo_lite.protocol.prefill import (
     Claim,
     ClaimRefused,
@@ -36,8 +40,17 @@ _REPORT_S = 5.0
 _CLOCK_SKEW_S = 5.0
 
 
+@dataclass(frozen=True)
+class HeldGrant:
+    """A grant that was checked."""
+
+    id: int
+    #: Seconds until it expires.
+    left_s: float
+
+
 class Claims:
-    """Sends claims and reports how attempts ended.
+    """Sends claims, checks the grants, and reports how attempts ended.
 
     A job may be delivered to this worker again, but only one delivery of it runs at a time,
     and claim numbers increase. So the report of an end holds for all claims made so far.
@@ -49,18 +62,25 @@ class Claims:
         namespace: str,
         lease_id: int,
         messaging: Messaging,
+        seals: GrantSeals,
         registry: CollectorRegistry,
         clock: Clock,
         on_drop: OnDrop,
     ):
         self._namespace, self._lease_id = namespace, lease_id
-        self._messaging, self._on_drop = messaging, on_drop
-        self._wall, self._now = clock.wall, clock.monotonic
+        self._messaging, self._seals, self._on_drop = messaging, seals, on_drop
+        self._wall, self._now, self._boottime = clock.wall, clock.monotonic, clock.boottime
         self._log_limit = LogLimit(every_s=60.0)
         self._clock_differences = Counter(
             "dynamo_lite_prefill_clock_differences",
             f"Claims granted by a decode worker whose host's clock differs from this host's by"
             f" more than {_CLOCK_SKEW_S:g} s",
+            registry=registry,
+        )
+        self._bad_grants = Counter(
+            "dynamo_lite_prefill_bad_grants",
+            "Grants that this worker did not act on, by what was wrong with them",
+            ["fault"],
             registry=registry,
         )
         #: Attempt -> number of its claim, for claims that were sent and may be granted. The
@@ -69,13 +89,18 @@ class Claims:
         self._number = 0
 
     async def ask(
-        self, request: RemotePrefillRequest, held_s: float, wanted: Callable[[], bool]
-    ) -> ClaimRefused | None:
-        """Returns None if the claim was granted.
+        self,
+        request: RemotePrefillRequest,
+        incarnation: str,
+        held_s: float,
+        wanted: Callable[[], bool],
+    ) -> ClaimRefused | HeldGrant:
+        """Claims the job.
 
-        held_s: seconds since the job was pulled. wanted: see `ask_claim`. Raises NoResponders
-        if it was not granted; DeadlineExceeded, BrokerUnavailable or ProtocolError if it may
-        have been.
+        incarnation: engine id in the metadata that its writes will use. held_s: seconds since the
+        job was pulled. wanted: see `ask_claim`. Raises NoResponders if it was not granted;
+        DeadlineExceeded, BrokerUnavailable or ProtocolError if it may have been; BadGrant if the
+        answer's grant is not one for this claim.
         """
         self._number += 1
         self.held[request.attempt] = number = self._number
@@ -86,7 +111,7 @@ class Claims:
             number=number,
         )
         subject = names.claim_subject(self._namespace, request.engine_id)
-        asked, asked_wall = self._now(), self._wall()
+        asked, asked_wall, since = self._now(), self._wall(), self._boottime()
         try:
             answer = await ask_claim(
                 self._messaging, subject, claim, timeout_s=_CLAIM_S, wanted=wanted
@@ -97,7 +122,23 @@ class Claims:
         if isinstance(answer, ClaimRefused):
             return answer
         self._compare_clocks(request.engine_id, answer, asked_wall, self._now() - asked)
-        return None
+        wanted_grant = GrantWanted(
+            engine_id=incarnation,
+            attempt=request.attempt,
+            writer_lease_id=self._lease_id,
+            claim=number,
+            blocks=blocks_digest(request.block_ids, request.prefix_block_ids),
+        )
+        return self._checked(answer.grant, wanted_grant, self._boottime() - since)
+
+    def _checked(self, grant: Grant | None, wanted: GrantWanted, elapsed_s: float) -> HeldGrant:
+        authentic = grant is not None and self._seals.authentic(grant)
+        mismatch = check_grant(grant, wanted, authentic=authentic, elapsed_s=elapsed_s)
+        if mismatch is not None:
+            self._bad_grants.labels(mismatch.fault.value).inc()
+            raise BadGrant(mismatch.detail)
+        assert grant is not None
+        return HeldGrant(grant.id, grant.for_s - elapsed_s)
 
     async def report_end(
         self,

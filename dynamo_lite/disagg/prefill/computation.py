@@ -54,7 +54,7 @@ class Computation:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._task is not None
         try:
-            self._decide(False)
+            self._decide(0)
             self._leaves = True
             if not self._task.done() and (kind is None or issubclass(kind, DynamoLiteError)):
                 await self._engine.abandon(self._request.attempt)
@@ -63,24 +63,25 @@ class Computation:
             self._permit.close()
             await end_tasks(self._task)
 
-    async def write(self) -> AttemptOutcome:
+    async def write(self, grant: int) -> AttemptOutcome:
         """The claim is granted: lets the engine write, unless the attempt was cancelled. Returns
-        when no write is in flight."""
+        when no write is in flight. grant: id of the grant."""
         assert self._task is not None
-        self._decide(not self._cancelled())
+        self._decide(0 if self._cancelled() else grant)
         return await self._task
 
     def stop_writing(self) -> None:
         """The engine starts no write from now on, not even one of blocks that are computed."""
         self._permit.refuse()
 
-    def _decide(self, granted: bool) -> None:
-        if granted:
-            self._permit.grant()
+    def _decide(self, grant: int) -> None:
+        """grant: 0 to refuse the permit."""
+        if grant:
+            self._permit.grant(grant)
         else:
             self._permit.refuse()
         if not self._granted.done():
-            self._granted.set_result(granted)
+            self._granted.set_result(bool(grant))
 
     async def _send_first_token(self, token_id: int) -> None:
         if await self._granted:

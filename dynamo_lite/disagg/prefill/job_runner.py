@@ -11,19 +11,21 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from dynamo_lite.disagg.prefill.claims import Claims
+from dynamo_lite.disagg.prefill.claims import Claims, HeldGrant
 from dynamo_lite.disagg.prefill.computation import Computation
 from dynamo_lite.disagg.prefill.job_trace import JobTrace
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import AttemptOutcome, PrefillEngine
 from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import (
+    BadGrant,
     BrokerUnavailable,
     DeadlineExceeded,
     ProtocolError,
     Unavailable,
 )
-from dynamo_lite.protocol.prefill import CancelAttempt, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import CancelAttempt, ClaimRefused, RemotePrefillRequest
+from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.queue.base import Job
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.permits import Permits
@@ -102,7 +104,7 @@ class JobRunner:
 
     async def _run(self, job: Job, request: RemotePrefillRequest, trace: JobTrace | None) -> JobEnd:
         if request.wire_version != WIRE_VERSION:
-            why = f"unsupported wire version {request.wire_version}: this worker has {WIRE_VERSION}"
+            why = unsupported(request.wire_version)
             return await self._hand_back(request, "failed", why, "malformed")
         if job.deliveries_left < 0:
             end = JobEnd("retry", "its last worker died or was disconnected")
@@ -146,17 +148,19 @@ class JobRunner:
                 # The engine gets the job first: the claim has as long as the computing takes.
                 await asyncio.sleep(0)
                 asked = self._now()
-                refusal = await self._claims.ask(request, asked - pulled, lambda: not cancelled())
-                if refusal is not None:
-                    reason = refusal.reason
+                answer = await self._claims.ask(
+                    request, target.engine_id, asked - pulled, lambda: not cancelled()
+                )
+                if isinstance(answer, ClaimRefused):
+                    reason = answer.reason
                     logger.info("request %s: attempt %s: refused: %s", *_ids(request), reason)
-                    outcome = "retry" if refusal.elsewhere else "refused"
+                    outcome = "retry" if answer.elsewhere else "refused"
                     return JobEnd(outcome, f"the claim was refused: {reason}")
                 claimed = self._now()
                 self._stages.labels("claim").observe(claimed - pulled)
                 if trace is not None:
                     trace.claimed(claimed)
-                ended = await self._write(request, computation)
+                ended = await self._write(request, computation, answer)
         except (DeadlineExceeded, BrokerUnavailable) as exc:
             # The claim may have been granted to this worker, and would block others: give it back.
             return await self._hand_back(request, "abandoned", str(exc), "abandoned")
@@ -165,11 +169,13 @@ class JobRunner:
             logger.warning("request %s: attempt %s: not claimed: %s", *_ids(request), exc)
             return JobEnd("retry", f"not claimed: {exc}")
         except ProtocolError as exc:
-            # Its record or its reply is malformed; the claim may have been granted.
+            # Its record or its reply is malformed, or the grant is not one for this claim; the
+            # claim may have been granted.
             logger.warning(
                 "request %s: attempt %s: engine %s: %s", *_ids(request), request.engine_id, exc
             )
-            return await self._hand_back(request, "failed", str(exc), "malformed")
+            counted = "bad_grant" if isinstance(exc, BadGrant) else "malformed"
+            return await self._hand_back(request, "failed", str(exc), counted)
         # The claim was granted about half-way through the round trip.
         return await self._report_end(request, ended, (asked + claimed) / 2)
 
@@ -207,11 +213,16 @@ class JobRunner:
         )
 
     async def _write(
-        self, request: RemotePrefillRequest, computation: Computation
+        self, request: RemotePrefillRequest, computation: Computation, grant: HeldGrant
     ) -> AttemptOutcome:
-        """The job is claimed: has it written, unless it was cancelled or is malformed."""
+        """The job is claimed: has it written, unless it was cancelled or is malformed. No write
+        starts when the grant has expired: its engine has given the attempt up by then."""
         claimed = self._now()
-        ended = await computation.write()
+        expiry = asyncio.get_running_loop().call_later(grant.left_s, computation.stop_writing)
+        try:
+            ended = await computation.write(grant.id)
+        finally:
+            expiry.cancel()
         if not computation.ran:
             return ended
         self._stages.labels("engine").observe(self._now() - claimed)

@@ -13,11 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 
+from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.prefill.claims import Claims
 from dynamo_lite.disagg.prefill.job_runner import JobRunner
 from dynamo_lite.disagg.prefill.job_trace import trace_job
 from dynamo_lite.disagg.prefill.peer_links import PeerLinks
 from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.policy.cost import FadingMean
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Unavailable
 from dynamo_lite.protocol.prefill import RemotePrefillRequest, decode_cancel_attempt, decode_job
@@ -45,7 +47,7 @@ _UNFIT_PAUSE_S = 0.2
 class PrefillJobs:
     """fit: whether the engine can take a job now; while not, no job is pulled. links: the
     links to decode engines; None if all count as usable. permits: those that the engine's ranks
-    read. tracer: None without tracing.
+    read. seals: checks those of grants. tracer: None without tracing.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class PrefillJobs:
         registry: CollectorRegistry,
         fit: Callable[[], bool] = lambda: True,
         links: PeerLinks | None = None,
+        seals: GrantSeals | None = None,
         clock: Clock = SYSTEM_CLOCK,
         on_drop: OnDrop = uncounted,
         tracer: Tracer | None = None,
@@ -72,6 +75,7 @@ class PrefillJobs:
             namespace=namespace,
             lease_id=lease_id,
             messaging=messaging,
+            seals=seals or GrantSeals(None),
             registry=registry,
             clock=clock,
             on_drop=on_drop,
@@ -94,6 +98,10 @@ class PrefillJobs:
         self._pulling = True
         #: Attempt -> job, for jobs that were pulled and are not over.
         self.working: dict[str, RemotePrefillRequest] = {}
+        #: When each of them began.
+        self._began: dict[str, float] = {}
+        #: Uncached tokens per second of a job, from its pull to its end.
+        self._pace = FadingMean()
         #: Set while `working` is empty.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -136,6 +144,16 @@ class PrefillJobs:
         held = self._claims.held
         return [(self.working[attempt], number) for attempt, number in held.items()]
 
+    def busy_s(self) -> float | None:
+        """Estimated seconds until the pulled jobs are done, one after the other; None: unknown."""
+        rate, now = self._pace.value, self._now()
+        if not self.working:
+            return 0.0
+        if not rate:
+            return None
+        jobs = self.working.items()
+        return sum(max(_tokens(job) / rate - (now - self._began[a]), 0.0) for a, job in jobs)
+
     async def _run_job(self, job: Job) -> None:
         try:
             request = decode_job(job.payload)
@@ -153,15 +171,19 @@ class PrefillJobs:
         if trace is not None:
             request = trace.request
         self.working[request.attempt] = request
+        self._began[request.attempt] = self._now()
         self.idle.clear()
         try:
             async with running(self._extend(job), name=f"extend-{job.sequence}"):
                 end = await self._runner.run(job, request, trace)
         finally:
             del self.working[request.attempt]
+            took_s = self._now() - self._began.pop(request.attempt)
             if not self.working:
                 self.idle.set()
         self._ended.labels(end.outcome).inc()
+        if end.outcome == "written":
+            self._pace.add(_tokens(request), took_s)
         if trace is not None:
             trace.ended(end.outcome, self._now())
         if end.outcome == "retry":
@@ -177,6 +199,11 @@ class PrefillJobs:
         while True:
             await asyncio.sleep(self._ack_wait_s / 3)
             await _answer(job.extend())
+
+
+def _tokens(job: RemotePrefillRequest) -> int:
+    """Those that the decode engine does not have."""
+    return len(job.prompt_token_ids) - job.num_computed_tokens
 
 
 def _retry_delay_s(deliveries: int) -> float:

@@ -38,6 +38,8 @@ class OutgoingAttempt:
     target: str
     #: Says whether the attempt's claim was granted.
     permit: Permit
+    #: Id of the claim's grant; 0 until the permit is granted.
+    grant: int = 0
     #: Writes that were not started.
     queue: deque[tuple[BlockWrite, Ready]] = field(default_factory=deque)
     in_flight: list[InFlightWrite] = field(default_factory=list)

@@ -32,7 +32,7 @@ from dynamo_lite.disagg.prefill.write_notifications import WriteNotifications
 from dynamo_lite.protocol.errors import TransferError
 from dynamo_lite.protocol.records import RankMetadata
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
-from dynamo_lite.runtime.permits import Permit, Verdict, always_granted
+from dynamo_lite.runtime.permits import Permit, Verdict, always_granted, no_grant
 from dynamo_lite.transfer.base import Mover, Transfer
 from dynamo_lite.transfer.block_map import BlockMap
 from dynamo_lite.transfer.digest import ReadMemory, read_dram
@@ -47,7 +47,7 @@ _COMMIT_POLL_S = 0.002
 
 class PrefillRank:
     """own: this rank's memory. rank: its index. alive: whether the fence is open. verdict: whether
-    the claim of an attempt was granted, by its permit.
+    the claim of an attempt was granted, by its permit. grant_of: then, the id of the grant.
 
     checksum_rate: share of an attempt's blocks that its commit has a checksum of.
     read: reads blocks from this rank's memory. open_transposer: makes staging memory for
@@ -63,6 +63,7 @@ class PrefillRank:
         clock: Clock = SYSTEM_CLOCK,
         *,
         verdict: Callable[[Permit], Verdict] = always_granted,
+        grant_of: Callable[[Permit], int] = no_grant,
         checksum_rate: float = 0.0,
         read: ReadMemory = read_dram,
         open_transposer: OpenTransposer | None = None,
@@ -70,7 +71,7 @@ class PrefillRank:
     ):
         self._now = clock.monotonic
         self._mover, self._own, self._rank, self._alive = mover, own, rank, alive
-        self._verdict = verdict
+        self._verdict, self._grant_of = verdict, grant_of
         self.stats = Counters()
         self._times = WriteTimes(self.stats, rank)
         self.on_gpu = own.memory == "VRAM"
@@ -243,6 +244,8 @@ class PrefillRank:
         if verdict is Verdict.REFUSED:
             attempt.failure = NOT_GRANTED
             self._clear(attempt)
+        if verdict is Verdict.GRANTED and not attempt.grant:
+            attempt.grant = self._grant_of(attempt.permit)
         return verdict is Verdict.GRANTED
 
     def _staged(self, attempt: OutgoingAttempt, write: BlockWrite) -> bool:

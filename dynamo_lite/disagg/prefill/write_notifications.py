@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -29,10 +30,17 @@ class WriteNotifications:
     def of(self, write: BlockWrite, peer: RemoteRank, attempt: OutgoingAttempt) -> bytes:
         """The notification of a write that starts now. Writes to one peer come in order."""
         if attempt.slot is None:
-            return self._direct(write, peer, attempt.local_ids)
-        return self._staged(write, peer, attempt.slot, attempt.checksums)
+            share = self._direct(write, peer, attempt.local_ids)
+        else:
+            share = self._staged(write, peer, attempt.slot, attempt.checksums)
+        share["grant"] = attempt.grant
+        if write.last:
+            return encode_sealed(Committed(**share))
+        return encode_sealed(Landed(first=write.first, **share))
 
-    def _direct(self, write: BlockWrite, peer: RemoteRank, local_ids: Mapping[int, int]) -> bytes:
+    def _direct(
+        self, write: BlockWrite, peer: RemoteRank, local_ids: Mapping[int, int]
+    ) -> dict[str, Any]:
         """Without staging. The last one covers the whole attempt: its blocks are all still held.
 
         local_ids: by position in the attempt.
@@ -40,11 +48,11 @@ class WriteNotifications:
         sampled = self._sampled(write, whole=write.last)
         blocks = [local_ids[position] for position in sampled]
         value = checksum([lane.local for lane in peer.lanes], blocks, self.read)
-        return self._message(write, peer, sampled, value)
+        return self._share(write, peer, sampled, value)
 
     def _staged(
         self, write: BlockWrite, peer: RemoteRank, slot: Slot, checksums: MutableMapping[str, int]
-    ) -> bytes:
+    ) -> dict[str, Any]:
         """With staging: of the staged bytes. Those of earlier writes are gone by now.
 
         checksums: by peer, the checksum of the attempt's writes before this one.
@@ -57,21 +65,20 @@ class WriteNotifications:
         before = checksums.get(peer.name, 0) if write.first else 0
         checksums[peer.name] = checksum(regions, blocks, self.staging.read, before)
         if write.last:
-            return self._message(
-                write, peer, self._sampled(write, whole=True), checksums[peer.name]
-            )
+            return self._share(write, peer, self._sampled(write, whole=True), checksums[peer.name])
         value = checksum(regions, blocks, self.staging.read)
-        return self._message(write, peer, self._sampled(write, whole=False), value)
+        return self._share(write, peer, self._sampled(write, whole=False), value)
 
     def _sampled(self, write: BlockWrite, *, whole: bool) -> list[int]:
         positions = sample(write.attempt, write.num_blocks, self.checksum_rate)
         end = write.first + len(write.remote_ids)
         return [p for p in positions if whole or write.first <= p < end]
 
-    def _message(
+    def _share(
         self, write: BlockWrite, peer: RemoteRank, sampled: list[int], value: int
-    ) -> bytes:
-        share = {
+    ) -> dict[str, Any]:
+        """What a notification says of this rank's part of the blocks."""
+        return {
             "attempt": write.attempt,
             "rank": self.rank,
             "num_blocks": write.num_blocks if write.last else len(write.remote_ids),
@@ -80,6 +87,3 @@ class WriteNotifications:
             "writers": peer.writers,
             "parts": peer.parts,
         }
-        if write.last:
-            return encode_sealed(Committed(**share))
-        return encode_sealed(Landed(first=write.first, **share))

@@ -101,6 +101,10 @@ def _no_handoff(answer: PrefillAnswer) -> Handoff | None:
     return None
 
 
+def _nothing_of_prompts(body: Body, route: str) -> bool:
+    return False
+
+
 def _nothing_learned(answer: PrefillAnswer) -> Mapping[str, Any] | None:
     return None
 
@@ -133,6 +137,9 @@ class ForwardProtocol:
     batches: bool = False
     #: Whether a streaming client's prefill leg streams too.
     prefill_streams: bool = False
+    #: PARALLEL only: whether the client's answer has log probabilities of the prompt's tokens from
+    #: both legs (`forward/input_logprobs.py`).
+    joins_input_logprobs: Callable[[Body, str], bool] = _nothing_of_prompts
     #: Whether the client's first token comes from the prefill leg.
     first_token_from_prefill: bool = False
     #: SERIAL only: whether the prefill leg contains the decode engine's address, so that no other

@@ -40,6 +40,13 @@ def _decode(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
     return _leg(body, attempt)
 
 
+def _joins_input_logprobs(body: Body, route: str) -> bool:
+    """The field is a flag, or a list with one for each sequence."""
+    if route != SGLANG_GENERATE or "return_logprob" not in body:
+        return False
+    return b"true" in bytes(body["return_logprob"])
+
+
 BOOTSTRAP = ForwardProtocol(
     name="sglang",
     order=Order.PARALLEL,
@@ -51,4 +58,5 @@ BOOTSTRAP = ForwardProtocol(
     decodes_alone=False,
     batches=True,
     prefill_streams=True,
+    joins_input_logprobs=_joins_input_logprobs,
 )

@@ -57,9 +57,10 @@ class EtcdClient(aetcd.Client):
         for channel in self._channels:
             await channel.close()
 
-    async def call(self, send: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, send: Callable[[], Awaitable[T]], *, reads: bool = False) -> T:
         """Returns the result of `send`. Retries with another member, or with a new token, if etcd
-        has certainly not applied the call. In any case it stops using a member that fails.
+        has certainly not applied the call, or if it only reads. In any case it stops using a
+        member that fails.
 
         Raises what `send` raises: aetcd.ClientError or AioRpcError.
         """
@@ -73,7 +74,7 @@ class EtcdClient(aetcd.Client):
                 if status(exc) in UNREACHABLE:
                     untried -= 1
                     self._leave(channel)
-                    if not untried or _NEVER_SENT not in details(exc):
+                    if not untried or not (reads or _NEVER_SENT in details(exc)):
                         raise
                 elif self._user is not None and not renewed and _is_stale(exc):
                     renewed = True

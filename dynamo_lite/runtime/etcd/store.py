@@ -40,7 +40,7 @@ _MEANINGS = (
 class EtcdStore:
     """Implements `Store`. Belongs to the event loop in which it was entered.
 
-    timeout_s: longest wait for the answer to one call; connect_timeout_s: for the
+    timeout_s: longest wait for one member's answer to one call; connect_timeout_s: for the
     first one. A call that timed out may have been applied. hung_s: a lease is given up when
     the event loop does not run for that long, or for its time-to-live if that is longer.
     backend: connections, the lease's thread and clocks.
@@ -87,11 +87,11 @@ class EtcdStore:
             await client.close()
 
     async def get(self, key: str) -> bytes | None:
-        found = await self._call(lambda client: client.get(key.encode()))
+        found = await self._call(lambda client: client.get(key.encode()), reads=True)
         return None if found is None else found.value
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        found = await self._call(lambda client: client.get_prefix(prefix.encode()))
+        found = await self._call(lambda client: client.get_prefix(prefix.encode()), reads=True)
         return {kv.key.decode(errors="replace"): kv.value for kv in found}
 
     async def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> None:
@@ -164,12 +164,18 @@ class EtcdStore:
             raise StoreUnavailable(f"etcd at {self._url}: not connected")
         return self._connected
 
-    async def _call(self, send: Callable[[Any], Awaitable[Any]], lease: Lease | None = None) -> Any:
-        """lease: the lease to which the call attaches a key."""
+    async def _call(
+        self,
+        send: Callable[[Any], Awaitable[Any]],
+        lease: Lease | None = None,
+        *,
+        reads: bool = False,
+    ) -> Any:
+        """lease: the lease to which the call attaches a key. reads: whether it changes nothing."""
         with self._errors(lease):
             client = self._client
             try:
-                return await client.call(lambda: send(client))
+                return await client.call(lambda: send(client), reads=reads)
             except (aetcd.ClientError, rpc.AioRpcError) as exc:
                 if lease is None or not _is_not_found(exc) or await lease.verify() is not None:
                     raise

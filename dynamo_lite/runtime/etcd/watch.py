@@ -46,8 +46,9 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         self._end = prefix_end(self._prefix) if prefix else b"\0"
         self._timeout_s = timeout_s
         self._events: asyncio.Queue[WatchEvent | None] = asyncio.Queue(_BUFFERED_EVENTS)
-        #: Each key's revision of its last change, as of the events given so far.
-        self._known: dict[bytes, int] = {}
+        #: Revision of the last change and digest of the value, by key, as of the events given so
+        #: far. A store that was wiped gives the same revisions again, to other values.
+        self._known: dict[bytes, tuple[int, int]] = {}
         #: The revision of the last event; 0 when the prefix must be listed first.
         self._revision = 0
         #: Whether the store has lost data since the last event.
@@ -102,28 +103,28 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
         if not self._revision:
             return False
         try:
-            reply = await self._range(revision=self._revision, keys_only=True)
+            reply = await self._range(revision=self._revision)
         except rpc.AioRpcError as exc:
             if exc.code() is rpc.StatusCode.OUT_OF_RANGE:  # compacted, or not yet written
                 self._lost_data = is_future_revision(exc)
                 return False
             raise
-        holds = {kv.key: kv.mod_revision for kv in reply.kvs} == self._known
+        holds = {kv.key: _version(kv) for kv in reply.kvs} == self._known
         self._lost_data = not holds
         return holds
 
     async def _list(self) -> None:
         reply = await self._range()
         lost_data = self._lost_data or reply.header.revision < self._revision
-        self._known = {kv.key: kv.mod_revision for kv in reply.kvs}
+        self._known = {kv.key: _version(kv) for kv in reply.kvs}
         self._revision = reply.header.revision
         entries = {_text(kv.key): kv.value for kv in reply.kvs}
         self._lost_data = False
         await self._events.put(Snapshot(entries, lost_data))
 
-    async def _range(self, *, revision: int = 0, keys_only: bool = False) -> Any:
+    async def _range(self, *, revision: int = 0) -> Any:
         request = rpc.RangeRequest(
-            key=self._prefix or b"\0", range_end=self._end, revision=revision, keys_only=keys_only
+            key=self._prefix or b"\0", range_end=self._end, revision=revision
         )
         client = self._client
         return await client.call(
@@ -160,9 +161,9 @@ class EtcdWatch(AsyncIterator[WatchEvent]):
 
     async def _give(self, events: Any) -> None:
         for event in events:
-            key, revision = event.kv.key, event.kv.mod_revision
+            key = event.kv.key
             if event.type == rpc.Event.PUT:
-                self._known[key] = revision
+                self._known[key] = _version(event.kv)
                 await self._events.put(Put(_text(key), event.kv.value))
             else:
                 self._known.pop(key, None)
@@ -203,6 +204,10 @@ async def open_watch(client: Any, prefix: str, *, timeout_s: float) -> AsyncIter
             yield watch
     finally:
         watch.close()
+
+
+def _version(kv: Any) -> tuple[int, int]:
+    return kv.mod_revision, hash(kv.value)
 
 
 def _text(key: bytes) -> str:

@@ -42,6 +42,15 @@ class BacklogFollower:
         """The totals of all engines with a recent report."""
         return self._demands.totals(self._now())
 
+    @property
+    def engines(self) -> int:
+        """How many engines have sent a recent report."""
+        return self._demands.engines(self._now())
+
+    def before(self, engine_id: str) -> int:
+        """How many engines with a recent report have a smaller id."""
+        return self._demands.before(engine_id, self._now())
+
     async def _on_report(self, payload: bytes) -> None:
         demand = decode_demand(payload)
         if demand.engine_id == self._own or demand.wire_version != WIRE_VERSION:

@@ -18,6 +18,7 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import WIRE_VERSION
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.health import Heartbeat, decode_heartbeat
+from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.members.roster import Members, Roster
@@ -103,6 +104,8 @@ class HealthMonitor:
         self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
         self._subject = names.health_subject(namespace, component)
         self._members: dict[int, _MemberHealth] = {}
+        #: The roster's members, and the healthy ones of them as long as nothing changes.
+        self._known: tuple[Members, Members] | None = None
         self._listeners = Listeners[frozenset[int], frozenset[int]](self._subject)
         self._timer: asyncio.TimerHandle | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -127,8 +130,11 @@ class HealthMonitor:
 
     @property
     def responsive(self) -> Members:
-        """The healthy members, sorted by key."""
-        return tuple(m for m in self._roster.members if self._responds(m.lease_id))
+        """The healthy members, sorted by key; the same tuple until any of them changes."""
+        members = self._roster.members
+        if self._known is None or self._known[0] is not members:
+            self._known = members, tuple(m for m in members if self._responds(m.lease_id))
+        return self._known[1]
 
     @property
     def members_or_all(self) -> Members:
@@ -221,7 +227,7 @@ class HealthMonitor:
         try:
             heartbeat = decode_heartbeat(payload)
             if heartbeat.wire_version != WIRE_VERSION:
-                raise ProtocolError(f"unsupported wire version {heartbeat.wire_version}")
+                raise ProtocolError(unsupported(heartbeat.wire_version))
         except ProtocolError:
             self._drop("malformed")
             raise
@@ -244,15 +250,14 @@ class HealthMonitor:
         before = member.responsive
         member.silent = False
         if heartbeat is not None:
-            member.number, member.ok, member.detail = (
-                heartbeat.number,
-                heartbeat.ok,
-                heartbeat.detail,
-            )
+            member.number, member.ok = heartbeat.number, heartbeat.ok
+            member.detail = heartbeat.detail
         self._report_change(lease_id, member, before)
 
     def _report_change(self, lease_id: int, member: _MemberHealth, before: bool) -> None:
         """before: whether the member was healthy until now."""
+        if member.responsive != before:
+            self._known = None
         if member.well:
             member.well_at = self._now()
         if member.responsive and not before:
@@ -266,6 +271,7 @@ class HealthMonitor:
     def _on_roster(self, joined: frozenset[int], left: frozenset[int]) -> None:
         if not self._open:
             return
+        self._known = None
         for lease_id in left:
             self._members.pop(lease_id, None)
         for lease_id in joined:
@@ -310,6 +316,7 @@ class HealthMonitor:
         if self._now() > due + SECOND_LOOK_S / 2:
             return self._suspect(due)  # this process was delayed: check again
         silent = self._overdue(SILENT_S + SECOND_LOOK_S)
+        self._known = None
         for lease_id in silent:
             self._members[lease_id].silent = True
             logger.warning("worker %x is unhealthy: %s", lease_id, self.trouble(lease_id))
@@ -319,9 +326,5 @@ class HealthMonitor:
 
     def _overdue(self, limit_s: float) -> frozenset[int]:
         # The same sum as for the timer: with another rounding it would fire in a loop.
-        now = self._now()
-        return frozenset(
-            lease_id
-            for lease_id, member in self._members.items()
-            if member.responsive and member.well_at + limit_s <= now
-        )
+        now, members = self._now(), self._members.items()
+        return frozenset(i for i, m in members if m.responsive and m.well_at + limit_s <= now)

@@ -1,7 +1,8 @@
 """Options of a component that can be changed while it runs (`protocol/live_options.py`).
 
 Owns the values that are in effect in this process: those of the last valid record in the
-store. An invalid record is refused as a whole, and the values before stay in effect.
+store. A record that is invalid, not authentic, or older than one before it is refused as a whole,
+and the values before stay in effect.
 """
 
 import asyncio
@@ -16,6 +17,8 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError
 from dynamo_lite.protocol.live_options import decode_tuning
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
 from dynamo_lite.runtime.tasks import running
 
@@ -31,6 +34,7 @@ class LiveOptions(Generic[T]):
 
     nothing: the values without a record.
     on_change: takes new values and their version, in the event loop.
+    seals: those of the graph's secret.
     """
 
     def __init__(
@@ -42,11 +46,15 @@ class LiveOptions(Generic[T]):
         *,
         on_change: Callable[[T, int], None],
         on_drop: OnDrop = uncounted,
+        seals: RecordSeals = UNSEALED,
     ):
         self._store, self._key = store, names.tuning_key(namespace, component)
         self._nothing, self._on_change, self._on_drop = nothing, on_change, on_drop
+        self._seals, self._log_limit = seals, LogLimit()
         #: The values of the last valid record, and its version; version 0 without one.
         self.values, self.version = nothing, 0
+        #: The highest version so far, also of a record that is gone.
+        self.newest = 0
         #: Why the present record is refused; empty when it is not.
         self.refused = ""
         self._listed = asyncio.Event()
@@ -87,16 +95,26 @@ class LiveOptions(Generic[T]):
 
     def _apply(self, data: bytes | None) -> None:
         values, version = self._nothing, 0
-        try:
-            if data is not None:
-                record = decode_tuning(data, type(self._nothing))
-                values, version = record.values, record.version
-        except ProtocolError as exc:
-            self.refused = str(exc)
-            self._on_drop("config")
-            logger.warning("%s: invalid options refused, nothing changes: %s", self._key, exc)
-            return
-        self.refused = ""
+        if data is not None:
+            try:
+                content = self._seals.opened(self._key, data)
+            except ProtocolError as exc:
+                self._refuse_unauthentic(str(exc))
+                return
+            try:
+                record = decode_tuning(content, type(self._nothing))
+            except ProtocolError as exc:
+                self.refused = str(exc)
+                self._on_drop("config")
+                logger.warning("%s: invalid options refused, nothing changes: %s", self._key, exc)
+                return
+            if self._seals.checked and record.version < self.newest:
+                self._refuse_unauthentic(
+                    f"not authentic: version {record.version} came after version {self.newest}"
+                )
+                return
+            values, version = record.values, record.version
+        self.refused, self.newest = "", max(self.newest, version)
         if (values, version) == (self.values, self.version):
             return
         self.values, self.version = values, version
@@ -104,3 +122,11 @@ class LiveOptions(Generic[T]):
             "%s: version %d is in effect: %s", self._key, version, msgspec.to_builtins(values)
         )
         self._on_change(values, version)
+
+    def _refuse_unauthentic(self, why: str) -> None:
+        self.refused = why
+        self._on_drop("unauthentic")
+        if (more := self._log_limit.allow()) is not None:
+            logger.warning(
+                "%s: options refused (and %d before), nothing changes: %s", self._key, more, why
+            )

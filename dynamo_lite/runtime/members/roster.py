@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from typing import Self
 
 from dynamo_lite.protocol.codec import decode_json
 from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, StoreUnavailable
 from dynamo_lite.protocol.names import endpoint_key
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
@@ -31,7 +32,8 @@ _RETURN_S = 5.0
 class Roster:
     """Async context manager; entering it waits for the first listing.
 
-    Malformed records, and records at a key of another member, are logged, counted and skipped.
+    Malformed records, records at a key of another member, and members whose version does not fit
+    are logged, counted and skipped.
     While the store is unavailable the last known members stay. When the store has lost its
     data, they stay for a few seconds, in which they put their keys back.
     """
@@ -45,6 +47,7 @@ class Roster:
         self._lost_keys: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._members: Members = ()
+        self._by_lease: dict[int, EndpointRecord] = {}
         self._version = 0
         self._listeners = Listeners[frozenset[int], frozenset[int]](prefix)
         self._changed = asyncio.Event()
@@ -63,8 +66,12 @@ class Roster:
         """Grows with every change; 0 before the first listing."""
         return self._version
 
+    @property
+    def lease_ids(self) -> Set[int]:
+        return self._by_lease.keys()
+
     def get(self, lease_id: int) -> EndpointRecord | None:
-        return next((m for m in self._members if m.lease_id == lease_id), None)
+        return self._by_lease.get(lease_id)
 
     def on_change(self, callback: OnChange) -> None:
         """Calls `callback` in the event loop after each join or leave, with `members` updated."""
@@ -140,6 +147,10 @@ class Roster:
             logger.warning("skipped the malformed record at %s: %s", key, exc)
             self._on_drop("record")
             return None
+        if why := misfit(record):
+            logger.warning("skipped the member at %s: %s", key, why)
+            self._on_drop("version")
+            return None
         return record
 
     def _keep_lost_keys(self) -> None:
@@ -160,15 +171,17 @@ class Roster:
             self._timer = None
 
     def _publish(self) -> None:
-        before = {member.lease_id for member in self._members}
+        before = self._by_lease.keys()
         members = tuple(self._records[key] for key in sorted(self._records))
         if members == self._members and self._version:
             return
         self._members = members
+        # A process may have several keys: `get` returns its first record.
+        self._by_lease = by_lease = {member.lease_id: member for member in reversed(members)}
         self._version += 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        after = {member.lease_id for member in members}
+        after = by_lease.keys()
         joined, left = frozenset(after - before), frozenset(before - after)
         if joined or left:
             self._listeners.notify(joined, left)

@@ -11,9 +11,12 @@ It works around these faults of nats-py:
 - It loses a cancel that comes in the same turn of the event loop as the reply (Python 3.11's
   `asyncio.wait_for` returns the reply then), or while it flushes. A task that sends requests in
   a loop would never end.
+- It reads a credentials file without a JWT for ever, in the event loop, and gives up when a key
+  cannot be read.
 """
 
 import asyncio
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -23,6 +26,7 @@ from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
 
 from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.runtime.credentials import BadCredentials, user_jwt
 
 _PERMISSIONS = "permissions violation"
 
@@ -86,6 +90,19 @@ class PersistentClient(Client):
             raise errors.TimeoutError from exc
         finally:
             self._resp_map.pop(token, None)
+
+    def _read_creds_user_jwt(self, creds: Any) -> bytearray:
+        return user_jwt(Path(creds))
+
+    def _connect_command(self) -> bytes:
+        try:
+            return super()._connect_command()
+        except (errors.Error, OSError):
+            raise
+        except BadCredentials as exc:
+            raise errors.Error(str(exc)) from exc
+        except Exception as exc:  # of the package that signs
+            raise errors.Error(f"its key cannot be used: {type(exc).__name__}") from exc
 
     async def flush(self, *args: Any, **options: Any) -> None:
         task, before = _cancels()

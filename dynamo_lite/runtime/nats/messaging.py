@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Self
 
 from nats import errors
-from nats.aio.client import Client
+from nats.aio.client import DEFAULT_INBOX_PREFIX, Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -75,6 +75,11 @@ class NatsMessaging:
     @property
     def connected(self) -> bool:
         return self._client is not None and self._client.is_connected
+
+    @property
+    def clustered(self) -> bool:
+        """Whether the server is one of a cluster. Raises BrokerUnavailable, as `client`."""
+        return bool(self.client._server_info.get("cluster"))  # pyright: ignore[reportPrivateUsage]
 
     def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
         return self._watch.watch(callback)
@@ -195,6 +200,9 @@ class NatsMessaging:
             user=address.user,
             password=address.password,
             token=address.token,
+            user_credentials=str(address.creds) if address.creds else None,
+            nkeys_seed=str(address.nkey) if address.nkey else None,
+            inbox_prefix=address.inbox or DEFAULT_INBOX_PREFIX,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
@@ -267,7 +275,7 @@ def _is_refusal(exc: Exception) -> bool:
 def _reason(exc: BaseException) -> str:
     text = str(exc)
     if _AUTHORIZATION in text.lower():
-        return "it refuses the user name, password or token"
+        return "it refuses the user name, password, token or key"
     return tls_refusal(text) or text
 
 

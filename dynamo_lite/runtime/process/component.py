@@ -11,16 +11,18 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from dynamo_lite import __version__
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode_json
 from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
-from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport, StockEngine
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.messaging import Messaging
 from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.stop import EXIT_OWNED_TASK_FAILED, StopRequest, loss_exit_code
 from dynamo_lite.runtime.retry import START_WAIT_S, retry_while_unavailable
+from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.store import Delete, Lease, Snapshot, Store, WatchEvent
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.runtime.tracing.tracer import Tracer, TracingOptions
@@ -42,13 +44,22 @@ class ProcessSpec:
     component: str
     #: 0 to instances - 1.
     instance: int
+    #: Empty: this process uses no broker.
     nats_url: str
     etcd_url: str
     state_dir: str
+    #: See `runtime/secret.py`; None: messages are not authenticated.
+    secret_file: str | None = None
     #: Processes of this service that the same supervisor runs.
     instances: int = 1
+    #: Devices that it occupies.
+    devices: int = 1
     #: Where the status server and the token stream listen.
     bind_host: str = "127.0.0.1"
+    #: Of the status server; 0: a free one.
+    status_port: int = 0
+    #: Certificate and key for HTTPS; None: HTTP.
+    status_tls: tuple[str, str] | None = None
     lease_ttl_s: float = 30.0
     #: Longest drain.
     grace_s: float = 30.0
@@ -111,6 +122,7 @@ class Host:
         clock: Clock = SYSTEM_CLOCK,
         drops: OnDrop = uncounted,
         tracer: Tracer | None = None,
+        secret: GraphSecret | None = None,
     ):
         self.spec = spec
         self.store = store
@@ -120,6 +132,7 @@ class Host:
         self.clock = clock
         self.drops = drops
         self.tracer = tracer
+        self.secret = secret
         self.status_url = ""
         self.probes: Probes | None = None
         self._report = report
@@ -134,12 +147,21 @@ class Host:
         return f"Host({name}, endpoints={len(self._endpoints)}, tasks={len(self._tasks)})"
 
     async def register(
-        self, endpoint: str, *, component: str = "", stream: str | None = None, model: str = ""
+        self,
+        endpoint: str,
+        *,
+        component: str = "",
+        stream: str | None = None,
+        certificate: str | None = None,
+        model: str = "",
+        engine: StockEngine | None = None,
     ) -> EndpointRecord:
         """Registers an endpoint under the lease; call it when the endpoint is already served.
 
         component: name of a service inside this process; empty for the process's own.
-        stream: HOST:PORT of the token stream. Raises LeaseLost or StoreUnavailable.
+        stream: HOST:PORT of the token stream. certificate: its fingerprint, if it uses TLS.
+        engine: the stock engine that this process stands for. Raises LeaseLost or
+        StoreUnavailable.
         """
         component = component or self.spec.component
         name = (self.spec.namespace, component, endpoint, self.lease.id)
@@ -148,23 +170,32 @@ class Host:
             endpoint=endpoint,
             namespace=self.spec.namespace,
             lease_id=self.lease.id,
-            transport=EndpointTransport(nats_tcp=names.endpoint_subject(*name), stream=stream),
+            transport=EndpointTransport(
+                nats_tcp=names.endpoint_subject(*name), stream=stream, certificate=certificate
+            ),
             pid=os.getpid(),
             instance=self.spec.instance,
             host=socket.gethostname(),
             status_url=self.status_url,
             started_at=self.clock.wall(),
             model=model,
+            authenticated=self.secret is not None,
+            version=__version__,
+            wire_version=WIRE_VERSION,
+            engine=engine,
         )
         key, value = names.endpoint_key(*name), encode_json(record)
         await self.hold(key, value)
         self._endpoints.append(key)
         return record
 
-    async def deregister(self) -> None:
-        """Deletes the registrations of all endpoints."""
+    async def deregister(self) -> bool:
+        """Deletes the registrations of all endpoints. Returns what `release` does."""
         endpoints, self._endpoints = self._endpoints, []
-        await self.release(*endpoints)
+        gone = await self.release(*endpoints)
+        if not gone:
+            self._endpoints = endpoints
+        return gone
 
     async def hold(self, key: str, value: bytes, *, within_s: float = START_WAIT_S) -> None:
         """Puts `key` under the lease, and again whenever the store loses it while the lease is
@@ -176,18 +207,20 @@ class Host:
         if self._guard is None or self._guard.done():
             self._guard = self.spawn(self._watch_own(key), f"guard {key}")
 
-    async def release(self, *keys: str) -> None:
-        """Deletes held keys. If the store is unavailable, they expire with the lease."""
+    async def release(self, *keys: str) -> bool:
+        """Deletes held keys. Returns whether they are gone: if the store is unavailable, they
+        expire with the lease."""
         for key in keys:
             self._held.pop(key, None)
         if self.lease.loss is not None:
-            return
+            return True
         for key in keys:
             try:
                 await self.store.delete(key)
             except StoreUnavailable as exc:
                 logger.warning("%s was not deleted, it expires with the lease: %s", key, exc)
-                return
+                return False
+        return True
 
     def progress(self, text: str) -> None:
         """Reports to the supervisor what the start is doing."""

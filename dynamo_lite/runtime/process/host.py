@@ -6,28 +6,33 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Info, ProcessCollector
 
+from dynamo_lite import __version__
 from dynamo_lite.protocol.errors import DynamoLiteError
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import DropCounter, OnDrop
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.messaging import Messaging
-from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.no_broker import NoBroker
 from dynamo_lite.runtime.process.component import Component, Host, ProcessSpec, Report
 from dynamo_lite.runtime.process.logs import hold_lease
 from dynamo_lite.runtime.process.readiness import Answer, Probes, liveness, readiness
 from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.process.stop import (
     EXIT_START_FAILED,
+    EXIT_STOPPED,
     Interrupted,
     StopRequest,
     loss_exit_code,
     stop_on_signals,
 )
 from dynamo_lite.runtime.retry import retry_while_unavailable
+from dynamo_lite.runtime.secret import GraphSecret
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.runtime.tasks import running
 from dynamo_lite.runtime.tracing.tracer import Tracer, open_tracer
@@ -56,13 +61,24 @@ class ProcessEnvironment:
         EtcdStore(spec.etcd_url)
     )
     open_messaging: Callable[[ProcessSpec, OnDrop], AbstractAsyncContextManager[Messaging]] = (
-        lambda spec, on_drop: NatsMessaging(spec.nats_url, on_drop=on_drop)
+        lambda spec, on_drop: (
+            open_messaging(spec.nats_url, spec.secret_file, on_drop)
+            if spec.nats_url
+            else NoBroker()
+        )
     )
     open_status: Callable[
         [ProcessSpec, Health, Probes, CollectorRegistry, OnDrop],
         AbstractAsyncContextManager[Status],
     ] = lambda spec, health, probes, registry, on_drop: StatusServer(
-        health, registry, spec.bind_host, on_drop=on_drop, probes=probes, vllm_registry=REGISTRY
+        health,
+        registry,
+        spec.bind_host,
+        spec.status_port,
+        on_drop=on_drop,
+        probes=probes,
+        vllm_registry=REGISTRY,
+        tls=spec.status_tls,
     )
     clock: Clock = SYSTEM_CLOCK
 
@@ -111,6 +127,7 @@ class _Process:
         self._stop = stop
         #: "starting", "ready" or "draining"; shown in /health.
         self._state = "starting"
+        self._draining_since: float | None = None
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Connects the servers and opens the status server; `stack` closes them in reverse."""
@@ -122,7 +139,7 @@ class _Process:
         tracer = await self._open_tracer(stack)
         store = await stack.enter_async_context(environment.open_store(self._spec))
         messaging = await stack.enter_async_context(environment.open_messaging(self._spec, drops))
-        ttl_s = self._spec.lease_ttl_s
+        ttl_s, secret_file = self._spec.lease_ttl_s, self._spec.secret_file
         lease = await retry_while_unavailable(lambda: stack.enter_async_context(store.lease(ttl_s)))
         hold_lease(lease.id)
         self.host = Host(
@@ -136,10 +153,12 @@ class _Process:
             clock=environment.clock,
             drops=drops,
             tracer=tracer,
+            secret=None if secret_file is None else GraphSecret(Path(secret_file)),
         )
         self.host.probes = probes = Probes(lambda: liveness(self._facts()), self._ready_for_work)
         add_gauges(registry, self._spec, lease, messaging)
-        stack.enter_context(count_reconnects(registry, messaging))
+        if self._spec.nats_url:
+            stack.enter_context(count_reconnects(registry, messaging))
         status = await stack.enter_async_context(
             environment.open_status(self._spec, self._health, probes, registry, drops)
         )
@@ -167,7 +186,7 @@ class _Process:
                 async with self._stop.interrupts():
                     facts = await self._component.start(self.host)
             except Interrupted:
-                self._report({"state": "draining", "reason": self._stop.reason})
+                self._report_draining()
                 return self._stop.code
             except Exception as exc:
                 return self.failed(exc)
@@ -205,9 +224,10 @@ class _Process:
 
     async def _drain(self) -> None:
         self._state = "draining"
+        self._draining_since = self.host.clock.monotonic()
         grace_s = self._spec.grace_s
         logger.info("draining for up to %g s: %s", grace_s, self._stop.reason)
-        self._report({"state": "draining", "reason": self._stop.reason})
+        self._report_draining()
         await self.host.deregister()
         try:
             async with asyncio.timeout(grace_s + _DRAIN_MARGIN_S):
@@ -215,6 +235,11 @@ class _Process:
         except Exception:
             logger.exception("the drain failed or had a timeout")
         self._report({"state": "drained"})
+
+    def _report_draining(self) -> None:
+        # Known before the end, so that one that dies in its drain is not started again.
+        for_good = self._stop.code == EXIT_STOPPED
+        self._report({"state": "draining", "reason": self._stop.reason, "for_good": for_good})
 
     async def _close(self) -> None:
         try:
@@ -252,9 +277,19 @@ class _Process:
             "instance": self._spec.instance,
             "lease": f"{self.host.lease.id:x}",
             "pid": os.getpid(),
-            "nats_connected": connected,
+            "version": __version__,
+            **({"nats_connected": connected} if self._spec.nats_url else {}),
+            "devices": self._spec.devices,
+            "grace_s": self._spec.grace_s,
+            "lease_ttl_s": self._spec.lease_ttl_s,
+            "draining_s": self._draining_s(),
             **facts,
         }
+
+    def _draining_s(self) -> float:
+        """0 before the drain."""
+        since = self._draining_since
+        return 0.0 if since is None else self.host.clock.monotonic() - since
 
 
 def add_gauges(
@@ -270,6 +305,8 @@ def add_gauges(
         registry=registry,
     )
     remaining.set_function(lease.remaining_s)
+    if not spec.nats_url:
+        return
     connected = Gauge("dynamo_lite_nats_connected", "1 while NATS is connected.", registry=registry)
     connected.set_function(lambda: float(messaging.connected))
 

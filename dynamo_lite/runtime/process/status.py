@@ -34,7 +34,7 @@ class StatusServer:
 
     probes: None serves neither `/live` nor `/ready`.
     vllm_registry: where vLLM keeps the metrics of this process; None does not serve
-    `/metrics/vllm`.
+    `/metrics/vllm`. tls: files with certificate and key, for HTTPS.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class StatusServer:
         on_drop: OnDrop = uncounted,
         probes: Probes | None = None,
         vllm_registry: CollectorRegistry | None = None,
+        tls: tuple[str, str] | None = None,
     ):
         self._health, self._probes = health, probes
         self._on_drop = on_drop
         self._registry, self._vllm_registry = registry, vllm_registry
-        self._host = host
+        self._host, self._tls = host, tls
         self._port = port
         self._tasks = OwnedTasks()
         self._server: _Server | None = None
@@ -60,15 +61,19 @@ class StatusServer:
 
     @property
     def url(self) -> str:
-        return f"http://{advertised_address(self._host, self._port)}"
+        scheme = "https" if self._tls else "http"
+        return f"{scheme}://{advertised_address(self._host, self._port)}"
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the address cannot be bound."""
         listener = bind(self._host, self._port)
         self._port = listener.getsockname()[1]
         app = Starlette(routes=self._routes())
+        cert, key = self._tls or (None, None)
         config = uvicorn.Config(
             app,
+            ssl_certfile=cert,
+            ssl_keyfile=key,
             http=partial(_Protocol, on_drop=self._on_drop),  # pyright: ignore[reportArgumentType]
             lifespan="off",
             log_config=None,

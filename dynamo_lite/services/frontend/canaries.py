@@ -184,6 +184,7 @@ def start_canaries(
         f"{host.lease.id:x}-canary",
         request_timeout_s=options.timeout_s,
         on_drop=host.drops,
+        secret=host.secret,
     )
     canaries = Canaries(options, roster, health, make, make_transport, host.registry)
     host.spawn(canaries.run(), "canaries")

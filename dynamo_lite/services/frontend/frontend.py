@@ -1,6 +1,7 @@
 """The Frontend: one of vLLM's HTTP frontends over the live decode workers."""
 
 import asyncio
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,14 +24,14 @@ from dynamo_lite.request_plane.base import OnDeltas
 from dynamo_lite.request_plane.client import RemoteGenerateClient
 from dynamo_lite.request_plane.failover import FailoverClient, OnEnded, OnTokens
 from dynamo_lite.request_plane.placement import WorkerSelector
-from dynamo_lite.runtime.address import advertised_address
+from dynamo_lite.runtime.address import advertised_address, is_loopback
 from dynamo_lite.runtime.members.health import HealthMonitor
 from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
 from dynamo_lite.runtime.process.status import bind
 from dynamo_lite.services.config import FrontendConfig, ProcessorConfig
 from dynamo_lite.services.frontend.canaries import start_canaries
-from dynamo_lite.services.frontend.dashboard.app import Dashboard, is_loopback
+from dynamo_lite.services.frontend.dashboard.app import Dashboard
 from dynamo_lite.services.frontend.dashboard.viewers import Viewers
 from dynamo_lite.services.frontend.http import HttpServer, Probed, local_address, url_of
 from dynamo_lite.services.frontend.http_relay import HttpRelay
@@ -206,9 +207,11 @@ class Frontend:
             FailoverClient(
                 partial(
                     RemoteGenerateClient,
-                    f"{host.lease.id:x}",
+                    # A process without the secret cannot guess it and take a session's place.
+                    f"{host.lease.id:x}" if host.secret is None else secrets.token_hex(16),
                     request_timeout_s=self._config.request_timeout_s,
                     on_drop=host.drops,
+                    secret=host.secret,
                 ),
                 members=self._candidates,
                 picker=self._picker,
@@ -218,8 +221,9 @@ class Frontend:
                 max_moves=self._config.max_moves,
             )
         )
+        changed, leaves = failover.members_changed, failover.worker_leaves
         self._stack.enter_context(
-            Rotation(self._roster, self._workers, failover.transport, failover.members_changed)
+            Rotation(self._roster, self._workers, failover.transport, changed, leaves)
         )
         return failover
 
@@ -320,6 +324,7 @@ class Frontend:
             "responsive": responsive,
             "requests": app.in_flight if app is not None else 0,
             "options": self._options.facts() if self._options is not None else {},
+            "loads": self._failover.load_facts() if self._failover is not None else {},
         }
 
     def _check_workers(self) -> WorkerCheck:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter
@@ -68,6 +68,8 @@ class RemoteRouter(WorkerSelector):
         #: Routers that have failed and are probed.
         self._failed: dict[int, asyncio.Task[None]] = {}
         self._tasks = OwnedTasks()
+        self._members: Sequence[EndpointRecord] = ()
+        self._by_lease: Mapping[int, EndpointRecord] = {}
 
     async def __aenter__(self) -> Self:
         self._tasks.start(self._publish_outcomes(), name="router-outcomes")
@@ -82,20 +84,34 @@ class RemoteRouter(WorkerSelector):
         return frozenset(self._failed)
 
     async def choose(
-        self, members: Sequence[EndpointRecord], request: GenerateRequest
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
     ) -> Selection:
-        if not members:
+        candidates = self._candidates(members, without)
+        if not candidates:
             raise NoWorkers("no live worker")
         until = _now() + ANSWER_S
         for router in self._routers.members:
             if router.lease_id in self._failed or (left_s := until - _now()) <= 0:
                 continue
             try:
-                return await self._request_pick(router, members, request, left_s)
+                return await self._request_pick(router, candidates, request, left_s)
             except (Unavailable, DeadlineExceeded, ProtocolError) as exc:
                 self._fail(router, f"request {request.request_id}: {exc}")
         self._fallbacks.inc()
-        return self._fallback.pick(members, request)
+        return self._fallback.pick(members, request, without)
+
+    def _candidates(
+        self, members: Sequence[EndpointRecord], without: Set[int]
+    ) -> Mapping[int, EndpointRecord]:
+        """By lease id. Most requests have all members as candidates."""
+        if members is not self._members or not isinstance(members, tuple):
+            self._members, self._by_lease = members, {m.lease_id: m for m in members}
+        if not without:
+            return self._by_lease
+        return {k: member for k, member in self._by_lease.items() if k not in without}
 
     def _fail(self, router: EndpointRecord, why: str) -> None:
         """A killed router stays registered until its lease expires, before its replacement in the
@@ -153,7 +169,7 @@ class RemoteRouter(WorkerSelector):
     async def _request_pick(
         self,
         router: EndpointRecord,
-        members: Sequence[EndpointRecord],
+        candidates: Mapping[int, EndpointRecord],
         request: GenerateRequest,
         timeout_s: float,
     ) -> Selection:
@@ -168,7 +184,7 @@ class RemoteRouter(WorkerSelector):
             client=self._lease_id,
             request_id=own_id,
             prompt_token_ids=[*request.prompt_token_ids, *request.output_token_ids],
-            candidates=[member.lease_id for member in members],
+            candidates=list(candidates),
             cache_salt=request.cache_salt,
             session=request.session,
         )
@@ -178,7 +194,7 @@ class RemoteRouter(WorkerSelector):
             reply = await self._messaging.request(
                 router.transport.nats_tcp, encode(message), timeout_s=timeout_s
             )
-            return self._selection(reply, members)
+            return self._selection(reply, candidates)
         except ProtocolError:
             self._on_drop("pick_reply")
             self.released(request.request_id)
@@ -187,11 +203,11 @@ class RemoteRouter(WorkerSelector):
             self.released(request.request_id)
             raise
 
-    def _selection(self, reply: bytes, members: Sequence[EndpointRecord]) -> Selection:
+    def _selection(self, reply: bytes, candidates: Mapping[int, EndpointRecord]) -> Selection:
         chosen = decode_pick_reply(reply)
         if not isinstance(chosen, Chosen):
             raise Unavailable("it knows none of the candidate workers")
-        member = next((m for m in members if m.lease_id == chosen.lease_id), None)
+        member = candidates.get(chosen.lease_id)
         if member is None:
             raise ProtocolError(f"it chose worker {chosen.lease_id:x}, which is not a candidate")
         return Selection(member, chosen.reason)

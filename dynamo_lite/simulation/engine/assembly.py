@@ -22,7 +22,7 @@ from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.records import EngineMetadata, RankMetadata
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.permits import Permit, Verdict, always_granted
+from dynamo_lite.runtime.permits import Permit, Verdict, always_granted, no_grant
 from dynamo_lite.simulation.engine.core import Outputs, SimCore, SimModelConfig
 from dynamo_lite.simulation.engine.halves import (
     DecodeHalves,
@@ -43,8 +43,8 @@ _BASE, _SHIFTS = 1 << 20, 4
 class EngineSetup:
     """What one incarnation of an engine is made from.
 
-    outside: the engine process's own clients. alive, verdict: a prefill engine's fence, and the
-    verdicts on its permits. address: its host on the fabric.
+    outside: the engine process's own clients. alive, verdict, grant_of: a prefill engine's fence,
+    the verdicts on its permits, and their grants. address: its host on the fabric.
     """
 
     config: SimModelConfig
@@ -56,6 +56,7 @@ class EngineSetup:
     rng: random.Random
     alive: Callable[[], bool] = lambda: True
     verdict: Callable[[Permit], Verdict] = always_granted
+    grant_of: Callable[[Permit], int] = no_grant
 
 
 @dataclass
@@ -106,6 +107,7 @@ class Assembly:
         self, setup: EngineSetup, pool: BlockPool, mover: SimMover, metadata: EngineMetadata
     ) -> DecodeHalves:
         bridges: list[TaskBridge] = []
+        grants = random.Random(f"grants/{setup.engine_config.engine_id}")
 
         def open_bridge(session: Any) -> TaskBridge:
             bridges.append(TaskBridge(session))
@@ -119,15 +121,18 @@ class Assembly:
             clock=setup.clock,
             ledger=self.ledger(setup),
             new_attempt=lambda: f"{setup.rng.getrandbits(64):016x}",
+            new_grant=lambda: grants.getrandbits(63) or 1,
             hash_block_size=setup.config.block_size,
         )
         scheduler.metadata = metadata
         return DecodeHalves(
             scheduler,
-            DecodeRank(mover, metadata.ranks[0], mover.memory.read_raw),
+            self.decode_rank(mover, metadata.ranks[0], mover.memory.read_raw),
             bridges[0],
             setup.config.block_size,
         )
+
+    decode_rank: type[DecodeRank] = DecodeRank
 
     def first_tokens(self, setup: EngineSetup) -> FirstTokens:
         """Of an engine's component."""
@@ -171,6 +176,7 @@ class Assembly:
             setup.alive,
             rank_clock(setup.clock),
             verdict=setup.verdict,
+            grant_of=setup.grant_of,
             checksum_rate=role.options.kv_checksum_rate,
             read=mover.memory.read_raw,
             scratch=mover.scratch,

@@ -42,6 +42,8 @@ class SimModelConfig:
     token_s: float = 0.0005
     poll_s: float = 0.02
     load_s: float = 0.2
+    #: Whether an idle engine tells of its load once more.
+    tells_load: bool = False
 
 
 @dataclass
@@ -76,6 +78,8 @@ class SimCore:
         )
         self.steps = 0
         self._gave_tokens = False
+        #: The load that was told last.
+        self._told = EngineLoad()
         #: Called after each step with the time at which it was scheduled.
         self.on_step: Callable[[float], None] = lambda scheduled_at: None
         #: Called with the ids of requests that are about to be aborted.
@@ -113,6 +117,7 @@ class SimCore:
             if self.scheduler.has_work:
                 await self._step()
             else:
+                self._tell_load()
                 self._posted.clear()
                 await self._posted.wait()
 
@@ -145,13 +150,22 @@ class SimCore:
         self.on_step(scheduled_at)
         self._gave_tokens = self._gave_tokens or bool(outputs.deltas)
         if outputs.deltas or outputs.counts:
-            outputs.load = EngineLoad(
-                running=self.scheduler.running,
-                waiting=self.scheduler.waiting,
-                kv_usage=1 - self.pool.get_num_free_blocks() / max(1, self.pool.num_gpu_blocks - 1),
-                gave_tokens=self._gave_tokens,
-            )
+            outputs.load = self._told = self._load()
             self._deliver(outputs)
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad(
+            running=self.scheduler.running,
+            waiting=self.scheduler.waiting,
+            kv_usage=1 - self.pool.get_num_free_blocks() / max(1, self.pool.num_gpu_blocks - 1),
+            gave_tokens=self._gave_tokens,
+        )
+
+    def _tell_load(self) -> None:
+        """As vLLM does after the last request was aborted."""
+        if self.config.tells_load and (load := self._load()) != self._told:
+            self._told = load
+            self._deliver(Outputs(load=load))
 
     def _forward(self, plan: Plan) -> Outputs:
         """First the KV of all requests: prompts of one step may share blocks. Then the tokens."""

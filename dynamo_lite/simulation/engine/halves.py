@@ -111,6 +111,10 @@ class DecodeHalves:
         entry = self.scheduler._book.ledger._attempts.get(attempt)
         return entry is not None and entry.writer is not None and not entry.writer_done
 
+    def writers(self) -> frozenset[int]:
+        """Leases of those that may write into its blocks."""
+        return self.scheduler._book.ledger.writers
+
     def unsettled(self) -> str | None:
         """What the halves still wait for, as text; None when nothing is left."""
         if held := self.scheduler.prefills.held():
@@ -139,7 +143,7 @@ class DecodeHalves:
             self._offered[request.request_id] = request, frozenset(targets), frozenset(prefix)
 
     def build_step(self, plan: Plan) -> Any:
-        step = self.scheduler.build_step(plan.filling, plan.num_scheduled_tokens)
+        step = self.scheduler.build_step(plan.filling, plan.num_scheduled_tokens, plan.load)
         for attempt, request_id in step.expect.items():
             self.asked[attempt] = self._offered.pop(request_id)
         return step

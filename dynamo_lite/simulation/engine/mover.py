@@ -65,6 +65,10 @@ def _nothing_read(_reader: "SimMover", _landing: Landing) -> None:
     return None
 
 
+def _unheard(_target: "SimMover", _notice: bytes) -> None:
+    return None
+
+
 def _always(_here: str, _there: str) -> bool:
     return True
 
@@ -75,13 +79,15 @@ class Fabric:
 
     It is made outside of any simulated process, so that its timers run while processes are
     stopped. on_landing: called just before each copy arrives. on_read: called before each copy
-    is read. joined: whether two agents' hosts reach each other now.
+    is read. on_notice: called when a notification has arrived. joined: whether two agents' hosts
+    reach each other now.
     """
 
     rng: random.Random
     wire: Wire = field(default_factory=Wire)
     on_landing: Callable[[Landing], None] = _nothing
     on_read: Callable[["SimMover", Landing], None] = _nothing_read
+    on_notice: Callable[["SimMover", bytes], None] = _unheard
     joined: Callable[[str, str], bool] = _always
     agents: dict[bytes, "SimMover"] = field(default_factory=dict[bytes, "SimMover"])
     _context: contextvars.Context = field(default_factory=contextvars.copy_context)
@@ -157,6 +163,7 @@ class SimWrite:
         sender, target = self._sender, self._target
         if not target.closed and sender.fabric.joined(sender.address, target.address):
             target.inbox.append(self._notice)
+            sender.fabric.on_notice(target, self._notice)
 
 
 class SimRead:

@@ -35,6 +35,12 @@ class Network(Protocol):
         """Raises OSError."""
         ...
 
+    async def create_unix_connection(
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], path: str
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        """Raises OSError."""
+        ...
+
 
 class VirtualLoop(Scheduler):
     """Use as a context manager, and run with `run_until_complete`; at most one per thread.
@@ -164,6 +170,14 @@ class VirtualLoop(Scheduler):
         **_: Any,
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
         return await self._network.create_connection(protocol_factory, host or "", port or 0)
+
+    async def create_unix_connection(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
+        path: str | None = None,
+        **_: Any,
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        return await self._network.create_unix_connection(protocol_factory, path or "")
 
     @property
     def _network(self) -> Network:

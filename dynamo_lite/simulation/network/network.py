@@ -52,6 +52,8 @@ class Network:
         self._ends: dict[End, None] = {}
         self._watched: dict[SimProcess, None] = {}
         self._listeners: dict[int, Listener] = {}
+        #: Unix sockets: path to the port that stands for it.
+        self.unix_sockets: dict[str, int] = {}
         self._numbers = 0
         self._nobody = contextvars.Context()
         loop.network = self
@@ -227,6 +229,14 @@ class Network:
 
         transport = await self.connect(process, port, make, StreamTransport.abort)
         return transport, transport.get_protocol()
+
+    async def create_unix_connection(
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], path: str
+    ) -> tuple[StreamTransport, asyncio.BaseProtocol]:
+        """For the loop's method of that name. A partition counts as a listener that hangs."""
+        if path not in self.unix_sockets:
+            raise FileNotFoundError(f"no socket at {path}")
+        return await self.create_connection(protocol_factory, path, self.unix_sockets[path])
 
     def next_number(self) -> int:
         """A number that nothing else in this network gets."""

@@ -1,6 +1,6 @@
 """What lies on a simulated etcd's disk: every key as of every revision, and the leases."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class EtcdData:
     leases: dict[int, StoredLease] = field(default_factory=dict[int, StoredLease])
     #: Ids of expired leases.
     expired: set[int] = field(default_factory=set[int])
+    #: Called with the `rpc.Event`s of each revision.
+    on_commit: Callable[[list[Any]], None] = lambda events: None
     _events: list[Any] = field(default_factory=list[Any])  # rpc.Event, oldest first
     _before: dict[bytes, Any] = field(default_factory=dict[bytes, Any])  # before `_events`
     _uncommitted: list[Any] = field(default_factory=list[Any])
@@ -53,7 +55,8 @@ class EtcdData:
         same_cluster: etcd derives the id from its members' addresses, so a member that is
         started again without its data, and nothing else changed, has the id of before.
         """
-        return EtcdData(cluster=self.cluster if same_cluster else self.cluster + 1)
+        cluster = self.cluster if same_cluster else self.cluster + 1
+        return EtcdData(cluster=cluster, on_commit=self.on_commit)
 
     # Reading
 
@@ -116,6 +119,7 @@ class EtcdData:
         if events:
             self.revision += 1
             self._events += events
+            self.on_commit(events)
         return events
 
     def compact(self, revision: int) -> None:

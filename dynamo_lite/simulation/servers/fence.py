@@ -2,7 +2,14 @@
 
 from collections.abc import Callable
 
-from dynamo_lite.runtime.permits import Permit, Permits, Verdict, verdict
+from dynamo_lite.runtime.permits import (
+    CELLS_OF_PERMIT,
+    Permit,
+    Permits,
+    Verdict,
+    grant_of,
+    verdict,
+)
 
 
 class MemoryFence:
@@ -11,7 +18,7 @@ class MemoryFence:
 
     def __init__(self, now: Callable[[], float], permits: int):
         self._now = now
-        self._cells = [0] * permits
+        self._cells = [0] * (CELLS_OF_PERMIT * permits)
         self.permits = Permits(self._cells)
         self._deadline = 0.0
 
@@ -23,6 +30,9 @@ class MemoryFence:
 
     def verdict(self, permit: Permit) -> Verdict:
         return verdict(self._cells, permit)
+
+    def grant_of(self, permit: Permit) -> int:
+        return grant_of(self._cells, permit)
 
     def close(self) -> None:
         self._deadline = 0.0

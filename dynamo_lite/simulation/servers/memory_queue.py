@@ -184,7 +184,12 @@ class MemoryQueue:
         self._broker.check_connected()
         self._stream.expire()
         waiting = sum(entry.waiting for entry in self._stream.entries.values())
-        return QueueDepth(waiting=waiting, in_flight=len(self._stream.entries) - waiting)
+        in_flight = len(self._stream.entries) - waiting
+        return QueueDepth(waiting, in_flight, identity=str(self._stream.number))
+
+    def heard(self, identity: str) -> None:
+        if identity != str(self._stream.number) and self._broker.connected:
+            self.look()
 
     async def pull(
         self, *, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)

@@ -57,7 +57,7 @@ from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
 from dynamo_lite.vllm.engine.kv_memory import preferred_layout, rank_index, register
 from dynamo_lite.vllm.engine.rank_mover import open_mover
 from dynamo_lite.vllm.engine.scratch import make_scratch
-from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended
+from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended, step_load
 from dynamo_lite.vllm.engine.supported import check_kv, refusal_recorded
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             open_bridge=ThreadBridge,
             hash_block_size=hashed if cache.enable_prefix_caching else None,
             overlapping_steps=self._vllm_config.max_concurrent_batches,
+            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
         )
 
     @property
@@ -152,6 +153,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
                 index,
                 alive,
                 verdict=fence.verdict,
+                grant_of=fence.grant_of,
                 checksum_rate=role.options.kv_checksum_rate,
                 read=kv.read,
                 open_transposer=kv.open_transposer,
@@ -270,7 +272,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
             size = self._vllm_config.cache_config.block_size
             filling = filling_blocks(scheduler_output, self._manager, size)
             computed = scheduler_output.num_scheduled_tokens
-            step = self._decode.build_step(filling, computed)
+            load = step_load(scheduler_output) if self._decode.learns else None
+            step = self._decode.build_step(filling, computed, load)
             step.wait = self._waits and not computed and self._decode.awaits_kv
             if step.wait and step.expect:
                 let_bridge_run()

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
+from dynamo_lite.runtime.secret import GraphSecret
+from dynamo_lite.transfer.authenticated import AuthenticatedMover
 from dynamo_lite.transfer.base import Mover
 from dynamo_lite.transfer.nixl import NixlMover
 from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
@@ -19,7 +22,9 @@ def open_mover(
     Without a GPU there is no thread by default: a write to shared memory is over when it was
     posted, and a thread would only take time from the engine.
     """
-    mover = NixlMover(f"{config.engine_id}-{rank}")
+    mover: Mover = NixlMover(f"{config.engine_id}-{rank}")
+    if config.secret_file is not None:
+        mover = AuthenticatedMover(mover, GraphSecret(Path(config.secret_file)))
     on_gpu = device.type != "cpu"
     if not (on_gpu if config.transfer_thread is None else config.transfer_thread):
         return mover

@@ -2,7 +2,7 @@
 
 The Rust frontend adopts two listening sockets. This process connects to them as an engine
 does: a DEALER for requests, with the engine's rank as its identity, and a PUSH for outputs.
-The sockets are Unix sockets in a private directory: whoever reaches them could answer
+The sockets are Unix sockets in a private directory: a process that reaches them could answer
 requests.
 """
 

@@ -22,7 +22,7 @@ class RequestContext:
     session: str | None = None
     #: None if the request is not traced.
     trace: TraceContext | None = None
-    #: Whether `trace` is the span of the HTTP request, which somebody else records. Otherwise it
+    #: Whether `trace` is the span of the HTTP request, which another part records. Otherwise it
     #: is the span of the only sequence.
     http_span: bool = True
     #: Called each time before a sequence is sent to a worker.

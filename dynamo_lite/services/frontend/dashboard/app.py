@@ -141,14 +141,6 @@ class Dashboard:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a server on this address is reachable only from its own machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _is_own_name(host: str) -> bool:
     """Whether a Host header (with or without a port) has an address or `localhost`."""
     name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]

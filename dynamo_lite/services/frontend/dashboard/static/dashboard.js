@@ -4,6 +4,9 @@
 const SHOWN = 120; // bars of a chart, one per second
 const STALE_MS = 5000;
 const RETRY_MS = 5000;
+// What a decode worker and what a Forwarder calls the same.
+const REMOTE = ["remote", "disaggregated"];
+const LOCAL = ["local", "alone"];
 
 const bars = []; // oldest first: {remote, local, moved}, per second
 let last = null; // the previous overview
@@ -82,7 +85,7 @@ function showTables(seen) {
   fill("decisions", seen.decisions.map((d) => row([
     cell(d.verdict), cell(d.reason), cell(d.per_s.toFixed(1), "number"),
     cell(d.total.toLocaleString("en"), "number"),
-  ], d.verdict === "remote" && d.per_s > 0 ? "busy" : "")), "no decisions yet");
+  ], REMOTE.includes(d.verdict) && d.per_s > 0 ? "busy" : "")), "no decisions yet");
   fill("links", seen.links.map((l) => {
     const state = cell(l.state, kindOf(l.state));
     state.title = l.detail;
@@ -91,23 +94,35 @@ function showTables(seen) {
   }), "no links");
 }
 
+function showPlanner(planner) {
+  byId("planner").hidden = planner === null;
+  if (planner === null) return;
+  byId("planner-hold").textContent = planner.hold === "" ? "" : `hold: ${planner.hold}`;
+  fill("planned", planner.roles.map((role) => row([
+    cell(role.component), cell(String(role.count), "number"), cell(known(role.wanted), "number"),
+    cell(role.state), cell(role.reason),
+  ])), "nothing is planned");
+}
+
 function showLatency(id, latency) {
   byId(id).textContent = known(latency.p50_s, asTime);
   byId(`${id}-more`).textContent =
     latency.p95_s === null ? "" : `p95 ${asTime(latency.p95_s)} of ${latency.count.toLocaleString("en")}`;
 }
 
-function sum(decisions, verdict, field) {
-  return decisions.filter((d) => d.verdict === verdict).reduce((all, d) => all + d[field], 0);
+function sum(decisions, verdicts, field) {
+  return decisions.filter((d) => verdicts.includes(d.verdict)).reduce((all, d) => all + d[field], 0);
 }
 
 function showTiles(seen) {
   const { queue, transfers } = seen;
   byId("in-flight").textContent = known(seen.in_flight);
+  byId("in-flight-more").textContent =
+    seen.engines.map((e) => `${e.usable} of ${e.known} ${e.role} engines`).join(", ");
   byId("queue").textContent = known(queue.jobs, (n) => `${n.toLocaleString("en")} ${n === 1 ? "job" : "jobs"}`);
   byId("queue-more").textContent = known(queue.tokens, (n) => `${n.toLocaleString("en")} tokens`).replace("–", "");
-  const remote = sum(seen.decisions, "remote", "per_s");
-  const local = sum(seen.decisions, "local", "per_s");
+  const remote = sum(seen.decisions, REMOTE, "per_s");
+  const local = sum(seen.decisions, LOCAL, "per_s");
   byId("decided").textContent = `${(remote + local).toFixed(1)} /s`;
   byId("decided-more").textContent = `${remote.toFixed(1)} remote, ${local.toFixed(1)} local`;
   byId("moved").textContent = `${asBytes(transfers.bytes_per_s)}/s`;
@@ -120,10 +135,10 @@ function showTiles(seen) {
 function addBar(seen) {
   if (last !== null && seen.at > last.at) {
     const per = (now, before) => Math.max(0, now - before) / (seen.at - last.at);
-    const decided = (verdict) =>
-      per(sum(seen.decisions, verdict, "total"), sum(last.decisions, verdict, "total"));
+    const decided = (verdicts) =>
+      per(sum(seen.decisions, verdicts, "total"), sum(last.decisions, verdicts, "total"));
     bars.push({
-      remote: decided("remote"), local: decided("local"),
+      remote: decided(REMOTE), local: decided(LOCAL),
       moved: per(seen.transfers.total_bytes, last.transfers.total_bytes),
     });
     bars.splice(0, bars.length - SHOWN);
@@ -168,6 +183,7 @@ function show(seen) {
   showTiles(seen);
   showCharts();
   showTables(seen);
+  showPlanner(seen.planner);
   byId("windows").textContent =
     `Rates over ${seen.rate_s} s, latencies over ${seen.latency_s} s, charts over two minutes; ` +
     "totals since the live workers started.";

@@ -1,0 +1,148 @@
+"""What the decisions between local and remote prefill cost, and what the best ones would have cost.
+
+    python -m benchmarks.regret                 # five loads, thresholds and learned costs
+    python -m benchmarks.regret --quick --json regret.json
+
+It plays loads in `dynamo-lite simulate`'s engine model, with the shipped policies. The best
+thresholds are found afterwards, by playing a grid. For a sample of the decisions the same load is
+played again with that one reversed, and the times of the requests near it are compared.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dynamo_lite.capacity.compare import parse_counts
+from dynamo_lite.capacity.options import GraphOptions
+from dynamo_lite.capacity.regret import Play, waiting_s
+from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.timing import Timing, read_timing
+from dynamo_lite.capacity.traces import Shape, generate
+from dynamo_lite.protocol.options import DecisionThresholds
+
+#: Lengths and queue sizes of the grid. The last of each: never remote, no limit.
+LENGTHS, QUEUES = (1, 512, 2000, 10**8), (4, 8, 32, 10**6)
+#: Most waiting beyond that by the best thresholds, and beyond that by the default thresholds.
+MOST, MOST_MORE = 0.10, 0.02
+
+
+def load(kind: str, seconds: float, seed: int) -> list[Request]:
+    """About what 2P4D can take at its peak with the timing `gpu_like`; mixed: many short prompts
+    beside a burst of long ones."""
+
+    def made(kind: str, rate: float, peak: float, prompt: int, output: int, seed: int):
+        shape = Shape(
+            kind=kind,
+            duration_s=seconds,
+            rate=rate,
+            peak=peak,
+            prompt_tokens=prompt,
+            output_tokens=output,
+        )
+        return generate(shape, block_tokens=512, seed=seed).requests
+
+    if kind == "mixed":
+        short = made("constant", 24, 24, 300, 200, seed)
+        long = made("burst", 2, 10, 8000, 300, seed + 1)
+        return sorted(short + long, key=lambda request: request.arrival_s)
+    rate, peak = {"constant": (14, 14), "step": (6, 18), "burst": (6, 30), "sine": (4, 20)}[kind]
+    return made(kind, rate, peak, 4000, 300, seed)
+
+
+LOADS = ("constant", "step", "burst", "sine", "mixed")
+
+
+def best_thresholds(play: Play) -> tuple[str, float]:
+    """The thresholds of the grid that cost least, and their cost."""
+    found: list[tuple[float, str]] = []
+    for length in LENGTHS:
+        for jobs in QUEUES:
+            thresholds = DecisionThresholds(
+                max_local_prefill_length=length, max_prefill_queue_size=jobs
+            )
+            tried = replace(play, options=replace(play.options, thresholds=thresholds))
+            cost_s = waiting_s(tried.run("thresholds"), play.timing)
+            found.append((cost_s, f"length {length}, {jobs} jobs"))
+    cost_s, name = min(found)
+    return name, cost_s
+
+
+def measured(play: Play, samples: int) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for policy in ("thresholds", "cost"):
+        regret = play.regret(policy, samples)
+        rows[policy] = {**asdict(regret), "share": regret.share}
+    name, cost_s = best_thresholds(play)
+    rows["best"] = {"thresholds": name, "cost_s": cost_s}
+    choices = play.run("cost").graph.tally.choices
+    rows["estimated_share"] = choices.regret_s / choices.cost_s if choices.cost_s else None
+    rows["differs"] = sum(
+        count for (side, word), count in choices.opinions.items() if word in _SIDES - {side}
+    )
+    rows["relied_on"] = sum(n for (_, word), n in choices.opinions.items() if word in _SIDES)
+    return rows
+
+
+_SIDES = {"local", "remote"}
+
+
+def line(name: str, rows: dict[str, Any]) -> str:
+    per = 1e3 / max(rows["cost"]["requests"], 1)
+    by, cost, best = rows["thresholds"], rows["cost"], rows["best"]
+    more = cost["cost_s"] / best["cost_s"] - 1
+    met = more <= MOST and cost["cost_s"] <= by["cost_s"] * (1 + MOST_MORE)
+    waits = f"{by['cost_s'] * per:7.1f} {cost['cost_s'] * per:7.1f} {best['cost_s'] * per:7.1f}"
+    decided = f"{rows['relied_on']:6,} {rows['differs']:6,}  {_gains(by)}  {_gains(cost)}"
+    verdict = "met" if met else "missed"
+    return f"{name:9} {waits} {more:7.1%} {verdict:6}  {best['thresholds']:23} {decided}"
+
+
+def _gains(row: dict[str, Any]) -> str:
+    gain, error = row["gain_s"] * 1e3, row["gain_error_s"] * 1e3
+    return f"{gain:7.0f} +-{error:4.0f} {row['share']:5.0%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", default="2P4D")
+    parser.add_argument("--timing", default="gpu_like")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--samples", type=int, default=60, help="decisions reversed per run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    timing: Timing = read_timing(given.timing)
+    seconds, samples = (30.0, 5) if given.quick else (given.seconds, given.samples)
+    print(
+        "          waiting per request, ms: thresholds, costs, best thresholds; costs beyond best"
+    )
+    print("          best thresholds; decisions by costs, those unlike the thresholds'")
+    print(
+        "          thresholds, then costs: what a reversed decision gains, ms; its gains / waiting"
+    )
+    report: dict[str, Any] = {}
+    began = time.monotonic()
+    try:
+        for kind in given.loads.split(","):
+            play = Play(
+                requests=load(kind, seconds, given.seed),
+                timing=timing,
+                options=GraphOptions(),
+                counts=parse_counts(given.workers),
+            )
+            report[kind] = measured(play, samples)
+            print(line(kind, report[kind]), flush=True)
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(f"{time.monotonic() - began:.0f} s")
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

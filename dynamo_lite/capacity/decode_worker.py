@@ -1,0 +1,243 @@
+"""A decode worker: admission, the decision for each prompt, and an engine."""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+from dynamo_lite.capacity.choice import Choice, ChoiceTally
+from dynamo_lite.capacity.engine import Engine
+from dynamo_lite.capacity.events import Events
+from dynamo_lite.capacity.histogram import Histogram
+from dynamo_lite.capacity.jobs import BacklogView, Job
+from dynamo_lite.capacity.kv_pool import KvPool
+from dynamo_lite.capacity.options import GraphOptions
+from dynamo_lite.capacity.phase import Phase
+from dynamo_lite.capacity.prefill_worker import Nic
+from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.sequence import Sequence
+from dynamo_lite.capacity.steal_back import StealBack
+from dynamo_lite.capacity.timing import Timing
+from dynamo_lite.policy.admission import Admission, Busy
+from dynamo_lite.policy.disagg import DecisionReason, Local, Remote, Verdict
+from dynamo_lite.policy.drain import Running
+from dynamo_lite.policy.kv_chain import ChainHash
+from dynamo_lite.policy.kv_routing import LoadReport
+from dynamo_lite.protocol.backlog import Lane
+
+#: Reasons for which a prompt is computed here although it should not be.
+WANTS_PREFILL = frozenset(
+    {
+        DecisionReason.QUEUE_FULL,
+        DecisionReason.QUEUE_TOKENS,
+        DecisionReason.TOO_LATE,
+        DecisionReason.NO_PREFILL_WORKER,
+        DecisionReason.CROWDED,
+    }
+)
+
+
+class Tally:
+    """What all decode workers count together."""
+
+    def __init__(self) -> None:
+        self.decisions: Counter[tuple[str, str]] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.gaps = Histogram()
+        #: Output tokens of the requests that have ended.
+        self.answers = Histogram()
+        self.choices = ChoiceTally()
+        self.prompt_tokens = self.cached_tokens = 0
+        #: Uncached tokens of remote prefills, and of local ones for want of prefill workers.
+        self.remote_tokens = self.unserved_tokens = 0
+
+
+class Listener(Protocol):
+    """Who asked."""
+
+    def answered(self, sequence: Sequence) -> None:
+        """The client has the first token."""
+        ...
+
+    def ended(self, worker: "DecodeWorker", sequence: Sequence) -> None: ...
+
+
+class DecodeWorker:
+    """lease_id: its name. phase_s: when its load is reported first. on_change: its load differs
+    from what it reported last; called with the time of the next report, once for each."""
+
+    def __init__(
+        self,
+        lease_id: int,
+        timing: Timing,
+        options: GraphOptions,
+        events: Events,
+        backlog: BacklogView,
+        tally: Tally,
+        listener: Listener,
+        *,
+        phase_s: float,
+        on_stored: Callable[[list[ChainHash]], None],
+        on_removed: Callable[[list[ChainHash]], None],
+        on_change: Callable[[float], None],
+    ):
+        self.lease_id, self.leaving, self.nic = lease_id, False, Nic()
+        self._options, self._events, self._backlog = options, events, backlog
+        self._tally, self._listener, self._transfer = tally, listener, timing.transfer
+        self._admission = Admission(options.worker_limits)
+        self._asked: deque[tuple[float, Lane, int]] = deque()
+        self._report, self._next_report_s = LoadReport(0, 0, 0.0), phase_s
+        self._on_change, self._changed = on_change, False
+        self._choice = Choice(timing, options, backlog, tally.choices)
+        self.parked_tokens = 0
+        self.engine = Engine(
+            timing.step,
+            timing.engine,
+            KvPool(
+                timing.engine.kv_tokens,
+                options.block_tokens,
+                on_stored=on_stored,
+                on_removed=on_removed,
+            ),
+            options.block_tokens,
+            events,
+            admit=self._admit,
+            on_computed=self._answered,
+            on_end=self._ended,
+            gaps=tally.gaps,
+            on_steps=self._stepped,
+        )
+
+        self._steals: StealBack | None = None
+        if options.steal_back:
+            self._steals = StealBack(
+                str(lease_id),
+                timing,
+                events,
+                self.engine,
+                backlog,
+                lambda lane, tokens: backlog.view(lane, tokens, self._asked),
+                lambda job: self._computes(job, "taken_back"),
+            )
+
+    @property
+    def in_flight(self) -> int:
+        return self._admission.in_flight
+
+    @property
+    def running(self) -> int:
+        return len(self.engine.running)
+
+    def unfinished(self) -> list[Running]:
+        """Its requests. What they have generated does not matter: their length is not known."""
+        return [Running(prompt_tokens=0, output_tokens=0, limit_tokens=None, how="stay")] * (
+            self.in_flight
+        )
+
+    def load(self) -> LoadReport:
+        """What it reported last."""
+        self._report_if_due()
+        return self._report
+
+    def submit(self, name: str, request: Request) -> Busy | None:
+        """None: it has the request."""
+        self._changes()
+        said = self._admission.enter(name, request.prompt_tokens)
+        if isinstance(said, Busy):
+            return said
+        self.engine.add(Sequence(request, request.prompt_tokens, request.output_tokens, note=name))
+        return None
+
+    def received(self, job: Job) -> None:
+        """The KV of a remote prefill is here."""
+        self.parked_tokens -= job.sequence.context
+        self._tally.outcomes["committed"] += 1
+        self._choice.received(job, self.engine, self._events.now)
+        self.engine.arrived(job.sequence)
+
+    def first_token(self, job: Job) -> None:
+        """The prefill worker has sent the first token."""
+        job.sequence.first_at = self._events.now
+        self._answered(job.sequence)
+
+    def _admit(self, sequence: Sequence, cached: int) -> bool:
+        if sequence.first_at is not None or sequence.left < sequence.request.output_tokens:
+            return True  # preempted: computed again here
+        tokens = sequence.context - cached
+        lane = self._backlog.queue.lane_of(tokens)
+        verdict = self._decide(sequence, cached, lane)
+        side = "remote" if isinstance(verdict, Remote) else "local"
+        self._tally.decisions[side, verdict.reason.value] += 1
+        self._tally.prompt_tokens += sequence.context
+        self._tally.cached_tokens += cached
+        if isinstance(verdict, Local):
+            if verdict.reason in WANTS_PREFILL:
+                self._tally.unserved_tokens += tokens
+            return True
+        self._tally.remote_tokens += tokens
+        job = Job(sequence, self, lane, cached, tokens)
+        now = self._events.now
+        if self._steals is not None:
+            self._steals.asks(job)
+        self._asked.append((now, lane, tokens))
+        self.parked_tokens += sequence.context
+        self._events.at(now + self._transfer.handover_s, self._push, job)
+        timeout_s = self._options.thresholds.remote_prefill_timeout_s
+        self._events.at(now + timeout_s, self._too_late, job)
+        return False
+
+    def _decide(self, sequence: Sequence, cached: int, lane: Lane) -> Verdict:
+        if self.leaving:
+            return Local(DecisionReason.LEAVING)
+        return self._choice.verdict(
+            sequence, cached, lane, self._asked, self.engine, self._events.now
+        )
+
+    def _stepped(self, phase: Phase) -> None:
+        self._choice.stepped(phase, self._events.now)
+
+    def _push(self, job: Job) -> None:
+        if not self._backlog.queue.push(job):
+            job.ended = True
+            self._computes(job, "queue_full")
+
+    def _too_late(self, job: Job) -> None:
+        if not job.ended:
+            self._backlog.queue.withdraw(job)
+            self._computes(job, "timed_out")
+
+    def _computes(self, job: Job, outcome: str) -> None:
+        self.parked_tokens -= job.sequence.context
+        self._tally.outcomes[outcome] += 1
+        self._choice.lost(job)
+        self._tally.unserved_tokens += job.tokens
+        self.engine.compute(job.sequence)
+
+    def _answered(self, sequence: Sequence) -> None:
+        self._changes()
+        self._choice.computed(sequence, self._events.now)
+        self._admission.answered(str(sequence.note))
+        self._listener.answered(sequence)
+
+    def _ended(self, sequence: Sequence) -> None:
+        self._changes()
+        self._admission.leave(str(sequence.note))
+        self._tally.answers.add(sequence.request.output_tokens)
+        self._listener.ended(self, sequence)
+
+    def _changes(self) -> None:
+        """Called before its load changes."""
+        self._report_if_due()
+        if not self._changed:
+            self._changed = True
+            self._on_change(self._next_report_s)
+
+    def _report_if_due(self) -> None:
+        """Its load does not change between two calls, so a report that was due is made now."""
+        now = self._events.now
+        if now >= self._next_report_s:
+            self._report = LoadReport(
+                self._admission.in_flight, self._admission.waiting_tokens, self.engine.pool.usage
+            )
+            self._changed = False
+            period = self._options.load_period_s
+            self._next_report_s += period * ((now - self._next_report_s) // period + 1)

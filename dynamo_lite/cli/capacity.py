@@ -1,0 +1,193 @@
+"""The options of `dynamo-lite simulate`: how many workers a load needs."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+_LOAD, _GRAPH, _OUTPUT = "Load", "Graph", "Output"
+
+
+def simulate(
+    workers: Annotated[
+        str, typer.Option(metavar="xPyD", help="Prefill and decode workers, e.g. 2P3D.")
+    ],
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with requests: Mooncake JSONL, Azure or BurstGPT CSV, ShareGPT JSON.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    load: Annotated[
+        str | None,
+        typer.Option(
+            help="Made-up load instead: constant, step, ramp, burst or sine.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Requests/s: of --load, or of a file without times.", rich_help_panel=_LOAD
+        ),
+    ] = None,
+    peak: Annotated[
+        float | None,
+        typer.Option(help="Highest requests/s of --load; default 4 x rate.", rich_help_panel=_LOAD),
+    ] = None,
+    duration: Annotated[
+        float, typer.Option(help="Seconds of --load.", rich_help_panel=_LOAD)
+    ] = 600.0,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Median prompt of --load.", rich_help_panel=_LOAD)
+    ] = 2000,
+    output_tokens: Annotated[
+        int, typer.Option(help="Median output of --load.", rich_help_panel=_LOAD)
+    ] = 200,
+    sigma: Annotated[
+        float,
+        typer.Option(help="Spread of these lengths (log-normal); 0: none.", rich_help_panel=_LOAD),
+    ] = 0.5,
+    shared_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens that prompts of one of 32 groups share.", rich_help_panel=_LOAD),
+    ] = 0,
+    speed: Annotated[
+        float, typer.Option(help="Play --trace so many times faster.", rich_help_panel=_LOAD)
+    ] = 1.0,
+    rate_scale: Annotated[
+        float,
+        typer.Option(help="Requests made of each one of --trace.", rich_help_panel=_LOAD),
+    ] = 1.0,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM:TO", help="Part of --trace, in its seconds.", rich_help_panel=_LOAD
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Most requests of --trace.", rich_help_panel=_LOAD)
+    ] = None,
+    hash_tokens: Annotated[
+        int, typer.Option(help="Tokens per hash of --trace.", rich_help_panel=_LOAD)
+    ] = 512,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="tokenizer.json for ShareGPT; without it four characters are a token.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same report.", rich_help_panel=_LOAD)] = 0,
+    timing: Annotated[
+        str,
+        typer.Option(
+            help="Timing file of benchmarks/calibrate.py, or a shipped one: gpu_like, tiny_cpu.",
+            rich_help_panel=_GRAPH,
+        ),
+    ] = "gpu_like",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Refuse a timing file of another model.", rich_help_panel=_GRAPH),
+    ] = None,
+    vllm_version: Annotated[
+        str | None,
+        typer.Option(
+            help="Refuse a timing file of another vLLM; default: the installed one.",
+            rich_help_panel=_GRAPH,
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="More runs of the same load: planner, static:2P2D, local-only, oracle,"
+            " script:0=1P1D+60=2P2D, prefill-policy=cost.",
+            rich_help_panel=_GRAPH,
+        ),
+    ] = None,
+    planner: Annotated[
+        Path | None,
+        typer.Option(
+            help="Configuration whose `Planner` section the planner of --compare has; default: the"
+            " shipped options, with --max-workers as the budget.",
+            rich_help_panel=_GRAPH,
+        ),
+    ] = None,
+    max_workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Budget of oracle and planner; default: twice --workers.", rich_help_panel=_GRAPH
+        ),
+    ] = None,
+    start_s: Annotated[
+        float | None,
+        typer.Option(help="Start time of a worker; default: the timing's.", rich_help_panel=_GRAPH),
+    ] = None,
+    router: Annotated[
+        Literal["round-robin", "random", "kv"],
+        typer.Option(help="As Frontend.router.", rich_help_panel=_GRAPH),
+    ] = "round-robin",
+    prefill_policy: Annotated[
+        Literal["thresholds", "shadow", "cost"],
+        typer.Option(help="As of VllmWorker.", rich_help_panel=_GRAPH),
+    ] = "thresholds",
+    max_local_prefill_length: Annotated[
+        int, typer.Option(help="As of VllmWorker.", rich_help_panel=_GRAPH)
+    ] = 512,
+    max_prefill_queue_size: Annotated[
+        int | None,
+        typer.Option(
+            help="As of VllmWorker; default: 4 per prefill worker, at least 8.",
+            rich_help_panel=_GRAPH,
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="As of PrefillWorker.", rich_help_panel=_GRAPH)
+    ] = 2,
+    short_slots: Annotated[
+        int, typer.Option(help="As of PrefillWorker.", rich_help_panel=_GRAPH)
+    ] = 1,
+    ttft_slo: Annotated[
+        float, typer.Option(help="Target of the first token, seconds.", rich_help_panel=_OUTPUT)
+    ] = 2.0,
+    itl_slo: Annotated[
+        float,
+        typer.Option(
+            help="Target of a request's mean time between tokens, seconds.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = 0.05,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_OUTPUT)
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the JSON into this file.", rich_help_panel=_OUTPUT)
+    ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw load, workers, queue and attainment over time.", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
+) -> None:
+    """Estimate how many workers a load needs, in simulated time.
+
+    The shipped policies route, decide and queue; engines are a timing model. No process is
+    started and no port is opened. What is modelled: docs/capacity.md.
+
+    Exit code 0: done; 2: bad input; 130: interrupted, after printing the results so far.
+
+    \b
+    dynamo-lite simulate --workers 2P3D --load sine --rate 5
+    dynamo-lite simulate --workers 2P3D --trace mooncake.jsonl --router kv
+    dynamo-lite simulate --workers 2P3D --load step --rate 4 \\
+        --compare planner,static:3P2D,oracle --svg curves.svg
+    """
+    options = dict(locals())
+    from dynamo_lite.cli.capacity_run import Given, run
+
+    outputs = ("as_json", "out", "svg")
+    given = Given(**{name: value for name, value in options.items() if name not in outputs})
+    raise typer.Exit(run(given, as_json=as_json, out=out, svg=svg))

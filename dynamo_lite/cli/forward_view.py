@@ -1,0 +1,153 @@
+"""Prints decisions of Forwarders: one in full, many as a table."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.cli.forwarded import PastForward
+from dynamo_lite.cli.listing import as_clock, as_time, table
+from dynamo_lite.protocol.forwarding import (
+    Candidate,
+    ForwardAttempt,
+    ForwardDecision,
+    LegChoice,
+    LegTaken,
+)
+
+_COLUMNS = ("at", "request", "prompt", "how", "prefill", "decode", "status", "outcome", "took")
+
+_ALONE = {
+    "route": "this protocol does not hand over on this route",
+    "n": "it has several sequences",
+    "prompts": "it has several prompts",
+    "echo": "it asks for its prompt back (echo)",
+    "prompt_logprobs": "it asks for logprobs of its prompt",
+    "beam_search": "it asks for beam search",
+    "prompt_embeds": "its prompt is embeddings",
+    "stored_response": "its answer is stored in one engine",
+    "short": "the prompt is short",
+    "cached": "few of its tokens are uncached at the decode engine",
+    "no_prefill_worker": "no prefill engine was usable",
+    "prefill_failed": "the prefill leg had failed",
+    "no_handoff": "the prefill engine handed nothing over",
+}
+_REASONS = {
+    "only": "the only one",
+    "turn": "its turn",
+    "random": "at random",
+    "load": "the least load",
+    "prefix": "the longest cached prefix",
+    "balance": "the best of prefix and load",
+    "lot": "drawn by score",
+}
+
+
+def as_json(taken: Sequence[PastForward]) -> list[dict[str, Any]]:
+    return [
+        {"at": t.at, "forwarder": f"{t.lease_id:x}", **msgspec.to_builtins(t.decision)}
+        for t in taken
+    ]
+
+
+def as_table(taken: Sequence[PastForward]) -> str:
+    return table(_COLUMNS, [_cells(t) for t in taken])
+
+
+def as_text(taken: PastForward) -> str:
+    d = taken.decision
+    ids = ", ".join(d.ids)
+    lines = [
+        f"{_name(d)}  {as_clock(taken.at)}  Forwarder {taken.lease_id:x}",
+        f"  verdict     {_verdict(d)}",
+        f"  request     {d.route}, {d.protocol}{f'; X-Request-Id {ids}' if ids else ''}",
+        f"  prompt      about {d.prompt_tokens} tokens, {d.cached_tokens} of them cached at the"
+        f" decode engine; {_threshold(d)}",
+    ]
+    for number, attempt in enumerate(d.attempts, 1):
+        lines += _attempt(attempt, number)
+    if d.error:
+        lines.append(f"  error       {d.error}")
+    lines.append(f"  answer      {_answer(d)}")
+    return "\n".join(lines)
+
+
+def _name(d: ForwardDecision) -> str:
+    return d.request_id or next(iter(d.ids), "?")
+
+
+def _verdict(d: ForwardDecision) -> str:
+    if d.how == "disaggregated":
+        return "disaggregated: prefill and decode engine"
+    if d.how == "alone":
+        return f"alone, {d.reason}: {_ALONE.get(d.reason, d.reason)}"
+    return "none: no answer was begun"
+
+
+def _threshold(d: ForwardDecision) -> str:
+    if not d.max_local_prefill_length:
+        return "every prompt gets a prefill leg (max-local-prefill-length 0)"
+    return f"no prefill leg up to {d.max_local_prefill_length} uncached tokens"
+
+
+def _attempt(attempt: ForwardAttempt, number: int) -> list[str]:
+    what = f"{attempt.order}, both legs" if attempt.order else f"decode leg alone: {attempt.alone}"
+    lines = [f"  attempt {number}   {what}"]
+    for choice in attempt.choices:
+        lines += _choice(choice)
+    lines += [f"    {_leg(leg)}" for leg in attempt.legs]
+    if attempt.failure:
+        lines.append(f"    failed    {attempt.failure}")
+    return lines
+
+
+def _choice(choice: LegChoice) -> list[str]:
+    why = _REASONS.get(choice.reason, choice.reason)
+    of = f" of {choice.of}" if choice.of > 1 else ""
+    lines = [f"    {choice.leg:<8}  {choice.engine}: {choice.reason}{of} ({why})"]
+    if choice.of > 1:
+        lines += [f"              {_candidate(one)}" for one in choice.candidates]
+        hidden = choice.of - len(choice.candidates)
+        lines += [f"              and {hidden} more"] if hidden else []
+    return lines
+
+
+def _candidate(one: Candidate) -> str:
+    score = "" if one.score is None else f", score {one.score:,.0f}"
+    return (
+        f"{one.engine}: {one.matched_tokens} tokens cached, {one.load_tokens} queued,"
+        f" KV use {one.kv_usage:.0%}{score}"
+    )
+
+
+def _leg(leg: LegTaken) -> str:
+    result = leg.failure or (f"status {leg.status}" if leg.status else "no answer yet")
+    if leg.failure and leg.status:
+        result = f"{leg.failure} {leg.status}"
+    head = "" if leg.head_s is None else f", head after {as_time(leg.head_s)}"
+    took = "under way" if leg.took_s is None else f"took {as_time(leg.took_s)}"
+    sent = f"sent after {as_time(leg.after_s)}"
+    return f"leg       {leg.leg} at {leg.engine}: {result}; {sent}{head}, {took}"
+
+
+def _answer(d: ForwardDecision) -> str:
+    status = f"status {d.status}" if d.status else "no answer"
+    first = "" if d.first_byte_s is None else f", first byte after {as_time(d.first_byte_s)}"
+    took = "" if d.took_s is None else f", took {as_time(d.took_s)}"
+    return f"{d.outcome or 'under way'}: {status}{first}{took}"
+
+
+def _cells(taken: PastForward) -> list[str]:
+    d = taken.decision
+    chosen = {one.leg: one.engine for one in d.attempts[-1].choices} if d.attempts else {}
+    return [
+        as_clock(taken.at),
+        _name(d),
+        str(d.prompt_tokens),
+        f"{d.how or 'none'}{'/' if d.reason else ''}{d.reason}",
+        chosen.get("prefill", "-"),
+        chosen.get("decode", "-"),
+        str(d.status or "-"),
+        d.outcome or "under way",
+        "" if d.took_s is None else as_time(d.took_s),
+    ]

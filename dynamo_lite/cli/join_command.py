@@ -1,0 +1,153 @@
+"""`dynamo-lite join`: registers a stock engine for Forwarders."""
+
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, StateDir
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.process.logs import LogFormat
+
+if TYPE_CHECKING:
+    from dynamo_lite.services.joined_engine import JoinOptions
+
+_ROLES = {"both": "prefill-decode"}
+
+
+def join(
+    url: Annotated[
+        str,
+        typer.Option(
+            help="The engine's OpenAI server, http://HOST:PORT, as Forwarders reach it.",
+        ),
+    ],
+    role: Annotated[str, typer.Option(help="prefill, decode, or both (prefill-decode).")],
+    protocol: Annotated[
+        str, typer.Option(help="Its handover protocol: nixl, nixl-push, mooncake, sglang, ...")
+    ],
+    transfer_host: Annotated[
+        str | None, typer.Option(help="Where its side of the handover listens; the URL's host.")
+    ] = None,
+    transfer_port: Annotated[
+        int | None,
+        typer.Option(help="Port of that: bootstrap server, KVT, MoRIIO; the protocol's default."),
+    ] = None,
+    notify_port: Annotated[int | None, typer.Option(help="MoRIIO's second port.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Name of its model, if its /v1/models needs a key.")
+    ] = "",
+    ca_file: Annotated[
+        str | None,
+        typer.Option(help="PEM file of the authorities of its certificate; the system's."),
+    ] = None,
+    insecure_skip_verify: Annotated[
+        bool, typer.Option(help="Accept any certificate of it, also a forged one.")
+    ] = False,
+    kv_events: Annotated[
+        str | None,
+        typer.Option(help="Where it publishes KV events, tcp://HOST:PORT, as Forwarders reach it."),
+    ] = None,
+    kv_replay: Annotated[
+        str | None, typer.Option(help="Where it replays them, tcp://HOST:PORT.")
+    ] = None,
+    namespace: Namespace = None,
+    etcd_url: EtcdUrl = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    grace_s: Annotated[
+        float, typer.Option(min=0, help="Longest wait for the engine's requests at the end.")
+    ] = 60.0,
+    lease_ttl_s: Annotated[
+        float, typer.Option(min=2, help="The engine leaves after this if this process is killed.")
+    ] = 10.0,
+    health_interval_s: Annotated[
+        float, typer.Option(min=0.05, help="Seconds between two checks of the engine.")
+    ] = 1.0,
+    bind_host: Annotated[
+        str, typer.Option(help="Address of the status server (/health, /metrics).")
+    ] = "127.0.0.1",
+    verbose: Annotated[bool, typer.Option(help="Log at level DEBUG.")] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Format of log lines: text, or one JSON object per line.")
+    ] = "text",
+) -> None:
+    """Register a stock engine for Forwarders, and keep it registered while it is healthy.
+
+    Start it beside the engine: `vllm serve`, SGLang, ... It waits until the engine's /health
+    passes and puts a record under a lease into etcd. Forwarders of the namespace use the engine
+    at once; `dynamo-lite ps` and `top` show it. While the engine is unhealthy, the record is
+    gone.
+
+    When the lease is revoked (scripts/revoke_lease.py), and at Ctrl-C or SIGTERM, it takes the
+    record away, waits until the engine has no requests (at most --grace-s), and exits with
+    code 0: then the engine can be stopped. If it is killed, the record goes after
+    --lease-ttl-s. If etcd is out of reach for longer than that, it registers the engine again
+    as soon as it can. Other exit codes: 1 etcd could not be reached at the start, 2 bad input.
+
+    \b
+    dynamo-lite join --url http://10.0.0.1:8100 --role prefill --protocol nixl \\
+      --etcd-url http://10.0.0.9:2379
+    """
+    from dynamo_lite.cli.listing import find_place
+    from dynamo_lite.serve.join import JoinRequest, run
+    from dynamo_lite.serve.startup_checks import check_url_syntax
+
+    options = _options(
+        url=url,
+        role=_ROLES.get(role, role),
+        protocol=protocol,
+        transfer_host=transfer_host,
+        transfer_port=transfer_port,
+        notify_port=notify_port,
+        model=model,
+        ca_file=ca_file,
+        insecure_skip_verify=insecure_skip_verify,
+        kv_events=kv_events,
+        kv_replay=kv_replay,
+        health_interval_s=health_interval_s,
+    )
+    place = find_place(state_dir, etcd_url, namespace)
+    check_url_syntax(None, place.etcd_url)
+    request = JoinRequest(
+        options=options,
+        namespace=place.namespace,
+        etcd_url=place.etcd_url,
+        state_dir=state_dir,
+        bind_host=bind_host,
+        lease_ttl_s=lease_ttl_s,
+        grace_s=grace_s,
+        log_level="DEBUG" if verbose else "INFO",
+        log_format=log_format,
+    )
+    raise typer.Exit(run(request))
+
+
+def _options(**given: Any) -> "JoinOptions":
+    """Raises ConfigError with all mistakes."""
+    from dynamo_lite.forward.options import LAST_PORT, ProtocolName, parse_engine_url
+    from dynamo_lite.services.joined_engine import ROLES, JoinOptions
+
+    mistakes = [
+        f"--{flag.replace('_', '-')} {given[flag]}: accepted are {', '.join(accepted)}"
+        for flag, accepted in (
+            ("role", (*ROLES, *_ROLES)),
+            ("protocol", get_args(ProtocolName)),
+        )
+        if given[flag] not in accepted
+    ]
+    mistakes += [
+        f"--{flag.replace('_', '-')} {given[flag]}: expected 1 to {LAST_PORT}"
+        for flag in ("transfer_port", "notify_port")
+        if given[flag] is not None and not 0 < given[flag] <= LAST_PORT
+    ]
+    if given["protocol"] == "neuron-static":
+        mistakes.append("--protocol: the engines of neuron-static are listed; use neuron-dynamic")
+    try:
+        parse_engine_url(given["url"])
+    except ValueError as exc:
+        mistakes.append(f"--url: {exc}")
+    if mistakes:
+        raise ConfigError(mistakes)
+    try:
+        return JoinOptions(**given)
+    except ValueError as exc:
+        raise ConfigError([str(exc)]) from exc

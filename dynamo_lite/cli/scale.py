@@ -1,0 +1,155 @@
+"""`dynamo-lite scale`: orders processes from the supervisor of this state directory."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dynamo_lite.cli.drain import pick
+from dynamo_lite.cli.listing import find_place
+from dynamo_lite.overview.drains import ROLES
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.protocol.planner import MAX_WORKERS, Add, Counts, Remove, RoleCounts
+from dynamo_lite.runtime.supervisor_client import SupervisorClient
+from dynamo_lite.serve.run_state import ProcessState, read_run
+
+#: The supervisor sends no event when its counts change.
+_POLL_S = 0.2
+
+Say = Callable[[str], None]
+
+
+def parse_targets(texts: list[str]) -> dict[str, int]:
+    """Reads COMPONENT=N. Raises ConfigError."""
+    targets: dict[str, int] = {}
+    mistakes: list[str] = []
+    for text in texts:
+        name, equals, number = text.partition("=")
+        if not name or not equals or not number.isdecimal() or int(number) > MAX_WORKERS:
+            mistakes.append(f"{text}: expected COMPONENT=NUMBER, e.g. VllmWorker=3")
+        elif name in targets:
+            mistakes.append(f"{text}: {name} is given twice")
+        else:
+            targets[name] = int(number)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return targets
+
+
+async def scale(
+    state_dir: Path, targets: Mapping[str, int], *, force: bool, wait_s: float, say: Say
+) -> None:
+    """Orders what is missing, retires what is too many, and waits until it is so.
+
+    wait_s: longest wait; 0: none. Raises ConfigError, Unavailable, Refused
+    when an order is not possible, and StartupError when one fails later.
+    """
+    if read_run(state_dir) is None:
+        raise StartupError(f"no graph runs on {state_dir}; name its folder with --state-dir")
+    async with SupervisorClient(state_dir) as supervisor:
+        counts = (await supervisor.order(Counts())).counts
+        _check(targets, counts, force)
+        for component, target in targets.items():
+            await _order(supervisor, state_dir, component, target, say)
+        if wait_s != 0:
+            await _wait(supervisor, state_dir, targets, time.monotonic() + wait_s, say)
+
+
+def _check(targets: Mapping[str, int], counts: Mapping[str, RoleCounts], force: bool) -> None:
+    known = ", ".join(counts) or "none"
+    mistakes = [
+        f"{name}: this graph has no such service that can be scaled; those: {known}"
+        for name in targets
+        if name not in counts
+    ]
+    mistakes += [
+        f"{name}=0 would remove the last one; --force does it"
+        for name, target in targets.items()
+        if target == 0 and name in counts and not force
+    ]
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+async def _order(
+    supervisor: SupervisorClient, state_dir: Path, component: str, target: int, say: Say
+) -> None:
+    reply = await supervisor.order(Counts())
+    while (now := reply.counts[component]).starting + now.ready != target:
+        version = reply.version + 1
+        if now.starting + now.ready < target:
+            say(f"{component}: one more")
+            reply = await supervisor.order(Add(component=component, version=version))
+            continue
+        lease_id, why = 0, "one that does not serve"
+        if not now.starting and not _restarts(state_dir, component):
+            lease_id, why = await _cheapest(state_dir, component)
+        say(f"{component}: one less: {why}")
+        order = Remove(component=component, lease_id=lease_id, version=version)
+        reply = await supervisor.order(order)
+
+
+def _restarts(state_dir: Path, component: str) -> bool:
+    """Whether a process has crashed and is not ready again."""
+    processes = _processes(state_dir, component)
+    return any(one.state in ("backoff", "starting") and not one.lease for one in processes)
+
+
+async def _cheapest(state_dir: Path, component: str) -> tuple[int, str]:
+    """The worker of this supervisor whose removal costs least, and why."""
+    ready = [int(one.lease, 16) for one in _processes(state_dir, component) if one.state == "ready"]
+    if not ready:
+        raise StartupError(f"{component}: no process is ready")
+    if component not in ROLES:
+        return ready[-1], f"lease {ready[-1]:x}"
+    # Whether the last one may go was decided with the target.
+    choice = await pick(find_place(state_dir, None, None), component, force=True, only=ready)
+    lease_id = choice.record.lease_id
+    return lease_id, f"lease {lease_id:x}, {choice.reason}"
+
+
+async def _wait(
+    supervisor: SupervisorClient,
+    state_dir: Path,
+    targets: Mapping[str, int],
+    limit: float,
+    say: Say,
+) -> None:
+    told = ""
+    while True:
+        counts = (await supervisor.order(Counts())).counts
+        text = "; ".join(_as_text(name, counts[name], targets[name]) for name in targets)
+        if text != told:
+            say(text)
+            told = text
+        if all(_done(counts[name], target) for name, target in targets.items()):
+            return
+        for name, target in targets.items():
+            now = counts[name]
+            if now.starting + now.ready < target:
+                reasons = [one.error for one in _failed(state_dir, name)]
+                why = f": {reasons[-1]}" if reasons else ""
+                raise StartupError(f"{name}: {now.starting + now.ready} of {target} are left{why}")
+        if time.monotonic() > limit:
+            raise StartupError(f"timeout; the supervisor goes on: {text}")
+        await asyncio.sleep(_POLL_S)
+
+
+def _done(now: RoleCounts, target: int) -> bool:
+    return now.ready == target and not now.starting and not now.draining
+
+
+def _as_text(name: str, now: RoleCounts, target: int) -> str:
+    parts = [f"{now.ready} ready"]
+    parts += [f"{now.starting} starting"] if now.starting else []
+    parts += [f"{now.draining} draining"] if now.draining else []
+    return f"{name}: {', '.join(parts)} of {target}"
+
+
+def _failed(state_dir: Path, component: str) -> list[ProcessState]:
+    return [one for one in _processes(state_dir, component) if one.state == "failed"]
+
+
+def _processes(state_dir: Path, component: str) -> list[ProcessState]:
+    run = read_run(state_dir)
+    return [one for one in run.processes if one.service == component] if run else []

@@ -1,0 +1,254 @@
+"""`dynamo-lite sidecar`: a server beside one stock decode engine."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from dynamo_lite.cli.llmd_flags import LlmdFlags, parse
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.process.logs import LogFormat
+
+_DECODE = "http://127.0.0.1:8200"
+#: Those of `forward/sidecar_options.py`, which takes too long to import for other commands.
+PROTOCOLS = ("nixl", "nixl-push", "mooncake", "sglang", "moriio-read", "moriio-write")
+_ENGINES = "Engines"
+_TLS = "TLS"
+_STAGES = ("prefiller", "decoder")
+
+
+def sidecar(
+    context: typer.Context,
+    decode: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help=f"The decode engine's server. (default: {_DECODE})"),
+    ] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"How KV is handed over: {', '.join(PROTOCOLS)}. (default: nixl)",
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 in a pod.")
+    ] = "127.0.0.1",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Data-parallel ranks: the decode engine's rank r listens r ports above --decode,"
+            " and is served r ports above --port. (default: 1)",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    allow_prefiller: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST|CIDR",
+            help="A host, address or network that the header may name; may be repeated."
+            " (default: private and loopback addresses)",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    prefiller_choice: Annotated[
+        Literal["first", "random"] | None,
+        typer.Option(
+            help="Which one of several that a request names. (default: first)",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    prefill_failure: Annotated[
+        Literal["decode-only", "error"],
+        typer.Option(
+            help="What follows when the prefill engine fails; its 4xx is the client's in any case.",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = "decode-only",
+    prefill_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Of a whole prefill leg.", rich_help_panel=_ENGINES)
+    ] = 120.0,
+    idle_timeout_s: Annotated[
+        float,
+        typer.Option(min=0.001, help="Without any byte of an answer.", rich_help_panel=_ENGINES),
+    ] = 600.0,
+    transfer_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="The prefill engines' bootstrap port (mooncake, sglang: 8998).",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    transfer_host: Annotated[
+        str | None,
+        typer.Option(
+            help="This host's address as prefill engines see it (moriio).",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="PEM file of the own certificate: serves HTTPS.", rich_help_panel=_TLS),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="PEM file of its private key.", rich_help_panel=_TLS)
+    ] = None,
+    prefiller_https: Annotated[
+        bool, typer.Option(help="Prefill engines speak HTTPS.", rich_help_panel=_TLS)
+    ] = False,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the engines' authorities. (default: the system's)",
+            rich_help_panel=_TLS,
+        ),
+    ] = None,
+    insecure_skip_verify: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="|".join(_STAGES),
+            help="Engines whose certificates are not checked: an attacker in between can read and"
+            " change everything. May be repeated.",
+            rich_help_panel=_TLS,
+        ),
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request.")] = 32 << 20,
+    metrics_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the own metrics; 0: none.")
+    ] = 0,
+    grace_s: Annotated[
+        float, typer.Option(min=0, help="How long open answers may take after SIGTERM.")
+    ] = 30.0,
+    verbose: Annotated[bool, typer.Option(help="Log at level DEBUG.")] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Format of log lines: text, or one JSON object per line.")
+    ] = "text",
+) -> None:
+    """Stand beside one stock decode engine, and hand prompts to prefill engines.
+
+    Each request names its prefill engine in `x-prefiller-host-port: HOST:PORT` (a list, or
+    repeated: one is chosen). That engine computes the prompt; the decode engine goes on with
+    its KV. Without the header, or when the prefill engine fails, the decode engine does all.
+    Routes that generate nothing pass through as they are. `/health`, `/live` and `/ready`
+    are its own. It needs neither etcd nor NATS.
+
+    It can stand where llm-d's routing sidecar stands, and takes its flags, such as
+    --vllm-port, --connector, --data-parallel-size, --cert-path and --enable-tls.
+
+    The first SIGTERM or Ctrl-C drains: open answers may finish within --grace-s, then it
+    exits with 0. A second one ends it at once, with 130.
+
+    \b
+    dynamo-lite sidecar --decode http://127.0.0.1:8200 --protocol nixl
+    curl http://127.0.0.1:8000/v1/completions \\
+      -H 'x-prefiller-host-port: 127.0.0.1:8100' \\
+      -H 'Content-Type: application/json' \\
+      -d '{"model": "MODEL", "prompt": "Once upon a time"}'
+    """
+    from dynamo_lite.forward.named import PRIVATE
+    from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
+    from dynamo_lite.forward.sidecar_options import (
+        PrefillerOptions,
+        SidecarConfig,
+        decode_engines,
+    )
+    from dynamo_lite.serve.sidecar import run
+
+    theirs = parse(context.args)
+    for name, ours, other in (
+        ("--decode", decode, theirs.decode_port),
+        ("--protocol", protocol, theirs.protocol),
+        ("--ranks", ranks, theirs.ranks),
+        ("--transfer-port", transfer_port, theirs.transfer_port),
+        ("--tls-cert", tls_cert, theirs.cert_path),
+    ):
+        if ours is not None and other is not None:
+            theirs.mistakes.append(f"{name} is given twice: as llm-d's flag, too")
+    cert, key = _certificate(theirs, tls_cert, tls_key)
+    if theirs.mistakes:
+        raise ConfigError(theirs.mistakes)
+    if theirs.ignored:
+        print(f"note: without effect here: {', '.join(theirs.ignored)}", file=sys.stderr)
+    unverified = {*(insecure_skip_verify or ()), *theirs.unverified}
+    if wrong := unverified.difference(_STAGES):
+        raise ConfigError([f"--insecure-skip-verify {min(wrong)}: expected {' or '.join(_STAGES)}"])
+    scheme = "https" if "decoder" in theirs.https else "http"
+    url = decode or (
+        f"{scheme}://127.0.0.1:{theirs.decode_port}" if theirs.decode_port else _DECODE
+    )
+    https = prefiller_https or "prefiller" in theirs.https
+    try:
+        config = SidecarConfig(
+            forwarder=ForwarderConfig(
+                host=host,
+                port=port,
+                tls_cert=cert,
+                tls_key=key,
+                protocol=_protocol(protocol or theirs.protocol or "nixl"),
+                engines=decode_engines(
+                    EngineOptions(
+                        url=url,
+                        role="decode",
+                        transfer_host=transfer_host,
+                        **_trust(url.startswith("https:"), ca_file, "decoder" in unverified),
+                    ),
+                    ranks or theirs.ranks or 1,
+                ),
+                prefill_failure=prefill_failure,
+                prefill_timeout_s=prefill_timeout_s,
+                idle_timeout_s=idle_timeout_s,
+                max_body_bytes=max_body_bytes,
+            ),
+            prefillers=PrefillerOptions(
+                https=https,
+                transfer_port=transfer_port or theirs.transfer_port,
+                **_trust(https, ca_file, "prefiller" in unverified),
+            ),
+            allowed=_split(allow_prefiller) or PRIVATE,
+            choice=prefiller_choice or ("random" if theirs.sampling else "first"),
+            metrics_port=metrics_port,
+        )
+    except ValueError as exc:
+        raise ConfigError([f"sidecar: {exc}"]) from exc
+    level = "DEBUG" if verbose else "INFO"
+    raise typer.Exit(run(config, grace_s=grace_s, level=level, log_format=log_format))
+
+
+def _protocol(name: str) -> Any:
+    if name not in PROTOCOLS:
+        raise ValueError(f"--protocol {name}: expected one of {', '.join(PROTOCOLS)}")
+    return name
+
+
+def _split(given: list[str] | None) -> tuple[str, ...]:
+    parts = [part.strip() for value in given or () for part in value.split(",")]
+    return tuple(part for part in parts if part)
+
+
+def _trust(https: bool, ca_file: Path | None, unverified: bool) -> dict[str, Any]:
+    """How certificates of engines are checked."""
+    if not https:
+        return {}
+    if unverified:
+        return {"insecure_skip_verify": True}
+    return {"ca_file": None if ca_file is None else str(ca_file)}
+
+
+def _certificate(
+    theirs: LlmdFlags, cert: Path | None, key: Path | None
+) -> tuple[str | None, str | None]:
+    """The files of the own certificate and key, if HTTPS is served."""
+    if theirs.secure is False:
+        return None, None
+    if theirs.cert_path is not None:
+        folder = Path(theirs.cert_path)
+        return str(folder / "tls.crt"), str(folder / "tls.key")
+    if theirs.secure and cert is None:
+        theirs.mistakes.append(
+            "--secure-proxy needs a certificate here: --tls-cert and --tls-key, or --cert-path"
+        )
+    return None if cert is None else str(cert), None if key is None else str(key)

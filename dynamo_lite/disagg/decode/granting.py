@@ -1,0 +1,49 @@
+"""Makes the grants of a decode engine, and leaves them for its ranks."""
+
+from collections.abc import Callable
+
+from dynamo_lite.disagg.decode.shared_state import LockedLedger
+from dynamo_lite.disagg.grant_seals import GrantSeals
+from dynamo_lite.policy.ledger import Refusal
+from dynamo_lite.protocol.grant import Grant
+from dynamo_lite.protocol.prefill import Claim
+
+#: No grant holds longer; attempts end within seconds or minutes.
+_LONGEST_S = 86400.0
+
+
+class Granting:
+    """Runs on the bridge's thread. new_grant: returns a new grant's id, above 0."""
+
+    def __init__(
+        self,
+        book: LockedLedger,
+        engine_id: str,
+        seals: GrantSeals,
+        new_grant: Callable[[], int],
+    ):
+        self._book, self._engine_id = book, engine_id
+        self._seals, self._new_grant = seals, new_grant
+
+    def answer(self, claim: Claim, now: float) -> Grant | Refusal:
+        """A claim that is asked again, because its answer got lost, gets the same grant again."""
+        writer = claim.writer_lease_id
+        with self._book.lock:
+            ledger = self._book.ledger
+            refusal = ledger.claim(claim.attempt, writer, now, claim.number, self._new_grant())
+            if refusal is not None:
+                return refusal
+            terms = ledger.granted(claim.attempt, now)
+            # Before the writer knows its grant: so the ranks learn it before its first commit, or
+            # in the step after.
+            self._book.leave_grant(claim.attempt, terms.grant)
+        grant = Grant(
+            id=terms.grant,
+            engine_id=self._engine_id,
+            attempt=claim.attempt,
+            writer_lease_id=writer,
+            claim=claim.number,
+            blocks=terms.blocks,
+            for_s=min(terms.for_s, _LONGEST_S),
+        )
+        return self._seals.sealed(grant)

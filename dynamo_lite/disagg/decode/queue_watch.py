@@ -1,0 +1,137 @@
+"""What this engine knows of the prefill queue: the queue view.
+
+One engine asks the broker for the depth, and tells all others; the one with the smallest id does.
+An engine that hears no reading for a while asks by itself. So the broker answers a few questions in
+a second, however many engines there are. The broker itself holds the hard cap.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
+from dynamo_lite.disagg.decode.prefill_workers import PrefillWorkers
+from dynamo_lite.disagg.engine_config import EngineConfig
+from dynamo_lite.policy.backlog import reads_after_s
+from dynamo_lite.policy.disagg import QueueView
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import QueueReading, decode_queue_reading
+from dynamo_lite.protocol.codec import WIRE_VERSION, encode
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.queue.base import PrefillQueue, QueueDepth
+from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.tasks import running
+
+logger = logging.getLogger(__name__)
+
+
+class QueueWatch:
+    """Runs on the bridge's thread; any thread may read `view`.
+
+    workers: the prefill workers. rank: how many live decode engines come before this one. now:
+    monotonic. on_news: called when `view` has changed.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        workers: PrefillWorkers,
+        tuning: LiveThresholds,
+        rank: Callable[[], int],
+        now: Callable[[], float],
+        on_drop: OnDrop = uncounted,
+        on_news: Callable[[], None] = lambda: None,
+    ):
+        #: The last reading of the queue. Replaced as a whole.
+        self.view: QueueView | None = None
+        self._engine_id, self._subject = config.engine_id, names.depth_subject(config.namespace)
+        self._workers, self._tuning, self._rank = workers, tuning, rank
+        self._now, self._on_drop, self._on_news = now, on_drop, on_news
+        self._heard = asyncio.Event()
+        #: Whether this engine's own connection to the queue is in doubt.
+        self._in_doubt = False
+
+    @contextlib.asynccontextmanager
+    async def running(self, queue: PrefillQueue, messaging: Messaging) -> AsyncIterator[None]:
+        async def on_reading(payload: bytes) -> None:
+            self._on_reading(decode_queue_reading(payload), queue)
+
+        handler = counted(on_reading, "queue_reading", self._on_drop)
+        async with (
+            messaging.serve(self._subject, handler),
+            running(self._watch(queue, messaging), name="queue-view"),
+        ):
+            yield
+
+    def workers_changed(self) -> None:
+        """Updates the counts of prefill workers in `view`, so that decisions see them at once."""
+        if self.view is not None:
+            self.view = self._with_workers(self.view)
+        self._on_news()
+
+    def doubt(self) -> None:
+        """A push has failed: others may reach the queue when this engine does not. Their readings
+        count again when one of its own has succeeded."""
+        self._in_doubt = True
+
+    async def _watch(self, queue: PrefillQueue, messaging: Messaging) -> None:
+        while True:
+            await self._read(queue, messaging)
+            while await self._hears_within(self._patience_s()):
+                pass
+
+    def _patience_s(self) -> float:
+        rank = 0 if self._in_doubt else self._rank()
+        return reads_after_s(rank, self._tuning.now.options.queue_view_max_age_s)
+
+    async def _hears_within(self, seconds: float) -> bool:
+        """Whether another engine's reading comes in this time."""
+        self._heard.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self._heard.wait()
+        return False
+
+    async def _read(self, queue: PrefillQueue, messaging: Messaging) -> None:
+        read_at = self._now()
+        try:
+            depth = await queue.depth()
+            self._in_doubt = False
+            if self._see(depth.total, read_at) and depth.identity:
+                await messaging.publish(self._subject, encode(self._reading(depth, read_at)))
+        except DynamoLiteError as exc:
+            logger.debug("reading the queue depth failed: %s", exc)
+
+    def _reading(self, depth: QueueDepth, read_at: float) -> QueueReading:
+        return QueueReading(
+            engine_id=self._engine_id,
+            jobs=depth.total,
+            identity=depth.identity,
+            age_s=min(max(self._now() - read_at, 0.0), 3600.0),
+        )
+
+    def _on_reading(self, reading: QueueReading, queue: PrefillQueue) -> None:
+        """Its time on the way is not known; it is some milliseconds."""
+        if reading.engine_id == self._engine_id or reading.wire_version != WIRE_VERSION:
+            return
+        queue.heard(reading.identity)
+        if not self._in_doubt and self._see(reading.jobs, self._now() - reading.age_s):
+            self._heard.set()
+
+    def _see(self, jobs: int, read_at: float) -> bool:
+        """Whether the reading is newer than the last one."""
+        if self.view is not None and read_at < self.view.read_at:
+            return False
+        self.view = self._with_workers(QueueView(jobs, 0, read_at))
+        self._on_news()
+        return True
+
+    def _with_workers(self, view: QueueView) -> QueueView:
+        return replace(
+            view,
+            prefill_workers=len(self._workers.usable),
+            prefill_workers_alive=len(self._workers.responsive),
+        )

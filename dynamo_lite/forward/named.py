@@ -1,0 +1,125 @@
+"""Engines that a client's headers name: how they are read, and which hosts are accepted.
+
+Only a sidecar reads them, and only those of its allow-list: a client that may name any host could
+make this process send requests into a private network.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+
+from multidict import CIMultiDictProxy
+
+from dynamo_lite.runtime.address import host_port
+
+PREFILLER_HEADER = "x-prefiller-host-port"
+RANK_HEADER = "x-data-parallel-host-port"
+
+#: Most prefill engines that one request may name.
+MAX_NAMED = 64
+
+#: Loopback and private networks, also those of carriers, which some clusters use for their pods.
+#: Not link-local addresses: clouds serve credentials there.
+PRIVATE = (
+    *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+    *("::1/128", "fc00::/7", "localhost"),
+)
+#: Servers of clouds that hand out credentials, in networks that are private otherwise. Only an
+#: entry for the address itself allows one.
+METADATA = frozenset(
+    ip_address(text) for text in ("100.100.100.200", "fd00:ec2::254", "fd20:ce::254")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What one request names, as HOST:PORT."""
+
+    #: Prefill engines, in the client's order.
+    prefill: tuple[str, ...] = ()
+    #: A data-parallel rank of the decode engine.
+    decode: str = ""
+
+
+NOTHING = Named()
+
+
+def read_headers(headers: CIMultiDictProxy[str]) -> Named:
+    """As the client wrote them: nothing is checked."""
+    if PREFILLER_HEADER not in headers and RANK_HEADER not in headers:
+        return NOTHING
+    values = headers.getall(PREFILLER_HEADER, ())
+    parts = (part.strip() for value in values for part in value.split(","))
+    return Named(tuple(part for part in parts if part), headers.get(RANK_HEADER, "").strip())
+
+
+def parse_host_port(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, also with `http://` or `https://` in front, which changes nothing.
+
+    Raises ValueError.
+    """
+    parts = urlsplit(text if "://" in text else f"//{text}")
+    host, port = parts.hostname, parts.port
+    known = parts.scheme in ("", "http", "https")
+    extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
+    if not known or not host or not port or extra or not host.isascii():
+        raise ValueError("expected HOST:PORT")
+    return host, port
+
+
+class AllowedHosts:
+    """Addresses, networks and names. Raises ValueError for one that is none of these."""
+
+    def __init__(self, entries: Sequence[str]):
+        self.entries = tuple(entries)
+        self._names: set[str] = set()
+        self._networks: list[IPv4Network | IPv6Network] = []
+        for entry in entries:
+            self._add(entry.strip().lower())
+
+    def __contains__(self, host: str) -> bool:
+        """A name is not resolved: it must have been given as it is."""
+        address = _address(host)
+        if address is None:
+            return host.lower() in self._names
+        if address in METADATA and ip_network(address) not in self._networks:
+            return False
+        return any(address in network for network in self._networks)
+
+    def _add(self, entry: str) -> None:
+        try:
+            self._networks.append(ip_network(entry.strip("[]"), strict=False))
+        except ValueError:
+            if not entry or any(char in entry for char in "/:@ *"):
+                raise ValueError(f"{entry!r} is no address, network (CIDR) or host name") from None
+            self._names.add(entry)
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    """An IPv4 address in an IPv6 one counts as what it is."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+class NotAllowed(Exception):
+    """A host that is not accepted."""
+
+
+def accepted(names: Iterable[str], allowed: AllowedHosts) -> tuple[str, ...]:
+    """The names as HOST:PORT. Raises ValueError for malformed ones and too many, NotAllowed."""
+    found: dict[str, None] = {}
+    for name in names:
+        try:
+            host, port = parse_host_port(name)
+        except ValueError as exc:
+            raise ValueError(f"{PREFILLER_HEADER}: expected HOST:PORT, got {name[:100]!r}") from exc
+        if host not in allowed:
+            raise NotAllowed(host)
+        found[host_port(host, port)] = None
+        if len(found) > MAX_NAMED:
+            raise ValueError(f"{PREFILLER_HEADER}: at most {MAX_NAMED} engines")
+    return tuple(found)

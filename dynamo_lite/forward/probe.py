@@ -1,0 +1,65 @@
+"""Asks an engine itself: whether it is healthy, what it serves, and how busy it is."""
+
+import msgspec
+
+from dynamo_lite.forward.engines import Engine, EngineLoad, parse_load
+from dynamo_lite.forward.protocols.mooncake import engine_ids
+from dynamo_lite.forward.upstream import LegFailed, Upstream
+from dynamo_lite.runtime.address import host_port
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class EngineProbe:
+    """within_s: of each question."""
+
+    def __init__(self, upstream: Upstream, *, within_s: float):
+        self._upstream, self._within_s = upstream, within_s
+
+    async def check(self, engine: Engine) -> None:
+        """Returns if the engine is healthy; what it serves is read when it has become so.
+
+        Raises LegFailed.
+        """
+        status, _ = await self._fetch(engine, f"{engine.base}/health")
+        if status != 200:
+            raise LegFailed(engine.name, "broken", f"/health answered {status}")
+        if not engine.healthy:
+            await self._read_models(engine)
+        if engine.protocol.query_path and engine.prefills:
+            # Each time: the ids are new ones after a restart, however short.
+            await self._query(engine)
+
+    async def load(self, engine: Engine) -> EngineLoad | None:
+        """None if its metrics do not say. Raises LegFailed."""
+        _, page = await self._fetch(engine, f"{engine.base}/metrics")
+        return parse_load(page.decode(errors="replace"))
+
+    async def _fetch(self, engine: Engine, url: str) -> tuple[int, bytes]:
+        return await self._upstream.fetch(engine, url, within_s=self._within_s)
+
+    async def _read_models(self, engine: Engine) -> None:
+        """Where the engine asks for a key, its record may know the model."""
+        status, page = await self._fetch(engine, f"{engine.base}/v1/models")
+        try:
+            found = msgspec.json.decode(page, type=_Models) if status == 200 else _Models([])
+        except msgspec.DecodeError:
+            found = _Models([])
+        named = (engine.model,) if engine.model else ()
+        engine.models = tuple(model.id for model in found.data) or named
+
+    async def _query(self, engine: Engine) -> None:
+        url = f"http://{host_port(*engine.transfer_address)}{engine.protocol.query_path}"
+        status, page = await self._fetch(engine, url)
+        try:
+            if status != 200:
+                raise ValueError(f"status {status}")
+            engine.engine_ids = engine_ids(page)
+        except ValueError as exc:
+            raise LegFailed(engine.name, "broken", f"{url}: {exc}") from exc

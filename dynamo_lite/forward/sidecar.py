@@ -1,0 +1,238 @@
+"""A server beside one decode engine: the client's headers name the prefill engine.
+
+The workflow is the Forwarder's; what differs is who chooses. A `Door` in front of it checks what
+the headers name; `HeaderPlacer` takes the engines that they name.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable
+
+from dynamo_lite.forward.bodies import Request
+from dynamo_lite.forward.client import Answer, Client, Incoming, error, send
+from dynamo_lite.forward.engines import Engine, Engines
+from dynamo_lite.forward.named import (
+    PREFILLER_HEADER,
+    RANK_HEADER,
+    AllowedHosts,
+    Named,
+    NotAllowed,
+    accepted,
+    parse_host_port,
+)
+from dynamo_lite.forward.placing import CannotServe, Placement, Tried, why_alone
+from dynamo_lite.forward.protocols.base import ForwardProtocol
+from dynamo_lite.forward.sidecar_options import PrefillerOptions
+from dynamo_lite.forward.workflow import Forwarding
+from dynamo_lite.policy.forwarding import tokens_of
+from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.tasks import OwnedTasks
+
+logger = logging.getLogger(__name__)
+
+#: Most prefill engines that are remembered.
+MAX_PREFILLERS = 1024
+
+
+class Prefillers:
+    """The prefill engines that headers have named, by HOST:PORT. `close` ends its checks.
+
+    check: asks one for what its protocol needs before the first leg. every_s: how long that holds.
+    first_number: of an engine; the decode engines have those below.
+    """
+
+    def __init__(
+        self,
+        protocol: ForwardProtocol,
+        options: PrefillerOptions,
+        check: Callable[[Engine], Awaitable[None]],
+        *,
+        every_s: float,
+        first_number: int,
+    ):
+        self._protocol, self._options = protocol, options
+        self._check, self._every_s = check, every_s
+        self._number = first_number
+        self._engines: OrderedDict[str, Engine] = OrderedDict()
+        self._checked: dict[int, float] = {}
+        self._checks: dict[int, asyncio.Task[None]] = {}
+        self._tasks = OwnedTasks()
+
+    async def close(self) -> None:
+        await self._tasks.end()
+
+    def get(self, name: str) -> Engine:
+        """The one named longest ago is forgotten when there are too many."""
+        engine = self._engines.get(name)
+        if engine is None:
+            engine = Engine(self._number, self._options.engine(name), self._protocol)
+            self._number += 1
+            self._engines[name] = engine
+            if len(self._engines) > MAX_PREFILLERS:
+                _, oldest = self._engines.popitem(last=False)
+                self._checked.pop(oldest.number, None)
+        self._engines.move_to_end(name)
+        return engine
+
+    async def prepare(self, name: str) -> None:
+        """Returns when the engine was asked for its ids lately, where legs need them.
+
+        One that did not answer has none, and gets no legs; it is asked again, but no request waits
+        for that.
+        """
+        if not self._protocol.query_path:
+            return
+        engine = self.get(name)
+        now, last = asyncio.get_running_loop().time(), self._checked.get(engine.number)
+        if last is not None and now - last < self._every_s:
+            return
+        check = self._checks.get(engine.number)
+        if check is None:
+            check = self._tasks.start(self._check_once(engine), name=f"check of {engine.name}")
+            self._checks[engine.number] = check
+        if last is None or engine.engine_ids:
+            await asyncio.shield(check)
+
+    async def _check_once(self, engine: Engine) -> None:
+        try:
+            await self._check(engine)
+            self._checked[engine.number] = asyncio.get_running_loop().time()
+        finally:
+            del self._checks[engine.number]
+
+
+class HeaderPlacer:
+    """Implements `Places`. pick: takes a number n and returns one below n."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        protocol: ForwardProtocol,
+        prefillers: Prefillers,
+        *,
+        pick: Callable[[int], int],
+    ):
+        self.choices: Counter[tuple[str, str]] = Counter()
+        self._protocol, self._prefillers, self._pick = protocol, prefillers, pick
+        self._decode = {engine.name: engine for engine in engines.all}
+
+    def place(self, request: Request, tried: Tried) -> Placement:
+        """Raises NoWorkers, CannotServe."""
+        decode = self._decode[request.named.decode]
+        if not decode.usable or decode.number in tried.decode:
+            raise NoWorkers("the decode engine is not healthy")
+        alone = tried.alone or self._why_alone(request)
+        prefill = None if alone else self._prefill(request.named.prefill, tried)
+        if prefill is None and not alone:
+            if not self._protocol.decodes_alone:
+                raise NoWorkers("no prefill engine that was named is left")
+            alone = "no_prefill_worker"
+        tokens = tokens_of(request.prompt)
+        return Placement(
+            prefill=prefill,
+            decode=decode,
+            alone=alone,
+            chain=(),
+            prompt_tokens=tokens,
+            uncached_tokens=tokens,
+        )
+
+    def place_decode(self, placement: Placement, tried: Tried) -> Engine:
+        """Only if the decode engine has become unhealthy meanwhile: there is no other one."""
+        raise NoWorkers("the decode engine is not healthy")
+
+    def sent(self, engine: Engine, placement: Placement) -> None:
+        """Nothing is chosen by it."""
+
+    def _why_alone(self, request: Request) -> str:
+        if not request.named.prefill:
+            return "no_header" if request.route else "route"
+        reason = why_alone(request, self._protocol)
+        if reason and request.route and not self._protocol.decodes_alone:
+            raise CannotServe(
+                f"{request.route} with {reason} cannot be handed over with {self._protocol.name}"
+            )
+        return reason
+
+    def _prefill(self, names: tuple[str, ...], tried: Tried) -> Engine | None:
+        named = [self._prefillers.get(name) for name in names]
+        able = [
+            engine
+            for engine in named
+            if engine.number not in tried.prefill
+            and (engine.engine_ids or not self._protocol.query_path)
+        ]
+        if not able:
+            return None
+        self.choices["prefill", "header"] += 1
+        return able[self._pick(len(able))]
+
+
+class Door:
+    """Implements `Answering` for one data-parallel rank: requests that name what is accepted reach
+    the workflow.
+
+    ranks: the decode engine's, by the port of the server in front of each. own: this one's port.
+    """
+
+    def __init__(
+        self,
+        forwarding: Forwarding,
+        prefillers: Prefillers,
+        allowed: AllowedHosts,
+        ranks: dict[int, Engine],
+        own: int,
+    ):
+        self._forwarding, self._prefillers, self._allowed = forwarding, prefillers, allowed
+        self._ranks, self._own = ranks, own
+        self._refusals = LogLimit()
+
+    async def generate(self, incoming: Incoming, route: str, data: bytes, client: Client) -> None:
+        try:
+            named = Named(accepted(incoming.named.prefill, self._allowed), self._rank(incoming))
+        except ValueError as exc:
+            return await self._refuse(client, error(400, "BadRequestError", str(exc)))
+        except NotAllowed as exc:
+            return await self._refuse(client, self._not_allowed(exc))
+        await asyncio.gather(*(self._prefillers.prepare(name) for name in named.prefill))
+        incoming = dataclasses.replace(incoming, named=named)
+        await self._forwarding.generate(incoming, route, data, client)
+
+    async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
+        """Routes that generate nothing: what the headers name does not concern them."""
+        named = Named(decode=self._ranks[self._own].name)
+        incoming = dataclasses.replace(incoming, named=named)
+        await self._forwarding.pass_on(incoming, data, client)
+
+    def _rank(self, incoming: Incoming) -> str:
+        """The decode engine's rank that the request is for. Raises ValueError."""
+        given = incoming.named.decode
+        if not given:
+            return self._ranks[self._own].name
+        try:
+            _, port = parse_host_port(given)
+        except ValueError as exc:
+            raise ValueError(f"{RANK_HEADER}: expected HOST:PORT, got {given[:100]!r}") from exc
+        if port not in self._ranks:
+            first, last = min(self._ranks), max(self._ranks)
+            raise ValueError(
+                f"{RANK_HEADER}: port {port} is of no rank; they have {first} to {last}"
+            )
+        return self._ranks[port].name
+
+    def _not_allowed(self, host: NotAllowed) -> Answer:
+        if (held_back := self._refusals.allow()) is not None:
+            more = f" ({held_back} more)" if held_back else ""
+            logger.warning("%s names %s, which is not accepted%s", PREFILLER_HEADER, host, more)
+        text = (
+            f"{PREFILLER_HEADER}: {host} is not accepted. Accepted are"
+            f" {', '.join(self._allowed.entries)} (the sidecar's --allow-prefiller)"
+        )
+        return error(403, "PermissionDeniedError", text)
+
+    async def _refuse(self, client: Client, answer: Answer) -> None:
+        self._forwarding.stats.refused[answer.status] += 1
+        await send(client, answer)

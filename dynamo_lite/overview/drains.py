@@ -1,0 +1,146 @@
+"""What the workers of a graph run and what their removal would cost, from their /health."""
+
+import asyncio
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from dynamo_lite.overview.compose import processes, state_of
+from dynamo_lite.overview.fetch import TIMEOUT_S, fetch_health
+from dynamo_lite.policy.drain import Candidate, Role, Writers
+from dynamo_lite.protocol.records import EndpointRecord
+
+ROLES: Mapping[str, Role] = {"VllmWorker": "decode", "PrefillWorker": "prefill"}
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSeen:
+    """One live worker."""
+
+    record: EndpointRecord
+    #: See `compose.state_of`.
+    state: str
+    #: Requests or jobs; None: not known.
+    in_flight: int | None
+    candidate: Candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSeen:
+    """All live processes at one moment."""
+
+    #: By lease id.
+    records: Mapping[int, EndpointRecord]
+    #: At /health; empty for a process that did not respond.
+    facts: Mapping[int, Facts]
+
+    def workers(self, component: str) -> list[WorkerSeen]:
+        """Sorted by the time of their start."""
+        found = [r for r in self.records.values() if r.component == component]
+        return [self._worker(record) for record in sorted(found, key=lambda r: r.started_at)]
+
+    def moving(self, lease_id: int) -> int:
+        """Requests of this worker that are on their way to another one."""
+        return sum(int(_number(load, "moving") or 0) for load in self._loads(lease_id))
+
+    def writers(self, asked_at: float) -> Writers:
+        """What each decode worker said about its writers. asked_at: of these facts, by the clock
+        that `policy/drain.py` gets."""
+        return {
+            lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
+            for lease_id, record in self.records.items()
+            if ROLES.get(record.component) == "decode"
+        }
+
+    def _worker(self, record: EndpointRecord) -> WorkerSeen:
+        facts = self.facts.get(record.lease_id, {})
+        state = state_of(facts)
+        busy_s, cache_s = self._costs(record, facts)
+        candidate = Candidate(
+            lease_id=record.lease_id,
+            busy_s=busy_s,
+            cache_s=cache_s,
+            devices=int(_number(facts, "devices") or 1),
+            serves=state == "ready",
+            started_at=record.started_at,
+        )
+        return WorkerSeen(
+            record=record, state=state, in_flight=in_flight(facts), candidate=candidate
+        )
+
+    def _costs(self, record: EndpointRecord, facts: Facts) -> tuple[float | None, float]:
+        """Seconds of running work and of its cache."""
+        if ROLES.get(record.component) == "prefill":
+            return _number(facts, "busy_s"), 0.0
+        loads = self._loads(record.lease_id)
+        cache_s = sum(_number(load, "cache_s") or 0.0 for load in loads)
+        known = sum(int(_number(load, "requests") or 0) for load in loads)
+        busy = [_number(load, "busy_s") for load in loads]
+        here = in_flight(facts)
+        # Requests of a Frontend that does not say are missing in the sum.
+        if here is None or here > known or None in busy:
+            return (0.0 if here == 0 else None), cache_s
+        return sum(one for one in busy if one is not None), cache_s
+
+    def _loads(self, lease_id: int) -> list[Facts]:
+        """What the Frontends say about this worker."""
+        found: list[Facts] = []
+        for facts in self.facts.values():
+            loads = facts.get("loads")
+            load = loads.get(f"{lease_id:x}") if isinstance(loads, dict) else None
+            if isinstance(load, dict):
+                found.append(load)
+        return found
+
+
+async def look(records: Iterable[EndpointRecord]) -> GraphSeen:
+    """Asks all processes. Takes 1 s at most."""
+    found = processes(records)
+    reports = await asyncio.gather(*(fetch_health(r.status_url) for r in found.values()))
+    return GraphSeen(records=found, facts=dict(zip(found, reports, strict=True)))
+
+
+def in_flight(facts: Facts) -> int | None:
+    """Requests of a decode worker, jobs of a prefill worker; None: it does not say."""
+    number = _number(facts, "in_flight")
+    number = _number(facts, "jobs") if number is None else number
+    return None if number is None else int(number)
+
+
+async def listens(record: EndpointRecord) -> bool:
+    """Whether the process's status server is there, or may be: only a refusal says no."""
+    parts = urlsplit(record.status_url)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, ValueError, TimeoutError):
+        return True
+    writer.transport.abort()
+    return True
+
+
+def is_here(record: EndpointRecord) -> bool:
+    """Whether the process runs on this host."""
+    return bool(record.pid) and record.host == socket.gethostname()
+
+
+def _writers(facts: Facts, asked_at: float) -> tuple[frozenset[int], float] | None:
+    age_s, listed = _number(facts, "writers_age_s"), facts.get("writers")
+    if age_s is None or not isinstance(listed, list):
+        return None
+    try:
+        return frozenset(int(lease, 16) for lease in listed), asked_at - age_s
+    except (TypeError, ValueError):
+        return None
+
+
+def _number(facts: Facts, name: str) -> float | None:
+    value = facts.get(name)
+    known = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return value if known else None

@@ -1,0 +1,269 @@
+"""Which worker is the cheapest to remove, and from when on a draining one may be killed.
+
+Costs are seconds of computing. All times are monotonic seconds of the process that asks.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["decode", "prefill"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A worker that may be removed."""
+
+    lease_id: int
+    #: Until what it runs is finished, or moved where that is cheaper; None: not known.
+    busy_s: float | None
+    #: To compute again what its prefix cache would have saved.
+    cache_s: float = 0.0
+    #: That its removal frees.
+    devices: int = 1
+    #: Whether it can work: it is ready, and its engine is well.
+    serves: bool = True
+    #: Seconds since the epoch.
+    started_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a removal costs, per device that it frees."""
+
+    total_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Victim:
+    """The worker to remove."""
+
+    lease_id: int
+    cost: Cost
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoVictim:
+    """None may be removed."""
+
+    reason: str
+
+
+def cost(candidate: Candidate) -> Cost:
+    """`(busy + cache) / devices`; 0 for a worker that cannot work, infinite if not known."""
+    if not candidate.serves:
+        return Cost(total_s=0.0, reason="it cannot work now")
+    if candidate.busy_s is None:
+        return Cost(total_s=math.inf, reason="what it runs is not known")
+    total_s = (candidate.busy_s + candidate.cache_s) / max(candidate.devices, 1)
+    parts = f"running {candidate.busy_s:.2f} s, cache {candidate.cache_s:.2f} s"
+    return Cost(total_s=total_s, reason=f"{parts}, devices {candidate.devices}")
+
+
+def victim(candidates: Sequence[Candidate], *, force: bool = False) -> Victim | NoVictim:
+    """One that cannot work, or else the cheapest one of a role; of equal ones the youngest.
+
+    force: also the last one that can work.
+    """
+    if not candidates:
+        return NoVictim(reason="there is no worker")
+    ranked = sorted(
+        candidates,
+        key=lambda one: (one.serves, cost(one).total_s, -one.started_at, one.lease_id),
+    )
+    chosen = ranked[0]
+    if not force and not any(one.serves for one in ranked[1:]):
+        return NoVictim(reason="no other worker of this role could work")
+    how = "cheapest"
+    if len(ranked) > 1 and cost(ranked[1]).total_s == cost(chosen).total_s:
+        how = "youngest of the cheapest"
+    return Victim(lease_id=chosen.lease_id, cost=cost(chosen), reason=f"{how} of {len(ranked)}")
+
+
+# From when on it may be killed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """A worker whose lease was revoked, as it was seen last."""
+
+    role: Role
+    lease_id: int
+    #: Whether its keys are in etcd.
+    listed: bool
+    #: Since when they are not; None while they are.
+    unlisted_at: float | None = None
+    #: Its process has ended.
+    ended: bool = False
+    #: Requests or jobs in flight; None: not known.
+    in_flight: int | None = None
+    #: Since when there are none; None while there are, or it is not known.
+    idle_at: float | None = None
+
+
+#: By decode worker: the leases of the writers that its ledger names, and when that was so; None:
+#: it does not say.
+Writers = Mapping[int, tuple[frozenset[int], float] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Safe:
+    """Its end costs no request and harms no memory that is in use."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsafe:
+    reason: str
+
+
+def safe(leaving: Leaving, writers: Writers, *, now: float, fence_s: float) -> Safe | Unsafe:
+    """Whether a leaving worker may be killed.
+
+    A prefill worker that is idle may still have a write under way, into blocks that their owner
+    would then use again: its death ends no write that the network card has. So every decode
+    worker must have ended its attempts since, or the fence must have closed. A decode worker
+    must itself have no attempt: a late write would go to memory that another process has got.
+
+    fence_s: so long after the end of a prefill worker's lease none of its writes starts or
+    lands any more: its grace and its time-to-live.
+    """
+    if leaving.ended:
+        return Safe(reason="its process has ended")
+    if leaving.listed:
+        return Unsafe(reason="it is still listed: it may get work")
+    if leaving.in_flight is None or leaving.idle_at is None:
+        return _after_ttl(leaving, now, fence_s, "it does not say what it runs")
+    if leaving.in_flight:
+        what = "requests" if leaving.role == "decode" else "jobs"
+        return _after_ttl(leaving, now, fence_s, f"{leaving.in_flight} {what} in flight")
+    if leaving.role == "decode":
+        return _own_ledger(writers.get(leaving.lease_id), leaving.idle_at)
+    return _all_ledgers(leaving, leaving.idle_at, writers, now, fence_s)
+
+
+def _own_ledger(said: tuple[frozenset[int], float] | None, idle_at: float) -> Safe | Unsafe:
+    if said is None or said[1] < idle_at:
+        return Unsafe(reason="its ledger is not known since it is idle")
+    if said[0]:
+        return Unsafe(reason=f"{len(said[0])} writers may still write into its blocks")
+    return Safe(reason="no request, and no writer")
+
+
+def _all_ledgers(
+    leaving: Leaving, idle_at: float, writers: Writers, now: float, fence_s: float
+) -> Safe | Unsafe:
+    unknown = [lease for lease, said in writers.items() if said is None or said[1] < idle_at]
+    if unknown:
+        leases = ", ".join(f"{lease:x}" for lease in sorted(unknown))
+        return _after_ttl(leaving, now, fence_s, f"decode workers that do not say: {leases}")
+    naming = [
+        lease for lease, said in writers.items() if said is not None and leaving.lease_id in said[0]
+    ]
+    if naming:
+        leases = ", ".join(f"{lease:x}" for lease in sorted(naming))
+        return _after_ttl(leaving, now, fence_s, f"attempts that it may write: of {leases}")
+    return Safe(reason="idle, and no decode worker waits for a write of it")
+
+
+def _after_ttl(leaving: Leaving, now: float, fence_s: float, why: str) -> Safe | Unsafe:
+    gone_at = leaving.unlisted_at
+    if leaving.role == "prefill" and gone_at is not None and now - gone_at > fence_s:
+        return Safe(reason=f"its lease is gone for {fence_s:g} s: its fence has closed")
+    return Unsafe(reason=why)
+
+
+# Which requests of a draining decode worker move
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Measured on the requests so far; None: not measured."""
+
+    #: Between two tokens of a request.
+    token_s: float | None = None
+    #: Uncached prompt tokens per second, from the submission to the first token,
+    prefill_tokens_per_s: float | None = None
+    #: and the part of that time that does not depend on their number.
+    prefill_fixed_s: float = 0.0
+    #: Nine of ten answers are not longer.
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A request of a decode worker."""
+
+    prompt_tokens: int
+    #: Generated so far.
+    output_tokens: int
+    #: How many it may generate in all; None: no limit.
+    limit_tokens: int | None
+    #: See `policy/migration.py`; "fresh": no token was sent.
+    how: Literal["fresh", "continue", "replay", "stay"]
+    #: Between its own tokens; None: not measured.
+    token_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Another worker is to continue it. saves_s: instead of waiting for its end."""
+
+    cost_s: float
+    saves_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish:
+    """Its worker finishes it, in about `cost_s`; None: not known."""
+
+    cost_s: float | None
+    reason: str
+
+
+def move_or_finish(running: Running, pace: Pace) -> Move | Finish:
+    """Moves a request if that takes less time than its end would.
+
+    A move computes prompt and output again; a replay also generates the output again.
+    """
+    token_s = running.token_s if running.token_s is not None else pace.token_s
+    left = _left_tokens(running, pace)
+    if token_s is None or left is None:
+        return Finish(cost_s=None, reason="its length is not known")
+    finish_s = left * token_s
+    if running.how == "stay":
+        return Finish(cost_s=finish_s, reason="it cannot move")
+    if not pace.prefill_tokens_per_s:
+        return Finish(cost_s=finish_s, reason="the cost of a prefill is not known")
+    replays = running.how == "replay"
+    tokens = running.prompt_tokens + (0 if replays else running.output_tokens)
+    move_s = pace.prefill_fixed_s + tokens / pace.prefill_tokens_per_s
+    move_s += running.output_tokens * token_s if replays else 0.0
+    if move_s < finish_s:
+        why = f"{move_s:.2f} s to move, {finish_s:.2f} s to finish"
+        return Move(cost_s=move_s, saves_s=finish_s - move_s, reason=why)
+    return Finish(cost_s=finish_s, reason="it ends sooner than it moves")
+
+
+def _left_tokens(running: Running, pace: Pace) -> int | None:
+    """The usual length is that of whole answers: one that is as long already may go on so."""
+    limits = [] if pace.output_tokens is None else [pace.output_tokens]
+    if running.limit_tokens is not None:
+        limits.append(max(running.limit_tokens - running.output_tokens, 0))
+    return min(limits, default=None)
+
+
+def busy_s(running: Iterable[Running], pace: Pace) -> float | None:
+    """Until all these requests are finished or moved, one after the other; None: not known."""
+    total = 0.0
+    for one in running:
+        found = move_or_finish(one, pace).cost_s
+        if found is None:
+            return None
+        total += found
+    return total

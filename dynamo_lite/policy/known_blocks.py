@@ -1,0 +1,71 @@
+"""Which engines hold which prefixes, by their own KV events."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dynamo_lite.policy.kv_index import KvIndex
+from dynamo_lite.policy.prompt_tokens import PromptTokens
+from dynamo_lite.protocol.kv import KvChange, KvCleared, KvRemoved, KvStored
+
+
+class KnownBlocks:
+    """Engines are known by their numbers.
+
+    max_blocks: most different blocks for each block size.
+    """
+
+    def __init__(self, max_blocks: int):
+        #: Batches by what became of them; see `KvSubscription`.
+        self.batches: Counter[str] = Counter()
+        self._max_blocks = max_blocks
+        self._indexes: dict[int, KvIndex] = {}
+        #: Block size of each engine whose events are being followed without a gap; 0: not known.
+        self._sizes: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Different blocks."""
+        return sum(map(len, self._indexes.values()))
+
+    @property
+    def following(self) -> int:
+        """Of how many engines it is known what they hold."""
+        return len(self._sizes)
+
+    def follow(self, engine: int) -> None:
+        """From now on all changes of the engine are reported; it holds nothing before."""
+        self.forget(engine)
+        self._sizes[engine] = 0
+
+    def forget(self, engine: int) -> None:
+        """What the engine holds is not known any more."""
+        self._sizes.pop(engine, None)
+        for index in self._indexes.values():
+            index.leave(engine)
+
+    def changed(self, engine: int, block_size: int, changes: Sequence[KvChange]) -> None:
+        """block_size: of the engine's blocks, in tokens."""
+        if engine not in self._sizes:
+            return
+        if self._sizes[engine] != block_size:
+            self.follow(engine)
+            self._sizes[engine] = block_size
+        index = self._indexes.get(block_size)
+        if index is None:
+            index = self._indexes[block_size] = KvIndex(self._max_blocks)
+        for change in changes:
+            match change:
+                case KvStored():
+                    index.stored(engine, change.hashes)
+                case KvRemoved():
+                    index.removed(engine, change.hashes, change.cut)
+                case KvCleared():
+                    index.leave(engine)
+
+    def matched(self, tokens: PromptTokens) -> dict[int, int]:
+        """How many tokens of the prompt each engine holds whose events are followed; 0 too."""
+        found = dict.fromkeys(self._sizes, 0)
+        for block_size, index in self._indexes.items():
+            for engine, blocks in index.match(tokens.chain(block_size)).items():
+                if self._sizes.get(engine) == block_size:
+                    found[engine] = blocks * block_size
+        return found

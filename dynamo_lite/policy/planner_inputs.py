@@ -1,0 +1,154 @@
+"""What the planner sees of a graph at one moment. Values only; each measurement has its age."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dynamo_lite.protocol.planner import RoleCounts
+
+
+class Role(enum.Enum):
+    """What a worker is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class Datum:
+    """A measurement. A missing one is None and never 0: an unknown load is no reason to remove."""
+
+    value: float
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """A change of one role that is under way; see `protocol/planner.py: OperationRecord`."""
+
+    id: int
+    #: give, take: a worker of this role becomes one of the other role, and the reverse.
+    kind: Literal["add", "remove", "give", "take"]
+    #: Since its first order; of `take`: since the other worker has ended.
+    age_s: float
+    #: Whether the supervisor, or Kubernetes, has confirmed the order.
+    confirmed: bool = True
+    #: The start is being cancelled already.
+    withdrawing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastChange:
+    """The last change of a role's number that a planner has ordered."""
+
+    up: bool
+    age_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """What is known of switches between roles."""
+
+    #: The role that has given a worker last, and how long ago; None: none has.
+    last_giver: Role | None = None
+    last_age_s: float = 0.0
+    #: Median seconds of a drain, and of the start after it; None: not measured yet.
+    drain_s: float | None = None
+    start_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSeen:
+    """One role."""
+
+    #: Of the workers that can be started and removed here.
+    counts: RoleCounts
+    #: Serving workers that another supervisor has started and that cannot be removed here.
+    others: int = 0
+    operations: tuple[Operation, ...] = ()
+    #: Median seconds from the order of a worker until it was ready, and the 95th percentile; None:
+    #: not measured yet.
+    start_s: float | None = None
+    start_p95_s: float | None = None
+    #: Age of the youngest serving worker; None: there is none, or its age is not known.
+    youngest_s: float | None = None
+    #: How many starts have ended, since this planner runs.
+    starts_done: int = 0
+    starts_failed: int = 0
+    #: Of the planner that led before; None if that is not known.
+    changed: LastChange | None = None
+
+    @property
+    def count(self) -> int:
+        """Workers that serve or will serve."""
+        return self.counts.starting + self.counts.ready + self.others
+
+    @property
+    def serving(self) -> int:
+        return self.counts.ready + self.others
+
+    @property
+    def devices(self) -> int:
+        """Occupied devices, also those of workers that another supervisor has started. A worker
+        without a device counts as one."""
+        return (self.counts.present + self.others) * self.devices_each
+
+    @property
+    def devices_each(self) -> int:
+        return max(self.counts.devices_each, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillLoad:
+    """Demand for prefill workers, in prompt tokens that no decode worker has cached."""
+
+    #: Of prompts that were sent to prefill workers, per second.
+    asked_per_s: Datum | None = None
+    #: Of prompts that were prefilled locally because the queue was full or too slow, per second.
+    refused_per_s: Datum | None = None
+    #: Queued and claimed.
+    backlog: Datum | None = None
+    #: What one busy prefill worker computes in a second.
+    rate: Datum | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeLoad:
+    """Demand for decode workers. KV is counted in whole workers: 1.5 fills one and a half."""
+
+    kv_used: Datum | None = None
+    #: Part of it: reserved for prompts that wait for a remote prefill.
+    kv_parked: Datum | None = None
+    #: That the prompts of waiting requests will need.
+    kv_waiting: Datum | None = None
+    #: Requests.
+    running: Datum | None = None
+    waiting: Datum | None = None
+    #: Part of those that wait: without KV blocks.
+    queued: Datum | None = None
+    #: Requests that got KV blocks, per second.
+    admitted_per_s: Datum | None = None
+    #: Output tokens of all decode workers per second, and the mean time between two of a request.
+    tokens_per_s: Datum | None = None
+    token_s: Datum | None = None
+    #: Most requests that one worker runs at a time; None: not known.
+    max_num_seqs: int | None = None
+    #: Median time between two tokens; None: no tokens lately.
+    itl_s: Datum | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """The graph."""
+
+    #: The roles of the graph. Empty: the supervisor, or Kubernetes, did not reply.
+    roles: Mapping[Role, RoleSeen] = field(default_factory=dict[Role, RoleSeen])
+    prefill: PrefillLoad = field(default_factory=PrefillLoad)
+    decode: DecodeLoad = field(default_factory=DecodeLoad)
+    #: None: roles cannot be switched on the same device, as under Kubernetes.
+    switches: Switches | None = None
+    #: Why the planner must not act; empty if it may.
+    hold: str = ""
+    #: Numbers that an operator has set and that are not reached yet.
+    manual: Mapping[Role, int] = field(default_factory=dict[Role, int])

@@ -1,0 +1,244 @@
+"""How many workers of a role a load needs. Pure.
+
+Two numbers for each role: `up` keeps the workers below the share at which more are added, `down`
+below the lower share at which one may be removed. Between both nothing changes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dynamo_lite.policy.forecast import Line, Trend
+from dynamo_lite.policy.planner_inputs import Datum, DecodeLoad, PrefillLoad
+from dynamo_lite.policy.planner_work import Work
+from dynamo_lite.protocol.options import PlannerOptions
+
+#: A backlog is to be gone after the time of a start, but no faster than this.
+_SHORTEST_DRAIN_S = 10.0
+#: What is left after a start is to be gone in so long at least.
+_SHORTEST_QUEUE_S = 60.0
+#: See `_prefill_workers`.
+_SPARE = 0.5
+#: With one worker less, the time between tokens must stay below this share of its target.
+_ITL_DOWN_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Need:
+    """Workers of one role; None: not known."""
+
+    up: int | None
+    down: int | None
+    #: What they are needed for, as a sentence part.
+    reason: str
+
+
+def fresh(datum: Datum | None, limits: PlannerOptions) -> float | None:
+    """The measurement; None if it is missing, too old or no number. A fresh 0 is a 0."""
+    if datum is None or datum.age_s > limits.stale_s or not math.isfinite(datum.value):
+        return None
+    return max(datum.value, 0.0)
+
+
+def prefill_need(
+    load: PrefillLoad,
+    limits: PlannerOptions,
+    *,
+    count: int,
+    rate: float | None,
+    trend: Trend,
+    work: Work,
+    start_s: float,
+) -> Need:
+    """`N = ceil((tokens/s + backlog / T) / (share * rate))`, T: the time of a start.
+
+    count: prefill workers now. rate: tokens per second of one busy worker; None: never measured.
+    trend: of the demand without the backlog. work: what requests need.
+    """
+    asked, refused = fresh(load.asked_per_s, limits), fresh(load.refused_per_s, limits)
+    backlog = fresh(load.backlog, limits)
+    known = asked is not None and refused is not None and backlog is not None
+    arriving = (asked or 0.0) + (refused or 0.0)
+    each, margin = work.prefill_tokens.value, 0.0
+    if work.per_s is not None and each is not None:
+        expected = work.per_s * each
+        arriving = max(expected, arriving if refused else 0.0) * work.growth(start_s)
+        margin = work.margin * each
+    elif known and arriving:
+        arriving += trend.rise(start_s)
+    if work.per_s is not None and rate:
+        extra = _late(backlog or 0.0, count * rate - arriving, start_s)
+    else:
+        extra = (backlog or 0.0) / max(start_s, _SHORTEST_DRAIN_S)
+    demand = arriving + extra
+    if not demand:
+        return Need(0, 0, "no long prompts") if known else Need(None, None, "load unknown")
+    if not rate:
+        if refused:
+            return Need(count + 1, None, "prompts find no room, and no rate is measured yet")
+        return Need(None, None, "no rate of a prefill worker is measured yet")
+    reason = f"{demand:.0f} tokens/s at {rate:.0f} for each worker"
+    spare = _SPARE if margin else 0.0
+    up = _prefill_workers(demand / rate, limits.prefill_up_share, spare)
+    down = _prefill_workers((demand + margin) / rate, limits.down_share, spare) if known else None
+    return Need(up, down, reason)
+
+
+def _prefill_workers(busy: float, share: float, spare: float) -> int:
+    """For a load that keeps `busy` of them busy on average.
+
+    At few workers prompts wait longer, at the same share: so at least `busy + spare sqrt(busy)`, as
+    in Halfin and Whitt, "Heavy-traffic limits for queues with many exponential servers" (1981).
+    """
+    return max(_ceil(busy / share), _ceil(busy + spare * math.sqrt(busy)))
+
+
+def _late(waiting: float, spare_per_s: float, start_s: float) -> float:
+    """What waits, as a rate: only what the present workers leave until a new one could be there."""
+    left = waiting - max(spare_per_s, 0.0) * start_s
+    return max(left, 0.0) / max(start_s, _SHORTEST_QUEUE_S)
+
+
+def prefill_arrivals(load: PrefillLoad, limits: PlannerOptions) -> float | None:
+    """Tokens per second that prefill workers should compute; None if that is not known."""
+    asked, refused = fresh(load.asked_per_s, limits), fresh(load.refused_per_s, limits)
+    return None if asked is None or refused is None else asked + refused
+
+
+def decode_need(
+    load: DecodeLoad,
+    limits: PlannerOptions,
+    *,
+    count: int,
+    itl: Line,
+    young: bool,
+    prefill_short: bool,
+    trend: Trend,
+    work: Work,
+    start_s: float,
+) -> Need:
+    """The most that KV blocks, running requests and the time between tokens need.
+
+    count: decode workers now. itl: time between tokens by requests per worker. young: a worker is
+    too young for the measured time between tokens. prefill_short: more prefill workers are needed,
+    so blocks that wait for remote prefills are their lack and not that of decode workers. work:
+    what requests need; while that is known, those that wait are counted with their rate.
+    """
+    requests = decode_requests(load, limits)
+    rate = _rate_need(load, limits, work, count, start_s)
+    if rate is not None:
+        load = replace(load, kv_waiting=Datum(0.0))
+        running = fresh(load.running, limits)
+        parts = [
+            rate,
+            _kv_need(load, limits, prefill_short, 1.0),
+            _sequence_need(load, limits, running, 1.0),
+        ]
+    else:
+        growth = 1 + trend.rise(start_s) / requests if requests else 1.0
+        parts = [
+            _kv_need(load, limits, prefill_short, growth),
+            _sequence_need(load, limits, requests, growth),
+        ]
+    if limits.itl_target_s:
+        parts.append(_itl_need(load, limits, count, itl, young, requests))
+    return _most(parts)
+
+
+def _rate_need(
+    load: DecodeLoad, limits: PlannerOptions, work: Work, count: int, start_s: float
+) -> Need | None:
+    """`N = ceil(tokens/s / (share * tokens/s of one worker))`, with the requests that wait; None:
+    not known."""
+    each = work.output_tokens.value
+    one = work.tokens_of_one(load.max_num_seqs, limits.itl_target_s)
+    queued = fresh(load.queued, limits)
+    if work.per_s is None or each is None or one is None or queued is None:
+        return None
+    arriving = work.per_s * work.growth(start_s)
+    demand = (arriving + _late(queued, count * one / each - arriving, start_s)) * each
+    margin = work.margin * each
+    return Need(
+        _ceil(demand / (limits.decode_up_share * one)),
+        _ceil((demand + margin) / (limits.down_share * one)),
+        f"{demand:.0f} output tokens/s at {one:.0f} for each worker",
+    )
+
+
+def decode_requests(load: DecodeLoad, limits: PlannerOptions) -> float | None:
+    """Requests at the decode workers; None if that is not known."""
+    running, waiting = fresh(load.running, limits), fresh(load.waiting, limits)
+    return None if running is None or waiting is None else running + waiting
+
+
+def _kv_need(load: DecodeLoad, limits: PlannerOptions, prefill_short: bool, growth: float) -> Need:
+    used = fresh(load.kv_used, limits)
+    if used is None:
+        return Need(None, None, "KV use unknown")
+    parked, waiting = fresh(load.kv_parked, limits), fresh(load.kv_waiting, limits)
+    wanted = used - (parked or 0.0 if prefill_short else 0.0) + (waiting or 0.0)
+    wanted = max(wanted, 0.0) * growth
+    down = _ceil(wanted / limits.down_share) if waiting is not None else None
+    return Need(_ceil(wanted / limits.decode_up_share), down, f"KV of {wanted:.2f} workers")
+
+
+def _sequence_need(
+    load: DecodeLoad, limits: PlannerOptions, requests: float | None, growth: float
+) -> Need:
+    if requests is None:
+        return Need(None, None, "requests unknown")
+    if not load.max_num_seqs:
+        # Without the limit the KV blocks alone tell.
+        return Need(0, 0, "limit of requests unknown")
+    share = requests * growth / load.max_num_seqs
+    return Need(
+        _ceil(share / limits.decode_up_share),
+        _ceil(share / limits.down_share),
+        f"{requests:.0f} requests at {load.max_num_seqs} for each worker",
+    )
+
+
+def _itl_need(
+    load: DecodeLoad,
+    limits: PlannerOptions,
+    count: int,
+    itl: Line,
+    young: bool,
+    requests: float | None,
+) -> Need:
+    """The least N with `a + b * requests / N <= target`; without a line, one more while the
+    measured time is too long."""
+    target = limits.itl_target_s
+    if requests == 0:
+        return Need(0, 0, "no requests")
+    measured = fresh(load.itl_s, limits)
+    if young or measured is None or requests is None:
+        return Need(None, None, "time between tokens unknown")
+    reason = f"{measured * 1e3:.1f} ms between tokens"
+    line = itl.fit()
+    if line is None:
+        # A removal assumes that it grows as fast as the requests of a worker.
+        down = _ceil(count * measured / (_ITL_DOWN_SHARE * target))
+        return Need(count + 1 if measured > target else 0, down, reason)
+    fixed, each = line
+    if fixed >= target:
+        return Need(0, None, f"{reason}, which more workers do not reduce")
+    up = _ceil(each * requests / (target - fixed))
+    room = _ITL_DOWN_SHARE * target - fixed
+    return Need(up, _ceil(each * requests / room) if room > 0 else None, reason)
+
+
+def _most(parts: Sequence[Need]) -> Need:
+    """`up`: the most that is known. `down`: known only if every part is."""
+    known = [part for part in parts if part.up is not None]
+    if not known:
+        return Need(None, None, parts[0].reason)
+    top = max(known, key=lambda part: part.up or 0)
+    downs = [part.down for part in parts]
+    down = None if None in downs else max(d for d in downs if d is not None)
+    return Need(top.up, down, top.reason)
+
+
+def _ceil(value: float) -> int:
+    # A share of exactly one worker is one worker, whatever the last bit says.
+    return math.ceil(min(value, 1e9) - 1e-9)

@@ -1,0 +1,146 @@
+"""What requests need of the workers, learnt from tick to tick. Pure values.
+
+Numbers of requests that run or wait tell of a higher load only after a while, and hide it while
+memory is full. The rate of arrivals tells at once. So the planner learns what a request needs, and
+multiplies that by the rate.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from dynamo_lite.policy.forecast import Line, Trend
+
+#: Weights of the earlier ticks when one is added. Output tokens come some seconds after their
+#: requests, so their mean must not follow a sudden load.
+_FAST_FADE, _FADE, _SLOW_FADE = 0.95, 0.98, 0.99
+#: Over so many seconds the change of the queue counts.
+_QUEUE_S = 10.0
+#: A rate that differs from its level by more than so many standard deviations of a Poisson process
+#: is another load, and any other one is noise.
+_CHANCE = 3.0
+#: Gain of the level of the arrivals, small since they are noise for the most part. With it the
+#: standard deviations of level and slope (per second) are these shares of that of a rate, of which
+#: two in a row overlap.
+_ALPHA, _LEVEL_CHANCE, _SLOPE_CHANCE = 0.1, 0.4, 0.0034
+#: Standard deviations beyond which a difference counts.
+_SURE = 2.0
+#: A slope says nothing of a time that is farther away, in seconds.
+_FARTHEST_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Quotient of two fading sums."""
+
+    above: float = 0.0
+    below: float = 0.0
+
+    def add(self, above: float, below: float, fade: float) -> "Ratio":
+        return Ratio(above=self.above * fade + above, below=self.below * fade + below)
+
+    @property
+    def value(self) -> float | None:
+        return self.above / self.below if self.below > 0 and self.above > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a request needs, as far as it is known."""
+
+    #: Per admitted request: output tokens, and uncached tokens for prefill workers.
+    output_tokens: Ratio = field(default_factory=Ratio)
+    prefill_tokens: Ratio = field(default_factory=Ratio)
+    #: Per running request: KV in whole workers.
+    kv: Ratio = field(default_factory=Ratio)
+    #: Mean time between tokens by running requests per worker.
+    token_s: Line = field(default_factory=Line)
+    #: Its last intercept and slope.
+    pace: tuple[float, float] | None = None
+    #: Times and requests without KV blocks.
+    queued: tuple[tuple[float, float], ...] = ()
+    #: Arrivals per second, without their noise; None: not known.
+    per_s: float | None = None
+    #: Standard deviation of a measured rate, and the direction in which the last one differed by
+    #: more than chance.
+    chance: float = 0.0
+    jump: int = 0
+    trend: Trend = field(default_factory=lambda: Trend(alpha=_ALPHA))
+
+    def arrived(self, admitted_per_s: float, queued: float, now: float) -> "Work":
+        """With one tick more: what was admitted, and by how much the queue has changed."""
+        kept = tuple(one for one in self.queued if one[0] >= now - _QUEUE_S - 1e-6)
+        change = (queued - kept[0][1]) / (now - kept[0][0]) if kept and now > kept[0][0] else 0.0
+        per_s = max(admitted_per_s + change, 0.0)
+        trend = self.trend.add(per_s, now)
+        # So many requests arrive by chance in the time of a rate.
+        chance = math.sqrt(max(per_s, trend.level, 0.0) / _QUEUE_S)
+        away = per_s - trend.level
+        jump = 0 if abs(away) <= _CHANCE * chance else 1 if away > 0 else -1
+        if jump and jump == self.jump:
+            trend = replace(trend, level=per_s)
+        return replace(
+            self,
+            queued=(*kept, (now, queued)),
+            per_s=per_s if jump else max(trend.level, 0.0),
+            chance=chance,
+            jump=jump,
+            trend=trend,
+        )
+
+    def served(
+        self, admitted_per_s: float, *, tokens_per_s: float | None, prefill_per_s: float | None
+    ) -> "Work":
+        """With what the requests of a tick have needed, in tokens per second."""
+        made = self
+        if tokens_per_s is not None:
+            output = self.output_tokens.add(tokens_per_s, admitted_per_s, _SLOW_FADE)
+            made = replace(made, output_tokens=output)
+        if prefill_per_s is not None:
+            prefill = self.prefill_tokens.add(prefill_per_s, admitted_per_s, _FAST_FADE)
+            made = replace(made, prefill_tokens=prefill)
+        return made
+
+    def ran(self, tokens_per_s: float, token_s: float, workers: int) -> "Work":
+        """With a tick's rate of tokens and time between them, of workers that are old enough.
+
+        By Little's law that many requests ran at a time as the product says. The number that runs
+        at the end of the tick is another one, and would make the line flatter than it is.
+        """
+        line = self.token_s.add(tokens_per_s * token_s / workers, token_s)
+        if (fitted := line.fit()) is not None and fitted[0] > 0:
+            return replace(self, token_s=line, pace=fitted)
+        return replace(self, token_s=line)
+
+    def held(self, kv: float, running: float) -> "Work":
+        """With the KV that running requests held at a tick."""
+        return replace(self, kv=self.kv.add(kv, running, _FADE))
+
+    @property
+    def margin(self) -> float:
+        """By how much the arrivals may be more than `per_s`, per second."""
+        return _SURE * _LEVEL_CHANCE * self.chance
+
+    def growth(self, seconds: float) -> float:
+        """Factor on the arrivals, in so many seconds; at least 1. Falls are not expected: the load
+        may stay."""
+        if not self.per_s:
+            return 1.0
+        slope = self.trend.slope - _SURE * _SLOPE_CHANCE * self.chance
+        return 1 + max(slope, 0.0) * min(seconds, _FARTHEST_S) / self.per_s
+
+    def tokens_of_one(self, max_num_seqs: int | None, itl_target_s: float) -> float | None:
+        """Most output tokens per second of one decode worker; None: not known.
+
+        `n / (fixed + each n)`, n: the most requests that its KV, `max_num_seqs` and the target
+        allow.
+        """
+        kv = self.kv.value
+        if self.pace is None or kv is None:
+            return None
+        fixed, each = self.pace
+        most = 1 / kv
+        if max_num_seqs:
+            most = min(most, max_num_seqs)
+        if itl_target_s > fixed:
+            most = min(most, (itl_target_s - fixed) / each)
+        return most / (fixed + each * most)

@@ -1,0 +1,114 @@
+"""What a Forwarder says of its past decisions. Asked with `Explain` of `decisions.py`.
+
+Times are durations, since the clocks of two hosts differ.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from dynamo_lite.protocol.codec import Decoder
+from dynamo_lite.protocol.decisions import Word
+from dynamo_lite.protocol.records import LeaseId, Natural
+
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that could have taken a leg. Amounts are estimated tokens."""
+
+    #: HOST:PORT.
+    engine: Text
+    #: Of the prompt, assumed to be in its prefix cache.
+    matched_tokens: Natural = 0
+    #: What it computes before this prompt.
+    load_tokens: int = 0
+    kv_usage: float = 0.0
+    #: The larger, the better; None: the choice did not weigh it.
+    score: float | None = None
+
+
+class LegChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine was to take a leg, and why."""
+
+    #: prefill or decode.
+    leg: Word
+    engine: Text
+    #: As in the metric `dynamo_lite_forward_choices_total`.
+    reason: Word
+    #: The first ones, the chosen one among them.
+    candidates: list[Candidate] = []
+    #: How many there were.
+    of: Natural = 0
+
+
+class LegTaken(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to an engine."""
+
+    leg: Word
+    engine: Text
+    #: Of its answer; 0: none.
+    status: Natural = 0
+    #: Why it failed; empty if it did not.
+    failure: Text = ""
+    #: From the request's decision until it was sent.
+    after_s: float = 0.0
+    #: Until the head of the answer; None: it did not come.
+    head_s: float | None = None
+    #: Until its end; None: it is under way.
+    took_s: float | None = None
+
+
+class ForwardAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One try of a request."""
+
+    #: serial, parallel or single; empty without a prefill leg.
+    order: Word = ""
+    #: Why it has no prefill leg; empty if it has one.
+    alone: Word = ""
+    choices: list[LegChoice] = []
+    legs: list[LegTaken] = []
+    #: Why another attempt, or an error, followed; empty if none did.
+    failure: Text = ""
+
+
+class ForwardDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one request to generate."""
+
+    #: Of the client's answer; empty if it is not known.
+    request_id: Text
+    #: Other ids by which it can be asked for: the client's X-Request-Id and those of its attempts.
+    ids: list[Text]
+    #: Since the request had been received.
+    age_s: float
+    route: Text
+    protocol: Word
+    #: Estimates: of the prompt, and of it at the decode engine that was chosen first.
+    prompt_tokens: Natural
+    cached_tokens: Natural
+    #: Up to this many uncached tokens a prompt gets no prefill leg; 0: each gets one.
+    max_local_prefill_length: Natural
+    #: disaggregated or alone; empty: no answer was begun.
+    how: Word
+    #: Why it was alone.
+    reason: Word
+    attempts: list[ForwardAttempt]
+    #: Of the client's answer; 0: none.
+    status: Natural = 0
+    #: answered, broken or client gone; empty while it is under way.
+    outcome: Word = ""
+    #: Why no engine could be asked; empty if one could.
+    error: Text = ""
+    #: Until the client's first byte, and until the end.
+    first_byte_s: float | None = None
+    took_s: float | None = None
+
+
+class ForwardExplained(msgspec.Struct, frozen=True, kw_only=True):
+    """A Forwarder's answer, oldest decision first."""
+
+    lease_id: LeaseId
+    decisions: list[ForwardDecision]
+
+
+decode_forward_explained: Decoder[ForwardExplained] = Decoder(ForwardExplained)

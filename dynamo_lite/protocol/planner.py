@@ -1,0 +1,274 @@
+"""Records and messages of the planner, which changes the numbers of workers.
+
+The records are JSON in etcd. Requests to a supervisor, and its replies, are JSON lines on a Unix
+socket beside `run.json`: one request, one reply, in order.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from dynamo_lite.protocol.codec import Decoder
+from dynamo_lite.protocol.records import LeaseId, Natural
+
+#: Longest line on a supervisor's socket, with its newline.
+MAX_LINE_BYTES = 64 << 10
+#: Name of a supervisor's socket in the state directory. Only its owner can open it (0600).
+SUPERVISOR_SOCKET = "supervisor.sock"
+
+#: Most workers of a role.
+MAX_WORKERS = 100_000
+
+Component = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9]{0,62}\Z")]
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_WORKERS)]
+#: Grows with each order of a namespace's planners.
+Version = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+#: Seconds since the epoch, for display: the clocks of two hosts differ.
+Wall = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+
+
+class RoleCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of one role, as the supervisor, or Kubernetes, counts them."""
+
+    #: Started, but never ready so far.
+    starting: Number = 0
+    #: Ready, or restarting after a crash.
+    ready: Number = 0
+    #: Being removed; they still occupy their devices.
+    draining: Number = 0
+    #: Devices of one worker; 0 on a CPU.
+    devices_each: Number = 0
+    #: Devices that a new worker of this role could use now.
+    devices_free: Number = 0
+
+    @property
+    def present(self) -> int:
+        """All workers that occupy devices."""
+        return self.starting + self.ready + self.draining
+
+
+# The supervisor's socket
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True, tag="counts", forbid_unknown_fields=True):
+    """Asks for the numbers of workers."""
+
+
+class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add", forbid_unknown_fields=True):
+    """Asks for one more worker. The reply does not wait until it is ready."""
+
+    component: Component
+    #: Higher than that of every earlier order, else it is refused.
+    version: Version
+
+
+class Remove(msgspec.Struct, frozen=True, kw_only=True, tag="remove", forbid_unknown_fields=True):
+    """Asks to drain one worker and not to start it again. The reply does not wait for its end."""
+
+    component: Component
+    #: The worker; 0: one that is restarted after a crash, or else one that was never ready. The
+    #: lease of a worker that was switched to this component names its successor, until that one is
+    #: ready. Refused if there is no such worker.
+    lease_id: LeaseId
+    #: As in `Add`.
+    version: Version
+
+
+class Switch(msgspec.Struct, frozen=True, kw_only=True, tag="switch", forbid_unknown_fields=True):
+    """Asks to drain one worker and then to start one of another role on its devices.
+
+    The reply waits for neither; `SupervisorReply.switches` tells how far it is. The same switch
+    again is no mistake, and is carried out once. Refused while another one is under way.
+    """
+
+    component: Component
+    #: The worker that drains.
+    lease_id: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+    #: Component of the worker that starts.
+    to: Component
+    #: As in `Add`.
+    version: Version
+
+
+SupervisorRequest = Counts | Add | Remove | Switch
+
+
+class SwitchState(msgspec.Struct, frozen=True, kw_only=True):
+    """A switch that a supervisor has been asked for."""
+
+    component: Component
+    #: Of the worker that drains.
+    lease_id: LeaseId
+    to: Component
+    #: draining: the worker has not ended yet. starting: its successor was not ready yet; it is
+    #: started again after a failure. done: it was ready. ended: it never will be.
+    phase: Literal["draining", "starting", "done", "ended"]
+    #: The successor's name, for people.
+    successor: Text = ""
+    #: Seconds so far, or in all.
+    drain_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    start_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    #: Failed starts of the successor, and the last one's reason.
+    failures: Natural = 0
+    error: Text = ""
+
+
+class SupervisorReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to every request."""
+
+    ok: bool
+    #: Why the request was refused; empty if it was not.
+    error: Text = ""
+    #: It was refused for its version: another process has given orders since.
+    stale: bool = False
+    #: It was refused because no process has the lease that it names.
+    unknown: bool = False
+    #: The numbers after the request, by component.
+    counts: dict[Component, RoleCounts] = {}
+    #: The highest version of any order so far; 0 before the first.
+    version: Natural = 0
+    #: The last ones, oldest first.
+    switches: list[SwitchState] = []
+
+
+# Records in etcd
+
+
+class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The planner that acts, at `names.planner_leader_key(...)`, under that planner's lease."""
+
+    lease_id: LeaseId
+    host: Text = ""
+    pid: Natural = 0
+    since: Wall = 0.0
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """The last change of a component's number that a planner has ordered."""
+
+    up: bool
+    at: Wall
+
+
+class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of workers that are wanted, at `names.planner_target_key(...)`.
+
+    Replaced only by compare-and-swap, so two writers never have the same version. It has no lease.
+    """
+
+    #: Of serving workers, by component.
+    counts: dict[Component, Number]
+    version: Version
+    #: The planner's lease in hexadecimal, or USER@HOST.
+    by: Text
+    reason: Text
+    at: Wall = 0.0
+    #: Numbers that an operator has set and that are not reached yet. The load does not count for
+    #: them.
+    manual: dict[Component, Number] = {}
+    #: By component.
+    changes: dict[Component, Change] = {}
+
+
+#: ordered: the supervisor, or Kubernetes, may or may not have the order. leaving: the victim's
+#: lease was revoked, and it drains before the order is given. asked: the order was taken.
+#: withdrawing: a start that took too long is being cancelled.
+Phase = Literal["ordered", "leaving", "asked", "withdrawing"]
+
+
+class OperationRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One change that is under way, at `names.planner_operation_key(...)`.
+
+    It has no lease: the next leader resumes it. Deleted when the change is complete.
+    """
+
+    id: Version
+    kind: Literal["add", "remove"]
+    component: Component
+    phase: Phase
+    #: Workers of the component, without draining ones, when the change is complete.
+    count: Number
+    #: Of `add`: their number before. A withdrawal leaves so many.
+    before: Number = 0
+    #: Of `remove`: the victim; 0: a starting one.
+    lease_id: LeaseId = 0
+    #: The victim's host, which is its pod's name under Kubernetes.
+    host: Text = ""
+    status_url: Text = ""
+    reason: Text = ""
+    at: Wall = 0.0
+    #: How long it may take. A leader that resumes it grants this time again.
+    within_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 600.0
+
+
+class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The last switch of a worker to another role, at `names.planner_switch_key(...)`.
+
+    It has no lease: the next leader resumes it. It stays when it has ended, because a role that
+    has given a worker does not get it back at once.
+    """
+
+    #: Version of its first order.
+    id: Version
+    #: The role that gives the worker, and the one that gets it.
+    component: Component
+    to: Component
+    lease_id: LeaseId
+    host: Text = ""
+    #: As of an `OperationRecord`. ended: it is over, with or without success.
+    phase: Literal["ordered", "asked", "withdrawing", "ended"]
+    reason: Text = ""
+    at: Wall = 0.0
+
+
+class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """While it exists, at `names.planner_pause_key(...)`, the planner decides nothing."""
+
+    by: Text
+    reason: Text = ""
+    at: Wall = 0.0
+
+
+# Questions to a planner
+
+
+class ExplainPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a planner for its newest `last` decisions."""
+
+    last: Annotated[int, msgspec.Meta(ge=1, le=500)] = 20
+
+
+class RoleDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """One component in a decision; see `policy/planner_memory.py: RolePlan`."""
+
+    component: Component
+    state: Annotated[str, msgspec.Meta(max_length=16)]
+    count: Number
+    #: None: not known.
+    wanted: int | None
+    reason: Text
+
+
+class PlannerDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """What a planner decided. Recorded when it acts, and when its view changes."""
+
+    #: Since the decision.
+    age_s: float
+    #: Why it may not act; empty if it may.
+    hold: Text = ""
+    #: In words; while it may not act, what it would do.
+    actions: list[Text] = []
+    roles: list[RoleDecision] = []
+
+
+class PlannerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A planner's answer, oldest decision first."""
+
+    lease_id: LeaseId
+    leads: bool
+    decisions: list[PlannerDecision] = []
+
+
+decode_explain_plan: Decoder[ExplainPlan] = Decoder(ExplainPlan)
+decode_planner_report: Decoder[PlannerReport] = Decoder(PlannerReport)

@@ -1,0 +1,39 @@
+"""How the two ends of a connection prove that they have the graph's secret.
+
+Each proof is a tag (`runtime/secret.py`) of the client's id, bound to the worker's address and, for
+the worker's, to the client's proof. Client ids are random, so a proof is not of use twice while
+its connection is open; with TLS only the two processes see it.
+"""
+
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.runtime.secret import GraphSecret
+
+
+def client_proof(secret: GraphSecret | None, address: str, client_id: str) -> bytes:
+    """Of the client that connects to `address`; empty without a secret."""
+    return b"" if secret is None else secret.tag(_hello(address), client_id.encode())
+
+
+def check_client(secret: GraphSecret | None, address: str, client_id: str, proof: bytes) -> None:
+    """Raises ProtocolError unless the client has the secret. Without one all are accepted."""
+    if secret is not None and not secret.verify(_hello(address), proof, client_id.encode()):
+        raise ProtocolError("not authentic: the client does not have this graph's secret")
+
+
+def worker_proof(secret: GraphSecret | None, address: str, proof: bytes) -> bytes:
+    """The worker's answer to a client's proof; empty without a secret."""
+    return b"" if secret is None else secret.tag(_welcome(address), proof)
+
+
+def check_worker(secret: GraphSecret | None, address: str, proof: bytes, answer: bytes) -> None:
+    """Raises ProtocolError unless the worker has the secret. Without one all are accepted."""
+    if secret is not None and not secret.verify(_welcome(address), answer, proof):
+        raise ProtocolError("not authentic: the worker does not have this graph's secret")
+
+
+def _hello(address: str) -> bytes:
+    return b"hello " + address.encode()
+
+
+def _welcome(address: str) -> bytes:
+    return b"welcome " + address.encode()

@@ -1,0 +1,94 @@
+"""Messaging whose messages are authenticated with the graph's secret."""
+
+import logging
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from types import TracebackType
+from typing import Protocol, Self
+
+from dynamo_lite.protocol.errors import BrokerUnavailable, ProtocolError
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.log_limit import LogLimit
+from dynamo_lite.runtime.messaging import Handler, Messaging, OnConnection
+from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
+
+logger = logging.getLogger(__name__)
+
+
+class OpenMessaging(Messaging, AbstractAsyncContextManager["Messaging"], Protocol):
+    """Messaging that is opened as a context."""
+
+
+class AuthenticatedMessaging:
+    """Implements Messaging on another one, which it opens and closes.
+
+    A request is bound to its subject, and a reply to its request. What is not authentic is dropped
+    and counted as `unauthentic`; instead of such a reply, BrokerUnavailable is raised.
+    """
+
+    def __init__(self, messaging: OpenMessaging, secret: GraphSecret, on_drop: OnDrop = uncounted):
+        self._messaging, self._secret, self._on_drop = messaging, secret, on_drop
+        self._log_limit = LogLimit()
+
+    def __repr__(self) -> str:
+        return f"AuthenticatedMessaging({self._messaging!r})"
+
+    async def __aenter__(self) -> Self:
+        await self._messaging.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._messaging.__aexit__(kind, error, traceback)
+
+    @property
+    def connected(self) -> bool:
+        return self._messaging.connected
+
+    def watch_connection(self, callback: OnConnection) -> AbstractContextManager[None]:
+        return self._messaging.watch_connection(callback)
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        await self._messaging.wait_connected(timeout_s)
+
+    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        asked = self._secret.protect(message_context(subject), payload)
+        reply = await self._messaging.request(subject, asked, timeout_s=timeout_s)
+        try:
+            return self._secret.open(_reply(subject, asked), reply)
+        except ProtocolError as exc:
+            self._on_drop("unauthentic")
+            raise BrokerUnavailable(f"the reply on {subject} is {exc}") from exc
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        await self._messaging.publish(
+            subject, self._secret.protect(message_context(subject), payload)
+        )
+
+    def serve(self, subject: str, handler: Handler) -> AbstractAsyncContextManager[None]:
+        async def handle(asked: bytes) -> bytes | None:
+            try:
+                payload = self._secret.open(message_context(subject), asked)
+            except ProtocolError as exc:
+                self._on_drop("unauthentic")
+                if (more := self._log_limit.allow()) is not None:
+                    logger.warning(
+                        "dropped a message on %s (and %d before it): %s", subject, more, exc
+                    )
+                return None
+            reply = await handler(payload)
+            return None if reply is None else self._secret.protect(_reply(subject, asked), reply)
+
+        return self._messaging.serve(subject, handle)
+
+
+def message_context(subject: str) -> bytes:
+    """Of a message on this subject."""
+    return b"message " + subject.encode()
+
+
+def _reply(subject: str, asked: bytes) -> bytes:
+    return b"reply " + asked[:TAG_BYTES] + subject.encode()

@@ -1,0 +1,96 @@
+"""Files with the credentials of a client of NATS or etcd.
+
+Each must be readable by its owner only, as the graph's secret. No message contains what is in
+them.
+"""
+
+import os
+from pathlib import Path
+
+import nkeys
+
+from dynamo_lite.runtime.secret import open_to_others
+
+_LONGEST_BYTES = 64 << 10
+_JWT, _SEED = b"-----BEGIN NATS USER JWT-----", b"-----BEGIN USER NKEY SEED-----"
+
+
+class BadCredentials(ValueError):
+    """A file that cannot be used; the text says which, why, and what to do."""
+
+
+def read_login(path: Path) -> tuple[str, str | None]:
+    """User and password of a file with one line, USER:PASSWORD. Without a colon the line is a
+    token, and the password None. Raises BadCredentials."""
+    lines = _read("login", path).split(b"\n")
+    try:
+        user, colon, password = lines[0].rstrip(b"\r").decode().partition(":")
+    except UnicodeDecodeError:
+        user, colon, password = "", "", ""
+    if not user or any(lines[1:]):
+        raise BadCredentials(f"login={path} needs one line, USER:PASSWORD or a token of NATS")
+    return user, password if colon else None
+
+
+def check_creds(path: Path) -> Path:
+    """`path`, if it is a credentials file of NATS. Raises BadCredentials."""
+    user_jwt(path)
+    lines = _read("creds", path).splitlines()
+    try:
+        _check_seed(lines[lines.index(_SEED) + 1])
+    except (ValueError, IndexError) as exc:
+        problem = (
+            f"creds={path} has no NKey seed of a user; make the file with `nsc generate creds`"
+        )
+        raise BadCredentials(problem) from exc
+    return path
+
+
+def user_jwt(path: Path) -> bytearray:
+    """The JWT of a credentials file of NATS. Raises BadCredentials."""
+    lines = _read("creds", path).splitlines()
+    try:
+        token = lines[lines.index(_JWT) + 1].strip()
+    except (ValueError, IndexError):
+        token = b""
+    if not token:
+        problem = f"creds={path} has no JWT of a user; make the file with `nsc generate creds`"
+        raise BadCredentials(problem)
+    return bytearray(token)
+
+
+def check_nkey(path: Path) -> Path:
+    """`path`, if it has the seed of an NKey. Raises BadCredentials."""
+    try:
+        _check_seed(_read("nkey", path).strip())
+    except ValueError as exc:
+        if isinstance(exc, BadCredentials):
+            raise
+        problem = f"nkey={path} is not the seed of a user's NKey (SU...); `nk -gen user` makes one"
+        raise BadCredentials(problem) from exc
+    return path
+
+
+def _check_seed(seed: bytes) -> None:
+    """Raises ValueError."""
+    try:
+        pair = nkeys.from_seed(bytearray(seed.strip()))
+        is_user = bytes(pair.public_key).startswith(b"U")
+        pair.wipe()
+    except Exception as exc:  # of several packages
+        raise ValueError("not a seed") from exc
+    if not is_user:
+        raise ValueError("not a user's seed")
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            status, content = os.fstat(file.fileno()), file.read(_LONGEST_BYTES + 1)
+    except OSError as exc:
+        raise BadCredentials(f"{name}={path} cannot be read ({exc.strerror})") from exc
+    if open_to_others(status):
+        raise BadCredentials(f"{name}={path} is open to other users: chmod 600 {path}")
+    if len(content) > _LONGEST_BYTES:
+        raise BadCredentials(f"{name}={path} is longer than {_LONGEST_BYTES} bytes")
+    return content

@@ -1,0 +1,145 @@
+"""Requests to a Kubernetes API server, as the service account of the pod that this process is in.
+
+One connection per request: a planner asks every few seconds. See
+https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+import msgspec
+
+from dynamo_lite.protocol.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ProtocolError,
+    Refused,
+    Unavailable,
+)
+
+_MAX_BYTES = 8 << 20
+#: The patch replaces the fields that it names.
+_MERGE_PATCH = "application/merge-patch+json"
+
+
+class KubernetesApi:
+    """url: https://HOST[:PORT]. account: folder with `token`, `ca.crt` and `namespace`.
+
+    timeout_s: of one request. Raises ConfigError when the folder or the URL cannot be used.
+    """
+
+    def __init__(self, url: str, account: Path, timeout_s: float):
+        parts = urlsplit(url)
+        if parts.scheme != "https" or not parts.hostname or parts.path.strip("/"):
+            raise ConfigError([f"kubernetes.url: expected https://HOST[:PORT], got {url}"])
+        self._host, self._port = parts.hostname, parts.port or 443
+        self._netloc = parts.netloc
+        self._token, self._timeout_s = account / "token", timeout_s
+        try:
+            self._context = ssl.create_default_context(cafile=account / "ca.crt")
+            #: Of the pod.
+            self.namespace = (account / "namespace").read_text().strip()
+            self._bearer()
+        except (OSError, ssl.SSLError) as exc:
+            said = f"kubernetes.service-account: {account} has no usable service account: {exc}"
+            raise ConfigError([said]) from exc
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """Raises as `patch`."""
+        return await self._request("GET", path, b"")
+
+    async def patch(self, path: str, change: Mapping[str, Any]) -> dict[str, Any]:
+        """Applies a merge patch. Returns the changed object.
+
+        Raises Refused when the server refuses for good, Unavailable when another try may help
+        (also after a conflict with another writer), DeadlineExceeded, or ProtocolError. After
+        the last three the change may have been made.
+        """
+        return await self._request("PATCH", path, msgspec.json.encode(change))
+
+    async def _request(self, method: str, path: str, body: bytes) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                status, answer = await self._exchange(method, path, body)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"Kubernetes: {method} {path}", self._timeout_s) from exc
+        except OSError as exc:
+            raise Unavailable(f"Kubernetes at {self._netloc}: {exc}") from exc
+        except h11.RemoteProtocolError as exc:
+            raise ProtocolError(f"Kubernetes: {method} {path}: {exc}") from exc
+        if status == 200:
+            return _decoded(answer)
+        said = f"Kubernetes: {method} {path}: {status} {_message(answer)}"
+        if status == 409 or status == 429 or status >= 500:
+            raise Unavailable(said)
+        raise Refused(said, elsewhere=False)
+
+    async def _exchange(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        # Read each time: the token is replaced while the pod runs.
+        headers = [
+            ("Host", self._netloc),
+            ("Authorization", f"Bearer {self._bearer()}"),
+            ("Accept", "application/json"),
+            ("Connection", "close"),
+        ]
+        if body:
+            headers += [("Content-Type", _MERGE_PATCH), ("Content-Length", str(len(body)))]
+        connection = h11.Connection(h11.CLIENT)
+        reader, writer = await asyncio.open_connection(
+            self._host, self._port, ssl=self._context, server_hostname=self._host
+        )
+        try:
+            request = h11.Request(method=method, target=path, headers=headers)
+            writer.write(connection.send(request) or b"")
+            if body:
+                writer.write(connection.send(h11.Data(data=body)) or b"")
+            writer.write(connection.send(h11.EndOfMessage()) or b"")
+            await writer.drain()
+            return await _answer(connection, reader)
+        finally:
+            writer.transport.abort()
+
+    def _bearer(self) -> str:
+        token = self._token.read_text().strip()
+        if not token.isascii() or not token.isprintable():
+            raise OSError(f"{self._token} is not a token")
+        return token
+
+
+async def _answer(connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Raises OSError or h11.RemoteProtocolError."""
+    status, body = 0, bytearray()
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            connection.receive_data(await reader.read(1 << 16))
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            body += event.data
+            if len(body) > _MAX_BYTES:
+                raise OSError(f"the answer is longer than {_MAX_BYTES} bytes")
+        elif isinstance(event, h11.EndOfMessage):
+            return status, bytes(body)
+        elif not isinstance(event, h11.InformationalResponse):
+            raise OSError("the connection was closed without an answer")
+
+
+def _decoded(answer: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(answer, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ProtocolError(f"Kubernetes: the answer is no JSON object: {exc}") from exc
+
+
+def _message(answer: bytes) -> str:
+    """Of a `Status` object; empty for anything else."""
+    try:
+        return str(_decoded(answer).get("message", ""))[:500]
+    except ProtocolError:
+        return ""

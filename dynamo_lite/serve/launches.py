@@ -1,0 +1,103 @@
+"""Prepares the processes of one service: their plans, environments and log files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from dynamo_lite.runtime.process.component import ProcessSpec
+from dynamo_lite.runtime.process.logs import LogFormat, logging_config
+from dynamo_lite.serve.child import ChildPlan
+from dynamo_lite.serve.child_process import Launch
+from dynamo_lite.serve.config import GraphConfig, ServiceConfig, child_environment
+from dynamo_lite.serve.place import Place
+from dynamo_lite.serve.run_state import write_private
+from dynamo_lite.services.services import Graph
+from dynamo_lite.vllm.args import engine_flags
+
+
+class Launches:
+    """Makes launches of one service, also while the graph runs.
+
+    directory: where plans and logs go; they may contain credentials.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        config: GraphConfig,
+        service: ServiceConfig,
+        directory: Path,
+        place: Place,
+        *,
+        log_level: str,
+        log_format: LogFormat,
+        log_to_stderr: bool,
+    ):
+        self.service = service
+        self._config = config
+        self._inner = {s.name: config.get(s.name) for s in graph.inner(service.service)}
+        self._directory, self._place = directory, place
+        self._log_level = log_level
+        self._log_format: LogFormat = log_format
+        self._log_to_stderr = log_to_stderr
+
+    def make(self, instance: int, devices: Mapping[str, str]) -> Launch:
+        """Writes the plan and empties the log of one process. devices: variables for it."""
+        name = f"{self.service.service.name}-{instance}"
+        plans, logs = self._directory / "plans", self._directory / "logs"
+        for folder in (plans, logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        environment = child_environment({**self.service.env_of(instance), **devices})
+        log_settings = logging_config(
+            self._log_format,
+            self.service.service.name,
+            instance,
+            level=self._log_level,
+            vllm_level=environment.get("VLLM_LOGGING_LEVEL", "INFO").upper(),
+        )
+        if "VLLM_CONFIGURE_LOGGING" not in environment:
+            settings_path = plans.resolve() / f"{name}.logging.json"
+            write_private(settings_path, msgspec.json.encode(log_settings))
+            environment.setdefault("VLLM_LOGGING_CONFIG_PATH", str(settings_path))
+        launch = Launch(
+            service=self.service.service.name,
+            instance=instance,
+            plan_path=plans / f"{name}.json",
+            log_path=None if self._log_to_stderr else logs / f"{name}.log",
+            env=environment,
+        )
+        plan = ChildPlan(
+            component=self.service.service.component,
+            spec=self._spec(instance),
+            logging=log_settings,
+        )
+        write_private(launch.plan_path, msgspec.json.encode(plan))
+        if launch.log_path is not None:
+            launch.log_path.write_bytes(b"")
+        return launch
+
+    def _spec(self, instance: int) -> ProcessSpec:
+        service, shared, place = self.service.service, self._config.shared, self._place
+        first_port = self.service.status_port
+        return ProcessSpec(
+            namespace=shared.namespace,
+            component=service.name,
+            instance=instance,
+            instances=self.service.workers,
+            devices=max(self.service.devices, 1),
+            nats_url=place.nats_url,
+            etcd_url=place.etcd_url,
+            secret_file=None if place.secret is None else str(place.secret),
+            state_dir=str(self._directory.resolve()),
+            bind_host=shared.bind_host,
+            status_port=first_port + instance if first_port else 0,
+            status_tls=shared.status_tls,
+            lease_ttl_s=shared.lease_ttl_s,
+            grace_s=shared.grace_s,
+            config=self.service.options,
+            engine_args=engine_flags(self.service.flags),
+            inner={name: c.options for name, c in self._inner.items() if c is not None},
+            watch_component=service.calls,
+            tracing=shared.tracing,
+        )

@@ -1,0 +1,38 @@
+"""`dynamo-lite sidecar`: runs one until it is told to stop, and returns an exit code."""
+
+import asyncio
+import logging
+import logging.config
+
+import uvloop
+
+from dynamo_lite.forward.sidecar_options import SidecarConfig
+from dynamo_lite.runtime.process.logs import LogFormat, logging_config
+from dynamo_lite.runtime.tasks import end_tasks
+from dynamo_lite.serve.supervisor import EXIT_DRAINED, EXIT_FORCED, StopSignals
+from dynamo_lite.services.sidecar import Sidecar
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: SidecarConfig, *, grace_s: float, level: str, log_format: LogFormat) -> int:
+    """Raises StartupError, ConfigError. Exit code 0 after a drain, 130 after a second signal."""
+    logging.config.dictConfig(logging_config(log_format, "sidecar", 0, level=level))
+    return uvloop.run(_run(config, grace_s))
+
+
+async def _run(config: SidecarConfig, grace_s: float) -> int:
+    signals, sidecar = StopSignals(), Sidecar(config)
+    with signals.installed():
+        try:
+            urls = await sidecar.start()
+            print("ready", *urls, flush=True)
+            await signals.stop.wait()
+            logger.info("draining: no new connections, open answers have %g s", grace_s)
+            draining = asyncio.create_task(sidecar.drain(grace_s), name="drain")
+            forced = asyncio.create_task(signals.force.wait(), name="second signal")
+            await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
+            await end_tasks(draining, forced)
+            return EXIT_FORCED if signals.force.is_set() else EXIT_DRAINED
+        finally:
+            await sidecar.close()

@@ -1,0 +1,175 @@
+"""The supervisor's Unix socket: counts, and orders to add, retire or switch processes.
+
+A process that may open the socket (0600) may stop processes of the graph, but not start other
+programs: an order names a service of the graph and nothing else.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Protocol, Self
+
+import msgspec
+
+from dynamo_lite.protocol.errors import Refused, StartupError, UnknownWorker
+from dynamo_lite.protocol.planner import (
+    MAX_LINE_BYTES,
+    SUPERVISOR_SOCKET,
+    Add,
+    Counts,
+    Remove,
+    RoleCounts,
+    SupervisorReply,
+    SupervisorRequest,
+    Switch,
+    SwitchState,
+)
+from dynamo_lite.runtime.supervisor_client import short_address
+from dynamo_lite.runtime.tasks import OwnedTasks
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 32
+#: A client that sends nothing for this long is disconnected.
+_IDLE_S = 600.0
+_WRITE_TIMEOUT_S = 5.0
+#: Of an error in a reply, in characters.
+_ERROR_LIMIT = 1024
+
+_decode_request = msgspec.json.Decoder(SupervisorRequest).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Scaled(Protocol):
+    """What the orders are carried out on; see `Supervisor`."""
+
+    def counts(self) -> dict[str, RoleCounts]: ...
+
+    def add(self, component: str) -> str: ...
+
+    def retire(self, component: str, lease_id: int) -> str: ...
+
+    def switch(self, component: str, lease_id: int, to: str) -> str: ...
+
+    def switches(self) -> list[SwitchState]: ...
+
+
+class Orders:
+    """Carries out requests, each order only once: by its version."""
+
+    def __init__(self, scaled: Scaled):
+        self._scaled = scaled
+        self._version = 0
+
+    def answer(self, line: bytes) -> SupervisorReply:
+        try:
+            request = _decode_request(line)
+        except msgspec.DecodeError as exc:
+            return self._reply(f"not a request: {exc}; accepted: counts, add, remove, switch")
+        if isinstance(request, Counts):
+            return self._reply()
+        if request.version <= self._version:
+            why = f"version {request.version} is old: an order needs one above {self._version}"
+            return self._reply(why, stale=True)
+        # Also that of a refused order: the same order must not succeed later.
+        self._version = request.version
+        try:
+            self._carry_out(request)
+        except Refused as exc:
+            return self._reply(exc.reason, unknown=isinstance(exc, UnknownWorker))
+        return self._reply()
+
+    def _carry_out(self, order: Add | Remove | Switch) -> None:
+        match order:
+            case Add():
+                self._scaled.add(order.component)
+            case Remove():
+                self._scaled.retire(order.component, order.lease_id)
+            case Switch():
+                self._scaled.switch(order.component, order.lease_id, order.to)
+
+    def _reply(
+        self, error: str = "", *, stale: bool = False, unknown: bool = False
+    ) -> SupervisorReply:
+        return SupervisorReply(
+            ok=not error,
+            error=error[:_ERROR_LIMIT],
+            stale=stale,
+            unknown=unknown,
+            counts=self._scaled.counts(),
+            version=self._version,
+            switches=self._scaled.switches(),
+        )
+
+
+class SupervisorSocket:
+    """Async context manager. directory: the locked state directory."""
+
+    def __init__(self, directory: Path, scaled: Scaled):
+        self._path = directory / SUPERVISOR_SOCKET
+        self._orders = Orders(scaled)
+        self._tasks = OwnedTasks()
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        """Raises StartupError when the socket cannot be made."""
+        try:
+            self._server = await asyncio.start_unix_server(
+                self._on_connection, sock=_bound(self._path), limit=MAX_LINE_BYTES
+            )
+        except OSError as exc:
+            raise StartupError(f"cannot make the socket {self._path}: {exc.strerror}") from exc
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self._tasks.end()
+        self._path.unlink(missing_ok=True)
+
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._tasks) >= _MAX_CONNECTIONS:
+            logger.warning("more than %d connections to the supervisor", _MAX_CONNECTIONS)
+            writer.close()
+            return
+        self._tasks.start(self._serve(reader, writer), name="supervisor connection")
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while line := await _line(reader):
+                writer.write(_encode(self._orders.answer(line)) + b"\n")
+                # A client that has gone or reads nothing only loses its connection.
+                try:
+                    async with asyncio.timeout(_WRITE_TIMEOUT_S):
+                        await writer.drain()
+                except (OSError, TimeoutError):
+                    return
+        finally:
+            writer.close()
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """Empty when the client has gone, stays silent, or has sent too long a line."""
+    with contextlib.suppress(OSError, TimeoutError, ValueError):
+        async with asyncio.timeout(_IDLE_S):
+            return await reader.readline()
+    return b""
+
+
+def _bound(path: Path) -> socket.socket:
+    """A socket that only its owner can open. One that a killed supervisor has left is replaced."""
+    path.unlink(missing_ok=True)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with short_address(path) as address:
+            bound.bind(address)
+        # No client can connect before it listens.
+        os.chmod(path, 0o600)
+        bound.setblocking(False)
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -1,0 +1,143 @@
+"""Who starts and removes workers: the seam, and the supervisor of the graph on this host."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
+from dynamo_lite.protocol.planner import Add, Counts, Remove, RoleCounts, Switch, SwitchState
+from dynamo_lite.runtime.supervisor_client import SupervisorClient
+
+#: Role to its component.
+COMPONENTS: Mapping[Role, str] = {Role.PREFILL: "PrefillWorker", Role.DECODE: "VllmWorker"}
+
+_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The numbers of workers by component, of one moment."""
+
+    roles: Mapping[str, RoleCounts]
+    #: The highest version of any order; 0 if none is known.
+    version: int = 0
+    #: The last switches, oldest first; see `SwitchingConnector`.
+    switches: Sequence[SwitchState] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """One worker more, or one less."""
+
+    component: str
+    #: Higher than that of every order before.
+    version: int
+    #: Workers of the component, without draining ones, after this order.
+    count: int
+    #: Of a removal: the worker; 0: a starting one.
+    lease_id: int = 0
+    #: Its host.
+    host: str = ""
+    #: Of a switch: the component of the worker that starts. `count` is that of `component`.
+    to: str = ""
+
+
+class Connector(Protocol):
+    """Each call raises Refused when an order is not possible, UnknownWorker when that is so for
+    every order that names this worker, and another DynamoLiteError when it may or may not have been
+    taken."""
+
+    #: Whether `remove` drains and ends exactly the worker that it is given. If not, the worker is
+    #: first told to leave, by its lease, and `remove` follows when it has drained.
+    chooses_victim: bool
+
+    async def counts(self) -> Counted: ...
+
+    async def add(self, order: Order) -> None: ...
+
+    async def prefer(self, order: Order) -> None:
+        """The worker is the one that the next removal should end."""
+        ...
+
+    async def remove(self, order: Order) -> None: ...
+
+    def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
+        """Those of the hosts of a component's workers from which one can be removed."""
+        ...
+
+    def ends_unready_first(self, component: str) -> bool:
+        """Whether a removal ends a worker that is not ready, if there is one."""
+        ...
+
+
+@runtime_checkable
+class SwitchingConnector(Connector, Protocol):
+    """It can also give a worker's devices to a worker of another role, without setting them free
+    in between. A connector without this cannot: its workers are removed and added."""
+
+    async def switch(self, order: Order) -> None:
+        """Drains the worker and then starts the other one. The same order again is carried out
+        once. `Counted.switches` tells how far it is."""
+        ...
+
+    async def cancel_switch(self, order: Order) -> None:
+        """Cancels the start of the other one, unless it was ready: then it raises Refused."""
+        ...
+
+
+class LocalConnector:
+    """The supervisor of the graph on this host. state_dir: of the graph."""
+
+    chooses_victim = True
+
+    def __init__(self, state_dir: Path):
+        self._state_dir = state_dir
+
+    async def counts(self) -> Counted:
+        async with SupervisorClient(self._state_dir, _TIMEOUT_S) as client:
+            reply = await client.order(Counts())
+        return Counted(reply.counts, reply.version, reply.switches)
+
+    async def add(self, order: Order) -> None:
+        await self._give(Add(component=order.component, version=order.version))
+
+    async def prefer(self, order: Order) -> None:
+        """The order to remove it names it."""
+
+    async def remove(self, order: Order) -> None:
+        request = Remove(component=order.component, lease_id=order.lease_id, version=order.version)
+        await self._give(request)
+
+    async def switch(self, order: Order) -> None:
+        await self._give(
+            Switch(
+                component=order.component,
+                lease_id=order.lease_id,
+                to=order.to,
+                version=order.version,
+            )
+        )
+
+    async def cancel_switch(self, order: Order) -> None:
+        await self._give(Remove(component=order.to, lease_id=order.lease_id, version=order.version))
+
+    def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
+        """The supervisor refuses workers that are not its own."""
+        return hosts
+
+    def ends_unready_first(self, component: str) -> bool:
+        """If the order names none."""
+        return True
+
+    async def _give(self, order: Add | Remove | Switch) -> None:
+        async with SupervisorClient(self._state_dir, _TIMEOUT_S) as client:
+            reply = await client.ask(order)
+        if reply.ok:
+            return
+        if reply.stale:
+            raise Unavailable(f"another process has given the supervisor orders: {reply.error}")
+        if reply.unknown:
+            raise UnknownWorker(reply.error)
+        raise Refused(reply.error, elsewhere=False)

@@ -1,0 +1,57 @@
+"""A worker whose lease was revoked, on its way to being safe to kill (`policy/drain.py`)."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from dynamo_lite.overview.drains import ROLES, Facts, in_flight, listens, look
+from dynamo_lite.policy.drain import Leaving, Safe, Unsafe, safe
+from dynamo_lite.protocol.planner import OperationRecord
+from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
+
+#: Of a process that does not say.
+_GRACE_S, _TTL_S = 30.0, 30.0
+
+
+class Departure:
+    """operation: a removal with a victim. now: monotonic."""
+
+    def __init__(self, operation: OperationRecord, namespace: str, now: Callable[[], float]):
+        self._now = now
+        self._worker = EndpointRecord(
+            component=operation.component,
+            endpoint="",
+            namespace=namespace,
+            lease_id=operation.lease_id,
+            transport=EndpointTransport(nats_tcp="left"),
+            host=operation.host,
+            status_url=operation.status_url,
+        )
+        role = ROLES.get(operation.component, "decode")
+        self._leaving = Leaving(role=role, lease_id=operation.lease_id, listed=True)
+
+    async def look(self, members: Iterable[EndpointRecord]) -> Safe | Unsafe:
+        """Asks it and all decode workers. Takes 2 s at most."""
+        asked_at, before = self._now(), self._leaving
+        members = list(members)
+        listed = any(member.lease_id == before.lease_id for member in members)
+        seen = await look([*members, self._worker])
+        facts = seen.facts.get(before.lease_id, {})
+        running = in_flight(facts)
+        now = self._now()
+        idle_at = (now if before.idle_at is None else before.idle_at) if running == 0 else None
+        unlisted_at = now if before.unlisted_at is None else before.unlisted_at
+        self._leaving = replace(
+            before,
+            listed=listed,
+            unlisted_at=None if listed else unlisted_at,
+            ended=not listed and not facts and not await listens(self._worker),
+            in_flight=running,
+            idle_at=idle_at,
+        )
+        fence_s = _seconds(facts, "grace_s", _GRACE_S) + _seconds(facts, "lease_ttl_s", _TTL_S)
+        return safe(self._leaving, seen.writers(asked_at), now=asked_at, fence_s=fence_s)
+
+
+def _seconds(facts: Facts, name: str, otherwise: float) -> float:
+    value = facts.get(name)
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else otherwise

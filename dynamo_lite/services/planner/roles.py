@@ -1,0 +1,76 @@
+"""Numbers, members and operations put together, as what the policy sees of each role."""
+
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from dynamo_lite.policy.planner_inputs import LastChange, Role, RoleSeen
+from dynamo_lite.protocol.planner import Change, RoleCounts, TargetRecord
+from dynamo_lite.services.planner.connector import COMPONENTS, Counted
+from dynamo_lite.services.planner.observation import Observed
+from dynamo_lite.services.planner.switching import Switching
+from dynamo_lite.services.planner.under_way import UnderWay
+
+
+class LastChanges:
+    """When the last change of each component was ordered, also by another planner: since this
+    process knows of it. The clocks of two hosts differ. now: monotonic."""
+
+    def __init__(self, now: Callable[[], float]):
+        self._now = now
+        self._known: dict[str, tuple[Change, float]] = {}
+
+    def note(self, target: TargetRecord | None) -> None:
+        for component, change in ({} if target is None else target.changes).items():
+            if component not in self._known or self._known[component][0] != change:
+                self._known[component] = change, self._now()
+
+    def of(self, component: str) -> LastChange | None:
+        if component not in self._known:
+            return None
+        change, since = self._known[component]
+        return LastChange(up=change.up, age_s=self._now() - since)
+
+
+def roles_seen(
+    observed: Observed,
+    number: Counted,
+    under_way: UnderWay,
+    switching: Switching,
+    members: Collection[int],
+    changes: LastChanges,
+) -> dict[Role, RoleSeen]:
+    """members: leases of all live processes."""
+    seen: dict[Role, RoleSeen] = {}
+    for role, component in COMPONENTS.items():
+        if component not in number.roles:
+            continue
+        counts = _without_leaving(number.roles[component], under_way.leaving(component))
+        leave = under_way.victims(members) | switching.victims(members)
+        serving = observed.serving(role, leave)
+        start_s, start_p95_s = under_way.start_times(component)
+        done, failed = under_way.starts(component)
+        seen[role] = RoleSeen(
+            counts=counts,
+            others=max(serving - counts.ready - counts.starting, 0),
+            operations=under_way.of(component) + switching.of(component),
+            start_s=start_s,
+            start_p95_s=start_p95_s,
+            youngest_s=observed.youngest_s(role),
+            starts_done=done,
+            starts_failed=failed + switching.failed_starts(component),
+            changed=changes.of(component),
+        )
+    return seen
+
+
+def _without_leaving(counts: RoleCounts, leaving: int) -> RoleCounts:
+    """Workers that leave still run by the numbers of who starts workers, but without a lease."""
+    ready = min(leaving, counts.ready)
+    starting = min(leaving - ready, counts.starting)
+    return msgspec.structs.replace(
+        counts,
+        ready=counts.ready - ready,
+        starting=counts.starting - starting,
+        draining=counts.draining + leaving,
+    )

@@ -1,0 +1,109 @@
+"""The target record: each order of a planner gets its version here, by compare-and-swap."""
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.planner import Change, TargetRecord
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.store import Store
+
+
+class Target:
+    """by: who writes, for display."""
+
+    def __init__(self, store: Store, namespace: str, by: str, clock: Clock):
+        self._store, self._by, self._clock = store, by, clock
+        self._key = names.planner_target_key(namespace)
+
+    async def next_version(
+        self, above: int, component: str, count: int, reason: str, up: bool | None
+    ) -> int:
+        """Records `count` as wanted, and returns the version of the order.
+
+        above: the highest version that is known elsewhere. up: the direction of the change; None
+        for a repeated order. Raises Unavailable when another writer was faster.
+        """
+        old, record = await self._read()
+        changes = dict(record.changes)
+        if up is not None:
+            changes[component] = Change(up=up, at=self._clock.wall())
+        version = max(record.version if old else 0, above) + 1
+        new = TargetRecord(
+            counts={**record.counts, component: count},
+            version=version,
+            by=self._by,
+            reason=reason[:1024],
+            at=self._clock.wall(),
+            manual=record.manual,
+            changes=changes,
+        )
+        await self._swap(old, new)
+        return version
+
+    async def reached(self, manual: Mapping[str, int]) -> None:
+        """These numbers of an operator are reached. Raises Unavailable."""
+        old, record = await self._read()
+        left = {c: n for c, n in record.manual.items() if manual.get(c) != n}
+        if old is None or left == record.manual:
+            return
+        new = TargetRecord(
+            counts=record.counts,
+            version=record.version + 1,
+            by=record.by,
+            reason=record.reason,
+            at=record.at,
+            manual=left,
+            changes=record.changes,
+        )
+        await self._swap(old, new)
+
+    async def set_manual(self, manual: Mapping[str, int], reason: str) -> TargetRecord:
+        """An operator wants these numbers. Raises Unavailable when another writer was faster."""
+        old, record = await self._read()
+        new = TargetRecord(
+            counts={**record.counts, **manual},
+            version=(record.version if old else 0) + 1,
+            by=self._by,
+            reason=reason,
+            at=self._clock.wall(),
+            manual={**record.manual, **manual},
+            changes=record.changes,
+        )
+        await self._swap(old, new)
+        return new
+
+    async def unset(self, components: Collection[str]) -> TargetRecord:
+        """The planner decides about these again. Raises Unavailable when another writer was
+        faster."""
+        old, record = await self._read()
+        left = {c: n for c, n in record.manual.items() if c not in components}
+        if left == record.manual:
+            return record
+        new = msgspec.structs.replace(
+            record,
+            version=record.version + 1,
+            by=self._by,
+            reason="unset by an operator",
+            at=self._clock.wall(),
+            manual=left,
+        )
+        await self._swap(old, new)
+        return new
+
+    async def _read(self) -> tuple[bytes | None, TargetRecord]:
+        """A record that cannot be read is replaced."""
+        old = await self._store.get(self._key)
+        try:
+            if old is not None:
+                return old, decode_json(old, TargetRecord)
+        except ProtocolError:
+            pass
+        return old, TargetRecord(counts={}, version=1, by="", reason="")
+
+    async def _swap(self, old: bytes | None, new: TargetRecord) -> None:
+        if not await self._store.swap(self._key, old, encode_json(new)):
+            raise Unavailable(f"{self._key} was changed by another process meanwhile")

@@ -1,0 +1,171 @@
+"""The changes that are under way, their records in etcd, and how those before have ended."""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamo_lite.policy.planner_inputs import Operation
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json, encode_json
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.planner import OperationRecord, Phase
+from dynamo_lite.runtime.clock import Clock
+from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.planner.departure import Departure
+
+logger = logging.getLogger(__name__)
+
+#: Starts whose times are remembered, for each component.
+_STARTS = 20
+#: With fewer, their 95th percentile says nothing.
+_FEWEST_STARTS = 3
+#: An operation whose first order may not have been given is resumed for so long.
+_ORDERED_S = 300.0
+
+
+@dataclass
+class Running:
+    record: OperationRecord
+    #: Monotonic; when this process resumed it, if another one began it.
+    began: float
+    resumed: bool = False
+    #: Whether its record is in etcd for sure.
+    stored: bool = False
+    failures: int = 0
+    retry_at: float = 0.0
+    departure: Departure | None = None
+
+
+class UnderWay:
+    """What this planner, while it leads, has to bring to its end."""
+
+    def __init__(self, store: Store, namespace: str, clock: Clock, on_drop: OnDrop = uncounted):
+        self._store, self._namespace = store, namespace
+        self._clock, self._on_drop = clock, on_drop
+        self._running: dict[int, Running] = {}
+        self._durations: dict[str, deque[float]] = {}
+        #: How operations have ended: (component, kind, outcome) to their number.
+        self.ended: Counter[tuple[str, str, str]] = Counter()
+        #: Leases that the connector does not know.
+        self.foreign: set[int] = set()
+        self._removed: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[Running]:
+        """Oldest first; they may end meanwhile."""
+        return iter(list(self._running.values()))
+
+    async def load(self) -> None:
+        """Takes over what other planners have left. Raises StoreUnavailable."""
+        entries = await self._store.get_prefix(names.planner_operations_prefix(self._namespace))
+        now = self._clock.monotonic()
+        self._running.clear()
+        for key, value in entries.items():
+            try:
+                record = decode_json(value, OperationRecord)
+            except ProtocolError as exc:
+                logger.warning("%s is ignored: %s", key, exc)
+                self._on_drop("record")
+                continue
+            if record.phase == "ordered" and self._clock.wall() - record.at > _ORDERED_S:
+                # The load was another one then, and the planner does not wait for it.
+                logger.warning("%s is dropped: it is too old", record)
+                await self._store.delete(key)
+                continue
+            self._running[record.id] = Running(record, began=now, resumed=True, stored=True)
+            logger.info("resumes %s", record)
+
+    def forget(self) -> None:
+        """Another planner leads."""
+        self._running.clear()
+
+    def of(self, component: str) -> tuple[Operation, ...]:
+        now = self._clock.monotonic()
+        return tuple(
+            Operation(
+                id=one.record.id,
+                kind=one.record.kind,
+                age_s=now - one.began,
+                confirmed=one.record.phase != "ordered",
+                withdrawing=one.record.phase == "withdrawing",
+            )
+            for one in self._running.values()
+            if one.record.component == component
+        )
+
+    def leaving(self, component: str) -> int:
+        """Workers that drain before the connector gets its order."""
+        phases = [o.record.phase for o in self._running.values() if o.record.component == component]
+        return phases.count("leaving")
+
+    def to_be_ordered(self, component: str) -> int:
+        """Removals whose workers the connector's numbers still contain."""
+        removals = [
+            one.record
+            for one in self._running.values()
+            if (one.record.component, one.record.kind) == (component, "remove")
+        ]
+        return sum(record.phase in ("ordered", "leaving") for record in removals)
+
+    def victims(self, live: Iterable[int]) -> set[int]:
+        """Leases of workers that are being removed, or were and are still registered.
+
+        live: the leases of all registered workers.
+        """
+        self._removed &= set(live)
+        return self._removed | {one.record.lease_id for one in self._running.values()}
+
+    def start_times(self, component: str) -> tuple[float | None, float | None]:
+        """Median and 95th percentile in seconds; None while there are too few."""
+        times = sorted(self._durations.get(component, ()))
+        if not times:
+            return None, None
+        p95 = times[min(len(times) * 95 // 100, len(times) - 1)]
+        return times[len(times) // 2], p95 if len(times) >= _FEWEST_STARTS else None
+
+    def starts(self, component: str) -> tuple[int, int]:
+        """How many have succeeded and failed."""
+        failed = ("failed", "withdrawn", "refused")
+        return (
+            self.ended[component, "add", "done"],
+            sum(self.ended[component, "add", outcome] for outcome in failed),
+        )
+
+    # Changes
+
+    def begins(self, record: OperationRecord) -> Running:
+        """Its record is stored by `enter`."""
+        self._running[record.id] = one = Running(record, began=self._clock.monotonic())
+        return one
+
+    def get(self, operation: int) -> Running | None:
+        return self._running.get(operation)
+
+    def took(self, one: Running) -> None:
+        if not one.resumed:
+            times = self._durations.setdefault(one.record.component, deque(maxlen=_STARTS))
+            times.append(self._clock.monotonic() - one.began)
+
+    async def enter(self, one: Running, phase: Phase) -> None:
+        one.record = msgspec.structs.replace(one.record, phase=phase)
+        await self._store.put(self._key(one.record), encode_json(one.record))
+        one.stored = True
+        one.failures = 0
+
+    async def end(self, one: Running, outcome: str) -> None:
+        await self._store.delete(self._key(one.record))
+        self._running.pop(one.record.id, None)
+        if one.record.kind == "remove" and outcome != "refused":
+            self._removed.add(one.record.lease_id)
+        self.ended[one.record.component, one.record.kind, outcome] += 1
+        what = f"{one.record.kind} {one.record.component}"
+        logger.info("%s: %s", what, outcome)
+
+    def _key(self, record: OperationRecord) -> str:
+        return names.planner_operation_key(self._namespace, record.id)

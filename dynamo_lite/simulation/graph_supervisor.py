@@ -1,0 +1,256 @@
+"""The supervisor of a simulated graph: it adds and removes workers as the one of `serve` does, or
+as Kubernetes does, which decides by itself which worker ends."""
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from dynamo_lite.protocol.errors import Refused, UnknownWorker
+from dynamo_lite.protocol.planner import (
+    SUPERVISOR_SOCKET,
+    Add,
+    Counts,
+    Remove,
+    RoleCounts,
+    SupervisorReply,
+    SupervisorRequest,
+    Switch,
+)
+from dynamo_lite.runtime.tasks import OwnedTasks
+from dynamo_lite.simulation.graph_switches import SimSwitch, SimSwitches
+from dynamo_lite.simulation.graph_worker import Worker
+from dynamo_lite.simulation.network.network import Network
+from dynamo_lite.simulation.supervisor import Slot
+
+#: Of the graph; there is no such folder.
+STATE_DIR = "/sim"
+#: Component to the beginning of its slots' names.
+SLOTS = {"VllmWorker": "decode", "PrefillWorker": "prefill"}
+#: Longer than any drain: then it is killed.
+_DRAIN_S = 60.0
+
+_decode_request = msgspec.json.Decoder(SupervisorRequest).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Watcher(Protocol):
+    """Sees each order before and after it is carried out. who: the name of its sender."""
+
+    def adding(self, who: str, component: str) -> None: ...
+
+    def added(self, who: str, component: str) -> None: ...
+
+    def removing(self, who: str, worker: Worker) -> None: ...
+
+    def killing(self, who: str, worker: Worker) -> None: ...
+
+    def switching(self, who: str, worker: Worker, to: str) -> None: ...
+
+    def switched(self, switch: SimSwitch) -> None:
+        """Its successor was started; nobody orders that."""
+        ...
+
+    def cancelling(self, who: str, switch: SimSwitch) -> None: ...
+
+
+class Cluster(Protocol):
+    """Where the workers run."""
+
+    def open_slot(self, name: str, *, alone: bool) -> Slot:
+        """Starts its process, in the context of no process. alone: as of `Slot`."""
+        ...
+
+    def keeper_of(self, name: str) -> asyncio.Task[None]:
+        """Ends when the slot's process has ended for good."""
+        ...
+
+    def close_slot(self, name: str) -> None: ...
+
+    def lease_of(self, name: str) -> int:
+        """Of the slot's process while it is ready; else 0."""
+        ...
+
+
+class SimSupervisor:
+    """devices: of the host; each worker has one. Orders have versions, as those of `serve`.
+    now: seconds of virtual time."""
+
+    def __init__(self, cluster: Cluster, devices: int, now: Callable[[], float]):
+        self._cluster, self._devices = cluster, devices
+        self._workers: dict[str, list[Worker]] = {name: [] for name in SLOTS}
+        self._switches = SimSwitches(now)
+        self._tasks = OwnedTasks()
+        self.version = 0
+        self.watcher: Watcher | None = None
+
+    def listen(self, network: Network) -> None:
+        """At the socket that the shipped clients open."""
+        process = network.loop.add_process("supervisor")
+        server = process.run(network.create_server, lambda: _Connection(self), "supervisor", 1)
+        path = f"{STATE_DIR}/{SUPERVISOR_SOCKET}"
+        network.unix_sockets[path] = server.sockets[0].getsockname()[1]
+
+    def keep(self, component: str, slot: Slot) -> Worker:
+        """A worker that runs from the start."""
+        worker = Worker(component, slot, self._cluster.lease_of)
+        self._workers[component].append(worker)
+        # Also when a planner's call has caused it: it outlives the planner.
+        until_ended = self._until_ended(worker)
+        self._tasks.start(until_ended, name=f"keeps {slot.name}", context=contextvars.Context())
+        return worker
+
+    @property
+    def workers(self) -> Iterable[Worker]:
+        return (one for workers in self._workers.values() for one in workers)
+
+    def counts(self) -> dict[str, RoleCounts]:
+        free = self._devices - sum(one.phase != "ended" for one in self.workers)
+        found: dict[str, RoleCounts] = {}
+        for name, workers in self._workers.items():
+            phases = [one.phase for one in workers]
+            found[name] = RoleCounts(
+                starting=phases.count("starting"),
+                ready=phases.count("ready"),
+                draining=phases.count("draining"),
+                devices_each=1,
+                devices_free=max(free, 0),
+            )
+        return found
+
+    def answer(self, who: str, request: SupervisorRequest) -> SupervisorReply:
+        """As `serve/supervisor_socket.py: Orders`."""
+        if isinstance(request, Counts):
+            return self._reply()
+        if request.version <= self.version:
+            return self._reply(f"version {request.version} is old", stale=True)
+        self.version = request.version
+        try:
+            match request:
+                case Add():
+                    self.add(who, request.component)
+                case Remove():
+                    self._retire(who, request)
+                case Switch():
+                    self._switch(who, request)
+        except Refused as exc:
+            return self._reply(exc.reason, unknown=isinstance(exc, UnknownWorker))
+        return self._reply()
+
+    def _reply(
+        self, error: str = "", *, stale: bool = False, unknown: bool = False
+    ) -> SupervisorReply:
+        return SupervisorReply(
+            ok=not error,
+            error=error,
+            stale=stale,
+            unknown=unknown,
+            counts=self.counts(),
+            version=self.version,
+            switches=self._switches.states(),
+        )
+
+    def add(self, who: str, component: str) -> None:
+        """Raises Refused."""
+        if not self.counts()[component].devices_free:
+            raise Refused(f"{component}: no device is free", elsewhere=False)
+        if self.watcher is not None:
+            self.watcher.adding(who, component)
+        self._start(component, alone=True)
+        if self.watcher is not None:
+            self.watcher.added(who, component)
+
+    def _start(self, component: str, *, alone: bool) -> Worker:
+        workers = self._workers[component]
+        taken = {one.slot.name for one in workers if not one.ended}
+        kind = SLOTS[component]
+        name = next(f"{kind}-{i}" for i in range(1000) if f"{kind}-{i}" not in taken)
+        workers[:] = [one for one in workers if one.slot.name != name]
+        return self.keep(component, self._cluster.open_slot(name, alone=alone))
+
+    def find(self, component: str, lease_id: int) -> Worker:
+        """Raises Refused. lease_id: 0 for one that has crashed, or was never ready."""
+        workers = self._workers[component]
+        if lease_id:
+            for one in workers:
+                if lease_id in (one.lease_id, one.last_lease):
+                    return one
+            raise UnknownWorker(f"{component}: no process has lease {lease_id:x}")
+        crashed = [one for one in workers if one.phase == "ready" and not one.lease_id]
+        starting = [one for one in workers if one.phase == "starting"]
+        if not (found := crashed or starting):
+            raise Refused(f"{component}: no process is starting", elsewhere=False)
+        return found[-1]
+
+    def _switch(self, who: str, order: Switch) -> None:
+        """Raises Refused. The same switch again is carried out once."""
+        if self._switches.begun(order.component, order.lease_id, order.to):
+            return
+        worker = self.find(order.component, order.lease_id)
+        self._switches.begin(worker, order.to)
+        if self.watcher is not None:
+            self.watcher.switching(who, worker, order.to)
+        self.end(worker)
+
+    def _retire(self, who: str, order: Remove) -> None:
+        if (cancelled := self._switches.cancel(order.component, order.lease_id)) is not None:
+            if self.watcher is not None:
+                self.watcher.cancelling(who, cancelled)
+            if cancelled.successor is not None:
+                self.end(cancelled.successor)
+            return
+        worker = self.find(order.component, order.lease_id)
+        if worker.phase in ("starting", "ready"):
+            if self.watcher is not None:
+                self.watcher.removing(who, worker)
+            self.end(worker)
+
+    def end(self, worker: Worker) -> None:
+        """Drains it; it is not started again."""
+        worker.last_lease = worker.lease_id
+        worker.retired = True
+        worker.slot.stop()
+
+    def kill(self, who: str, worker: Worker) -> None:
+        """At once."""
+        if self.watcher is not None:
+            self.watcher.killing(who, worker)
+        worker.retired = True
+        worker.slot.kill()
+
+    async def _until_ended(self, worker: Worker) -> None:
+        name = worker.slot.name
+        keeper = self._cluster.keeper_of(name)
+        while not keeper.done():
+            await asyncio.wait([keeper], timeout=_DRAIN_S)
+            if worker.retired and not keeper.done():
+                worker.slot.kill()
+                await asyncio.wait([keeper])
+        worker.ended = True
+        self._cluster.close_slot(name)
+        # At once, so that nobody else gets its device.
+        if (switch := self._switches.ended(worker)) is not None:
+            switch.successor = self._start(switch.to, alone=False)
+            if self.watcher is not None:
+                self.watcher.switched(switch)
+
+
+class _Connection(asyncio.Protocol):
+    """JSON lines."""
+
+    def __init__(self, supervisor: SimSupervisor):
+        self._supervisor = supervisor
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._who = transport.get_extra_info("peername")[0]
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._received = (self._received + data).split(b"\n")
+        for line in lines:
+            reply = self._supervisor.answer(self._who, _decode_request(line))
+            self._transport.write(_encode(reply) + b"\n")

@@ -1,0 +1,314 @@
+"""The invariants of planners: what each order, record and end of a worker must satisfy."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from aetcd import rpc
+
+from dynamo_lite.policy.planner_inputs import Role
+from dynamo_lite.policy.planner_limits import bounds
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.planner import LeaderRecord, OperationRecord, SwitchRecord
+from dynamo_lite.services.planner.connector import COMPONENTS
+from dynamo_lite.simulation.engine.halves import DecodeHalves
+from dynamo_lite.simulation.graph_supervisor import SimSupervisor
+from dynamo_lite.simulation.graph_switches import SimSwitch
+from dynamo_lite.simulation.graph_worker import Worker
+from dynamo_lite.simulation.invariants import Judge
+from dynamo_lite.simulation.planner_scenario import PlannerScenario
+from dynamo_lite.simulation.supervisor import Slot
+from dynamo_lite.simulation.switch_invariants import SwitchJudge
+
+#: An order may be this old when it arrives: the numbers and members that it is based on are.
+_ORDER_S = 3.0
+#: A planner that ticks sees each outage of NATS that lasts for two ticks and this time.
+_SEEN_S = 1.5
+_ENOUGH = re.compile(r"\d+ are enough")
+
+
+@dataclass
+class Reign:
+    """A planner that leads, by its lease."""
+
+    lease_id: int
+    #: None: still.
+    until: float | None = None
+
+
+@dataclass
+class PlannerJudge:
+    """Implements Watcher. To be told of each revision of etcd (`committed`) and of the broker's
+    outages. slots: of all processes by name; a planner orders under its slot's name."""
+
+    judge: Judge
+    scenario: PlannerScenario
+    supervisor: SimSupervisor
+    namespace: str
+    lease_ttl_s: float
+    slots: dict[str, Slot]
+    #: Ready processes by name.
+    ready: dict[str, float]
+    #: Called when a record gets a phase, after it was judged.
+    on_step: Callable[[OperationRecord | SwitchRecord], None] = lambda record: None
+    #: Called with "add", "remove" or "switch" when the supervisor has taken such an order.
+    on_order: Callable[[str], None] = lambda kind: None
+    reigns: list[Reign] = field(default_factory=list[Reign])
+    #: Records of operations that are under way, and when each was first stored.
+    operations: dict[str, tuple[OperationRecord, float]] = field(
+        default_factory=dict[str, tuple[OperationRecord, float]]
+    )
+    #: When an operator has changed the numbers, or etcd has lost its data.
+    changed_at: float = -1e9
+    wiped_at: float = -1e9
+    #: Of the broker: beginnings and ends.
+    outages: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    _left_at: dict[str, float] = field(default_factory=dict[str, float])
+    #: Devices that were occupied when the last switch was ordered.
+    _occupied: int = 0
+
+    def __post_init__(self) -> None:
+        self._switches = SwitchJudge(self._violate, self.judge.counts)
+
+    # Watcher
+
+    def adding(self, who: str, component: str) -> None:
+        self._may_order(who, f"one more {component}")
+
+    def added(self, who: str, component: str) -> None:
+        self.judge.counts["planner added"] += 1
+        self.on_order("add")
+        if not self._is_planner(who):
+            return
+        counts = self.supervisor.counts()
+        own = counts[component].starting + counts[component].ready
+        options, role = self.scenario.options, _role(component)
+        present = sum(each.present for each in counts.values())
+        if self._settled(self.changed_at):
+            if own > (most := bounds(options, role)[1]):
+                self._violate(f"{own} {component} were started, and {most} are the most")
+            if present > options.budget_devices:
+                self._violate(
+                    f"{present} devices are occupied, and the budget is {options.budget_devices}"
+                )
+            self._check_added_once(component, own)
+
+    def _check_added_once(self, component: str, own: int) -> None:
+        if not self._settled(self.wiped_at):
+            return
+        wanted = [r.count for r, _ in self._records(component) if r.kind == "add"]
+        if not wanted:
+            self._violate(f"a {component} was added, and no record of an operation says so")
+        elif own > max(wanted):
+            self._violate(f"{own} {component} were started, and the operation wanted {wanted}")
+
+    def removing(self, who: str, worker: Worker) -> None:
+        self._may_order(who, f"the end of {worker.slot.name}")
+        self.judge.counts["planner removed"] += 1
+        self.on_order("remove")
+        if not self._is_planner(who):
+            return
+        counts = self.supervisor.counts()[worker.component]
+        least = bounds(self.scenario.options, _role(worker.component))[0]
+        own = counts.starting + counts.ready - 1
+        # A start that is withdrawn was none of the minimum.
+        if worker.phase == "ready" and own < least and self._settled(self.changed_at):
+            self._violate(f"{worker.slot.name} is removed, and {own} are fewer than {least}")
+        if worker.lease_id:
+            self._check_not_last(worker)
+        if self._settled(self.wiped_at):
+            named = [r.lease_id for r, _ in self._records(worker.component)]
+            if worker.lease_id not in named and 0 not in named:
+                self._violate(
+                    f"{worker.slot.name} is removed, and no record of an operation says so"
+                )
+
+    def switching(self, who: str, worker: Worker, to: str) -> None:
+        what = f"{worker.slot.name} is switched to {to}"
+        self._may_order(who, what)
+        self.judge.counts["planner switched"] += 1
+        self._switches.taken(worker.lease_id, to)
+        if self._settled(self.wiped_at):
+            self._switches.ordered(worker.lease_id, to)
+        counts, options = self.supervisor.counts(), self.scenario.options
+        giver, taker = counts[worker.component], counts[to]
+        own, others = giver.starting + giver.ready, taker.starting + taker.ready
+        least, most = bounds(options, _role(worker.component))[0], bounds(options, _role(to))[1]
+        if self._settled(self.changed_at):
+            if own - 1 < least:
+                self._violate(f"{what}, and {own - 1} are fewer than {least}")
+            if others + 1 > most:
+                self._violate(f"{what}, and {others + 1} are more than {most}")
+        self._check_not_last(worker)
+        self._occupied = sum(each.present for each in counts.values())
+        # It kills the planner, so it comes last.
+        self.on_order("switch")
+
+    def switched(self, switch: SimSwitch) -> None:
+        self.judge.counts["planner switches handed over"] += 1
+        budget = max(self.scenario.options.budget_devices, self._occupied)
+        present = sum(each.present for each in self.supervisor.counts().values())
+        if present > budget and switch.began - self.changed_at > _ORDER_S:
+            self._violate(f"{present} devices are occupied after a switch, and {budget} may be")
+
+    def cancelling(self, who: str, switch: SimSwitch) -> None:
+        self._may_order(who, f"no {switch.to} in the place of {switch.worker.slot.name}")
+        self.judge.counts["planner switches cancelled"] += 1
+        if self._settled(self.wiped_at):
+            self._switches.cancelled(switch)
+
+    def _check_not_last(self, worker: Worker) -> None:
+        """Another one serves, or did when the planner has looked."""
+        now = self.judge.now()
+        seen_s = self.lease_ttl_s + _ORDER_S
+        for one in self.supervisor.workers:
+            if one.component != worker.component or one is worker or one.phase != "ready":
+                continue
+            name = one.slot.name
+            if name in self.ready or self._left_at.get(name, -1e9) > now - seen_s:
+                return
+        self._violate(f"{worker.slot.name} is removed, and it is the last one that serves")
+
+    def killing(self, who: str, worker: Worker) -> None:
+        self.judge.counts["planner killed"] += 1
+        lease_id = worker.last_lease
+        for record, since in self._records(worker.component):
+            if record.lease_id == lease_id and self.judge.now() - since >= record.within_s:
+                self.judge.counts["planner killed late"] += 1
+                return
+        if why := self._unsafe(worker.slot, lease_id):
+            self._violate(f"{worker.slot.name} is killed, and {why}")
+
+    def _unsafe(self, slot: Slot, lease_id: int) -> str:
+        """Why its end would cost something; empty if it would not."""
+        for engine in self.judge.engines():
+            halves = engine.halves
+            if not isinstance(halves, DecodeHalves):
+                continue
+            writers = halves.writers()
+            if engine.setup.address != slot.name:
+                if lease_id in writers:
+                    return f"{engine.setup.address} may still be written by it"
+            elif engine.core.scheduler.requests:
+                return "it has requests"
+            elif writers:
+                return "it may still be written into"
+        return ""
+
+    # Records
+
+    def committed(self, events: list[Any]) -> None:
+        """A revision of etcd."""
+        prefix = names.planner_prefix(self.namespace)
+        for event in events:
+            key = event.kv.key.decode()
+            if not key.startswith(prefix):
+                continue
+            value = event.kv.value if event.type == rpc.Event.PUT else None
+            if key == names.planner_leader_key(self.namespace):
+                self._leads(value)
+            elif key.startswith(names.planner_operations_prefix(self.namespace)):
+                self._operation(key, value)
+            elif key == names.planner_switch_key(self.namespace):
+                if (record := self._switches.stored(value)) is not None:
+                    self.on_step(record)
+
+    def wiped(self) -> None:
+        """etcd has lost its data."""
+        self.wiped_at = self.judge.now()
+        self._leads(None)
+        self.operations.clear()
+        self._switches.wiped()
+
+    def _leads(self, value: bytes | None) -> None:
+        if self.reigns and self.reigns[-1].until is None:
+            self.reigns[-1].until = self.judge.now()
+        if value is not None:
+            self.reigns.append(Reign(decode_json(value, LeaderRecord).lease_id))
+            self.judge.counts["planner elected"] += 1
+
+    def _operation(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            self.operations.pop(key, None)
+            return
+        record = decode_json(value, OperationRecord)
+        before = self.operations.get(key)
+        if before is None:
+            self.judge.counts[f"planner {record.kind}"] += 1
+            others = [r for r, _ in self._records(record.component)]
+            if others:
+                self._violate(f"{record.component} has two operations: {record} and {others}")
+            self._check_known(record)
+        since = self.judge.now() if before is None else before[1]
+        self.operations[key] = record, since
+        if before is None or before[0].phase != record.phase:
+            self.judge.counts[f"planner {record.kind} {record.phase}"] += 1
+            if record.phase == "leaving":
+                worker = self.supervisor.find(record.component, record.lease_id)
+                self._check_not_last(worker)
+            self.on_step(record)
+
+    def _check_known(self, record: OperationRecord) -> None:
+        """Nobody was removed for a load that was unknown: each outage that a planner sees begins
+        the window again."""
+        if record.kind != "remove" or record.component != COMPONENTS[Role.PREFILL]:
+            return
+        if not _ENOUGH.match(record.reason):
+            return
+        options, now = self.scenario.options, self.judge.now()
+        seen_s = 2 * options.tick_s + _SEEN_S
+        for began, ended in self.outages:
+            if min(ended, now) - max(began, now - options.down_window_s) > seen_s:
+                self._violate(f"a removal was decided without NATS: {record.reason}")
+
+    # The rest
+
+    def left(self, name: str) -> None:
+        """A worker's process has ended."""
+        self._left_at[name] = self.judge.now()
+
+    def unsettled(self) -> str | None:
+        """What planners still have to do; None if the numbers are those of an idle graph."""
+        if self.operations:
+            return f"operations under way: {[r for r, _ in self.operations.values()]}"
+        if why := self._switches.unsettled():
+            return why
+        for role, component in COMPONENTS.items():
+            counts = self.supervisor.counts()[component]
+            least = bounds(self.scenario.options, role)[0]
+            if (counts.starting, counts.ready, counts.draining) != (0, least, 0):
+                return f"{component}: {counts}, and {least} would do"
+        return None
+
+    def _may_order(self, who: str, what: str) -> None:
+        if not self._is_planner(who):
+            return
+        if self.scenario.is_dry(int(who.partition("-")[2])):
+            self._violate(f"{who} orders {what}, and it is in a dry run")
+        host = self.slots[who].host
+        if host is None:
+            return
+        recent = self.judge.now() - self.lease_ttl_s
+        if not any(
+            reign.lease_id == host.lease.id and (reign.until is None or reign.until >= recent)
+            for reign in self.reigns
+        ):
+            self._violate(f"{who} orders {what}, and it does not lead")
+
+    def _records(self, component: str) -> Iterator[tuple[OperationRecord, float]]:
+        return (one for one in self.operations.values() if one[0].component == component)
+
+    def _settled(self, since: float) -> bool:
+        return self.judge.now() - since > _ORDER_S
+
+    def _is_planner(self, who: str) -> bool:
+        return who.startswith("planner")
+
+    def _violate(self, text: str) -> None:
+        self.judge.violate(f"planner: {text}")
+
+
+def _role(component: str) -> Role:
+    return next(role for role, name in COMPONENTS.items() if name == component)

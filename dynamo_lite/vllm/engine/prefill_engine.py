@@ -1,0 +1,95 @@
+"""Stock vLLM as a prefill engine: each attempt is a request for one token."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dynamo_lite.disagg.prefill.open_attempts import OpenAttempts
+from dynamo_lite.engine.base import AttemptOutcome, LinkReport, OnFirstToken
+from dynamo_lite.protocol.errors import EngineDied
+from dynamo_lite.protocol.prefill import RemotePrefillRequest
+from dynamo_lite.protocol.records import EngineMetadata
+from dynamo_lite.runtime.permits import Permit
+from dynamo_lite.vllm import requests
+from dynamo_lite.vllm.engine.core import EngineContext, VllmEngine
+from dynamo_lite.vllm.engine.fingerprint import check_peer
+
+
+class VllmPrefillEngine(VllmEngine):
+    """Implements PrefillEngine."""
+
+    def __init__(self, context: EngineContext):
+        super().__init__(context)
+        self._attempts = OpenAttempts()
+        #: Decode engines that have left; sent to the engine with the next job.
+        self._left: list[str] = []
+        #: Compatible decode engines, and whether their blocks can also be read.
+        self._checked: dict[str, tuple[EngineMetadata, bool]] = {}
+
+    async def run_prefills(self) -> None:
+        """Reads the engine's outputs for `prefill`. Raises EngineDied."""
+        try:
+            while (outputs := await self._next()) is not None:
+                # Before the outcomes of attempts, which come with the statistics.
+                for output in outputs.outputs:
+                    self._attempts.sampled(output.request_id, output.new_token_ids)
+                stats = outputs.scheduler_stats
+                if stats is not None and stats.kv_connector_stats:
+                    self._attempts.apply(stats.kv_connector_stats)
+        except EngineDied as exc:
+            self._attempts.died(str(exc))
+            raise
+
+    async def prefill(
+        self,
+        job: RemotePrefillRequest,
+        target: EngineMetadata,
+        permit: Permit,
+        on_first_token: OnFirstToken,
+    ) -> AttemptOutcome:
+        """Runs one attempt; `run_prefills` must be running.
+
+        Raises Refused for a prompt that this engine cannot take, IncompatiblePeer for a target
+        that it cannot write to.
+        """
+        assert self.metadata is not None
+        known = self._checked.get(target.engine_id)
+        if known is None or known[0] is not target:
+            known = self._checked[target.engine_id] = target, check_peer(self.metadata, target)
+        if not known[1]:
+            # Its blocks differ: they are converted when they are written, and cannot be read.
+            job = msgspec.structs.replace(job, prefix_block_ids=[])
+        left, self._left = self._left, []
+        sampled = self._samples(job)
+        model = self.config.model_config
+        request = requests.prefill(job, target, left, permit, model, first_token=sampled)
+        with self._attempts.open(job.attempt) as attempt:
+            await self._add(request)
+            if sampled and (token := await attempt.first_token()) is not None:
+                await on_first_token(token)
+            return await attempt.ended
+
+    async def preflight(self, target: EngineMetadata) -> LinkReport:
+        assert self.metadata is not None and self._link_tests is not None
+        check_peer(self.metadata, target)
+        return await self._link_tests.test(target)
+
+    async def abandon(self, attempt: str) -> None:
+        await self._abort([attempt])
+
+    def forget(self, engine_ids: Sequence[str]) -> None:
+        """These decode engines have left; the next job passes them to the engine's processes."""
+        self._left += engine_ids
+        for engine_id in engine_ids:
+            self._checked.pop(engine_id, None)
+
+    def _samples(self, job: RemotePrefillRequest) -> bool:
+        """Whether this prefill engine samples the first token that the job asks for."""
+        wanted = job.first_token
+        if wanted is None or self._rules is None:
+            return False
+        return self._rules.samples(wanted.sampling, len(job.prompt_token_ids) + 1)
+
+    async def _close(self) -> None:
+        self._attempts.cancel()
+        await super()._close()

@@ -1,0 +1,211 @@
+"""Peers without the graph's secret, and with another one: over NATS, the queue, TCP and NIXL."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.errors import BrokerUnavailable, DeadlineExceeded, Unavailable
+from dynamo_lite.queue.authenticated import AuthenticatedQueue
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.runtime.authenticated import AuthenticatedMessaging
+from dynamo_lite.runtime.messaging import Messaging
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.own_certificate import make_certificate
+from dynamo_lite.runtime.secret import GraphSecret
+from tests.builders import endpoint_record, eventually, generate_request, graph_secret
+from tests.contract.generating import Setup, open_setup, tokens
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+@pytest.fixture
+async def nats(nats_url: str) -> AsyncIterator[NatsMessaging]:
+    async with NatsMessaging(nats_url) as messaging:
+        yield messaging
+
+
+@pytest.fixture(params=["none", "another"])
+def stranger(request: pytest.FixtureRequest, nats: NatsMessaging, tmp_path: Path) -> Messaging:
+    if request.param == "none":
+        return nats
+    return AuthenticatedMessaging(nats, graph_secret(tmp_path / "another"))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> GraphSecret:
+    return graph_secret(tmp_path / "secret")
+
+
+async def test_a_strangers_messages_are_dropped_and_counted(
+    nats: NatsMessaging, stranger: Messaging, secret: GraphSecret, namespace: str
+):
+    drops: Counter[str] = Counter()
+    ours = AuthenticatedMessaging(nats, secret, lambda where: drops.update([where]))
+    taken: list[bytes] = []
+
+    async def take(payload: bytes) -> bytes:
+        taken.append(payload)
+        return b"yes"
+
+    subject = f"{namespace}.s"
+    async with ours.serve(subject, take):
+        with pytest.raises(DeadlineExceeded):
+            await stranger.request(subject, b"a forged message", timeout_s=0.2)
+        await stranger.publish(subject, b"a forged message")
+        await eventually(lambda: drops["unauthentic"] == 2)
+        assert await ours.request(subject, b"ours", timeout_s=5) == b"yes"
+    assert taken == [b"ours"]
+
+
+async def test_a_strangers_reply_is_refused(
+    nats: NatsMessaging, stranger: Messaging, secret: GraphSecret, namespace: str
+):
+    async def forge(_: bytes) -> bytes:
+        return b"x" * 40
+
+    subject = f"{namespace}.s"
+    ours = AuthenticatedMessaging(nats, secret)
+    async with nats.serve(subject, forge):
+        with pytest.raises(BrokerUnavailable, match="not authentic"):
+            await ours.request(subject, b"m", timeout_s=5)
+
+
+async def test_a_reply_answers_no_other_request(
+    nats: NatsMessaging, secret: GraphSecret, namespace: str
+):
+    """Replies that a listener recorded are of no use to it."""
+    ours, subject, other = AuthenticatedMessaging(nats, secret), f"{namespace}.s", f"{namespace}.o"
+    recorded: list[bytes] = []
+
+    async def answer(payload: bytes) -> bytes:
+        return b"about " + payload
+
+    async def replay(_: bytes) -> bytes:
+        return recorded[0]
+
+    async with ours.serve(subject, answer):
+        asked = secret.protect(b"message " + subject.encode(), b"one")
+        recorded.append(await nats.request(subject, asked, timeout_s=5))
+    async with nats.serve(subject, replay), nats.serve(other, replay):
+        assert await ours.request(subject, b"one", timeout_s=5) == b"about one"
+        for where, payload in ((subject, b"two"), (other, b"one")):
+            with pytest.raises(BrokerUnavailable):
+                await ours.request(where, payload, timeout_s=5)
+
+
+async def test_a_message_is_of_no_use_on_another_subject(
+    nats: NatsMessaging, secret: GraphSecret, namespace: str
+):
+    ours, heard = AuthenticatedMessaging(nats, secret), asyncio.Queue[bytes]()
+    taken: list[bytes] = []
+
+    async def record(payload: bytes) -> None:
+        await heard.put(payload)
+
+    async def take(payload: bytes) -> None:
+        taken.append(payload)
+
+    async with nats.serve(f"{namespace}.a", record), ours.serve(f"{namespace}.b", take):
+        await ours.publish(f"{namespace}.a", b"for a")
+        await nats.publish(f"{namespace}.b", await heard.get())
+        await ours.publish(f"{namespace}.b", b"for b")
+        await eventually(lambda: taken)
+    assert taken == [b"for b"]
+
+
+async def test_a_strangers_job_is_removed_and_the_next_one_pulled(
+    nats_url: str, namespace: str, secret: GraphSecret, tmp_path: Path
+):
+    drops: Counter[str] = Counter()
+    stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
+    another = graph_secret(tmp_path / "another")
+
+    def queue() -> JetStreamQueue:
+        return JetStreamQueue(nats_url, stream=stream, subject=subject)
+
+    ours = AuthenticatedQueue(queue(), secret, subject, lambda where: drops.update([where]))
+    theirs = AuthenticatedQueue(queue(), another, subject)
+    async with ours, theirs, queue() as plain:
+        await theirs.push(b"forged", message_id="1")
+        await plain.push(b"forged", message_id="2")
+        await ours.push(b"ours", message_id="3")
+        job = await ours.pull(timeout_s=5)
+        assert job is not None and job.payload == b"ours"
+        await job.ack()
+        assert await ours.pull(timeout_s=0.1) is None
+
+        async def empty() -> bool:
+            return (await ours.depth()).total == 0
+
+        await eventually(empty)
+    assert drops["unauthentic"] == 2
+
+
+@pytest.fixture
+async def worker(nats_url: str, namespace: str) -> AsyncIterator[Setup]:
+    async with AsyncExitStack() as stack:
+        yield await open_setup("tls", stack, nats_url, namespace)
+
+
+async def refusal(setup: Setup, **security: object) -> str:
+    fields = {"certificate": setup.member.transport.certificate} | security
+    secret = fields.pop("secret", None)
+    member = endpoint_record(stream=setup.server.stream_address, **fields)  # type: ignore[arg-type]
+    outputs = setup.outputs
+    async with RemoteGenerateClient(
+        "stranger",
+        outputs.on_deltas,
+        outputs.on_lost,
+        secret=secret,  # type: ignore[arg-type]
+    ) as client:
+        with pytest.raises((Unavailable, DeadlineExceeded)) as caught:
+            await client.submit(member, generate_request("a"))
+    return str(caught.value)
+
+
+async def test_a_client_without_the_secret_gets_no_session(worker: Setup, tmp_path: Path):
+    assert "disconnected" in await refusal(worker)
+    another = graph_secret(tmp_path / "another")
+    assert "disconnected" in await refusal(worker, secret=another)
+    assert worker.engine.running == {} and worker.server.in_flight == 0
+    await worker.client.submit(worker.member, generate_request("ours"))
+    assert set(worker.engine.running) == {"ours"}
+
+
+async def test_a_client_sends_nothing_to_a_worker_with_another_certificate(worker: Setup):
+    said = await refusal(worker, certificate=make_certificate().fingerprint)
+    assert "certificate" in said
+    assert "cannot reach" in await refusal(worker, certificate=None) or worker.engine.running == {}
+    assert worker.engine.running == {}
+
+
+async def test_a_client_sends_no_request_to_a_worker_without_the_secret(
+    nats_url: str, namespace: str, secret: GraphSecret
+):
+    async with AsyncExitStack() as stack:
+        setup = await open_setup("tcp", stack, nats_url, namespace)
+        assert "does not have this graph's secret" in await refusal(setup, secret=secret)
+        assert setup.engine.running == {}
+
+
+def test_tls_works_on_the_event_loop_of_the_processes(nats_url: str, namespace: str):
+    """uvloop has a TLS implementation of its own."""
+
+    async def talk() -> None:
+        async with AsyncExitStack() as stack:
+            setup = await open_setup("tls", stack, nats_url, namespace)
+            await setup.client.submit(setup.member, generate_request("a"))
+            setup.server.deliver([tokens("a", *range(1000))])
+            await setup.outputs.until(lambda: bool(setup.outputs.deltas))
+            await setup.client.submit(setup.member, generate_request("b"))
+            await setup.stop_server()
+            await setup.outputs.until(lambda: bool(setup.outputs.lost))
+
+    uvloop.run(asyncio.wait_for(talk(), 20))

@@ -1,0 +1,146 @@
+"""The etcd that a graph brings along answers only those who have its key."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.own_certificate import self_signed
+from dynamo_lite.runtime.store import LeaseLoss, Put, Snapshot
+from dynamo_lite.runtime.tls import TlsFiles
+from dynamo_lite.serve.embedded import EmbeddedEtcd
+from dynamo_lite.serve.lease_revoker import LeaseRevoker
+from tests.hostile import listening_ports
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+async def refusal(url: str) -> str:
+    with pytest.raises(StartupError) as failure:
+        async with asyncio.timeout(5), EtcdStore(url, connect_timeout_s=0.5):
+            pass
+    return str(failure.value)
+
+
+async def put_when_back(store: EtcdStore, key: str, value: bytes) -> None:
+    while True:
+        try:
+            return await store.put(key, value)
+        except StoreUnavailable:
+            await asyncio.sleep(0.02)
+
+
+def foreign_key(folder: Path) -> tuple[Path, Path]:
+    """A certificate and key that look just like the server's."""
+    files = folder / "cert.pem", folder / "key.pem"
+    for path, content in zip(files, self_signed("127.0.0.1"), strict=True):
+        path.write_bytes(content)
+    return files
+
+
+async def test_nothing_is_answered_without_the_key(tmp_path: Path):
+    async with EmbeddedEtcd(tmp_path / "etcd", private=True) as server:
+        async with EtcdStore(server.url) as store:
+            await store.put("n/a", b"1")
+            assert await store.get_prefix("n/") == {"n/a": b"1"}
+        cert, key = foreign_key(tmp_path)
+        ca = tmp_path / "etcd" / "cert.pem"
+        plain = await refusal(server.listening.replace("https", "http"))
+        assert "write https:// if it requires TLS" in plain
+        for query in (f"?ca={ca}", f"?ca={ca}&cert={cert}&key={key}"):
+            assert "does not accept this client's certificate" in await refusal(
+                server.listening + query
+            )
+        assert "not trusted" in await refusal(f"{server.listening}?ca={cert}&cert={cert}&key={key}")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v3/lease/leases", {}),
+        ("/v3/lease/revoke", {"ID": "LEASE"}),
+        ("/v3/kv/range", {"key": "AA==", "range_end": "AA=="}),
+        ("/v3/maintenance/alarm", {"action": "ACTIVATE", "alarm": "NOSPACE"}),
+        ("/v3/maintenance/snapshot", {}),
+    ],
+)
+@pytest.mark.parametrize("has_key", [False, True])
+async def test_what_a_stranger_asks(tmp_path: Path, path: str, body: dict[str, Any], has_key: bool):
+    """Also what etcd's own users would not prevent; with the key it is answered."""
+    async with EmbeddedEtcd(tmp_path / "etcd", private=True) as server:
+        if has_key:
+            cert, key = server._files
+            context = TlsFiles(cert, cert, key).context()
+        else:
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.load_cert_chain(*foreign_key(tmp_path))
+        async with EtcdStore(server.url) as store, store.lease(60) as lease:
+            asked = json.dumps(body).replace("LEASE", str(lease.id))
+
+            def ask() -> int:
+                connection = http.client.HTTPSConnection(
+                    "127.0.0.1", server.port, timeout=5, context=context
+                )
+                try:
+                    connection.request("POST", path, asked)
+                    return connection.getresponse().status
+                finally:
+                    connection.close()
+
+            if has_key:
+                assert await asyncio.to_thread(ask) == 200
+                return
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.to_thread(ask)
+            assert await lease.verify() is None
+            await store.put("n/a", b"1", lease=lease)
+
+
+async def test_it_has_no_other_port_and_its_key_is_its_owner_s(tmp_path: Path):
+    async with EmbeddedEtcd(tmp_path, private=True) as server:
+        assert listening_ports(server.pid) == {server.port}
+        assert tmp_path.stat().st_mode & 0o777 == 0o700
+        for path in server._files:
+            assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_the_supervisor_revokes_leases(tmp_path: Path):
+    async with EmbeddedEtcd(tmp_path / "a ü,b", private=True) as server:
+        async with EtcdStore(server.url) as store, store.lease(60) as lease:
+            await store.put("n/a", b"1", lease=lease)
+            assert await LeaseRevoker(server.url).revoke(lease.id)
+            assert await lease.verify() is LeaseLoss.REVOKED
+
+
+@pytest.mark.parametrize("wiped", [False, True])
+async def test_clients_go_on_after_a_restart(tmp_path: Path, wiped: bool):
+    async with (
+        EmbeddedEtcd(tmp_path, private=True) as server,
+        EtcdStore(server.url) as store,
+        store.watch("n/") as events,
+        store.lease(30) as lease,
+    ):
+        assert await anext(events) == Snapshot({})
+        await store.put("n/own", b"1", lease=lease)
+        assert await anext(events) == Put("n/own", b"1")
+        os.kill(server.pid, signal.SIGKILL)
+        await server.exited()
+        if wiped:
+            (tmp_path / "data").rename(tmp_path / "gone")
+        await server.restart()
+        async with asyncio.timeout(20):
+            await put_when_back(store, "n/new", b"2")
+            while (event := await anext(events)) != Put("n/new", b"2"):
+                assert isinstance(event, Snapshot)
+                if "n/new" in event.entries:
+                    break
+            assert await lease.verify() is None

@@ -1,0 +1,156 @@
+"""The store on a cluster of three etcd members, of which one is lost: nothing else is."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.protocol.errors import StoreUnavailable
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.store import Put, Snapshot, WatchEvent
+from dynamo_lite.runtime.tasks import running
+from tests.builders import eventually
+from tests.clusters import EtcdCluster, etcd_cluster
+from tests.servers import PrivateServer
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+_TTL_S = 12.0
+_SETTLED_S = 30.0
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[EtcdCluster[PrivateServer]]:
+    async with etcd_cluster(tmp_path) as made:
+        yield made
+
+
+class Load:
+    """One process writes, another one reads and watches."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.seen: list[bytes] = []
+        self.reads = 0
+
+    async def write(self, store: EtcdStore) -> None:
+        for number in itertools.count():
+            value = b"%d" % number
+            await until_applied(store, "n/value", value)
+            self.written.append(value)
+            await asyncio.sleep(0.01)
+
+    async def read(self, store: EtcdStore) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            with contextlib.suppress(StoreUnavailable):  # there is no leader
+                await store.get("n/value")
+                self.reads += 1
+
+    async def follow(self, events: AsyncIterator[WatchEvent]) -> None:
+        async for event in events:
+            self.saw(event)
+
+    def saw(self, event: WatchEvent) -> None:
+        assert isinstance(event, Put)
+        if event.key == "n/value":
+            self.seen.append(event.value)
+
+    async def goes_on(self) -> None:
+        """Returns when 20 more of each were possible."""
+        before = len(self.written), len(self.seen), self.reads
+
+        def enough() -> bool:
+            now = len(self.written), len(self.seen), self.reads
+            return all(after > had + 20 for had, after in zip(before, now, strict=True))
+
+        try:
+            await eventually(enough, _SETTLED_S)
+        except TimeoutError:
+            now = len(self.written), len(self.seen), self.reads
+            raise AssertionError(f"written, seen, read: {before} before, {now} now") from None
+
+
+async def kill(cluster: EtcdCluster[PrivateServer], name: str) -> None:
+    await cluster.members[name].kill()
+
+
+async def freeze(cluster: EtcdCluster[PrivateServer], name: str) -> None:
+    cluster.members[name].freeze()
+
+
+@pytest.mark.parametrize("stop", [kill, freeze])
+async def test_a_lost_leader_costs_nothing(
+    cluster: EtcdCluster[PrivateServer],
+    stop: Callable[[EtcdCluster[PrivateServer], str], Awaitable[None]],
+) -> None:
+    load = Load()
+    async with (
+        EtcdStore(cluster.url) as writer,
+        EtcdStore(cluster.url) as watcher,
+        writer.lease(_TTL_S) as lease,
+        watcher.lease(_TTL_S) as other,
+        watcher.watch("n/") as events,
+    ):
+        assert await anext(events) == Snapshot({})
+        await writer.put("n/one", b"1", lease=lease)
+        await watcher.put("n/other", b"1", lease=other)
+        async with (
+            running(load.follow(events), name="follow"),
+            running(load.read(watcher), name="read"),
+            running(load.write(writer), name="write"),
+        ):
+            await load.goes_on()
+            leader = await cluster.leader()
+            await stop(cluster, leader)
+            await load.goes_on()
+            assert await cluster.leader() != leader
+            # Longer than a time-to-live: whoever was not refreshed is gone.
+            await asyncio.sleep(_TTL_S + 1.0)
+            assert lease.loss is None and other.loss is None
+            if stop is freeze:
+                # It must not go on: an etcd before 3.5.13 that was the leader then ends all leases,
+                # because none was refreshed at it.
+                await kill(cluster, leader)
+            await cluster.members[leader].restart()
+            await cluster.healthy()
+            await load.goes_on()
+        await until_applied(writer, "n/value", b"end")
+        async with asyncio.timeout(_SETTLED_S):
+            while load.seen[-1] != b"end":
+                load.saw(await anext(events))
+        assert set(await watcher.get_prefix("n/")) == {"n/one", "n/other", "n/value"}
+        # One whose answer was lost was put again, and may be seen twice, the second time also after
+        # later ones: the server that has it applies it when it can. None is missing.
+        first = [int(value) for value in dict.fromkeys(load.seen[:-1])]
+        assert first == sorted(first)
+        assert set(load.written) <= set(load.seen)
+
+
+async def until_applied(store: EtcdStore, key: str, value: bytes) -> None:
+    while True:
+        try:
+            return await store.put(key, value)
+        except StoreUnavailable:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_lost_follower_fails_no_reading(cluster: EtcdCluster[PrivateServer]) -> None:
+    """Not even the one that is under way on its connection."""
+    leader = await cluster.leader()
+    follower, *others = (name for name in cluster.members if name != leader)
+    order = [follower, *others, leader]
+    url = ",".join(
+        cluster.members[name].url.removeprefix("http://" if place else "")
+        for place, name in enumerate(order)
+    )
+    async with EtcdStore(url) as store:
+        await store.put("n/a", b"1")
+        reading = [asyncio.create_task(store.get("n/a")) for _ in range(50)]
+        await asyncio.sleep(0)
+        await cluster.members[follower].kill()
+        assert await asyncio.gather(*reading) == [b"1"] * 50
+        assert await store.get_prefix("n/") == {"n/a": b"1"}

@@ -1,0 +1,219 @@
+"""What a Forwarder says of its decisions when it is asked."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dynamo_lite.cli.forward_view import as_table, as_text
+from dynamo_lite.cli.forwarded import PastForward
+from dynamo_lite.forward import decision_log
+from dynamo_lite.forward.protocols.registry import PROTOCOLS
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.decisions import Explain
+from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.forwarding import (
+    ForwardDecision,
+    LegTaken,
+    decode_forward_explained,
+)
+from tests.forwarding import COMPLETION, TEXT, Rig, rig
+from tests.scripted import Fault
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+def told(r: Rig, **wanted: Any) -> list[ForwardDecision]:
+    reply = r.forwarding.decisions.answer(encode(Explain(**wanted)), lease_id=7)
+    answer = decode_forward_explained(reply)
+    assert answer.lease_id == 7
+    return answer.decisions
+
+
+def shown(decision: ForwardDecision) -> str:
+    past = PastForward(0.0, 7, decision)
+    assert as_table([past])
+    return as_text(past)
+
+
+def results(legs: list[LegTaken]) -> list[tuple[str, int, str]]:
+    return [(leg.leg, leg.status, leg.failure) for leg in legs]
+
+
+@pytest.mark.parametrize("name", sorted(PROTOCOLS))
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_disaggregated_request_is_told_leg_by_leg(name: str, stream: bool):
+    async with rig(name) as r:
+        await r.text()  # after this, a push sends both legs at once
+        if stream:
+            await r.stream()
+        else:
+            assert await r.text() == TEXT
+        one = told(r)[-1]
+        assert (one.how, one.reason, one.status, one.outcome) == (
+            *("disaggregated", "", 200),
+            "answered",
+        )
+        assert (one.route, one.protocol) == ("/v1/completions", name)
+        [attempt] = one.attempts
+        assert (attempt.order, attempt.alone, attempt.failure) == (
+            PROTOCOLS[name].order.value,
+            *("", ""),
+        )
+        chosen = {choice.leg: (choice.engine, choice.reason) for choice in attempt.choices}
+        assert chosen == {
+            "prefill": (r.engines.all[0].name, "only"),
+            "decode": (r.engines.all[1].name, "only"),
+        }
+        expected = {("decode", 200, "")}
+        if attempt.order != "single":
+            expected.add(("prefill", 200, ""))
+        assert set(results(attempt.legs)) == expected
+        assert all(leg.head_s is not None and leg.took_s is not None for leg in attempt.legs)
+        assert one.first_byte_s is not None and one.took_s is not None
+        assert one.took_s >= one.first_byte_s > 0
+        assert "disaggregated: prefill and decode engine" in shown(one)
+
+
+async def test_every_id_that_a_client_may_know_finds_it():
+    async with rig() as r:
+        _, answer = await r.ask(headers={"x-request-id": "mine-1"})
+        await r.text()
+        [by_own] = told(r, request_id="mine-1")
+        [by_answer] = told(r, request_id=answer["id"])
+        assert by_own.request_id == by_answer.request_id == answer["id"] == "cmpl-mine-1"
+        assert told(r, request_id="cmpl-mine-2") == []
+        assert len(told(r)) == 2 and len(told(r, last=1)) == 1 and told(r, last=0) == []
+        assert told(r, last=1)[0].request_id != answer["id"]
+
+
+async def test_a_failed_prefill_is_told_with_what_followed():
+    async with rig() as r:
+        r.prefill[0].faults.append(Fault("status", 503))
+        await r.text()
+        [one] = told(r)
+        assert (one.how, one.reason) == ("alone", "prefill_failed")
+        first, second = one.attempts
+        assert (first.order, results(first.legs)) == ("serial", [("prefill", 503, "status")])
+        assert f"engine {r.engines.all[0].name}: status: 503" in first.failure
+        assert (second.order, second.alone, second.failure) == ("", "prefill_failed", "")
+        assert results(second.legs) == [("decode", 200, "")]
+        text = shown(one)
+        assert "alone, prefill_failed: the prefill leg had failed" in text
+        assert "prefill at" in text and "status 503" in text
+
+
+async def test_a_prefill_leg_that_was_given_up():
+    async with rig(prefill_timeout_s=0.2) as r:
+        hold = asyncio.Event()
+        r.prefill[0].faults.append(Fault(hold=hold))
+        await r.text()
+        hold.set()
+        [one] = told(r)
+        assert results(one.attempts[0].legs) == [("prefill", 0, "timeout")]
+
+
+async def test_a_decode_engine_that_failed_and_the_next_one():
+    async with rig(decode=2) as r:
+        r.decode[0].faults.append(Fault("status", 500))
+        await r.text()
+        [one] = told(r)
+        first, second = one.attempts
+        assert [results(one.legs)[-1] for one in (first, second)] == [
+            ("decode", 500, "status"),
+            ("decode", 200, ""),
+        ]
+        assert first.choices[1].engine != second.choices[1].engine
+        # Round robin weighs nothing; with one candidate left there is no turn.
+        assert [one.choices[1].reason for one in (first, second)] == ["turn", "only"]
+        assert (first.choices[1].of, second.choices[1].of) == (2, 1)
+
+
+async def test_the_numbers_of_a_choice():
+    options = {"max_local_prefill_length": 100, "decode_choice": "prefix"}
+    async with rig(decode=2, **options) as r:
+        prompt = "x" * 2048
+        await r.text(prompt=prompt)
+        await r.text(prompt=prompt)
+        first, second = told(r)
+        assert (first.how, first.prompt_tokens, first.cached_tokens) == ("disaggregated", 513, 0)
+        assert (second.how, second.reason, second.cached_tokens) == ("alone", "cached", 512)
+        assert second.max_local_prefill_length == 100
+        [choice] = second.attempts[0].choices
+        assert (choice.leg, choice.reason, choice.of) == ("decode", "prefix", 2)
+        chosen, other = choice.candidates
+        assert chosen.engine == choice.engine
+        assert (chosen.matched_tokens, other.matched_tokens) == (512, 0)
+        assert chosen.score is not None and other.score is not None
+        assert chosen.score > other.score
+        text = shown(second)
+        assert "no prefill leg up to 100 uncached tokens" in text
+        assert "512 tokens cached" in text and "score" in text
+
+
+async def test_a_request_that_no_engine_can_take():
+    async with rig(prefill=0, decode=1) as r:
+        await r.decode[0].stop()
+        await r.check()
+        assert (await r.ask())[0] == 503
+        [one] = told(r)
+        assert (one.how, one.status, one.outcome, one.attempts) == ("", 503, "answered", [])
+        assert one.error == "no decode engine is healthy"
+        assert "no decode engine is healthy" in shown(one)
+
+
+async def test_a_request_on_its_way_and_a_client_that_goes():
+    async with rig() as r:
+        hold = asyncio.Event()
+        r.prefill[0].faults.append(Fault(hold=hold))
+        asked = asyncio.create_task(r.ask())
+        async with asyncio.timeout(5):
+            while not r.prefill[0].legs:
+                await asyncio.sleep(0.01)
+        [one] = told(r)
+        assert (one.outcome, one.took_s, one.attempts[0].legs[0].took_s) == ("", None, None)
+        assert "under way" in shown(one)
+        asked.cancel()
+        async with asyncio.timeout(5):
+            while not (one := told(r)[0]).outcome:
+                await asyncio.sleep(0.01)
+        assert one.outcome == "client gone"
+        assert one.attempts[0].legs[0].took_s is not None
+        hold.set()
+
+
+async def test_an_answer_that_breaks_off():
+    async with rig() as r:
+        seen = asyncio.Event()
+        r.decode[0].faults.append(Fault("mid_stream", seen=seen))
+        body = {**COMPLETION, "stream": True}
+        async with r.session.post(f"{r.url}/v1/completions", json=body) as answer:
+            await answer.content.readany()
+            seen.set()
+            with pytest.raises(aiohttp.ClientError):
+                await answer.read()
+        [one] = told(r)
+        assert (one.how, one.status, one.outcome) == ("disaggregated", 200, "broken")
+        assert "broken" in one.attempts[0].failure
+
+
+async def test_other_routes_are_not_kept():
+    async with rig() as r:
+        async with r.session.get(f"{r.url}/v1/models", headers={"x-client": "1"}) as answer:
+            assert answer.status == 200
+        assert told(r) == []
+
+
+async def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    async with rig() as r:
+        for _ in range(3):
+            await r.text()
+        assert [len(told(r, within_s=s)) for s in (60.0, 0.0)] == [3, 0]
+        monkeypatch.setattr(decision_log, "MOST_AT_A_TIME", 2)
+        assert len(told(r)) == 2
+        monkeypatch.setattr(decision_log, "LONGEST_S", 0.0)
+        await r.text()
+        assert len(r.forwarding.decisions) == 1
+    with pytest.raises(ProtocolError):
+        r.forwarding.decisions.answer(b"nonsense", 7)

@@ -1,0 +1,255 @@
+"""Engines that join: their records, what a Forwarder makes of them, and how they leave."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.protocol.records import StockEngine
+from dynamo_lite.runtime.tls import server_context
+from tests.builders import endpoint_record, register
+from tests.external import Certificates
+from tests.forwarding import TEXT
+from tests.joining import Cluster, Running, cluster
+from tests.kv_publishing import publishing
+from tests.scripted import Fault
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+@pytest.fixture
+async def c(namespace: str, etcd_url: str, nats_url: str) -> AsyncIterator[Cluster]:
+    async with cluster(namespace, etcd_url, nats_url) as made:
+        yield made
+
+
+async def answered(c: Cluster, forwarder: Running) -> None:
+    status, answer = await c.ask(forwarder)
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == TEXT
+
+
+async def test_engines_join_and_leave_while_a_forwarder_runs(c: Cluster):
+    forwarder = await c.forwarder()
+    health = await c.health(forwarder)
+    assert health["ok"] is False
+    assert "start `dynamo-lite join` beside one" in health["checks"]["engines"]
+    assert (await c.ask(forwarder))[0] == 503
+
+    decode = await c.engine("decode")
+    first = await c.join(decode)
+    await c.counts(forwarder, 0, 1)
+    await answered(c, forwarder)
+    assert len(decode.legs) == 1
+
+    prefill = await c.engine("prefill")
+    joined = await c.join(prefill)
+    health = await c.counts(forwarder, 1, 1)
+    assert health["engines"][f"127.0.0.1:{decode.port}"]["lease"] == first.lease
+    await answered(c, forwarder)
+    assert len(prefill.legs) == 1
+
+    await joined.revoke()
+    assert await joined.end() == 0
+    health = await c.counts(forwarder, 0, 1)
+    assert f"127.0.0.1:{prefill.port}" not in health["engines"]
+    await answered(c, forwarder)
+    assert len(prefill.legs) == 1
+
+
+@pytest.mark.parametrize("both", [True, False])
+async def test_the_engines_of_the_file_and_those_that_join(c: Cluster, both: bool):
+    listed, other = await c.engine("decode"), await c.engine("decode")
+    forwarder = await c.forwarder(
+        engines=[{"url": listed.url, "role": "decode"}], **({"discover": True} if both else {})
+    )
+    await c.join(other)
+    await c.counts(forwarder, 0, 2 if both else 1)
+    for _ in range(4):
+        await answered(c, forwarder)
+    assert [len(listed.legs), len(other.legs)] == ([2, 2] if both else [4, 0])
+
+
+async def test_a_drained_engine_gets_nothing_new_and_finishes_what_is_open(c: Cluster):
+    first, second = await c.engine("decode"), await c.engine("decode")
+    forwarder = await c.forwarder()
+    joined = await c.join(first)
+    await c.counts(forwarder, 0, 1)
+    hold = asyncio.Event()
+    first.faults.append(Fault(hold=hold))
+    first.load = (1, 0)
+    asked = asyncio.create_task(c.ask(forwarder))
+    async with asyncio.timeout(10):
+        while not first.legs:
+            await asyncio.sleep(0.01)
+    await c.join(second)
+    await c.counts(forwarder, 0, 2)
+    await joined.revoke()
+    await joined.until("draining")
+    await c.counts(forwarder, 0, 1)
+    for _ in range(3):
+        await answered(c, forwarder)
+    assert [len(first.legs), len(second.legs)] == [1, 3]
+    assert not joined.task.done()
+    hold.set()
+    status, answer = await asked
+    assert (status, answer["choices"][0]["text"]) == (200, TEXT)
+    # Running is what its metrics say, whatever became of the answer.
+    assert not joined.task.done()
+    first.load = (0, 0)
+    assert await joined.end() == 0
+
+
+async def test_a_staged_decode_leg_goes_elsewhere_when_its_engine_drains(c: Cluster):
+    """The prefill leg is open when the decode engine that was chosen with it leaves."""
+    prefill, first = await c.engine("prefill"), await c.engine("decode")
+    forwarder = await c.forwarder()
+    await c.join(prefill)
+    joined = await c.join(first)
+    await c.counts(forwarder, 1, 1)
+    hold = asyncio.Event()
+    prefill.faults.append(Fault(hold=hold))
+    asked = asyncio.create_task(c.ask(forwarder))
+    async with asyncio.timeout(10):
+        while not prefill.legs:
+            await asyncio.sleep(0.01)
+    second = await c.engine("decode")
+    await c.join(second)
+    await c.counts(forwarder, 1, 2)
+    await joined.revoke()
+    await c.counts(forwarder, 1, 1)
+    hold.set()
+    assert (await asked)[0] == 200
+    assert [len(prefill.legs), len(first.legs), len(second.legs)] == [1, 0, 1]
+    assert await joined.end() == 0
+
+
+async def test_what_cannot_be_used_is_named_with_a_reason(c: Cluster):
+    decode = await c.engine("decode")
+    forwarder = await c.forwarder()
+    await c.join(decode)
+    await c.counts(forwarder, 0, 1)
+    other_model = await c.engine("decode", model="other")
+    await c.join(other_model)
+    other_protocol = await c.engine("decode", "sglang")
+    await c.join(other_protocol, protocol="sglang")
+    again = await c.join(decode)
+    foreign = {
+        "role": StockEngine(url="http://127.0.0.1:1", role="encode", protocol="nixl"),
+        "address": StockEngine(url="ftp://x", role="decode", protocol="nixl"),
+    }
+    for number, (name, engine) in enumerate(foreign.items(), 77):
+        record = endpoint_record(number, "Engine", name, namespace=c.namespace, engine=engine)
+        await register(c.store, record)
+    health = await c.healthy(
+        forwarder,
+        lambda h: (
+            len(h["unused_engines"]) == 4
+            and "other" in h["engines"].get(f"127.0.0.1:{other_model.port}", {}).get("trouble", "")
+        ),
+    )
+    troubles = {one["engine"]: one["trouble"] for one in health["unused_engines"]}
+    assert "speaks sglang, and this Forwarder nixl" in troubles[other_protocol.url]
+    assert "'encode' is unknown here" in troubles["http://127.0.0.1:1"]
+    assert "expected http://HOST:PORT" in troubles["ftp://x"]
+    assert "already known by lease" in troubles[f"127.0.0.1:{decode.port}"]
+    twice = next(one for one in health["unused_engines"] if "already known" in one["trouble"])
+    assert twice["lease"] == again.lease
+    assert health["decode_engines"] == 1
+    metrics = await c.metrics(forwarder)
+    for reason in ("protocol", "role", "address", "twice", "model"):
+        assert f'dynamo_lite_forward_unused_engines{{reason="{reason}"}} 1.0' in metrics
+    for _ in range(3):
+        await answered(c, forwarder)
+    assert [len(e.legs) for e in (decode, other_model, other_protocol)] == [3, 0, 0]
+
+
+async def test_another_model_is_used_once_all_of_the_first_have_left(c: Cluster):
+    old, new = await c.engine("decode", model="a"), await c.engine("decode", model="b")
+    forwarder = await c.forwarder()
+    joined = await c.join(old)
+    await c.counts(forwarder, 0, 1)
+    await c.join(new)
+    await c.healthy(forwarder, lambda h: "serves b" in str(h["engines"]))
+    await joined.revoke()
+    await c.healthy(forwarder, lambda h: h["ok"] and len(h["engines"]) == 1)
+    await answered(c, forwarder)
+    assert [len(old.legs), len(new.legs)] == [0, 1]
+
+
+async def test_a_second_process_for_an_engine_takes_over_without_a_gap(c: Cluster):
+    engine = await c.engine("decode")
+    forwarder = await c.forwarder()
+    first = await c.join(engine)
+    await c.counts(forwarder, 0, 1)
+    second = await c.join(engine)
+    await c.healthy(forwarder, lambda h: h["unused_engines"])
+    number = forwarder.component._engines.all[0].number
+    await first.revoke()
+    health = await c.healthy(forwarder, lambda h: not h["unused_engines"])
+    assert health["engines"][f"127.0.0.1:{engine.port}"]["lease"] == second.lease
+    assert health["decode_engines"] == 1
+    assert forwarder.component._engines.all[0].number == number
+
+
+async def test_another_model_at_the_address_of_one_that_leaves_is_another_engine(c: Cluster):
+    """What was known of the first one is not kept for it."""
+    engine = await c.engine("decode", model="a")
+    forwarder = await c.forwarder()
+    first = await c.join(engine)
+    await c.counts(forwarder, 0, 1)
+    engine.model = "b"
+    await c.join(engine)
+    await c.healthy(forwarder, lambda h: h["unused_engines"])
+    engines = forwarder.component._engines
+    before = engines.all[0]
+    await first.revoke()
+    await c.healthy(forwarder, lambda h: not h["unused_engines"] and h["ok"])
+    after = engines.all[0]
+    assert after is not before
+    assert (before.models, after.models) == (("a",), ("b",))
+
+
+async def test_a_joined_engine_with_a_certificate(c: Cluster, certificates: Certificates):
+    """Its process and the Forwarder check it, each with a file of its own."""
+    tls = server_context(*certificates.files())
+    ca = str(certificates.folder / "ca.pem")
+    decode, prefill = await c.engine("decode", tls=tls), await c.engine("prefill")
+    trusting = await c.forwarder(joined_ca_file=ca)
+    accepting = await c.forwarder(joined_insecure_skip_verify=True)
+    wary = await c.forwarder()
+    await c.join(decode, ca_file=ca)
+    await c.join(prefill)
+    for forwarder in (trusting, accepting):
+        await c.counts(forwarder, 1, 1)
+        await answered(c, forwarder)
+    health = await c.healthy(wary, lambda h: h["prefill_engines"] == 1 and len(h["engines"]) == 2)
+    assert health["decode_engines"] == 0
+    await c.healthy(
+        wary,
+        lambda h: "certificate" in h["engines"][f"127.0.0.1:{decode.port}"]["trouble"].lower(),
+    )
+    assert len(decode.legs) == 2
+
+
+async def test_an_unreadable_file_of_authorities_ends_the_start(c: Cluster, tmp_path: Path):
+    forwarder = await c.failing_forwarder(joined_ca_file=str(tmp_path / "none.pem"))
+    assert f"joined-ca-file={tmp_path / 'none.pem'} cannot be read" in forwarder
+
+
+async def test_the_kv_events_of_joined_engines_are_followed(c: Cluster):
+    """Until they leave."""
+    with publishing(1) as [publisher]:
+        publisher.publish(publisher.stored("x" * 64))
+        holder, other = await c.engine("decode"), await c.engine("decode")
+        forwarder = await c.forwarder(decode_choice="prefix")
+        await c.join(other)
+        joined = await c.join(holder, **publisher.options)
+        await c.counts(forwarder, 0, 2)
+        await c.shows(forwarder, "dynamo_lite_forward_kv_engines 1.0")
+        await c.shows(forwarder, "dynamo_lite_forward_kv_blocks 4.0")
+        await joined.revoke()
+        await c.counts(forwarder, 0, 1)
+        await c.shows(forwarder, "dynamo_lite_forward_kv_engines 0.0")
+        await c.shows(forwarder, "dynamo_lite_forward_kv_blocks 0.0")

@@ -1,0 +1,339 @@
+"""A sidecar in front of scripted engines: headers name the prefill engine."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dynamo_lite.forward.options import EngineOptions, ForwarderConfig
+from dynamo_lite.forward.protocols.registry import PROTOCOLS
+from dynamo_lite.forward.sidecar_options import SIDECAR_PROTOCOLS, PrefillerOptions, SidecarConfig
+from dynamo_lite.runtime.tls import server_context
+from dynamo_lite.services.sidecar import Sidecar
+from tests.external import Certificates
+from tests.forwarding import COMPLETION, TEXT
+from tests.scripted import HANDOVERS, Fault, Fleet, ScriptedEngine
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+Headers = dict[str, str] | list[tuple[str, str]]
+
+
+@dataclass
+class Beside:
+    """A sidecar with its engines. urls: one for each rank."""
+
+    fleet: Fleet
+    prefill: list[ScriptedEngine]
+    decode: list[ScriptedEngine]
+    urls: list[str]
+    session: aiohttp.ClientSession
+
+    def header(self, number: int = 0) -> dict[str, str]:
+        return {"x-prefiller-host-port": f"127.0.0.1:{self.prefill[number].port}"}
+
+    async def ask(
+        self, headers: Headers | None = None, *, rank: int = 0, route: str = "", **fields: Any
+    ) -> tuple[int, Any]:
+        url = f"{self.urls[rank]}{route or '/v1/completions'}"
+        body = {**COMPLETION, **fields}
+        async with self.session.post(url, json=body, headers=headers) as answer:
+            return answer.status, await answer.json(content_type=None)
+
+    async def text(self, headers: Headers | None = None, **fields: Any) -> str:
+        status, answer = await self.ask(headers, **fields)
+        assert status == 200, answer
+        return answer["choices"][0]["text"]
+
+    async def get(self, path: str, rank: int = 0) -> tuple[int, Any]:
+        async with self.session.get(f"{self.urls[rank]}{path}") as answer:
+            return answer.status, await answer.json(content_type=None)
+
+
+@asynccontextmanager
+async def beside(
+    protocol: str = "nixl",
+    *,
+    prefill: int = 1,
+    ranks: int = 1,
+    https: Certificates | None = None,
+    options: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    **config: Any,
+) -> AsyncIterator[Beside]:
+    """https: of all engines. options: of `ForwarderConfig`. engine: of the decode engine. config:
+    of `SidecarConfig`.
+
+    Fails if an engine has seen its protocol broken, or if a leg is left open.
+    """
+    fleet = Fleet()
+    async with AsyncExitStack() as stack:
+        tls = None if https is None else server_context(*https.files())
+        made: dict[str, list[ScriptedEngine]] = {"prefill": [], "decode": []}
+        for role, count in (("prefill", prefill), ("decode", ranks)):
+            for _ in range(count):
+                one = ScriptedEngine(fleet, role, HANDOVERS[protocol], tls=tls)  # type: ignore[arg-type]
+                made[role].append(await stack.enter_async_context(one))
+        config.setdefault(
+            "prefillers",
+            PrefillerOptions(transfer_port=made["prefill"][0].port)
+            if protocol == "mooncake"
+            else PrefillerOptions(),
+        )
+        sidecar = Sidecar(
+            SidecarConfig(
+                forwarder=ForwarderConfig(
+                    protocol=protocol,  # type: ignore[arg-type]
+                    port=0,
+                    engines=tuple(
+                        EngineOptions(
+                            url=one.url, role="decode", transfer_host="127.0.0.1", **(engine or {})
+                        )
+                        for one in made["decode"]
+                    ),
+                    **{"health_interval_s": 0.05, **(options or {})},
+                ),
+                **config,
+            )
+        )
+        stack.push_async_callback(sidecar.close)
+        urls = await sidecar.start()
+        trusted = (
+            True if https is None else ssl.create_default_context(cafile=https.folder / "ca.pem")
+        )
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted))
+        )
+        b = Beside(fleet, made["prefill"], made["decode"], urls, session)
+        async with asyncio.timeout(10):
+            for rank in range(ranks):
+                while (await b.get("/ready", rank))[0] != 200:
+                    await asyncio.sleep(0.01)
+        yield b
+        assert fleet.violations == []
+        async with asyncio.timeout(5):
+            while any(leg.ended is None for leg in fleet.legs):
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", SIDECAR_PROTOCOLS)
+async def test_the_named_engine_computes_the_prompt(name: str):
+    async with beside(name) as b:
+        for _ in range(3):  # a push is serial until its prefill engine is known
+            assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == len(b.decode[0].legs) == 3
+        for leg in b.fleet.legs:
+            assert "x-prefiller-host-port" not in leg.headers
+
+
+@pytest.mark.parametrize("name", SIDECAR_PROTOCOLS)
+async def test_without_the_header_the_decode_engine_is_alone(name: str):
+    async with beside(name) as b:
+        b.decode[0].handover = _anything
+        assert await b.text() == TEXT
+        assert await b.text({"x-prefiller-host-port": " , "}) == TEXT
+        assert b.prefill[0].legs == []
+        assert b.decode[0].legs[0].body == COMPLETION
+
+
+async def _anything(engine: ScriptedEngine, leg: Any) -> dict[str, Any]:
+    return {}
+
+
+async def test_the_first_of_several_is_taken():
+    async with beside(prefill=2) as b:
+        first, second = (f"127.0.0.1:{engine.port}" for engine in b.prefill)
+        name = "x-prefiller-host-port"
+        for headers in (
+            {name: f"{first}, {second}"},
+            [(name, first), (name, second)],
+            {name: f"http://{first},{second}"},
+        ):
+            assert await b.text(headers) == TEXT
+        assert [len(engine.legs) for engine in b.prefill] == [3, 0]
+
+
+async def test_one_of_several_is_drawn():
+    async with beside(prefill=2, choice="random") as b:
+        both = ",".join(f"127.0.0.1:{engine.port}" for engine in b.prefill)
+        for _ in range(40):  # all go to the same one in one of 10^11 runs
+            assert await b.text({"x-prefiller-host-port": both}) == TEXT
+        assert all(engine.legs for engine in b.prefill)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("169.254.169.254", "100.100.100.200", "[fd00:ec2::254]", "8.8.8.8", "metadata"),
+        "[::ffff:8.8.8.8]",
+    ],
+)
+async def test_foreign_hosts_are_refused(host: str):
+    async with beside() as b:
+        for value in (f"{host}:80", f"127.0.0.1:{b.prefill[0].port},{host}:80"):
+            status, answer = await b.ask({"x-prefiller-host-port": value})
+            message = answer["error"]["message"]
+            assert status == 403
+            assert "10.0.0.0/8" in message and "--allow-prefiller" in message
+        assert b.fleet.legs == []
+
+
+async def test_only_listed_hosts_are_accepted():
+    async with beside(allowed=("10.1.0.0/16", "prefill-0")) as b:
+        status, answer = await b.ask(b.header())
+        assert status == 403 and "10.1.0.0/16, prefill-0" in answer["error"]["message"]
+    async with beside(allowed=("127.0.0.1",)) as b:
+        assert await b.text(b.header()) == TEXT
+
+
+@pytest.mark.parametrize("value", ["x", "127.0.0.1", ":80", "a:b", "u@h:1", "h:1/p", "h:99999"])
+async def test_malformed_names_are_refused(value: str):
+    async with beside() as b:
+        status, answer = await b.ask({"x-prefiller-host-port": value})
+        assert status == 400 and "expected HOST:PORT" in answer["error"]["message"]
+        assert b.fleet.legs == []
+
+
+async def test_too_many_names_are_refused():
+    async with beside() as b:
+        value = ",".join(f"127.0.0.1:{port}" for port in range(1000, 1100))
+        status, answer = await b.ask({"x-prefiller-host-port": value})
+        assert status == 400 and "at most 64" in answer["error"]["message"]
+
+
+async def test_a_prefill_4xx_is_the_clients():
+    async with beside() as b:
+        b.prefill[0].faults.append(Fault("status", 422, body={"error": {"mine": 1}}))
+        assert await b.ask(b.header()) == (422, {"error": {"mine": 1}})
+        assert b.decode[0].legs == []
+
+
+@pytest.mark.parametrize("fault", [Fault("status", 500), Fault("before_head")])
+async def test_a_failed_prefill_leaves_the_decode_engine_alone(fault: Fault):
+    async with beside() as b:
+        b.prefill[0].faults.append(Fault(fault.stage, fault.status))
+        assert await b.text(b.header(), seed=1) == TEXT
+        assert b.decode[0].legs[0].body == {**COMPLETION, "seed": 1}
+
+
+async def test_a_prefill_failure_can_be_the_answer():
+    async with beside(options={"prefill_failure": "error"}) as b:
+        b.prefill[0].faults.append(Fault("status", 503))
+        status, _ = await b.ask(b.header())
+        assert status == 503 and b.decode[0].legs == []
+
+
+@pytest.mark.parametrize("name", ["nixl", "mooncake"])
+async def test_an_engine_that_is_not_there_costs_no_answer(name: str):
+    async with beside(name) as b:
+        header = b.header()
+        await b.prefill[0].stop()
+        assert await b.text(header) == TEXT
+        assert await b.text(header) == TEXT
+        await b.prefill[0].start()
+        async with asyncio.timeout(10):
+            while not b.prefill[0].legs:  # it is used again, whatever happened before
+                assert await b.text(header) == TEXT
+
+
+async def test_a_mooncake_engine_that_was_restarted_has_new_ids():
+    async with beside("mooncake") as b:
+        assert await b.text(b.header()) == TEXT
+        b.prefill[0].bootstrap_ids = {"0": {"engine_id": "another"}}
+        async with asyncio.timeout(10):
+            while b.decode[0].legs[-1].params["remote_engine_id"] != "another":
+                await asyncio.sleep(0.06)
+                await b.ask(b.header())
+        b.fleet.violations.clear()  # of the asks before the ids were read again
+
+
+async def test_engines_without_a_prefill_of_their_own_need_one_that_answers():
+    async with beside("sglang") as b:
+        header = b.header()
+        await b.prefill[0].stop()
+        status, answer = await b.ask(header)
+        assert status == 503 and "prefill" in answer["error"]["message"]
+
+
+async def test_each_rank_has_a_port_and_the_header_chooses_one():
+    async with beside(ranks=3) as b:
+        for rank in range(3):
+            assert await b.text(b.header(), rank=rank) == TEXT
+        assert [len(engine.legs) for engine in b.decode] == [1, 1, 1]
+        port = b.urls[2].rpartition(":")[2]
+        headers = {**b.header(), "x-data-parallel-host-port": f"10.0.0.7:{port}"}
+        assert await b.text(headers) == TEXT
+        assert await b.text({"x-data-parallel-host-port": f"10.0.0.7:{port}"}) == TEXT
+        assert [len(engine.legs) for engine in b.decode] == [1, 1, 3]
+        for wrong in ("10.0.0.7:1", "x"):
+            status, answer = await b.ask({"x-data-parallel-host-port": wrong})
+            assert status == 400 and "x-data-parallel-host-port" in answer["error"]["message"]
+        assert "x-data-parallel-host-port" not in b.decode[2].legs[-1].headers
+
+
+async def test_other_routes_pass_through():
+    async with beside() as b:
+        status, answer = await b.ask(b.header(), route="/tokenize")
+        assert (status, answer) == (200, {"passed": "/tokenize", "body": COMPLETION})
+        assert await b.ask({"x-prefiller-host-port": "nonsense"}, route="/v1/embeddings") == (
+            200,
+            {"passed": "/v1/embeddings", "body": COMPLETION},
+        )
+        async with b.session.get(f"{b.urls[0]}/metrics") as page:
+            assert "vllm:num_requests_running" in await page.text()
+        assert b.prefill[0].legs == []
+
+
+async def test_clients_cannot_hand_over_by_themselves():
+    async with beside() as b:
+        forged = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
+        assert await b.text(kv_transfer_params=forged) == TEXT
+        assert b.decode[0].legs[0].body == COMPLETION
+
+
+async def test_its_health_is_the_decode_engines():
+    async with beside() as b:
+        assert (await b.get("/health"))[0] == 200
+        await b.decode[0].stop()
+        async with asyncio.timeout(10):
+            while (await b.get("/health"))[0] != 503:
+                await asyncio.sleep(0.01)
+        _, facts = await b.get("/ready")
+        assert b.decode[0].url.removeprefix("http://") in facts["checks"]["engine"]["detail"]
+        assert (await b.get("/live"))[0] == 200
+        status, answer = await b.ask(b.header())
+        assert status == 503 and "decode engine" in answer["error"]["message"]
+
+
+async def test_many_engines_are_not_remembered_for_ever():
+    from dynamo_lite.forward.sidecar import MAX_PREFILLERS, Prefillers
+
+    async def check(engine: object) -> None:
+        raise AssertionError(engine)
+
+    known = Prefillers(PROTOCOLS["nixl"], PrefillerOptions(), check, every_s=1.0, first_number=1)
+    first = known.get("10.0.0.1:1")
+    numbers = {known.get(f"10.0.0.1:{port}").number for port in range(1, MAX_PREFILLERS + 1)}
+    assert known.get("10.0.0.1:1") is first and len(numbers) == MAX_PREFILLERS
+    known.get("10.0.0.2:1")
+    assert known.get("10.0.0.1:1") is first
+    assert known.get("10.0.0.1:2").number > max(numbers)
+
+
+async def test_it_speaks_https_to_all_sides(certificates: Certificates):
+    cert, key = (str(file) for file in certificates.files())
+    ca = str(certificates.folder / "ca.pem")
+    async with beside(
+        https=certificates,
+        options={"tls_cert": cert, "tls_key": key},
+        engine={"ca_file": ca},
+        prefillers=PrefillerOptions(https=True, ca_file=ca),
+    ) as b:
+        assert b.urls[0].startswith("https://")
+        assert await b.text(b.header()) == TEXT
+        assert len(b.prefill[0].legs) == 1

@@ -1,0 +1,368 @@
+"""The Forwarder's HTTP client, against a server that says exactly what a test scripts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from dynamo_lite.forward.engines import Engine
+from dynamo_lite.forward.options import EngineOptions
+from dynamo_lite.forward.protocols.nixl import PULL
+from dynamo_lite.forward.upstream import LegFailed, Upstream
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+Script = Callable[["Served"], Awaitable[None]]
+
+
+@dataclass
+class Served:
+    """One request that the server has got. connection: counted from 1."""
+
+    connection: int
+    head: bytes
+    body: bytes
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def say(self, *parts: bytes) -> None:
+        """Each part by itself, as far as a socket allows."""
+        for part in parts:
+            self.writer.write(part)
+            await self.writer.drain()
+
+
+@dataclass
+class World:
+    upstream: Upstream
+    engine: Engine
+    server: asyncio.Server
+    requests: list[Served] = field(default_factory=list[Served])
+
+    async def get(self, path: str = "/x", method: str = "GET") -> tuple[int, bytes]:
+        answer = await self.upstream.open(self.engine, method, path)
+        return answer.status, await self.upstream.read(self.engine, answer)
+
+
+@asynccontextmanager
+async def world(*script: Script, idle_s: float = 5.0, left_s: float = 5.0) -> AsyncIterator[World]:
+    """A server that answers its requests by the script, one entry each; the last one repeats."""
+    made: list[World] = []
+    connections = 0
+    handlers: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        number = connections
+        task = asyncio.current_task()
+        assert task is not None
+        handlers.add(task)
+        try:
+            while not writer.is_closing():
+                head = await reader.readuntil(b"\r\n\r\n")
+                lines = [line.partition(b":") for line in head.split(b"\r\n")]
+                length = sum(int(value) for name, _, value in lines if name == b"content-length")
+                one = Served(number, head, await reader.readexactly(length), reader, writer)
+                requests = made[0].requests
+                requests.append(one)
+                await script[min(len(requests), len(script)) - 1](one)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            handlers.discard(task)
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    engine = Engine(0, EngineOptions(url=f"http://127.0.0.1:{port}", role="decode"), PULL)
+    try:
+        async with (
+            Upstream(connect_s=2.0, idle_s=idle_s, left_s=left_s) as upstream,
+            asyncio.timeout(20),
+        ):
+            made.append(World(upstream, engine, server))
+            yield made[0]
+    finally:
+        server.close()
+        if handlers:
+            await asyncio.wait(handlers, timeout=5)
+
+
+def says(*parts: bytes, close: bool = False) -> Script:
+    async def script(served: Served) -> None:
+        await served.say(*parts)
+        if close:
+            served.writer.close()
+
+    return script
+
+
+async def test_a_request_is_written_as_it_is_and_its_connection_used_again():
+    async with world(says(HEALTHY)) as w:
+        headers = {"x-own": "ä"}
+        for _ in range(3):
+            answer = await w.upstream.open(w.engine, "POST", "/p?q=1", headers, b"{}")
+            assert await w.upstream.read(w.engine, answer) == b"ok"
+        assert [one.connection for one in w.requests] == [1, 1, 1]
+        host = w.engine.name.encode()
+        expected = (
+            b"POST /p?q=1 HTTP/1.1\r\nhost: %s\r\nx-own: \xc3\xa4\r\ncontent-length: 2\r\n\r\n"
+        )
+        assert w.requests[0].head == expected % host and w.requests[0].body == b"{}"
+
+
+@pytest.mark.parametrize("value", ["a\r\nx-evil: 1", "a\nb", "a\0b"])
+async def test_no_header_can_add_another_one(value: str):
+    async with world(says(HEALTHY)) as w:
+        with pytest.raises(LegFailed):
+            await w.upstream.open(w.engine, "GET", "/", {"x": value})
+        assert w.requests == []
+
+
+async def test_answers_in_all_their_forms():
+    pieces = [
+        CHUNKED[:9],
+        CHUNKED[9:],
+        b"3\r\nab",
+        b"c\r\n",
+        b"1;x=y\r\nd\r\n0\r\nx-end: 1\r\n\r\n",
+    ]
+    forms = {
+        "chunked": (says(*pieces), (200, b"abcd")),
+        "until closed": (says(b"HTTP/1.1 200 OK\r\n\r\nabc", close=True), (200, b"abc")),
+        "empty": (says(b"HTTP/1.1 204 No Content\r\n\r\n"), (204, b"")),
+        "informed first": (says(b"HTTP/1.1 100 Continue\r\n\r\n", HEALTHY), (200, b"ok")),
+        "old": (says(b"HTTP/1.0 200 OK\r\ncontent-length: 1\r\n\r\nz", close=True), (200, b"z")),
+    }
+    async with world(*(script for script, _ in forms.values())) as w:
+        for name, (_, expected) in forms.items():
+            assert await w.get() == expected, name
+
+
+async def test_a_head_request_has_no_body_whatever_the_head_says():
+    async with world(says(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n"), says(HEALTHY)) as w:
+        assert await w.get(method="HEAD") == (200, b"")
+        assert await w.get() == (200, b"ok")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"SSH-2.0-OpenSSH\r\n",),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nabc",),
+        (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * (100 << 10),),
+        (CHUNKED, b"zz\r\n"),
+        (CHUNKED, b"5\r\nabc"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc",),
+        (b"HTTP/1.1 200 OK\r\nconte",),
+        (),
+    ],
+)
+async def test_what_is_no_whole_answer_is_broken(parts: tuple[bytes, ...]):
+    async with world(says(*parts, close=True), says(HEALTHY)) as w:
+        with pytest.raises(LegFailed) as failed:
+            await w.get()
+        assert failed.value.kind == "broken"
+        assert await w.get() == (200, b"ok")
+
+
+async def test_a_connection_with_more_than_the_answer_is_not_used_again():
+    async with world(says(HEALTHY + b"HTTP/1.1 200 OK\r\n"), says(HEALTHY)) as w:
+        assert [await w.get() for _ in range(2)] == [(200, b"ok")] * 2
+        assert [one.connection for one in w.requests] == [1, 2]
+
+
+async def test_only_what_is_safe_is_repeated_on_a_kept_connection_that_was_closed():
+    async def closes(served: Served) -> None:
+        served.writer.close()
+
+    async with world(says(HEALTHY), closes, says(HEALTHY), closes) as w:
+        for _ in range(2):
+            assert await w.get() == (200, b"ok")
+        with pytest.raises(LegFailed):
+            await w.upstream.open(w.engine, "POST", "/", None, b"{}")
+        assert [one.connection for one in w.requests] == [1, 1, 2, 2]
+
+
+async def test_silence_has_an_end():
+    async def silent(served: Served) -> None:
+        await served.say(CHUNKED + b"1\r\na\r\n")
+        await served.reader.read()
+
+    async with world(silent, idle_s=0.5) as w:
+        answer = await w.upstream.open(w.engine, "GET", "/")
+        assert await w.upstream.read_some(w.engine, answer) == b"a"
+        with pytest.raises(LegFailed) as failed:
+            await w.upstream.read_some(w.engine, answer)
+        assert failed.value.kind == "timeout"
+
+
+async def test_nobody_listens():
+    async with world(says(HEALTHY)) as w:
+        engine = Engine(1, EngineOptions(url="http://127.0.0.1:1", role="decode"), PULL)
+        with pytest.raises(LegFailed) as failed:
+            await w.upstream.open(engine, "GET", "/")
+        assert failed.value.kind == "refused"
+
+
+async def test_a_client_without_room_stops_the_engine_and_time_stands_still():
+    """idle_s is over long before the client has room again."""
+    total, said, idle_s = 64 << 20, 0, 1.0
+    stalled = asyncio.Event()
+
+    async def talks(served: Served) -> None:
+        nonlocal said
+        served.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+        while said < total:
+            served.writer.write(b"x" * (1 << 20))
+            said += 1 << 20
+            try:
+                async with asyncio.timeout(0.3):
+                    await served.writer.drain()
+            except TimeoutError:
+                stalled.set()
+                await served.writer.drain()
+
+    async with world(talks, idle_s=idle_s) as w:
+        answer = await w.upstream.open(w.engine, "GET", "/")
+        got, waits = 0, 0
+
+        def push(data: bytes) -> bool:
+            nonlocal got
+            got += len(data)
+            return waits > 0
+
+        async def drained() -> None:
+            nonlocal waits
+            waits += 1
+            await stalled.wait()
+            await asyncio.sleep(1.2 * idle_s)  # longer than the engine might be silent
+
+        await w.upstream.pass_on(w.engine, answer, push, drained)
+        assert (got, waits) == (total, 1)
+
+
+async def test_an_answer_that_is_closed_closes_its_connection():
+    gone = asyncio.Event()
+
+    async def talks(served: Served) -> None:
+        await served.say(CHUNKED)
+        await served.reader.read()
+        gone.set()
+
+    async with world(talks) as w:
+        answer = await w.upstream.open(w.engine, "GET", "/")
+        answer.close()
+        await gone.wait()
+
+
+async def test_what_a_client_raises_ends_the_answer():
+    class Gone(Exception): ...
+
+    def push(_: bytes) -> bool:
+        raise Gone
+
+    async def drained() -> None: ...
+
+    gone = asyncio.Event()
+
+    async def talks(served: Served) -> None:
+        await served.say(CHUNKED, b"1\r\na\r\n")
+        await served.reader.read()
+        gone.set()
+
+    async with world(talks) as w:
+        answer = await w.upstream.open(w.engine, "GET", "/")
+        with pytest.raises(Gone):
+            await w.upstream.pass_on(w.engine, answer, push, drained)
+        answer.close()
+        await gone.wait()
+
+
+async def test_what_a_client_raises_at_the_very_end_leaves_the_connection_whole():
+    class Gone(Exception): ...
+
+    begun = asyncio.Event()
+
+    def push(_: bytes) -> bool:
+        raise Gone
+
+    async def drained() -> None: ...
+
+    async def talks(served: Served) -> None:
+        await served.say(CHUNKED)
+        await begun.wait()
+        await served.say(b"1\r\na\r\n0\r\n\r\n")
+
+    async with world(talks, says(HEALTHY)) as w:
+        answer = await w.upstream.open(w.engine, "GET", "/")
+        passing = asyncio.create_task(w.upstream.pass_on(w.engine, answer, push, drained))
+        await asyncio.sleep(0)  # it waits for the next piece
+        begun.set()
+        with pytest.raises(Gone):
+            await passing
+        other = await w.upstream.open(w.engine, "GET", "/")
+        answer.close()
+        assert await w.upstream.read(w.engine, other) == b"ok"
+        assert [one.connection for one in w.requests] == [1, 1]
+
+
+async def test_a_client_without_room_at_the_very_end_holds_up_no_other_request():
+    begun, waits, room = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def drained() -> None:
+        waits.set()
+        await room.wait()
+
+    async def talks(served: Served) -> None:
+        await served.say(CHUNKED)
+        await begun.wait()
+        await served.say(b"1\r\na\r\n0\r\n\r\n")
+
+    async with world(talks, says(HEALTHY)) as w:
+        answer = await w.upstream.open(w.engine, "GET", "/")
+        passing = asyncio.create_task(
+            w.upstream.pass_on(w.engine, answer, lambda _: False, drained)
+        )
+        await asyncio.sleep(0)  # it waits for the next piece
+        begun.set()
+        await waits.wait()
+        assert await w.get() == (200, b"ok")
+        room.set()
+        await passing
+        assert [one.connection for one in w.requests] == [1, 1]
+
+
+async def test_a_server_that_has_ended_but_for_a_hanging_request_is_not_waited_for():
+    async def hangs(served: Served) -> None:
+        await served.reader.read()
+
+    async def goes_on(served: Served) -> None:
+        await served.say(CHUNKED)
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+            await served.say(b"1\r\na\r\n")
+        await served.say(b"0\r\n\r\n")
+
+    async with world(goes_on, hangs, left_s=1.0) as w:
+        draining = await w.upstream.open(w.engine, "GET", "/")
+        hanging = asyncio.create_task(w.upstream.open(w.engine, "POST", "/", None, b"{}"))
+        while len(w.requests) < 2:
+            await asyncio.sleep(0.01)
+        w.server.close()
+        for _ in range(2):
+            with pytest.raises(LegFailed) as refused:
+                await w.get()
+            assert refused.value.kind == "refused"
+        with pytest.raises(LegFailed) as failed:
+            await hanging
+        # Not a timeout: another engine may be asked.
+        assert failed.value.kind == "broken"
+        assert await w.upstream.read(w.engine, draining) == b"a" * 10

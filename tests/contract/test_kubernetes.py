@@ -1,0 +1,277 @@
+"""The Kubernetes connector against an API server that takes only what the real one would."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from dynamo_lite.protocol.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ProtocolError,
+    Refused,
+    Unavailable,
+)
+from dynamo_lite.protocol.planner import RoleCounts
+from dynamo_lite.runtime.kubernetes import KubernetesApi
+from dynamo_lite.services.config import KubernetesOptions
+from dynamo_lite.services.planner.connector import Order, SwitchingConnector
+from dynamo_lite.services.planner.kubernetes import KubernetesConnector
+from tests.builders import eventually
+from tests.contract.planning import Bench, D, FakeSupervisor, P
+from tests.external import Certificates
+
+COST = "controller.kubernetes.io/pod-deletion-cost"
+BASE = "/apis/apps/v1/namespaces/prod"
+
+
+class ApiServer:
+    """Deployments `p` and `d`, as replicas, ready pods and a resource version."""
+
+    def __init__(self) -> None:
+        self.replicas = {"p": 1, "d": 2}
+        self.ready = {"p": 1, "d": 2}
+        self.versions = {"p": 10, "d": 20}
+        self.token = "first"
+        self.pods: dict[str, dict[str, str]] = {}
+        self.mistakes: list[str] = []
+        #: Instead of an answer: a status, or "hang" or "garbage".
+        self.faults: list[Any] = []
+        #: Somebody else changes the replicas between the read and the change.
+        self.interferes = False
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            return _status(401, "Unauthorized")
+        if self.faults and (fault := self.faults.pop(0)):
+            if fault == "hang":
+                await asyncio.Event().wait()
+            if fault == "garbage":
+                return web.Response(body=b"\xff not json")
+            return _status(fault, "told to")
+        kind, _, name = request.path.rpartition("/pods/")
+        if kind == "/api/v1/namespaces/prod":
+            return await self._annotate(request, name)
+        for one in self.replicas:
+            if request.path == f"{BASE}/deployments/{one}" and request.method == "GET":
+                return web.json_response(self._workload(one))
+            if request.path == f"{BASE}/deployments/{one}/scale":
+                return await self._scale(request, one)
+        return _status(404, f"{request.method} {request.path} is not found")
+
+    def _workload(self, name: str) -> dict[str, Any]:
+        return {
+            "metadata": {"name": name, "resourceVersion": str(self.versions[name])},
+            "spec": {"replicas": self.replicas[name]},
+            "status": {"replicas": self.replicas[name], "readyReplicas": self.ready[name]},
+        }
+
+    async def _scale(self, request: web.Request, name: str) -> web.Response:
+        if request.method == "GET":
+            found = web.json_response(self._workload(name))
+            if self.interferes:
+                self.versions[name] += 1
+            return found
+        if request.content_type != "application/merge-patch+json":
+            return _status(415, "the body of the request was in an unknown format")
+        change = json.loads(await request.read())
+        if set(change) != {"metadata", "spec"} or set(change["spec"]) != {"replicas"}:
+            self.mistakes.append(f"changes more than the replicas: {change}")
+        if change["metadata"] != {"resourceVersion": str(self.versions[name])}:
+            return _status(409, "the object has been modified; please apply your changes to it")
+        self.replicas[name] = change["spec"]["replicas"]
+        self.versions[name] += 1
+        return web.json_response(self._workload(name))
+
+    async def _annotate(self, request: web.Request, name: str) -> web.Response:
+        if request.content_type != "application/merge-patch+json":
+            return _status(415, "the body of the request was in an unknown format")
+        change = json.loads(await request.read())
+        self.pods.setdefault(name, {}).update(change["metadata"]["annotations"])
+        return web.json_response({"metadata": change["metadata"]})
+
+
+def _status(code: int, message: str) -> web.Response:
+    body = {"kind": "Status", "status": "Failure", "message": message, "code": code}
+    return web.json_response(body, status=code)
+
+
+@pytest.fixture
+async def server(certificates: Certificates) -> AsyncIterator[ApiServer]:
+    fake = ApiServer()
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", fake.handle)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    folder = certificates.folder
+    context.load_cert_chain(folder / "server.pem", folder / "server-key.pem")
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+    await site.start()
+    fake.url = f"https://127.0.0.1:{runner.addresses[0][1]}"
+    yield fake
+    await runner.cleanup()
+    assert fake.mistakes == []
+
+
+@pytest.fixture
+def account(certificates: Certificates, tmp_path: Path) -> Path:
+    (tmp_path / "token").write_text("first\n")
+    (tmp_path / "namespace").write_text("prod")
+    (tmp_path / "ca.crt").write_bytes((certificates.folder / "ca.pem").read_bytes())
+    return tmp_path
+
+
+def connect(server: ApiServer, account: Path, timeout_s: float = 5.0) -> KubernetesConnector:
+    options = KubernetesOptions(
+        decode="deployments/d", prefill="deployments/p", decode_devices=2, prefill_devices=1
+    )
+    return KubernetesConnector(KubernetesApi(server.url, account, timeout_s), options)
+
+
+def order(count: int, component: str = D, **fields: Any) -> Order:
+    return Order(component=component, version=1, count=count, **fields)
+
+
+async def test_numbers_are_read_and_changed(server: ApiServer, account: Path):
+    connector = connect(server, account)
+    server.ready["d"] = 1
+    found = (await connector.counts()).roles
+    assert found[D] == RoleCounts(starting=1, ready=1, devices_each=2, devices_free=100_000)
+    assert (found[P].starting, found[P].ready) == (0, 1)
+    await connector.add(order(3))
+    assert server.replicas == {"p": 1, "d": 3}
+    await connector.remove(order(2))
+    assert server.replicas == {"p": 1, "d": 2}
+
+
+async def test_pods_do_not_change_their_role(server: ApiServer, account: Path):
+    """So a planner removes one and adds one."""
+    assert not isinstance(connect(server, account), SwitchingConnector)
+
+
+async def test_an_order_that_was_taken_changes_nothing_again(server: ApiServer, account: Path):
+    connector = connect(server, account)
+    await connector.add(order(3))
+    version = server.versions["d"]
+    await connector.add(order(3))
+    await connector.remove(order(3))
+    assert (server.replicas["d"], server.versions["d"]) == (3, version)
+
+
+async def test_a_change_by_somebody_else_is_a_conflict(server: ApiServer, account: Path):
+    connector = connect(server, account)
+    server.interferes = True
+    with pytest.raises(Unavailable, match="409 the object has been modified"):
+        await connector.add(order(3))
+    assert server.replicas["d"] == 2
+    server.interferes = False
+    await connector.add(order(3))
+    assert server.replicas["d"] == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        (403, Refused, "403 told to"),
+        (422, Refused, "422 told to"),
+        (429, Unavailable, "429 told to"),
+        (500, Unavailable, "500 told to"),
+        (503, Unavailable, "503 told to"),
+        ("hang", DeadlineExceeded, "no answer within 0.3 s"),
+        ("garbage", ProtocolError, "no JSON object"),
+    ],
+)
+@pytest.mark.parametrize("step", [0, 1])
+async def test_each_failure_is_told_from_the_others(
+    server: ApiServer, account: Path, fault: Any, error: type[Exception], said: str, step: int
+):
+    connector = connect(server, account, timeout_s=0.3)
+    server.faults = [None] * step + [fault]
+    with pytest.raises(error, match=said):
+        await connector.add(order(3))
+    assert server.replicas["d"] == 2
+
+
+async def test_a_new_token_is_used_at_once(server: ApiServer, account: Path):
+    connector = connect(server, account)
+    server.token = "second"
+    with pytest.raises(Refused, match="401"):
+        await connector.counts()
+    (account / "token").write_text("second")
+    await connector.counts()
+
+
+async def test_the_server_s_certificate_is_checked(
+    server: ApiServer, account: Path, certificates: Certificates
+):
+    (account / "ca.crt").write_bytes((certificates.folder / "stranger.pem").read_bytes())
+    with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        await connect(server, account).counts()
+
+
+async def test_the_victim_is_marked(server: ApiServer, account: Path):
+    connector = connect(server, account)
+    await connector.prefer(order(1, lease_id=5, host="d-7f9-x2"))
+    assert server.pods == {"d-7f9-x2": {COST: "-2147483647"}}
+    with pytest.raises(ProtocolError, match="not the name of a pod"):
+        await connector.prefer(order(1, lease_id=5, host="../../secrets/x"))
+
+
+def test_only_own_pods_and_of_a_stateful_set_only_the_last_one(account: Path):
+    api = KubernetesApi("https://kubernetes.default.svc", account, 1.0)
+    options = KubernetesOptions(decode="statefulsets/d", prefill="deployments/p")
+    connector = KubernetesConnector(api, options)
+    assert connector.removable(D, ["d-0", "d-9", "d-10", "other-11"]) == ["d-10"]
+    assert connector.removable(P, ["p-1", "p-x", "q-1"]) == ["p-1", "p-x"]
+
+
+@pytest.mark.parametrize("missing", ["token", "ca.crt", "namespace"])
+def test_without_a_service_account_the_start_fails(account: Path, missing: str):
+    (account / missing).unlink()
+    with pytest.raises(ConfigError, match="no usable service account"):
+        KubernetesApi("https://kubernetes.default.svc", account, 1.0)
+
+
+def test_only_https(account: Path):
+    with pytest.raises(ConfigError, match="expected https://"):
+        KubernetesApi("http://kubernetes.default.svc", account, 1.0)
+
+
+async def test_a_planner_scales_a_deployment(
+    server: ApiServer, account: Path, nats_url: str, etcd_url: str, namespace: str
+):
+    async with Bench(nats_url, etcd_url, namespace, FakeSupervisor()) as bench:
+        connector = connect(server, account)
+        connector.removable = lambda component, hosts: hosts  # its workers are no pods
+        server.faults = [500, 403]
+        async with bench.planner(connector=connector):
+            await bench.want(VllmWorker=3)
+            await eventually(lambda: server.replicas["d"] == 3)
+            server.ready["d"] = 3
+            await until_quiet(bench)
+            victims = {f"host-{await bench.worker(D):x}" for _ in range(3)}
+            server.faults = [None, None, 503]
+            bench.facts["in_flight"] = 3
+            await bench.want(VllmWorker=2)
+            await eventually(lambda: server.pods != {})
+            assert set(server.pods) < victims
+            assert server.replicas["d"] == 3  # until it has drained
+            bench.facts["in_flight"] = 0
+            await eventually(lambda: server.replicas["d"] == 2)
+            server.ready["d"] = 2
+            await until_quiet(bench)
+
+
+async def until_quiet(bench: Bench) -> None:
+    async def quiet() -> bool:
+        record = await bench.target_record()
+        return record is not None and not record.manual and not await bench.operations()
+
+    await eventually(quiet)

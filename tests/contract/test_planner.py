@@ -1,0 +1,388 @@
+"""Planners on real etcd and NATS: one acts, and what one has begun the next one ends."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynamo_lite.cli import planner, planner_view
+from dynamo_lite.cli.listing import Place
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode, encode_json
+from dynamo_lite.protocol.errors import ConfigError, StartupError
+from dynamo_lite.protocol.planner import (
+    ExplainPlan,
+    PauseRecord,
+    decode_planner_report,
+)
+from dynamo_lite.services.planner.observation import Observation, Observed
+from tests.builders import eventually
+from tests.contract.planning import TICK_S, Bench, D, FakeSupervisor, P
+from tests.servers import PrivateServer
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+
+@pytest.fixture
+async def bench(nats_url: str, etcd_url: str, namespace: str) -> AsyncIterator[Bench]:
+    async with Bench(nats_url, etcd_url, namespace, FakeSupervisor()) as bench:
+        yield bench
+
+
+async def test_what_an_operator_sets_is_reached_and_then_forgotten(bench: Bench):
+    async with bench.planner():
+        await bench.want(PrefillWorker=3, VllmWorker=2)
+        await bench.until_settled(PrefillWorker=3, VllmWorker=2)
+
+        async def forgotten() -> bool:
+            record = await bench.target_record()
+            return record is not None and not record.manual
+
+        await eventually(forgotten)
+        for _ in range(3):
+            await bench.worker(P)
+        await bench.want(PrefillWorker=2)
+        await bench.until_settled(PrefillWorker=2, VllmWorker=2)
+    versions = [order.version for _, order in bench.supervisor.orders]
+    assert versions == sorted(set(versions))
+    assert len(bench.supervisor.taken("add")) == 3
+
+
+async def test_prompts_that_find_no_room_bring_a_prefill_worker(bench: Bench):
+    async with bench.planner() as running:
+        numbers = itertools.count(1)
+
+        async def more() -> bool:
+            await bench.overflow(500, next(numbers))
+            await asyncio.sleep(TICK_S / 2)
+            return bench.supervisor.ready[P] > 1
+
+        await eventually(more, 30)
+        assert bench.supervisor.ready == {P: 2, D: 1}
+        roles = {role["component"]: role for role in running.facts["roles"]}
+        assert "no rate is measured yet" in roles[P]["reason"] or roles[P]["state"] == "settling"
+
+
+async def test_an_idle_worker_leaves_after_the_window(bench: Bench):
+    bench.supervisor.ready[D] = 2
+    leases = [await bench.worker(D), await bench.worker(D)]
+    async with bench.planner(down_window_s=1.0, cooldown_s=0.1, start_s=0.1):
+        await eventually(lambda: bench.supervisor.taken("remove"), 20)
+        assert bench.supervisor.taken("remove")[0].lease_id in leases
+        await bench.until_settled(VllmWorker=1)
+    assert len(bench.supervisor.orders) == 1
+
+
+async def test_two_planners_one_acts_and_the_other_takes_over(bench: Bench):
+    async with bench.planner(1) as second:
+        async with bench.planner(0) as first:
+            assert await bench.leader() == second.lease_id
+            await eventually(lambda: "leads" in first.facts["hold"])
+            await bench.want(PrefillWorker=2)
+            await bench.until_settled(PrefillWorker=2)
+            assert len(bench.supervisor.taken("add")) == 1
+            lease_id = second.lease_id
+            await bench.store.revoke(lease_id)
+
+            async def taken_over() -> bool:
+                return await bench.leader() == first.lease_id
+
+            await eventually(taken_over, 20)
+            await bench.want(PrefillWorker=3)
+            await bench.until_settled(PrefillWorker=3)
+    assert [order.count for order in bench.supervisor.taken("add")] == [2, 3]
+
+
+@pytest.mark.parametrize("moment", ["add before", "add after"])
+async def test_an_addition_goes_on_after_its_planner_s_end(bench: Bench, moment: str):
+    bench.supervisor.stop_at = moment
+    async with bench.planner():
+        await bench.want(PrefillWorker=3)
+        await bench.supervisor.stopped.wait()
+        assert [op.phase for op in await bench.operations()] == ["ordered"]
+    async with bench.planner(1):
+        await bench.until_settled(PrefillWorker=3)
+    assert len(bench.supervisor.taken("add")) == 2
+
+
+async def test_a_start_is_awaited_by_the_next_planner(bench: Bench):
+    bench.supervisor.instant = False
+    async with bench.planner():
+        await bench.want(PrefillWorker=2)
+        await _in_phase(bench, "asked")
+    async with bench.planner(1):
+        await _in_phase(bench, "asked")
+        bench.supervisor.finish_starts()
+        await bench.until_settled(PrefillWorker=2)
+    assert len(bench.supervisor.orders) == 1
+
+
+@pytest.mark.parametrize("moment", ["remove before", "remove after"])
+async def test_a_removal_goes_on_after_its_planner_s_end(bench: Bench, moment: str):
+    bench.supervisor.ready[D] = 2
+    bench.supervisor.stop_at = moment
+    bench.supervisor.instant = False
+    await bench.worker(D)
+    await bench.worker(D)
+    async with bench.planner():
+        await bench.want(VllmWorker=1)
+        await bench.supervisor.stopped.wait()
+        (operation,) = await bench.operations()
+        assert operation.phase == "ordered"
+    async with bench.planner(1):
+        await _in_phase(bench, "asked")
+        assert bench.supervisor.draining[D] == {operation.lease_id}
+        bench.supervisor.finish_drains()
+        await bench.until_settled(VllmWorker=1)
+    assert {order.lease_id for order in bench.supervisor.taken("remove")} == {operation.lease_id}
+
+
+@pytest.mark.parametrize("moment", ["remove before", "remove after"])
+async def test_a_withdrawal_goes_on_after_its_planner_s_end(bench: Bench, moment: str):
+    bench.supervisor.instant = False
+    bench.supervisor.stop_at = moment
+    async with bench.planner(start_timeout_s=0.5):
+        await bench.want(PrefillWorker=2)
+        await bench.supervisor.stopped.wait()
+        assert [op.phase for op in await bench.operations()] == ["withdrawing"]
+    async with bench.planner(1):
+        await eventually(lambda: not sum(bench.supervisor.starting.values()), 20)
+
+        async def no_operation() -> bool:
+            return not await bench.operations()
+
+        await eventually(no_operation, 20)
+    assert len(bench.supervisor.taken("remove")) == 1
+    assert bench.supervisor.ready == {P: 1, D: 1}
+
+
+async def test_one_that_is_elected_while_it_looks_first_learns_what_is_under_way(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    bench.supervisor.instant = False
+    bench.supervisor.stop_at = "remove after"
+    async with bench.planner(start_timeout_s=0.5):
+        await bench.want(PrefillWorker=2)
+        await bench.supervisor.stopped.wait()
+    look = Observation.look
+
+    async def slow(self: Observation) -> Observed:
+        await eventually(lambda: bench.latest._records.leads)
+        return await look(self)
+
+    monkeypatch.setattr(Observation, "look", slow)
+    async with bench.planner(1) as running:
+        await eventually(lambda: "1 starts have failed" in _reason(running, P), 20)
+    assert [what for what, _ in bench.supervisor.orders] == ["add", "remove"]
+
+
+@pytest.mark.parametrize("moment", ["prefer after", "remove before", "remove after", ""])
+async def test_where_the_victim_is_not_chosen_it_drains_before_it_is_removed(
+    bench: Bench, moment: str
+):
+    bench.supervisor.chooses_victim = False
+    bench.supervisor.ready[D] = 2
+    bench.supervisor.stop_at = moment
+    bench.facts["in_flight"] = 3
+    await bench.worker(D)
+    await bench.worker(D)
+    async with bench.planner():
+        await bench.want(VllmWorker=1)
+        if moment == "prefer after":
+            await bench.supervisor.stopped.wait()
+        else:
+            await _in_phase(bench, "leaving")
+            assert bench.supervisor.taken("remove") == []
+            bench.facts["in_flight"] = 0
+            if moment:
+                await bench.supervisor.stopped.wait()
+            else:
+                await bench.until_settled(VllmWorker=1)
+    async with bench.planner(1):
+        bench.facts["in_flight"] = 0
+        await bench.until_settled(VllmWorker=1)
+    preferred = {order.lease_id for order in bench.supervisor.taken("prefer")}
+    removed = bench.supervisor.taken("remove")
+    assert {order.lease_id for order in removed} == preferred
+    assert {order.count for order in removed} == {1}
+    (victim,) = preferred
+    assert (
+        await bench.store.get_prefix(names.endpoint_key(bench.namespace, D, "generate", victim))
+        == {}
+    )
+
+
+async def test_where_the_victim_is_not_chosen_no_starting_one_is_removed(bench: Bench):
+    """The order might end one that serves. Removals come before additions."""
+    bench.supervisor.chooses_victim = False
+    bench.supervisor.starting[D] = 1
+    async with bench.planner():
+        await bench.want(PrefillWorker=2, VllmWorker=1)
+        await eventually(lambda: bench.supervisor.ready[P] == 2, 20)
+    assert bench.supervisor.taken("remove") == []
+
+
+@pytest.mark.parametrize("unready_first", [True, False])
+async def test_one_that_stays_pending_is_removed_where_such_ones_go_first(
+    bench: Bench, unready_first: bool
+):
+    """Nobody waits for it: it was not the planner that has started it."""
+    bench.supervisor.chooses_victim = False
+    bench.supervisor.unready_first = unready_first
+    bench.supervisor.starting[D] = 1
+    async with bench.planner(start_timeout_s=0.5):
+        await bench.want(VllmWorker=1)
+        if unready_first:
+            await eventually(lambda: bench.supervisor.taken("remove"), 20)
+            assert bench.supervisor.starting[D] == 0
+            await bench.until_settled()
+        else:
+            # Two looks in each tick: it is overdue for long.
+            await eventually(lambda: bench.supervisor.looks > 40, 60)
+            assert bench.supervisor.taken("remove") == []
+            assert bench.supervisor.starting[D] == 1
+
+
+async def test_a_worker_that_cannot_be_started_is_tried_again_ever_later(bench: Bench):
+    bench.supervisor.instant = False
+    async with bench.planner() as running:
+        await bench.want(PrefillWorker=2)
+        await _in_phase(bench, "asked")
+        bench.supervisor.starting[P] = 0  # it has ended before it was ready
+        await eventually(lambda: "1 starts have failed" in _reason(running, P), 20)
+        assert len(bench.supervisor.taken("add")) == 1
+
+
+async def test_while_paused_only_an_operator_s_number_counts(bench: Bench):
+    key = names.planner_pause_key(bench.namespace)
+    await bench.store.put(key, encode_json(PauseRecord(by="me", reason="an upgrade")))
+    async with bench.planner() as running:
+        await eventually(lambda: running.facts["hold"] == "paused: an upgrade")
+        await bench.want(PrefillWorker=2)
+        await bench.until_settled(PrefillWorker=2)
+        await eventually(lambda: running.facts["hold"] == "paused: an upgrade")
+        await bench.store.put(key, b"[]")
+        await eventually(lambda: "cannot be read" in running.facts["hold"])
+        await bench.store.delete(key)
+        await eventually(lambda: running.facts["hold"] == "")
+
+
+async def test_a_dry_run_orders_nothing(bench: Bench):
+    async with bench.planner(dry_run=True) as running:
+        await bench.want(PrefillWorker=2)
+        await eventually(lambda: running.facts["hold"] == "dry run")
+        subject = names.endpoint_subject(bench.namespace, "Planner", "explain", running.lease_id)
+
+        async def explained() -> bool:
+            reply = await bench.messaging.request(subject, encode(ExplainPlan()), timeout_s=5)
+            decisions = decode_planner_report(reply).decisions
+            return any("PrefillWorker +1" in text for d in decisions for text in d.actions)
+
+        await eventually(explained)
+        assert await bench.leader() == 0
+    assert bench.supervisor.orders == []
+    assert await bench.operations() == []
+
+
+async def test_a_connector_that_does_not_answer_holds_the_planner(bench: Bench):
+    async with bench.planner() as running:
+        bench.supervisor.away = True
+        await eventually(lambda: "not known" in running.facts["hold"])
+        await bench.want(PrefillWorker=2)
+        bench.supervisor.away = False
+        await bench.until_settled(PrefillWorker=2)
+
+
+async def test_without_etcd_it_does_not_act(
+    nats_url: str, etcd_server: PrivateServer, namespace: str
+):
+    async with Bench(nats_url, etcd_server.url, namespace, FakeSupervisor()) as bench:
+        async with bench.planner() as running:
+            await eventually(lambda: running.facts["leads"])
+            etcd_server.freeze()
+            try:
+                await eventually(lambda: "etcd is away" in running.facts["hold"], 20)
+                for number in range(1, 11):
+                    await bench.overflow(500, number)
+                    await asyncio.sleep(TICK_S)
+                await eventually(lambda: "find no room" in _reason(running, P))
+            finally:
+                etcd_server.thaw()
+            assert bench.supervisor.orders == []
+
+
+async def test_limits_that_contradict_each_other_end_the_start(bench: Bench):
+    with pytest.raises(ValueError, match="prefill-min is 5 and prefill-max is 2"):
+        async with bench.planner(prefill_min=5, prefill_max=2):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (
+            {"Nobody": 2},
+            "Nobody: the planner has no such role; accepted: PrefillWorker, VllmWorker",
+        ),
+        ({D: 99}, "99 decode workers: decode-min is 1 and decode-max is 8"),
+        ({P: 0}, "0 prefill workers: prefill-min is 1 and prefill-max is 8"),
+        ({P: 8, D: 8}, "16 devices together, and budget-devices is 8"),
+    ],
+)
+async def test_numbers_that_cannot_be_are_refused(bench: Bench, wanted: dict[str, int], said: str):
+    place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
+    async with bench.planner() as running:
+        await eventually(lambda: running.facts["roles"])
+        with pytest.raises(ConfigError, match=said):
+            await planner.set_counts(bench.store, place, wanted)
+        assert await bench.target_record() is None
+
+
+async def test_what_cannot_be_reached_is_told_and_can_be_unset(bench: Bench):
+    place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
+    bench.supervisor.devices_each = 1
+    bench.supervisor.devices_free = 0
+    async with bench.planner() as running:
+        await eventually(lambda: running.facts["roles"])
+        await planner.set_counts(bench.store, place, {P: 3})
+        await eventually(lambda: "no device is free" in _reason(running, P))
+        shown = planner_view.as_text(await planner.look(bench.store, place))
+        assert "set by an operator, not reached yet: PrefillWorker=3" in shown
+        assert (
+            "  PrefillWorker: no device is free within the budget; an operator has set 3" in shown
+        )
+        # Numbers that are not reached yet count as well as the present ones.
+        with pytest.raises(ConfigError, match="9 devices together, and budget-devices is 8"):
+            await planner.set_counts(bench.store, place, {D: 6})
+        with pytest.raises(ConfigError, match="VllmWorker: no number is set; set: PrefillWorker"):
+            await planner.unset_counts(bench.store, place, [D])
+        record, gone = await planner.unset_counts(bench.store, place, [P])
+        assert (dict(gone), record.manual) == ({P: 3}, {})
+        await eventually(lambda: "an operator" not in _reason(running, P))
+        assert running.facts["manual"] == {}
+        _, gone = await planner.unset_counts(bench.store, place, [])
+        assert not gone
+    assert bench.supervisor.orders == []
+
+
+async def test_in_a_dry_run_and_without_a_planner_nothing_can_be_set(bench: Bench):
+    place = Place(etcd_url=bench.etcd_url, namespace=bench.namespace)
+    with pytest.raises(StartupError, match="no planner runs"):
+        await planner.set_counts(bench.store, place, {P: 2})
+    async with bench.planner(dry_run=True) as running:
+        await eventually(lambda: running.facts["roles"])
+        with pytest.raises(StartupError, match="dry-run"):
+            await planner.set_counts(bench.store, place, {P: 2})
+
+
+async def _in_phase(bench: Bench, phase: str) -> None:
+    async def reached() -> bool:
+        return [op.phase for op in await bench.operations()] == [phase]
+
+    await eventually(reached, 20)
+
+
+def _reason(running, component: str) -> str:
+    roles = {role["component"]: role["reason"] for role in running.facts["roles"]}
+    return roles.get(component, "")

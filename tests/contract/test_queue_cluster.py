@@ -1,0 +1,278 @@
+"""PrefillQueue on a cluster of three NATS servers: the contract, and the loss of a server."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import Lane
+from dynamo_lite.protocol.errors import (
+    BrokerUnavailable,
+    PushAmbiguous,
+    QueueFull,
+    StartupError,
+)
+from dynamo_lite.queue.base import Job, PrefillQueue, QueueConfig
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.tasks import running as owned
+from tests.builders import eventually
+from tests.clusters import NatsCluster, nats_cluster
+from tests.conftest import running
+from tests.contract import test_queue
+from tests.contract.test_queue import pull, push, push_again, push_when_there_is_room
+from tests.servers import PrivateServer
+from tests.sim import contract
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+globals().update(contract.tests_of(test_queue, "open_queue"))
+# Here there is room some time after an ack: the servers have to agree.
+del test_the_cap_is_exact, test_lanes_share_the_cap_the_ids_and_the_end  # type: ignore[name-defined]  # noqa: F821
+
+THREE = QueueConfig(replicas=3)
+#: An election of nats-server takes up to 9 s.
+ELECTED_S = 45.0
+
+
+def queue_of(url: str, namespace: str, config: QueueConfig = THREE) -> JetStreamQueue:
+    stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
+    return JetStreamQueue(url, stream=stream, subject=subject, config=config)
+
+
+@pytest.fixture(scope="module")
+def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running(nats_cluster(tmp_path_factory.mktemp("cluster"))) as url:
+        yield url
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[NatsCluster[PrivateServer]]:
+    async with nats_cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(params=["memory", "file"])
+async def open_queue(
+    request: pytest.FixtureRequest, cluster_url: str, namespace: str
+) -> AsyncIterator[test_queue.Opener]:
+    async with AsyncExitStack() as stack:
+
+        async def open_one(config: QueueConfig = test_queue.DEFAULT) -> PrefillQueue:
+            replicated = QueueConfig(**{**vars(config), "replicas": 3, "storage": request.param})
+            return await stack.enter_async_context(queue_of(cluster_url, namespace, replicated))
+
+        yield open_one
+
+
+async def test_the_cap_is_exact_on_three_servers(open_queue: test_queue.Opener) -> None:
+    config = QueueConfig(max_jobs=10, push_timeout_s=5.0)
+    queues = [await open_queue(config), await open_queue(config)]
+    outcomes = await asyncio.gather(
+        *(push(queues[i % 2], b"x", list(Lane)[i % 3]) for i in range(400)), return_exceptions=True
+    )
+    assert sum(isinstance(outcome, int) for outcome in outcomes) == 10
+    assert all(isinstance(outcome, int | QueueFull) for outcome in outcomes)
+    job = await pull(queues[0])
+    with pytest.raises(QueueFull):
+        await push(queues[1], b"in flight jobs count")
+    await job.ack()
+    await push_when_there_is_room(queues[1], b"again")
+    assert (await queues[0].depth()).total == 10
+
+
+# A server is lost
+
+
+async def push_for_certain(queue: PrefillQueue, payload: bytes, message_id: str) -> None:
+    """With the same id, so that a job whose push was ambiguous is not queued twice."""
+    while True:
+        try:
+            await queue.push(payload, message_id=message_id)
+            return
+        except (BrokerUnavailable, PushAmbiguous, QueueFull):
+            await asyncio.sleep(0.05)
+
+
+async def test_every_job_arrives_while_servers_are_killed(
+    cluster: NatsCluster[PrivateServer], namespace: str
+) -> None:
+    """The leader of the stream is killed under load, comes back, then the next leader."""
+    config = QueueConfig(replicas=3, max_jobs=8, ack_wait_s=3.0)
+    done: set[bytes] = set()
+    numbers = itertools.count()
+    async with AsyncExitStack() as stack:
+        users = [
+            await stack.enter_async_context(queue_of(cluster.url, namespace, config))
+            for _ in range(4)
+        ]
+        pushed: list[bytes] = []
+        enough = asyncio.Event()
+
+        async def produce(queue: PrefillQueue) -> None:
+            while not enough.is_set():
+                payload = b"%d" % next(numbers)
+                await push_for_certain(queue, payload, payload.decode())
+                pushed.append(payload)
+
+        async def consume(queue: PrefillQueue) -> None:
+            while True:
+                job = await queue.pull(timeout_s=1.0)
+                if job is not None and await acknowledged(job):
+                    done.add(job.payload)
+
+        for queue in users[2:]:
+            await stack.enter_async_context(owned(consume(queue), name="consume"))
+        producing = [
+            await stack.enter_async_context(owned(produce(queue), name="produce"))
+            for queue in users[:2]
+        ]
+        for _ in range(2):
+            await made_progress(done)
+            leader = await cluster.leader(names.prefill_stream(namespace))
+            await cluster.members[leader].kill()
+            await made_progress(done)
+            await cluster.members[leader].restart()
+            await cluster.current(names.prefill_stream(namespace))
+        enough.set()
+        await asyncio.gather(*producing)
+        await eventually(lambda: done == set(pushed), ELECTED_S)
+        assert [user.incarnation for user in users] == [0] * 4
+        await eventually(lambda: is_empty(users[0]), ELECTED_S)
+
+
+async def acknowledged(job: Job) -> bool:
+    try:
+        await job.ack()
+    except BrokerUnavailable:
+        return False  # it is delivered again
+    return True
+
+
+async def made_progress(done: set[bytes]) -> None:
+    before = len(done)
+    await eventually(lambda: len(done) >= before + 50, ELECTED_S)
+
+
+async def is_empty(queue: PrefillQueue) -> bool:
+    try:
+        return (await queue.depth()).total == 0
+    except BrokerUnavailable:
+        return False
+
+
+async def test_the_cap_is_exact_also_when_the_leader_is_killed(
+    cluster: NatsCluster[PrivateServer], namespace: str
+) -> None:
+    config = QueueConfig(replicas=3, max_jobs=10, push_timeout_s=2.0)
+    async with (
+        queue_of(cluster.url, namespace, config) as one,
+        queue_of(cluster.url, namespace, config) as other,
+    ):
+        for _ in range(5):
+            await push(one, b"before")
+        leader = await cluster.leader(names.prefill_stream(namespace))
+        held = await pull(other)
+        pushing = [
+            asyncio.create_task(push(queue, b"during")) for _ in range(20) for queue in (one, other)
+        ]
+        await cluster.members[leader].kill()
+        outcomes = await asyncio.gather(*pushing, return_exceptions=True)
+        expected = (int, QueueFull, BrokerUnavailable, PushAmbiguous)
+        assert all(isinstance(outcome, expected) for outcome in outcomes)
+        confirmed = {outcome for outcome in outcomes if isinstance(outcome, int)}
+        await cluster.leader(names.prefill_stream(namespace))
+        async with asyncio.timeout(ELECTED_S):
+            with pytest.raises(QueueFull):
+                while True:
+                    await push_again(one, b"after")
+            # A server that is killed may not have told the others of its last delivery.
+            found = {held.sequence}
+            while len(found) < 10 or not confirmed <= found:
+                if (job := await other.pull(timeout_s=1.0)) is not None:
+                    found.add(job.sequence)
+            assert (await one.depth()).total == 10
+        assert len(found) == 10
+
+
+async def test_a_queue_without_replicas_that_a_cluster_lost_is_noticed(
+    cluster: NatsCluster[PrivateServer], namespace: str
+) -> None:
+    """The cluster makes the stream again by itself, with the same times and the same numbers."""
+    stream, config = names.prefill_stream(namespace), QueueConfig()
+    async with (
+        queue_of(cluster.url, namespace, config) as decode,
+        queue_of(cluster.url, namespace, config) as prefill,
+    ):
+        heard: asyncio.Queue[str] = asyncio.Queue()
+        with (
+            decode.on_lost(lambda: heard.put_nowait("decode")),
+            prefill.on_lost(lambda: heard.put_nowait("prefill")),
+        ):
+            old = await push(decode, b"lost")
+            holder = cluster.members[await cluster.leader(stream)]
+            await holder.kill()
+            await holder.restart()
+            told: set[str] = set()
+            async with asyncio.timeout(ELECTED_S):
+                while len(told) < 2:
+                    with contextlib.suppress(BrokerUnavailable, PushAmbiguous, QueueFull):
+                        await push(decode, b"new")
+                        prefill.heard((await decode.depth()).identity)
+                    while not heard.empty():
+                        told.add(heard.get_nowait())
+                    await asyncio.sleep(0.05)
+                assert await push_again(decode, b"new") > old
+                assert not await decode.delete(old)
+                job = await pull(prefill)
+            assert (job.payload, job.deliveries) == (b"new", 1)
+
+
+# What a cluster has to be
+
+
+async def test_replicas_need_a_cluster(nats_server: PrivateServer, namespace: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        await queue_of(nats_server.url, namespace).__aenter__()
+    assert str(refused.value) == (
+        "queue.replicas is 3, and NATS is a single server, not a cluster; name the servers of a "
+        "cluster of at least 3 with --nats-url, or set queue.replicas to 1"
+    )
+
+
+async def test_replicas_need_as_many_servers(cluster_url: str, namespace: str) -> None:
+    with pytest.raises(StartupError, match=r"no 5 servers with JetStream .* lower queue\.replicas"):
+        await queue_of(cluster_url, namespace, QueueConfig(replicas=5)).__aenter__()
+
+
+async def test_a_queue_that_is_there_gets_the_replicas(cluster_url: str, namespace: str) -> None:
+    async with queue_of(cluster_url, namespace, QueueConfig()) as single:
+        await push(single, b"kept")
+        async with queue_of(cluster_url, namespace) as replicated:
+            assert replicated._js is not None
+            info = await replicated._js.stream_info(names.prefill_stream(namespace))
+            assert info.config.num_replicas == 3
+            kept = await pull(replicated, ELECTED_S)
+            assert kept.payload == b"kept"
+            await kept.ack()
+            # Who asks for fewer takes what there is.
+            async with queue_of(cluster_url, namespace, QueueConfig()) as third:
+                await push_again(third, b"next")
+                assert (await pull(replicated, ELECTED_S)).payload == b"next"
+                assert [single.incarnation, third.incarnation] == [0, 0]
+            again = await replicated._js.stream_info(names.prefill_stream(namespace))
+            assert again.config.num_replicas == 3
+
+
+async def test_the_storage_of_a_queue_that_is_there_cannot_change(
+    cluster_url: str, namespace: str
+) -> None:
+    async with queue_of(cluster_url, namespace):
+        with pytest.raises(StartupError, match="storage is memory there and file here"):
+            await queue_of(
+                cluster_url, namespace, QueueConfig(replicas=3, storage="file")
+            ).__aenter__()

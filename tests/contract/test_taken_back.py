@@ -1,0 +1,176 @@
+"""A decode engine takes queued remote prefills back while workers pull and claim: on JetStream."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo_lite.disagg.prefill.jobs import PrefillJobs
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.prefill import ClaimRefused
+from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.jetstream import JetStreamQueue
+from dynamo_lite.runtime.permits import Permits
+from dynamo_lite.simulation.servers.memory import MemoryStore
+from dynamo_lite.transfer.directory import MetadataDirectory
+from tests.builders import (
+    ENGINE,
+    NAMESPACE,
+    ManualClock,
+    engine_metadata,
+    eventually,
+    rank_metadata,
+)
+from tests.unit.decode_engine import POOL, WRITER, Decode
+from tests.unit.prefill_rig import ScriptedEngine, ScriptedLinks
+from tests.unit.test_taking_back import LONG_S, knows_its_costs, looks
+
+pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
+
+ACK_WAIT_S = 0.5
+TARGET = engine_metadata(lease_id=1, num_blocks=POOL, ranks=(rank_metadata(),))
+
+
+class Scene:
+    """A decode engine and a queue on JetStream, and prefill workers as they are started."""
+
+    def __init__(self, stack: AsyncExitStack, nats_url: str, namespace: str):
+        self.stack, self._nats_url, self._namespace = stack, nats_url, namespace
+        self.decode, self.store = Decode(ManualClock()), MemoryStore()
+        #: Claims wait for this one.
+        self.may_claim = asyncio.Event()
+        self.claims = 0
+
+    async def open_queue(self) -> JetStreamQueue:
+        queue = JetStreamQueue(
+            self._nats_url,
+            stream=names.prefill_stream(self._namespace),
+            subject=names.prefill_jobs_subject(self._namespace),
+            config=QueueConfig(ack_wait_s=ACK_WAIT_S),
+        )
+        return await self.stack.enter_async_context(queue)
+
+    async def start(self) -> None:
+        decode, messaging = self.decode, self.decode.messaging
+        await self.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(TARGET))
+        decode.queue = decode.net._queue = await self.open_queue()  # type: ignore[assignment]
+
+        async def claim(payload: bytes) -> bytes:
+            self.claims += 1
+            await self.may_claim.wait()
+            return await decode.net._on_claim(payload)
+
+        for subject, handler in (
+            (names.claim_subject(NAMESPACE, ENGINE), claim),
+            (names.writer_done_subject(NAMESPACE, ENGINE), decode.net._on_done),
+        ):
+            await self.stack.enter_async_context(messaging.serve(subject, handler))
+
+    async def work(self) -> ScriptedEngine:
+        """Starts a prefill worker, whose engine computes as fast as it is told to."""
+        cells = [0, 0]
+        engine = ScriptedEngine(cells)
+        jobs = PrefillJobs(
+            namespace=NAMESPACE,
+            lease_id=WRITER,
+            ack_wait_s=ACK_WAIT_S,
+            queue=await self.open_queue(),
+            engine=engine,
+            permits=Permits(cells),
+            directory=MetadataDirectory(self.store, NAMESPACE),
+            messaging=self.decode.messaging,
+            registry=CollectorRegistry(),
+            links=ScriptedLinks(None),
+        )
+        task = asyncio.create_task(jobs.run())
+        self.stack.push_async_callback(asyncio.wait_for, task, 10)
+        self.stack.push_async_callback(jobs.stop)
+        return engine
+
+    async def jobs(self) -> int:
+        return (await self.decode.queue.depth()).total
+
+    async def none_left(self) -> None:
+        async with asyncio.timeout(10):
+            while await self.jobs():
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def scene(nats_url: str, namespace: str) -> AsyncIterator[Scene]:
+    async with AsyncExitStack() as stack:
+        scene = Scene(stack, nats_url, namespace)
+        await scene.start()
+        await knows_its_costs(scene.decode)
+        try:
+            yield scene
+        finally:
+            scene.may_claim.set()
+            await scene.decode.network()
+
+
+async def test_a_job_that_is_taken_back_leaves_the_queue_and_the_others_stay(scene: Scene):
+    decode = scene.decode
+    attempts = [await decode.ask(name, 100) for name in ("r1", "r2")]
+    assert await scene.jobs() == 2
+    decode.clock.now += LONG_S
+    [(attempt, request_id)] = looks(decode)
+    await decode.network()
+    assert await scene.jobs() == 1
+    decode.output(failed=[request_id])
+    scene.may_claim.set()
+    engine = await scene.work()
+    await scene.none_left()
+    assert engine.written == [one for one in attempts if one != attempt]
+    assert decode.counted("remote/taken_back") == 1
+
+
+async def test_a_job_whose_claim_crosses_is_let_go_and_nothing_is_written(scene: Scene):
+    """The worker has pulled the job and computes; its claim comes when it is taken back."""
+    decode = scene.decode
+    attempt = await decode.ask("r1", 100)
+    engine = await scene.work()
+    await eventually(lambda: scene.claims == 1 and engine.attempts == [attempt])
+    decode.clock.now += LONG_S
+    assert looks(decode) == [(attempt, "r1")]
+    scene.may_claim.set()
+    await decode.network()
+    decode.output(failed=["r1"])
+    await scene.none_left()
+    await eventually(lambda: engine.abandoned == [attempt] or engine.ends[attempt].done())
+    assert engine.written == []
+    decode.finish("r1")
+    # The worker goes on to the next one.
+    other = await decode.ask("r2", 100)
+    await eventually(lambda: engine.written == [other])
+
+
+async def test_a_granted_job_is_not_taken_back(scene: Scene):
+    decode = scene.decode
+    scene.may_claim.set()
+    engine = await scene.work()
+    engine.holds = True
+    attempt = await decode.ask("r1", 100)
+    await eventually(lambda: decode.half._book.ledger.writer(attempt) == WRITER)
+    decode.clock.now += LONG_S
+    assert looks(decode) == []
+    engine.ends[attempt].set_result("written")
+    await scene.none_left()
+    assert engine.written == [attempt]
+
+
+async def test_a_job_that_was_pulled_and_dropped_is_not_delivered_again(scene: Scene):
+    """Its worker died before it claimed. Without the end of the job it would come again."""
+    decode = scene.decode
+    attempt = await decode.ask("r1", 100)
+    job = await decode.queue.pull(timeout_s=5.0)
+    assert job is not None and job.deliveries == 1
+    decode.clock.now += LONG_S
+    assert looks(decode) == [(attempt, "r1")]
+    await decode.network()
+    assert await scene.jobs() == 0
+    assert await decode.queue.pull(timeout_s=3 * ACK_WAIT_S) is None
+    assert isinstance(await decode.claim(attempt), ClaimRefused)

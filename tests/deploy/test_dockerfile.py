@@ -1,0 +1,84 @@
+"""The Dockerfile: its rules of style, and that it installs what the project installs elsewhere."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from tests.deploy.command_lines import DEPLOY, ROOT
+from tests.deploy.kustomize import build
+from tests.process import wheels
+
+DOCKERFILE = DEPLOY / "Dockerfile"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Each instruction and its argument, with continuation lines joined."""
+    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    words = [line.partition(" ") for line in joined.splitlines() if line]
+    return [(name, rest) for name, _, rest in words]
+
+
+def runs(containing: str) -> list[str]:
+    return [rest for name, rest in instructions() if name == "RUN" and containing in rest]
+
+
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_hadolint_finds_nothing() -> None:
+    program = Path(sys.executable).parent / "hadolint"
+    checked = subprocess.run([str(program), str(DOCKERFILE)], capture_output=True, text=True)
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_each_target_installs_the_wheel_with_its_extra() -> None:
+    installed = [re.findall(r"\[(\w+)\]", run) for run in runs("pip install")]
+    extras = [extra for found in installed for extra in found]
+    assert extras == ["cpu", "cuda"]
+    optional = project()["optional-dependencies"]
+    assert isinstance(optional, dict) and set(extras) <= set(optional)
+    targets = [rest.split(" AS ")[1] for name, rest in instructions() if name == "FROM"]
+    assert targets[-1] == "cpu" and "cuda" in targets
+
+
+def test_the_packages_that_break_the_cpu_build_are_removed_as_by_setup() -> None:
+    [removal] = runs("pip uninstall")
+    asked = re.search(r"pip uninstall --yes (.*)", removal)
+    setup = re.search(r"pip uninstall --yes (.*)", (ROOT / "scripts/setup").read_text())
+    assert asked and setup
+    assert asked[1].split() == setup[1].split()
+
+
+def test_the_wheel_is_built_from_what_the_packaging_test_builds() -> None:
+    copied = [rest.split()[:-1] for name, rest in instructions() if name == "COPY"]
+    sources = {path for words in copied for path in words if not path.startswith(("--", "/"))}
+    assert sources == {*wheels._SOURCES, *wheels._FILES}
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in ignored if line.startswith("!")} == sources
+    [command] = runs("python -m build")
+    assert shlex.split(command)[:4] == ["python", "-m", "build", "--wheel"]
+
+
+def test_its_python_is_the_one_that_the_tests_run_with() -> None:
+    [version] = [rest.partition("=")[2] for name, rest in instructions() if name == "ARG"]
+    assert version == f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def test_it_runs_as_the_user_and_in_the_folder_that_the_manifests_have() -> None:
+    words = dict(instructions())
+    uid, gid = words["USER"].split(":")
+    assert f"--uid {uid}" in runs("useradd")[0]
+    for resource in build(DEPLOY / "kubernetes" / "overlays" / "cpu"):
+        if resource["kind"] == "Deployment":
+            pod = resource["spec"]["template"]["spec"]
+            context = pod["securityContext"]
+            assert (context["runAsUser"], context["fsGroup"]) == (int(uid), int(gid))
+            mounted = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
+            assert words["WORKDIR"] in mounted
+    assert f"{words['WORKDIR']}:uid={uid},gid={gid}" in (DEPLOY / "compose.yaml").read_text()
+    assert words["ENTRYPOINT"] == '["tini", "--", "dynamo-lite"]'

@@ -1,0 +1,69 @@
+"""Runs the scenarios on hosts that are network namespaces: scripts/hosts_check --help"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.hosts.kv import play_all
+from tests.hosts.network import unavailable
+from tests.hosts.rig import NULL, VLLM, Rig
+from tests.hosts.scenarios import SCENARIOS, play
+
+
+async def run(wanted: list[str], directory: Path) -> int:
+    """Returns how many scenarios failed."""
+    failed = 0
+    async with Rig(directory, NULL) as rig:
+        print(f"the hosts are up; logs in {directory}", flush=True)
+        for name in wanted:
+            began = time.monotonic()
+            said: list[str] = []
+            trouble = await play(rig, SCENARIOS[name], said.append)
+            failed += bool(trouble)
+            verdict = "; ".join(trouble or ["right", *said])
+            print(f"{name:36} {time.monotonic() - began:6.1f} s  {verdict}", flush=True)
+    return failed
+
+
+async def run_engines(directory: Path) -> int:
+    """As `run`, with real engines and every cut of `kv.py`."""
+    async with Rig(directory, VLLM) as rig:
+        print(f"the hosts are up; logs in {directory}", flush=True)
+        return await play_all(rig, lambda line: print(line, flush=True))
+
+
+def main() -> int:
+    names = ", ".join(SCENARIOS)
+    parser = argparse.ArgumentParser(
+        prog="scripts/hosts_check",
+        description="Breaks the network between hosts, which are network namespaces of this "
+        "machine, while requests and jobs run: three NATS servers, three etcd members, two callers "
+        "and two decode workers with engines that compute nothing. Needs root. Exit code 0: every "
+        "answer was right and no job was lost; 1: not; 2: it cannot run here.",
+        epilog=f"Scenarios: {names}.",
+    )
+    parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="default: all")
+    parser.add_argument(
+        "--engines",
+        action="store_true",
+        help="instead: vLLM with the tiny model on the CPU, KV over TCP between the hosts, links of"
+        " the decode and the prefill worker cut; also: every block comes back. Minutes to start",
+    )
+    parser.add_argument("--directory", type=Path, help="keeps logs and state here")
+    options = parser.parse_args()
+    if why := unavailable():
+        print(f"error: {why}", file=sys.stderr)
+        return 2
+    wanted = options.scenario or list(SCENARIOS)
+    with tempfile.TemporaryDirectory(prefix="hosts-") as temporary:
+        directory = options.directory or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        playing = run_engines(directory) if options.engines else run(wanted, directory)
+        return 1 if asyncio.run(playing) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Hosts of one machine: network namespaces with an address each, joined by a bridge.
+
+It needs root. A link that is down, and a direction that is cut, drop packets silently: nobody
+gets a reset. Everything has a name with this process's id; what a killed run has left is removed
+by the next one.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+#: Nobody has it: the bridge floods what goes there, and no host takes it.
+_NOBODY = "02:00:00:00:00:01"
+_NAMES = re.compile(r"\bdl(\d+)[a-z](?:-\d+)?\b")
+_KILLED_S = 10.0
+_runs = itertools.count()
+
+
+def unavailable() -> str:
+    """Why no hosts can be made here; empty if they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"dl{os.getpid()}t"
+    try:
+        _ip("netns", "add", name)
+        _ip("netns", "del", name)
+        _ip("link", "add", name, "type", "bridge")
+        _ip("link", "del", name)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        said = getattr(exc, "stderr", "") or str(exc)
+        return f"network namespaces or bridges cannot be made: {said.strip()}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace. address: of its only interface, `eth0`."""
+
+    name: str
+    address: str
+    #: The bridge's end of its cable.
+    port: str
+
+    def start(
+        self,
+        command: Sequence[str],
+        output: IO[bytes] | Path | int,
+        *,
+        env: dict[str, str] | None = None,
+    ) -> "subprocess.Popen[bytes]":
+        """Runs a command on this host, in a session of its own. It ends with the network."""
+        with contextlib.ExitStack() as stack:
+            stream = stack.enter_context(output.open("ab")) if isinstance(output, Path) else output
+            return subprocess.Popen(
+                ["nsenter", f"--net=/run/netns/{self.name}", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+                env=None if env is None else {**os.environ, **env},
+            )
+
+    def link(self, *, up: bool) -> None:
+        """Plugs the cable in or out."""
+        _ip("link", "set", self.port, "up" if up else "down")
+
+    def cut(self, *others: "Host") -> None:
+        """From now on nothing that this host sends reaches the others. They still reach it."""
+        for other in others:
+            self._ip("neigh", "replace", other.address, "lladdr", _NOBODY, "dev", "eth0")
+
+    def heal(self, *others: "Host") -> None:
+        for other in others:
+            self._ip("neigh", "del", other.address, "dev", "eth0", check=False)
+
+    def kill(self) -> None:
+        """Kills every process of this host, as a power cut would."""
+        deadline = time.monotonic() + _KILLED_S
+        while pids := self._ip("netns", "pids", self.name, inside=False).split():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            assert time.monotonic() < deadline, f"processes of {self.name} do not end: {pids}"
+            time.sleep(0.02)
+
+    def _ip(self, *arguments: str, check: bool = True, inside: bool = True) -> str:
+        return _ip(*(("-n", self.name) if inside else ()), *arguments, check=check)
+
+
+def partition(one: Sequence[Host], other: Sequence[Host]) -> None:
+    """Cuts both directions between two groups."""
+    for here in one:
+        here.cut(*other)
+    for there in other:
+        there.cut(*one)
+
+
+def heal(one: Sequence[Host], other: Sequence[Host]) -> None:
+    for here in one:
+        here.heal(*other)
+    for there in other:
+        there.heal(*one)
+
+
+@contextlib.contextmanager
+def hosts(number: int) -> Iterator[list[Host]]:
+    """So many hosts that reach one another and this process. All of it is gone at the end, with
+    the processes that run there."""
+    remove_left_overs()
+    bridge = f"dl{os.getpid()}{'abcdefghijklmnopqrstuvwxyz'[next(_runs) % 26]}"
+    with contextlib.ExitStack() as stack:
+        net = _free_net()
+        stack.callback(_ip, "link", "del", bridge, check=False)
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("addr", "add", f"{net}.1/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        made: list[Host] = []
+        for index in range(number):
+            host = Host(f"{bridge}-{index}", f"{net}.{index + 10}", f"{bridge}{index}")
+            stack.callback(_remove, host)
+            _make(host, bridge)
+            made.append(host)
+        yield made
+
+
+def remove_left_overs() -> None:
+    """Removes what was made by processes that do not run any more."""
+    listed = _ip("netns", "list") + _ip("-brief", "link", "show", "type", "bridge")
+    for found in _NAMES.finditer(listed):
+        if Path(f"/proc/{found[1]}").exists():
+            continue
+        if "-" in found[0]:
+            _remove(Host(found[0], "", ""))
+        else:
+            _ip("link", "del", found[0], check=False)
+
+
+def _make(host: Host, bridge: str) -> None:
+    _ip("netns", "add", host.name)
+    _ip("link", "add", host.port, "type", "veth", "peer", "eth0", "netns", host.name)
+    _ip("link", "set", host.port, "master", bridge, "up")
+    _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+    for device in ("lo", "eth0"):
+        _ip("-n", host.name, "link", "set", device, "up")
+
+
+def _remove(host: Host) -> None:
+    if not Path(f"/run/netns/{host.name}").exists():
+        return
+    host.kill()
+    _ip("netns", "del", host.name, check=False)
+
+
+def _free_net() -> str:
+    """The first three numbers of a private network that this machine has no route to."""
+    used = _ip("-4", "addr", "show") + _ip("route", "show", "table", "all")
+    for _ in range(100):
+        net = f"10.{random.randrange(100, 250)}.{random.randrange(256)}"
+        if f"{net}." not in used:
+            return net
+    raise AssertionError("no free network")
+
+
+def _ip(*arguments: str, check: bool = True) -> str:
+    return subprocess.run(
+        ["ip", *arguments], check=check, capture_output=True, text=True, timeout=20
+    ).stdout

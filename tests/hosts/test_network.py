@@ -1,0 +1,68 @@
+"""The hosts themselves: what is cut is silent, what is healed works, and nothing is left."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.hosts.network import Host, hosts, unavailable
+
+_WHY_NOT = unavailable()
+
+pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "hosts can be made")
+
+_SERVER = """
+import socket
+server = socket.create_server(("0.0.0.0", 7000))
+print("listening", flush=True)
+while True:
+    server.accept()[0].sendall(b"hello")
+"""
+_CLIENT = """
+import socket, sys
+try:
+    print(socket.create_connection((sys.argv[1], 7000), timeout=1).recv(5).decode())
+except TimeoutError:
+    print("silence")
+"""
+
+
+def says(here: Host, there: Host) -> str:
+    process = here.start([sys.executable, "-c", _CLIENT, there.address], subprocess.PIPE)
+    return process.communicate(timeout=30)[0].decode().strip()
+
+
+def test_links_and_directions_are_cut_silently_and_healed() -> None:
+    servers: list[subprocess.Popen[bytes]] = []
+    with hosts(3) as made:
+        one, other, third = made
+        for host in made:
+            servers.append(server := host.start([sys.executable, "-c", _SERVER], subprocess.PIPE))
+            assert server.stdout is not None and server.stdout.readline() == b"listening\n"
+        assert says(one, other) == "hello"
+        one.cut(other)
+        assert [says(one, other), says(other, one)] == ["silence", "silence"]  # no answer, no way
+        assert says(one, third) == says(third, other) == "hello"
+        one.heal(other)
+        assert says(one, other) == says(other, one) == "hello"
+        other.link(up=False)
+        assert says(one, other) == "silence"
+        other.link(up=True)
+        assert says(one, other) == "hello"
+        names = [host.name for host in made]
+    for server in servers:
+        server.communicate(timeout=10)
+        assert server.returncode == -9
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert not any(name in listed.stdout for name in names)
+
+
+def test_a_failure_leaves_nothing() -> None:
+    made: list[tuple[Host, subprocess.Popen[bytes]]] = []
+    with pytest.raises(RuntimeError), hosts(1) as [host]:
+        made.append((host, host.start([sys.executable, "-c", _SERVER], subprocess.DEVNULL)))
+        raise RuntimeError
+    [(host, server)] = made
+    assert server.wait(timeout=10) == -9
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert host.name not in listed.stdout

@@ -1,0 +1,79 @@
+"""A nats-server and an etcd whose users have just the rights that `dynamo-lite access` prints."""
+
+import os
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dynamo_lite.cli.access_text import (
+    chosen,
+    etcd_commands,
+    nats_configuration,
+    password_variable,
+    user_of,
+)
+from dynamo_lite.protocol.permissions import inbox_of
+from dynamo_lite.serve.embedded import EmbeddedEtcd
+from dynamo_lite.serve.run_state import write_private
+from tests.conftest import running
+from tests.external import TlsNats
+
+PASSWORD = "s3cret"
+_ETCDCTL = Path(sysconfig.get_path("scripts")) / "etcdctl"
+#: etcdctl as a person uses it, who types each new user's password.
+_TYPING = f"""
+set -e
+etcdctl() {{
+    case "$1 $2" in
+    "user add") echo {PASSWORD} | "$ETCDCTL" user add "$3" --interactive=false ;;
+    *) "$ETCDCTL" "$@" ;;
+    esac
+}}
+"""
+_ROOT = "etcdctl user add root; etcdctl user grant-role root root; etcdctl auth enable"
+
+
+class LeastRights:
+    def __init__(self, directory: Path, namespace: str, nats: str, etcd: str):
+        self._directory, self._namespace, self._nats, self._etcd = directory, namespace, nats, etcd
+
+    def options(self, component: str) -> list[str]:
+        """Of `dynamo-lite`, for what runs as this component."""
+        return ["--nats-url", self.nats_url(component), "--etcd-url", self.etcd_url(component)]
+
+    def nats_url(self, component: str) -> str:
+        user = user_of(self._namespace, component)
+        return f"{self._nats}?login={self._login(user)}&inbox={inbox_of(user)}"
+
+    def etcd_url(self, component: str) -> str:
+        return f"{self._etcd}?login={self._login(user_of(self._namespace, component))}"
+
+    def violations(self) -> list[str]:
+        """What nats-server has refused."""
+        log = (self._directory / "nats" / "nats-server.log").read_text(errors="replace")
+        return [line for line in log.splitlines() if "violation" in line.lower()]
+
+    def _login(self, user: str) -> Path:
+        path = self._directory / user
+        write_private(path, f"{user}:{PASSWORD}\n".encode())
+        return path
+
+
+@contextmanager
+def least_rights(directory: Path, namespace: str) -> Iterator[LeastRights]:
+    permissions = chosen(namespace, ())
+    for each in permissions:
+        os.environ[password_variable(user_of(namespace, each.component))] = PASSWORD
+    broker = TlsNats(directory / "nats")
+    broker.extra = nats_configuration(namespace, permissions)
+    with running(broker) as nats, running(EmbeddedEtcd(directory / "etcd")) as etcd:
+        subprocess.run(
+            ["sh", "-c", f"{_TYPING}{etcd_commands(namespace, permissions)}{_ROOT}"],
+            env={**os.environ, "ETCDCTL": str(_ETCDCTL), "ETCDCTL_ENDPOINTS": etcd},
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+        yield LeastRights(directory, namespace, nats, etcd)

@@ -1,0 +1,90 @@
+"""A graph with the shipped Frontend and decode worker, and engines that compute nothing.
+
+It needs nothing of the tests, so a test may copy it beside an installed dynamo-lite.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dynamo_lite.engine.base import DecodeEngine, PrefillEngine
+from dynamo_lite.engine.null import NullEngine
+from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.queue.base import PrefillQueue, QueueOptions
+from dynamo_lite.runtime.fence import Fence
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.services.config import PrefillWorkerConfig, VllmWorkerConfig
+from dynamo_lite.services.decode_worker import VllmWorker
+from dynamo_lite.services.services import FRONTEND, PROCESSOR, Graph, Service
+
+#: Tokens that are letters in the tiny model's vocabulary: `b` to `u`, by position.
+FIRST_TOKEN, LETTERS = 70, "bcdefghijklmnopqrstu"
+
+
+def answer(tokens: int) -> str:
+    """The text of an answer of this length, also when several workers gave parts of it."""
+    return "".join(LETTERS[position % len(LETTERS)] for position in range(tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NullWorkerConfig(VllmWorkerConfig):
+    #: Time between two steps of the engine.
+    step_s: float = 0.01
+
+
+class PacedEngine(NullEngine):
+    def __init__(self, step_s: float):
+        super().__init__(token_at=lambda _, position: FIRST_TOKEN + position % len(LETTERS))
+        self._step_s = step_s
+
+    async def steps(self) -> AsyncIterator[list[TokenDelta]]:
+        async for deltas in super().steps():
+            yield deltas
+            await asyncio.sleep(self._step_s)
+
+
+class NullBackend:
+    def __init__(self, step_s: float):
+        self._step_s = step_s
+
+    async def prepare(self) -> None: ...
+
+    def open_fence(self, host: Host, config: PrefillWorkerConfig) -> Fence:
+        raise NotImplementedError
+
+    def open_queue(
+        self, host: Host, options: QueueOptions
+    ) -> AbstractAsyncContextManager[PrefillQueue]:
+        raise NotImplementedError
+
+    def open_decode_engine(
+        self, host: Host, config: VllmWorkerConfig
+    ) -> AbstractAsyncContextManager[DecodeEngine]:
+        return PacedEngine(self._step_s)
+
+    def open_prefill_engine(
+        self, host: Host, config: PrefillWorkerConfig, fence: Fence
+    ) -> AbstractAsyncContextManager[PrefillEngine]:
+        raise NotImplementedError
+
+
+class NullWorker(VllmWorker):
+    """Component. config: the fields of `NullWorkerConfig`."""
+
+    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
+        own = {key: value for key, value in config.items() if key != "step_s"}
+        super().__init__(own, spec, NullBackend(config["step_s"]))
+
+
+_WORKER = Service(
+    name="VllmWorker",
+    config=NullWorkerConfig,
+    component=f"{__name__}:NullWorker",
+).with_defaults(remote_prefill=False)
+
+#: Workers alone, for clients that are in the Frontend's place.
+Worker = Graph(services=(_WORKER,))
+#: With the configuration file of any graph with these services.
+Frontend = FRONTEND.link(PROCESSOR).link(replace(_WORKER, flags="engine"))

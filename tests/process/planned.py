@@ -1,0 +1,112 @@
+"""A graph with a planner and workers that only say how busy they are: what a file tells them."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import Backlog
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import StartupError, Unavailable
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.process.component import Host
+from dynamo_lite.services.services import PLANNER, Graph, Service
+
+_PERIOD_S = 0.2
+#: Of a prefill worker, in tokens per second.
+_RATE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """load: a JSON file with the load of all workers together: `requests`, `kv` (in workers) and
+    `tokens_per_s`, `jobs` of prefill. fail_if: a file; while it exists, starts are refused."""
+
+    load: str = ""
+    fail_if: str = ""
+
+
+class LoadedWorker:
+    def __init__(self, config: dict[str, Any], spec: Any):
+        self._config, self._spec = config, spec
+        self._stack = AsyncExitStack()
+        self._roster: Roster | None = None
+
+    async def start(self, host: Host) -> dict[str, Any]:
+        if (fail_if := self._config["fail_if"]) and Path(fail_if).exists():
+            raise StartupError("told to fail")
+        decodes = self._spec.component == "VllmWorker"
+        endpoint = "generate" if decodes else "prefill"
+        prefix = names.endpoint_prefix(self._spec.namespace, self._spec.component, endpoint)
+        self._roster = await self._stack.enter_async_context(Roster(host.store, prefix, host.drops))
+        await host.register(endpoint)
+        if decodes:
+            prefix = names.endpoint_prefix(self._spec.namespace, "PrefillWorker", "prefill")
+            roster = Roster(host.store, prefix, host.drops)
+            self._prefill = await self._stack.enter_async_context(roster)
+            host.spawn(self._tell(host), "backlog")
+        return {}
+
+    async def drain(self, grace_s: float) -> None:
+        pass
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def health(self) -> dict[str, Any]:
+        """Its share of the load."""
+        load, number = self._load(), len(self._roster.members) if self._roster else 1
+        return {
+            "ok": True,
+            "running": round(load.get("requests", 0) / max(number, 1)),
+            "waiting": 0,
+            "kv_usage": min(load.get("kv", 0.0) / max(number, 1), 1.0),
+        }
+
+    async def _tell(self, host: Host) -> None:
+        """The decode worker with the lowest lease tells what all of them ask for."""
+        engine, number, asked, done = f"e{host.lease.id:x}", 0, 0.0, 0.0
+        while True:
+            load = self._load()
+            assert self._roster is not None
+            leases = sorted(member.lease_id for member in self._roster.members)
+            first = bool(leases) and leases[0] == host.lease.id
+            jobs = load.get("jobs", 0) if first else 0
+            asked += load.get("tokens_per_s", 0) * _PERIOD_S if first else 0
+            done += _RATE * _PERIOD_S * min(jobs, len(self._prefill.members))
+            number += 1
+            backlog = Backlog(
+                engine_id=engine,
+                number=number,
+                asked_tokens=round(asked),
+                done_tokens=round(done),
+                claimed_jobs=jobs,
+            )
+            try:
+                subject = names.demand_subject(self._spec.namespace)
+                await host.messaging.publish(subject, encode(backlog))
+            except Unavailable:
+                pass
+            await asyncio.sleep(_PERIOD_S)
+
+    def _load(self) -> dict[str, Any]:
+        path = Path(self._config["load"])
+        try:
+            return json.loads(path.read_text()) if path.is_file() else {}
+        except ValueError:  # it is being written
+            return {}
+
+
+def _workers(name: str) -> Service:
+    return Service(
+        name=name,
+        config=LoadedConfig,
+        component="tests.process.planned:LoadedWorker",
+        scalable=True,
+    )
+
+
+Planned = Graph(services=(PLANNER, _workers("VllmWorker"), _workers("PrefillWorker")))

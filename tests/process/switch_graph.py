@@ -1,0 +1,151 @@
+"""Graphs whose workers change their roles: decode workers with null engines, stand-ins for prefill
+workers, and a client of them or the shipped Frontend."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dynamo_lite.engine.base import DecodeEngine
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.backlog import Backlog
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.protocol.errors import StartupError, Unavailable
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.services.config import VllmWorkerConfig
+from dynamo_lite.services.decode_worker import VllmWorker
+from dynamo_lite.services.services import FRONTEND, PLANNER, PROCESSOR, Graph, Service
+from tests.process import null_graph
+from tests.process.fleet_graph import CallerConfig, NullConfig, NullWorker
+
+_PERIOD_S = 0.2
+
+
+async def _file(path: str) -> None:
+    """Waits for a file; not at all without a name."""
+    while path and not Path(path).exists():
+        await asyncio.sleep(0.02)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellingConfig(NullConfig):
+    """start_if: a file without which a start waits."""
+
+    start_if: str = ""
+
+
+class TellingWorker(NullWorker):
+    """Also tells a planner that no prompt goes to prefill workers."""
+
+    def __init__(self, config: dict[str, Any], spec: Any):
+        own = dict(config)
+        self._start_if = own.pop("start_if")
+        super().__init__(own, spec)
+
+    async def start(self, host: Any) -> dict[str, Any]:
+        await _file(self._start_if)
+        facts = await super().start(host)
+        host.spawn(self._tell(host), "backlog")
+        return facts
+
+    async def _tell(self, host: Any) -> None:
+        number = 0
+        while True:
+            number += 1
+            backlog = Backlog(engine_id=f"e{host.lease.id:x}", number=number)
+            try:
+                await host.messaging.publish(
+                    names.demand_subject(host.spec.namespace), encode(backlog)
+                )
+            except Unavailable:
+                pass
+            await asyncio.sleep(_PERIOD_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleConfig:
+    """fail_if: a file; while it exists, starts are refused. start_if, leave_if: files without which
+    a start and a drain wait."""
+
+    fail_if: str = ""
+    start_if: str = ""
+    leave_if: str = ""
+
+
+class IdleWorker:
+    """A prefill worker without a job."""
+
+    def __init__(self, config: dict[str, Any], spec: Any):
+        self._config = IdleConfig(**config)
+
+    async def start(self, host: Any) -> dict[str, Any]:
+        if self._config.fail_if and Path(self._config.fail_if).exists():
+            raise StartupError("told to fail")
+        await _file(self._config.start_if)
+        await host.register("prefill")
+        return {}
+
+    async def drain(self, grace_s: float) -> None:
+        await _file(self._config.leave_if)
+
+    async def close(self) -> None: ...
+
+    def health(self) -> Mapping[str, Any]:
+        return {"ok": True, "jobs": 0, "busy_s": 0.0}
+
+
+_PREFILL = Service(
+    name="PrefillWorker",
+    config=IdleConfig,
+    component=f"{__name__}:IdleWorker",
+    scalable=True,
+)
+_DECODE = Service(
+    name="VllmWorker", config=TellingConfig, component=f"{__name__}:TellingWorker", scalable=True
+)
+_CALLER = Service(name="Caller", config=CallerConfig, component="tests.process.fleet_graph:Caller")
+
+Switching = Graph(services=(_CALLER, _DECODE, _PREFILL))
+Planned = Graph(services=(_CALLER, PLANNER, _DECODE, _PREFILL))
+
+
+def told(prompt: list[int], position: int) -> int:
+    """The token at a position of the answer to a prompt: a letter of the tiny model."""
+    return null_graph.FIRST_TOKEN + (prompt[0] + position) % len(null_graph.LETTERS)
+
+
+class PromptEngine(null_graph.PacedEngine):
+    """Its answers differ with their prompts."""
+
+    def __init__(self, step_s: float):
+        super().__init__(step_s)
+        self._token_at = told
+
+
+class PromptBackend(null_graph.NullBackend):
+    def open_decode_engine(
+        self, host: Host, config: VllmWorkerConfig
+    ) -> AbstractAsyncContextManager[DecodeEngine]:
+        return PromptEngine(self._step_s)
+
+
+class PromptWorker(VllmWorker):
+    """Component. config: the fields of `NullWorkerConfig`."""
+
+    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
+        own = {key: value for key, value in config.items() if key != "step_s"}
+        super().__init__(own, spec, PromptBackend(config["step_s"]))
+
+
+_NULL = Service(
+    name="VllmWorker",
+    config=null_graph.NullWorkerConfig,
+    component=f"{__name__}:PromptWorker",
+    scalable=True,
+    flags="engine",
+).with_defaults(remote_prefill=False)
+_served = FRONTEND.link(PROCESSOR).link(_NULL)
+#: The shipped Frontend.
+Served = replace(_served, services=(*_served.services, _PREFILL))

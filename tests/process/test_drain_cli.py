@@ -1,0 +1,157 @@
+"""`dynamo-lite drain`, on decode workers with null engines under load."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.command import Serving, eventually, run, serving
+
+DECODING = "tests.process.fleet_graph:Decoding"
+PREFILLING = "tests.process.fleet_graph:Prefilling"
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ready(graph: Serving) -> dict[str, dict[str, Any]]:
+    return {name: p for name, p in graph.processes().items() if p["state"] == "ready"}
+
+
+def phases(output: str) -> list[str]:
+    """The words after the time of each line of progress."""
+    lines = (line.split() for line in output.splitlines())
+    return [
+        words[1]
+        for words in lines
+        if len(words) > 1
+        and words[0].endswith("s")
+        and words[1].isupper()
+        and words[0][:1].isdigit()
+    ]
+
+
+def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(tmp_path: Path):
+    """Its requests of six seconds go on at the other worker, and it ends long before they do."""
+    answers, state = tmp_path / "answers", tmp_path / "state"
+    load = (f"--Caller.results={answers}", "--Caller.requests=6", "--Caller.tokens=300")
+    with serving(state, *load, "--VllmWorker.ServiceArgs.workers=3", graph=DECODING) as graph:
+        graph.wait_line("ready Caller-0")
+        # Then lengths and paces are known.
+        eventually(lambda: len(results(answers)) >= 12, "some answers have ended", timeout_s=120)
+        dry = run("drain", "--pick", "VllmWorker", "--dry-run", "--state-dir", str(state))
+        assert dry.returncode == 0, dry.stderr
+        assert "dry run: nothing was revoked" in dry.stdout
+        assert dry.stdout.count("\n->") == 1 and dry.stdout.count(" ready ") == 3
+        assert len(ready(graph)) == 4
+        done = run("drain", "--pick", "VllmWorker", "--state-dir", str(state))
+        assert done.returncode == 0, done.stderr
+        seen = phases(done.stdout)
+        assert seen[0] == "UNLISTED" and seen[-1] == "GONE" and "FORCED" not in seen
+        assert len(ready(graph)) == 3
+        before = len(results(answers))
+        eventually(lambda: len(results(answers)) >= before + 12, "all go on", timeout_s=120)
+        ended = results(answers)
+        assert [one for one in ended if not one["exact"] or one["end"] != "length"] == []
+        graph.signal(signal.SIGINT)
+        assert graph.end() == 0
+        text = (state / "logs" / "Caller-0.log").read_text()
+        assert text.count("worker draining; moved (continue)") >= 1
+
+
+def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):
+    with serving(tmp_path, "--Caller.requests=0", graph=DECODING) as graph:
+        graph.wait_line("ready Caller-0")
+        lease = graph.processes()["VllmWorker-0"]["lease"]
+        where = ("--state-dir", str(tmp_path))
+        for arguments, message in (
+            (("--pick", "VllmWorker"), "no other worker of this role could work; --force does it"),
+            ((lease,), f"{lease} is the last VllmWorker that can work; --force drains it"),
+            (("--pick", "Caller"), "--pick Caller: accepted: VllmWorker, PrefillWorker"),
+            ((), "give either LEASE or --pick COMPONENT"),
+            (("no lease",), "no lease: not a lease id"),
+        ):
+            refused = run("drain", *arguments, *where)
+            assert refused.returncode == 2, refused.stdout
+            assert message in refused.stderr
+        unknown = run("drain", "1234", *where)
+        assert unknown.returncode == 1
+        assert "no live process has lease 1234; live: " in unknown.stderr
+        assert len(ready(graph)) == 2
+        forced = run("drain", lease, "--force", *where)
+        assert forced.returncode == 0, forced.stderr
+        assert phases(forced.stdout)[-1] == "GONE"
+        stopped = graph.when("VllmWorker-0", lambda p: p["state"] == "stopped")
+        assert stopped["restarts"] == 0
+
+
+def test_the_cheapest_prefill_worker_goes_when_its_jobs_are_done(tmp_path: Path):
+    facts, state = tmp_path / "facts", tmp_path / "state"
+    facts.mkdir()
+
+    def tell(number: int, jobs: int, busy_s: float) -> None:
+        file = facts / "new"
+        file.write_text(json.dumps({"jobs": jobs, "busy_s": busy_s}))
+        file.replace(facts / f"{number}.json")
+
+    for number, jobs, busy_s in ((0, 1, 0.5), (1, 2, 3.0), (2, 4, 9.0)):
+        tell(number, jobs, busy_s)
+    options = (f"--PrefillWorker.facts={facts}", "--PrefillWorker.ServiceArgs.workers=3")
+    with serving(state, *options, "--Graph.grace-s=1", graph=PREFILLING) as graph:
+        graph.wait_line("ready PrefillWorker-0")
+        chosen = run(
+            "drain", "--pick", "PrefillWorker", "--no-wait", "--json", "--state-dir", str(state)
+        )
+        assert chosen.returncode == 0, chosen.stderr
+        lease = graph.processes()["PrefillWorker-0"]["lease"]
+        assert json.loads(chosen.stdout) == {
+            "component": "PrefillWorker",
+            "lease": lease,
+            "host": os.uname().nodename,
+            "reason": "cheapest of 3: running 0.50 s, cache 0.00 s, devices 1",
+        }
+        tell(0, 0, 0.0)
+        graph.when("PrefillWorker-0", lambda p: p["state"] == "stopped")
+        # This one does not end within its grace.
+        late = run("drain", "--pick", "PrefillWorker", "--state-dir", str(state))
+        assert late.returncode == 3, late.stderr
+        assert phases(late.stdout)[-2:] == ["FORCED", "GONE"]
+        assert set(ready(graph)) == {"PrefillWorker-2"}
+        tell(2, 0, 0.0)
+
+
+def test_scaling_down_removes_the_cheapest_of_this_supervisor(tmp_path: Path):
+    facts, state = tmp_path / "facts", tmp_path / "state"
+    facts.mkdir()
+    for number, busy_s in enumerate((3.0, 0.5, 9.0)):
+        (facts / f"{number}.json").write_text(json.dumps({"jobs": 0, "busy_s": busy_s}))
+    options = (f"--PrefillWorker.facts={facts}", "--PrefillWorker.ServiceArgs.workers=3")
+    with serving(state, *options, graph=PREFILLING) as graph:
+        graph.wait_line("ready PrefillWorker-0")
+        done = run("scale", "PrefillWorker=2", "--state-dir", str(state))
+        assert done.returncode == 0, done.stderr
+        assert "cheapest of 3: running 0.50 s" in done.stdout
+        assert set(ready(graph)) == {"PrefillWorker-0", "PrefillWorker-2"}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_script_revokes_as_before(tmp_path: Path, wait: bool):
+    with serving(tmp_path, "--Caller.requests=0", graph=DECODING) as graph:
+        graph.wait_line("ready Caller-0")
+        lease = graph.processes()["VllmWorker-0"]["lease"]
+        done = subprocess.run(
+            [sys.executable, "scripts/revoke_lease.py", lease, "--state-dir", str(tmp_path)]
+            + (["--wait"] if wait else []),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [f"revoked {lease}", *(["gone"] if wait else [])]
+        graph.when("VllmWorker-0", lambda p: p["state"] == "stopped")

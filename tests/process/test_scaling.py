@@ -1,0 +1,296 @@
+"""Processes that are added to a running graph and retired, over the supervisor's socket."""
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_lite.protocol.planner import Add, Counts, Remove, RoleCounts, SupervisorReply
+from dynamo_lite.protocol.planner import SupervisorRequest as Request
+from dynamo_lite.runtime.supervisor_client import SupervisorClient, short_address
+from dynamo_lite.serve.processes import is_alive
+from tests.process.command import Serving, eventually, run, serving
+
+
+def ask(graph: Serving, request: Request) -> SupervisorReply:
+    async def once() -> SupervisorReply:
+        async with SupervisorClient(graph.state_dir, timeout_s=20) as client:
+            return await client.ask(request)
+
+    return asyncio.run(once())
+
+
+def counts(graph: Serving) -> tuple[int, int, int]:
+    """Of Back: starting, ready, draining."""
+    back = ask(graph, Counts()).counts["Back"]
+    return back.starting, back.ready, back.draining
+
+
+def lease_of(entry: Any) -> int:
+    return int(entry["lease"], 16)
+
+
+def variable(pid: int, name: str) -> str | None:
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        key, _, value = entry.decode().partition("=")
+        if key == name:
+            return value
+    return None
+
+
+def ready(entry: Any) -> bool:
+    return entry["state"] == "ready"
+
+
+def test_one_is_added_and_another_retired(tmp_path: Path):
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        path = tmp_path / "supervisor.sock"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        first = graph.processes()["Back-0"]
+        reply = ask(graph, Add(component="Back", version=7))
+        assert (reply.ok, reply.version) == (True, 7)
+        assert reply.counts == {"Back": RoleCounts(starting=1, ready=1)}
+        eventually(lambda: "Back-1" in graph.processes(), "it is listed")
+        graph.when("Back-1", ready)
+        assert counts(graph) == (0, 2, 0)
+        order = Remove(component="Back", lease_id=lease_of(first), version=8)
+        assert ask(graph, order).counts["Back"].draining == 1
+        graph.wait_line("Back-0           left the graph")
+        assert graph.when("Back-0", lambda p: p["state"] == "stopped")["restarts"] == 0
+        assert counts(graph) == (0, 1, 0)
+        # It is gone: the same order again is no mistake.
+        assert ask(graph, Remove(component="Back", lease_id=lease_of(first), version=9)).ok
+        # The number is free again.
+        assert ask(graph, Add(component="Back", version=10)).ok
+        again = graph.when("Back-0", ready)
+        assert again["pid"] != first["pid"]
+        graph.signal(signal.SIGINT)
+        assert graph.end() == 0
+        assert not path.exists()
+
+
+def test_one_that_cannot_be_started_leaves_the_graph_alone(tmp_path: Path):
+    broken = tmp_path / "broken"
+    state = tmp_path / "state"
+    with serving(state, f"--Back.fail-if={broken}") as graph:
+        graph.wait_line("ready http")
+        before = graph.processes()
+        broken.touch()
+        done = run("scale", "Back=2", "--state-dir", str(state))
+        assert done.returncode == 1
+        assert "error: Back: 1 of 2 are left: Back-1: told to fail" in done.stderr
+        graph.wait_line("the last line of the log")
+        failed = graph.when("Back-1", lambda p: p["state"] == "failed")
+        assert failed["error"] == "Back-1: told to fail"
+        assert counts(graph) == (0, 1, 0)
+        broken.unlink()
+        assert run("scale", "Back=2", "--state-dir", str(state)).returncode == 0
+        after = graph.processes()
+        assert after["Back-1"]["error"] == ""
+        assert all(after[name]["pid"] == before[name]["pid"] for name in before)
+
+
+def test_a_start_is_cancelled(tmp_path: Path):
+    may_start = tmp_path / "may-start"
+    may_start.touch()
+    with serving(tmp_path / "state", f"--Back.ready={may_start}") as graph:
+        graph.wait_line("ready http")
+        may_start.unlink()
+        assert ask(graph, Add(component="Back", version=1)).ok
+        graph.wait_line("stubbing")
+        assert counts(graph) == (1, 1, 0)
+        assert ask(graph, Remove(component="Back", lease_id=0, version=2)).ok
+        graph.when("Back-1", lambda p: p["state"] == "stopped")
+        assert counts(graph) == (0, 1, 0)
+        refused = ask(graph, Remove(component="Back", lease_id=0, version=3))
+        assert refused.error == "Back: no process is starting"
+
+
+@pytest.mark.parametrize("how", ["retired", "revoked"])
+def test_one_that_is_killed_in_its_drain_does_not_come_back(tmp_path: Path, how: str):
+    release = tmp_path / "release"
+    state = tmp_path / "state"
+    with serving(state, f"--Back.release={release}", "--Back.ServiceArgs.workers=2") as graph:
+        graph.wait_line("ready http")
+        entry = graph.processes()["Back-1"]
+        if how == "retired":
+            assert ask(graph, Remove(component="Back", lease_id=lease_of(entry), version=1)).ok
+        else:
+            etcd = graph.run_json()["etcd"]
+            asyncio.run(revoke(etcd, lease_of(entry)))
+        graph.wait_line("Back-1           draining")
+        assert counts(graph) == (0, 1, 1)
+        os.kill(entry["pid"], signal.SIGKILL)
+        graph.wait_line("Back-1           left the graph")
+        stopped = graph.when("Back-1", lambda p: p["state"] == "stopped")
+        assert stopped["restarts"] == 0
+        assert counts(graph) == (0, 1, 0)
+        release.touch()
+
+
+async def revoke(etcd_url: str, lease_id: int) -> None:
+    from dynamo_lite.runtime.etcd.store import EtcdStore
+
+    async with EtcdStore(etcd_url) as store:
+        assert await store.revoke(lease_id)
+
+
+def test_each_gets_devices_of_its_own(tmp_path: Path):
+    devices = ("--Graph.devices=[4, GPU-b, 6, 7]", "--Back.ServiceArgs.devices=2")
+    with serving(tmp_path, *devices) as graph:
+        graph.wait_line("ready http")
+        first = graph.processes()["Back-0"]
+        assert variable(first["pid"], "CUDA_VISIBLE_DEVICES") == "4,GPU-b"
+        assert ask(graph, Counts()).counts["Back"] == RoleCounts(
+            ready=1, devices_each=2, devices_free=2
+        )
+        assert ask(graph, Add(component="Back", version=1)).counts["Back"].devices_free == 0
+        second = graph.when("Back-1", ready)
+        assert variable(second["pid"], "CUDA_VISIBLE_DEVICES") == "6,7"
+        refused = ask(graph, Add(component="Back", version=2))
+        assert not refused.ok
+        assert refused.error.startswith("Back: needs 2 devices, 0 are free")
+        # A crash keeps them.
+        os.kill(first["pid"], signal.SIGKILL)
+        again = graph.when("Back-0", lambda p: ready(p) and p["restarts"] == 1)
+        assert variable(again["pid"], "CUDA_VISIBLE_DEVICES") == "4,GPU-b"
+        ask(graph, Remove(component="Back", lease_id=lease_of(again), version=3))
+        graph.when("Back-0", lambda p: p["state"] == "stopped")
+        assert ask(graph, Add(component="Back", version=4)).ok
+        third = graph.when("Back-0", ready)
+        assert variable(third["pid"], "CUDA_VISIBLE_DEVICES") == "4,GPU-b"
+
+
+def test_a_folder_that_cannot_be_written_costs_no_device_and_no_graph(tmp_path: Path):
+    with serving(tmp_path, "--Graph.devices=2", "--Back.ServiceArgs.devices=1") as graph:
+        graph.wait_line("ready http")
+        before = ask(graph, Counts()).counts
+        plans, away = tmp_path / "plans", tmp_path / "plans-away"
+        plans.rename(away)
+        plans.touch()
+        refused = ask(graph, Add(component="Back", version=1))
+        assert refused.error.startswith("Back: its files cannot be written: ")
+        assert refused.counts == before
+        plans.unlink()
+        away.rename(plans)
+        # The temporary file of run.json.
+        blocked = tmp_path / f".run.json.{graph.process.pid}"
+        blocked.mkdir()
+        assert ask(graph, Add(component="Back", version=2)).ok
+        graph.wait_line("cannot write")
+        eventually(lambda: counts(graph) == (0, 2, 0), "it is ready")
+        blocked.rmdir()
+        assert "0 are free" in ask(graph, Add(component="Back", version=3)).error
+        os.kill(graph.processes()["Back-0"]["pid"], signal.SIGKILL)
+        graph.when("Back-0", lambda p: ready(p) and p["restarts"] == 1)
+        assert ready(graph.processes()["Back-1"])
+
+
+def test_the_command_scales_up_and_down(tmp_path: Path):
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        up = run("scale", "Back=3", "--state-dir", str(tmp_path))
+        assert up.returncode == 0, up.stderr
+        assert up.stdout.splitlines()[-1] == "Back: 3 ready of 3"
+        down = run("scale", "Back=1", "--state-dir", str(tmp_path))
+        assert down.returncode == 0, down.stderr
+        assert down.stdout.splitlines()[-1] == "Back: 1 ready of 1"
+        states = {name: entry["state"] for name, entry in graph.processes().items()}
+        assert sorted(states.values()) == ["ready", "ready", "stopped", "stopped"]
+        for arguments, message in (
+            (("Back",), "Back: expected COMPONENT=NUMBER"),
+            (("Front=2",), "Front: this graph has no such service that can be scaled; those: Back"),
+            (("Back=0",), "Back=0 would remove the last one; --force does it"),
+        ):
+            wrong = run("scale", *arguments, "--state-dir", str(tmp_path))
+            assert wrong.returncode == 2
+            assert message in wrong.stderr
+        assert counts(graph) == (0, 1, 0)
+    none = run("scale", "Back=2", "--state-dir", str(tmp_path))
+    assert none.returncode == 1
+    assert "no graph runs on" in none.stderr
+
+
+def test_one_that_crashes_again_and_again_is_removed_first(tmp_path: Path):
+    broken = tmp_path / "broken"
+    state = tmp_path / "state"
+    with serving(state, f"--Back.fail-if={broken}", "--Back.ServiceArgs.workers=2") as graph:
+        graph.wait_line("ready http")
+        before = graph.processes()
+        broken.touch()
+        os.kill(before["Back-0"]["pid"], signal.SIGKILL)
+        graph.when("Back-0", lambda p: p["state"] == "backoff")
+        down = run("scale", "Back=1", "--state-dir", str(state))
+        assert down.returncode == 0, down.stderr
+        assert "one less: one that does not serve" in down.stdout
+        after = graph.processes()
+        assert after["Back-0"]["state"] == "stopped"
+        assert ready(after["Back-1"])
+        assert after["Back-1"]["pid"] == before["Back-1"]["pid"]
+
+
+def test_orders_that_are_refused(tmp_path: Path):
+    """An older order than the last one, and what is no order, change nothing."""
+    with serving(tmp_path) as graph:
+        graph.wait_line("ready http")
+        assert "Front: no service" in ask(graph, Add(component="Front", version=5)).error
+        assert "that can be scaled: Back" in ask(graph, Add(component="Nobody", version=6)).error
+        old = ask(graph, Add(component="Back", version=6))
+        assert "version 6 is old" in old.error
+        assert (old.stale, old.unknown) == (True, False)
+        nobody = ask(graph, Remove(component="Back", lease_id=1, version=7))
+        assert "leases: " in nobody.error
+        assert (nobody.stale, nobody.unknown) == (False, True)
+        with raw(tmp_path) as (connection, answers):
+            connection.sendall(b'{"type":"add","component":"Back","version":9,"env":{}}\nnoise\n')
+            assert b"not a request" in answers.readline()
+            assert b"not a request" in answers.readline()
+            # Too long a line costs the connection only.
+            connection.sendall(b"x" * (70 << 10))
+            assert answers.readline() == b""
+        assert counts(graph) == (0, 1, 0)
+        graph.signal(signal.SIGKILL)
+        graph.process.wait()
+        pids = [entry["pid"] for entry in graph.processes().values()]
+        eventually(lambda: not any(is_alive(pid) for pid in pids), "children end with it")
+    with serving(tmp_path) as graph:
+        # The socket that a killed supervisor has left is replaced.
+        graph.wait_line("ready http")
+        assert counts(graph) == (0, 1, 0)
+
+
+class raw:
+    """A connection to the socket, and its answers as a file."""
+
+    def __init__(self, state_dir: Path):
+        self._path = state_dir / "supervisor.sock"
+        self._socket = socket.socket(socket.AF_UNIX)
+
+    def __enter__(self) -> tuple[socket.socket, Any]:
+        self._socket.settimeout(20)
+        with short_address(self._path) as address:
+            self._socket.connect(address)
+        self._answers = self._socket.makefile("rb")
+        return self._socket, self._answers
+
+    def __exit__(self, *_: object) -> None:
+        self._answers.close()
+        self._socket.close()
+
+
+def test_no_orders_before_the_graph_is_ready_and_in_deep_folders(tmp_path: Path):
+    """A socket's address has at most 107 characters, and the path of a folder may have more."""
+    may_start = tmp_path / "may-start"
+    deep = tmp_path / ("d" * 90) / "state"
+    with serving(deep, f"--Back.ready={may_start}") as graph:
+        graph.wait_line("stubbing")
+        assert "the graph is starting" in ask(graph, Add(component="Back", version=1)).error
+        may_start.touch()
+        graph.wait_line("ready http")
+        assert counts(graph) == (0, 1, 0)

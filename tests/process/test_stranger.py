@@ -1,0 +1,93 @@
+"""A graph as on several hosts, and a stranger who reaches each of its ports with no secret."""
+
+import contextlib
+import os
+import re
+import socket
+import ssl
+from pathlib import Path
+from random import Random
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from dynamo_lite.serve.run_state import RunState, read_run
+from tests.hostile import listening_ports
+from tests.process.command import serving
+
+pytestmark = pytest.mark.timeout(400)
+
+WORKER = "tests.process.null_graph:Worker"
+_NATS = b'CONNECT {"verbose":true}\r\nSUB > 1\r\nPUB x_engine.e1.cancel 1\r\nx\r\nPING\r\n'
+_RANGE = b'{"key":"AA==","range_end":"AA=="}'
+_HTTP = (
+    b"GET /health HTTP/1.0\r\n\r\n",
+    b"GET /metrics HTTP/1.0\r\n\r\n",
+    b"POST /v3/lease/leases HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v3/kv/range HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(_RANGE), _RANGE),
+)
+
+
+def untrusting() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def tell(port: int, message: bytes, *, tls: bool) -> bytes:
+    """What the server says to it until it hangs up, or is silent for half a second."""
+    heard = b""
+    with contextlib.suppress(OSError):
+        plain = socket.create_connection(("127.0.0.1", port), timeout=5)
+        with untrusting().wrap_socket(plain) if tls else plain as connection:
+            connection.sendall(message)
+            connection.settimeout(0.5)
+            while part := connection.recv(1 << 16):
+                heard += part
+    return heard
+
+
+def dropped(state: RunState, where: str) -> float:
+    [worker] = state.processes
+    page = httpx.get(f"{worker.status_url}/metrics", timeout=30).text
+    name = f'dynamo_lite_dropped_messages_total{{where="{where}"}}'
+    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+
+
+def test_a_stranger_reads_nothing_and_ends_nothing(tmp_path: Path):
+    noise = Random(7)
+    with serving(tmp_path, "--Graph.bind-host=0.0.0.0", graph=WORKER) as graph:
+        graph.wait_line("ready", timeout_s=200)
+        state = read_run(tmp_path)
+        assert state is not None
+        [worker] = state.processes
+        ports = {
+            port
+            for pid in (worker.pid, *(server.pid for server in state.servers))
+            for port in listening_ports(pid)
+        }
+        assert len(ports) == 4, "NATS, etcd, the worker's for requests and its status server"
+        heard = b""
+        for port in ports:
+            for tls in (False, True):
+                for message in (_NATS, *_HTTP, noise.randbytes(5000)):
+                    heard += tell(port, message, tls=tls)
+        assert b"dynamo_lite" in heard, "the status server answers everybody"
+        assert b"Authorization Violation" in heard and b"PONG" not in heard
+        token, key = urlsplit(state.nats).username, Path(state.secret).read_text().strip()
+        assert token
+        for hidden in (token, key, '"kvs"', '"leases"', "VllmWorker/generate"):
+            assert hidden.encode() not in heard
+        assert dropped(state, "stream") > 0
+        again = read_run(tmp_path)
+        assert again is not None
+        assert [(p.pid, p.lease, p.restarts) for p in again.processes] == [
+            (worker.pid, worker.lease, 0)
+        ]
+        assert again.servers == state.servers
+        assert httpx.get(f"{worker.status_url}/ready", timeout=30).status_code == 200
+        logs = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+        shown = logs + "".join(graph.output)
+        assert token not in shown and key not in shown and not re.search("Traceback", logs)
+    assert not os.path.exists(f"/proc/{worker.pid}")

@@ -1,0 +1,232 @@
+"""The oracles of parts that must not slow down with the number of engines and workers.
+
+They follow the same rules and look at everything each time. Tests compare the answers, and
+`benchmarks.scale` the times.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence, Set
+
+from dynamo_lite.policy.backlog import SILENCE_S, BacklogTotals
+from dynamo_lite.policy.kv_chain import ChainHash, chain_hashes
+from dynamo_lite.policy.kv_routing import KvView
+from dynamo_lite.policy.pending_requests import PendingRequests
+from dynamo_lite.policy.routing import Selection
+from dynamo_lite.policy.scoring import Candidate, draw, score, with_room
+from dynamo_lite.protocol.backlog import Backlog, Lane
+from dynamo_lite.protocol.errors import NoWorkers
+from dynamo_lite.protocol.generate import GenerateRequest
+from dynamo_lite.protocol.options import KvRoutingOptions
+from dynamo_lite.protocol.records import EndpointRecord
+
+_MAX_SESSIONS = 65_536
+
+
+class StraightforwardBacklogs:
+    """As `Backlogs`: keeps each engine's last message, and adds all of them up."""
+
+    def __init__(self) -> None:
+        self._received: dict[str, tuple[Backlog, float]] = {}
+        self._asked = self._overflow = 0
+
+    def hear(self, demand: Backlog, now: float) -> int | None:
+        before = self._received.get(demand.engine_id)
+        if before is not None and demand.number <= before[0].number:
+            return None
+        self._forget(now)
+        if demand.leaving:
+            self._received.pop(demand.engine_id, None)
+        else:
+            self._received[demand.engine_id] = demand, now
+        if before is None:
+            return 0
+        self._asked += max(demand.asked_tokens - before[0].asked_tokens, 0)
+        self._overflow += max(demand.overflow_tokens - before[0].overflow_tokens, 0)
+        return max(demand.done_tokens - before[0].done_tokens, 0)
+
+    def totals(self, now: float) -> BacklogTotals:
+        self._forget(now)
+        told = [demand for demand, _ in self._received.values()]
+        lanes = {lane: sum(d.queued_tokens.get(lane, 0) for d in told) for lane in Lane}
+        return BacklogTotals(
+            sum(d.queued_jobs for d in told),
+            {lane: tokens for lane, tokens in lanes.items() if tokens},
+            sum(d.claimed_jobs for d in told),
+            sum(d.claimed_tokens for d in told),
+            self._asked,
+            self._overflow,
+        )
+
+    def engines(self, now: float) -> int:
+        self._forget(now)
+        return len(self._received)
+
+    def _forget(self, now: float) -> None:
+        for engine_id, (_, at) in list(self._received.items()):
+            if now - at > SILENCE_S:
+                del self._received[engine_id]
+
+
+class StraightforwardPicker:
+    """As `KvPicker`: scores every member for every request."""
+
+    def __init__(
+        self,
+        view: KvView,
+        options: KvRoutingOptions,
+        *,
+        now: Callable[[], float],
+        uniform: Callable[[], float],
+    ):
+        #: Placed requests by reason.
+        self.choices: Counter[str] = Counter()
+        #: Of all placed requests.
+        self.prompt_tokens = 0
+        #: Those of them that the chosen workers held or were about to hold.
+        self.matched_tokens = 0
+        #: May be replaced at any time.
+        self.options = options
+        self._view = view
+        self._now, self._uniform = now, uniform
+        self._pending = PendingRequests()
+        self._others: dict[int, tuple[int, int]] = {}
+        self._turns: dict[int, int] = {}
+        self._turn = 0
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+
+    def pick(
+        self,
+        members: Sequence[EndpointRecord],
+        request: GenerateRequest,
+        without: Set[int] = frozenset(),
+    ) -> Selection:
+        members = [member for member in members if member.lease_id not in without]
+        if not members:
+            raise NoWorkers("no live worker")
+        self._forget_others(members)
+        prompt = request.prompt_token_ids
+        if request.output_token_ids:
+            prompt = prompt + request.output_token_ids
+        hashes: dict[int, list[ChainHash]] = {}
+        matched = self._matched(members, prompt, request.cache_salt, hashes)
+        home = self._sessions.get(request.session) if request.session else None
+        candidates = [
+            self._candidate(m, matched.get(m.lease_id, 0), len(prompt) if m.lease_id == home else 0)
+            for m in members
+        ]
+        chosen, reason = self._choose(candidates, len(prompt), home)
+        self._note(chosen, reason, request, len(prompt))
+        shard = self._view.shard(chosen.member.lease_id)
+        self._pending.book(
+            request.request_id,
+            chosen.member.lease_id,
+            hashes.get(shard.block_size, ()) if shard else (),
+            prompt_tokens=len(prompt),
+            prefill_tokens=len(prompt) - chosen.matched,
+            now=self._now(),
+        )
+        return Selection(
+            chosen.member,
+            f"{reason}: it holds {chosen.matched} of {len(prompt)} tokens, and"
+            f" {chosen.load} tokens are queued there; {len(members)} candidates",
+        )
+
+    def reported(self, lease_id: int) -> None:
+        """The worker has reported a new load. Requests in it that are not ours belong to other
+        routers.
+
+        Their cache hits are not known, so all of their prompt tokens count.
+        """
+        if (report := self._view.load(lease_id)) is not None:
+            ours = self._pending.of(lease_id)
+            self._others[lease_id] = (
+                max(0, report.requests - ours.requests),
+                max(0, report.prompt_tokens - ours.prompt_tokens),
+            )
+
+    def answered(self, request_id: str) -> None:
+        self._pending.answered(request_id, self._now())
+
+    def released(self, request_id: str) -> None:
+        self._pending.released(request_id)
+
+    def _matched(
+        self,
+        members: Sequence[EndpointRecord],
+        prompt: list[int],
+        cache_salt: str | None,
+        hashes: dict[int, list[ChainHash]],
+    ) -> dict[int, int]:
+        """Tokens by lease id. hashes: is filled with those of the prompt, by block size."""
+        matched: dict[int, int] = {}
+        indexes: dict[int, int] = {}  # the block size of each that was looked at
+        for member in members:
+            shard = self._view.shard(member.lease_id)
+            if shard is None or id(shard.index) in indexes:
+                continue
+            size = indexes[id(shard.index)] = shard.block_size
+            if size not in hashes:
+                # The last token is computed in any case.
+                hashes[size] = chain_hashes(prompt[:-1], size, cache_salt=cache_salt)
+                for worker, count in self._pending.match(hashes[size]).items():
+                    matched[worker] = max(matched.get(worker, 0), count * size)
+            for worker, count in shard.index.match(hashes[size]).items():
+                matched[worker] = max(matched.get(worker, 0), count * size)
+        return matched
+
+    def _candidate(self, member: EndpointRecord, matched: int, credit: int) -> Candidate:
+        """Its load is the sum of our requests and those of other routers."""
+        ours = self._pending.of(member.lease_id)
+        requests, tokens, usage = ours.requests, ours.prefill_tokens, 0.0
+        if (report := self._view.load(member.lease_id)) is not None:
+            others = self._others.get(member.lease_id, (0, 0))
+            requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
+        load = tokens + requests * self.options.request_load_tokens
+        return Candidate(member, matched, load, usage, credit)
+
+    def _choose(
+        self, candidates: Sequence[Candidate], prompt_tokens: int, home: int | None
+    ) -> tuple[Candidate, str]:
+        if len(candidates) == 1:
+            return candidates[0], "only"
+        options = self.options
+        fit = with_room(candidates, options.max_kv_usage)
+        scores = [score(c, options) for c in fit]
+        best = min(
+            range(len(fit)),
+            key=lambda i: (-scores[i], self._turns.get(fit[i].member.lease_id, 0)),
+        )
+        if options.temperature > 0:
+            drawn = draw(scores, options.temperature * max(prompt_tokens, 1), self._uniform())
+            if scores[drawn] < scores[best]:
+                return fit[drawn], "lot"
+            best = drawn
+        chosen = fit[best]
+        longest = max(c.matched for c in candidates)
+        if chosen.member.lease_id == home:
+            return chosen, "session"
+        if not longest:
+            return chosen, "load"
+        return chosen, "prefix" if chosen.matched == longest else "balance"
+
+    def _note(
+        self, chosen: Candidate, reason: str, request: GenerateRequest, prompt_tokens: int
+    ) -> None:
+        lease_id = chosen.member.lease_id
+        self.choices[reason] += 1
+        self.prompt_tokens += prompt_tokens
+        self.matched_tokens += chosen.matched
+        self._turn += 1
+        self._turns[lease_id] = self._turn
+        if request.session:
+            self._sessions[request.session] = lease_id
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > _MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+
+    def _forget_others(self, members: Sequence[EndpointRecord]) -> None:
+        """Removes entries of workers that have left, once there are many."""
+        if len(self._turns) + len(self._others) > 4 * len(members) + 16:
+            live = {member.lease_id for member in members}
+            self._turns = {k: v for k, v in self._turns.items() if k in live}
+            self._others = {k: v for k, v in self._others.items() if k in live}

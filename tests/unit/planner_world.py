@@ -1,0 +1,227 @@
+"""A graph of workers that a planner adds and removes, in a few lines: no processes, no clock."""
+
+from dataclasses import dataclass, field
+
+from dynamo_lite.policy.planner import Memory, begun, plan
+from dynamo_lite.policy.planner_inputs import (
+    Datum,
+    DecodeLoad,
+    Operation,
+    PrefillLoad,
+    Role,
+    RoleSeen,
+    Seen,
+    Switches,
+)
+from dynamo_lite.policy.planner_memory import (
+    Action,
+    AddWorkers,
+    Proposal,
+    RemoveWorker,
+    SwitchWorker,
+    WithdrawStart,
+)
+from dynamo_lite.protocol.options import PlannerOptions
+from dynamo_lite.protocol.planner import RoleCounts
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+@dataclass
+class Pool:
+    """The workers of one role. Times are when something happens."""
+
+    ready: int = 1
+    start_s: float = 20.0
+    drain_s: float = 10.0
+    devices_each: int = 1
+    starting: list[float] = field(default_factory=list)
+    draining: list[float] = field(default_factory=list)
+    #: id, kind, began, workers that were there
+    operations: list[tuple[int, str, float, int]] = field(default_factory=list)
+    done: int = 0
+    failed: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.starting) + self.ready
+
+
+class World:
+    """`tick` lets time pass, asks the planner and does what it says."""
+
+    def __init__(
+        self, limits: PlannerOptions, prefill: Pool | None = None, decode: Pool | None = None
+    ):
+        self.limits = limits
+        self.pools = {P: prefill or Pool(), D: decode or Pool()}
+        self.memory = Memory()
+        self.now = 1000.0
+        self.prefill = PrefillLoad()
+        self.decode = DecodeLoad()
+        self.hold = ""
+        self.manual: dict[Role, int] = {}
+        self.reachable = True
+        #: No removal is begun.
+        self.no_victim = False
+        #: Whether workers can switch their role.
+        self.can_switch = False
+        #: The one under way: its id, giver and taker, when the worker has drained and when the
+        #: other one is ready; inf: it cannot be started.
+        self.switch: tuple[int, Role, Role, float, float] | None = None
+        #: (time, giver) of every switch.
+        self.switches: list[tuple[float, Role]] = []
+        self.numbers = 0
+        #: (time, role, up) of every change that the planner has ordered.
+        self.orders: list[tuple[float, Role, bool]] = []
+
+    def seen(self) -> Seen:
+        roles = {role: self._role(role, pool) for role, pool in self.pools.items()}
+        switches = None
+        if self.can_switch:
+            last = self.switches[-1] if self.switches else None
+            switches = Switches(
+                last_giver=last[1] if last else None,
+                last_age_s=self.now - last[0] if last else 0.0,
+                drain_s=10.0,
+            )
+        return Seen(
+            roles=roles if self.reachable else {},
+            prefill=self.prefill,
+            decode=self.decode,
+            hold=self.hold,
+            manual=self.manual,
+            switches=switches,
+        )
+
+    def _role(self, role: Role, pool: Pool) -> RoleSeen:
+        free = self.limits.budget_devices - sum(
+            (p.count + len(p.draining)) * p.devices_each for p in self.pools.values()
+        )
+        return RoleSeen(
+            counts=RoleCounts(
+                starting=len(pool.starting),
+                ready=pool.ready,
+                draining=len(pool.draining),
+                devices_each=pool.devices_each,
+                devices_free=max(free, 0),
+            ),
+            operations=tuple(
+                Operation(id=i, kind=kind, age_s=self.now - began)  # pyright: ignore
+                for i, kind, began, _ in pool.operations
+            )
+            + self._switching(role),
+            start_s=pool.start_s,
+            start_p95_s=pool.start_s,
+            starts_done=pool.done,
+            starts_failed=pool.failed,
+        )
+
+    def _switching(self, role: Role) -> tuple[Operation, ...]:
+        if self.switch is None or role not in self.switch[1:3]:
+            return ()
+        number, giver, _, drained, _ = self.switch
+        if role is giver:
+            return (Operation(id=number, kind="give", age_s=self.now - self.switches[-1][0]),)
+        return (Operation(id=number, kind="take", age_s=max(self.now - drained, 0.0)),)
+
+    def pass_switch(self) -> None:
+        """The device changes its owner, and the other worker becomes ready."""
+        if self.switch is None:
+            return
+        _, _, taker, drained, ready = self.switch
+        pool = self.pools[taker]
+        if drained <= self.now and ready not in pool.starting:
+            pool.starting.append(ready)
+        if ready <= self.now:
+            pool.done += 1
+            self.switch = None
+
+    def tick(self) -> Proposal:
+        self.now += self.limits.tick_s
+        self.pass_switch()
+        for pool in self.pools.values():
+            self._pass_time(pool)
+        self.memory, proposal = plan(self.memory, self.seen(), self.limits, self.now)
+        for action in proposal.actions:
+            self._do(action)
+        return proposal
+
+    def tick_soon(self, after_s: float) -> Proposal:
+        """Another tick, so many seconds after the one before."""
+        self.now += after_s - self.limits.tick_s
+        return self.tick()
+
+    def run(self, seconds: float) -> list[Proposal]:
+        return [self.tick() for _ in range(round(seconds / self.limits.tick_s))]
+
+    def _pass_time(self, pool: Pool) -> None:
+        due = [at for at in pool.starting if at <= self.now]
+        pool.starting = [at for at in pool.starting if at > self.now]
+        pool.ready += len(due)
+        pool.draining = [at for at in pool.draining if at > self.now]
+        left = []
+        for operation in pool.operations:
+            _, kind, _, before = operation
+            if kind == "add" and not pool.starting:
+                pool.done += pool.ready > before
+                pool.failed += pool.ready <= before
+            elif kind != "remove" or pool.draining:
+                left.append(operation)
+        pool.operations = left
+
+    def _do(self, action: Action) -> None:
+        if self.no_victim and isinstance(action, RemoveWorker):
+            return
+        pool = self.pools[action.role]
+        self.numbers += 1
+        self.memory = begun(self.memory, action, self.now)
+        if isinstance(action, WithdrawStart):
+            pool.starting = []
+            if self.switch is not None and self.switch[0] == action.operation:
+                self.switch = None
+                pool.failed += 1
+            return
+        if isinstance(action, SwitchWorker):
+            drained = self.now + pool.drain_s
+            taker = self.pools[action.to]
+            pool.ready -= 1
+            pool.draining.append(drained)
+            self.switches.append((self.now, action.role))
+            ready = drained + taker.start_s
+            self.switch = (self.numbers, action.role, action.to, drained, ready)
+            return
+        up = isinstance(action, AddWorkers)
+        self.orders.append((self.now, action.role, up))
+        pool.operations.append((self.numbers, "add" if up else "remove", self.now, pool.ready))
+        if isinstance(action, AddWorkers):
+            pool.starting += [self.now + pool.start_s] * action.size
+        elif action.starting:
+            pool.starting.pop()
+            pool.operations.pop()
+        else:
+            pool.ready -= 1
+            pool.draining.append(self.now + pool.drain_s)
+
+
+def prefill_load(
+    asked: float, *, refused: float = 0, backlog: float = 0, rate: float | None = 1000
+):
+    return PrefillLoad(
+        asked_per_s=Datum(asked),
+        refused_per_s=Datum(refused),
+        backlog=Datum(backlog),
+        rate=None if rate is None else Datum(rate),
+    )
+
+
+def decode_load(kv: float, requests: float = 0, *, waiting: float = 0, parked: float = 0, itl=None):
+    return DecodeLoad(
+        kv_used=Datum(kv),
+        kv_parked=Datum(parked),
+        kv_waiting=Datum(0),
+        running=Datum(requests),
+        waiting=Datum(waiting),
+        max_num_seqs=100,
+        itl_s=None if itl is None else Datum(itl),
+    )

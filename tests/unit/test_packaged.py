@@ -1,0 +1,59 @@
+"""The packaged graphs and configurations: which file a name means, and what is listed."""
+
+from pathlib import Path
+
+import pytest
+
+from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.serve.graphs import load_graph
+from dynamo_lite.serve.packaged import config_file, configs, example, graphs, packaged_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_everything_that_is_packaged_is_listed_with_a_sentence() -> None:
+    listed = {**dict(graphs()), **dict(configs())}
+    files = {f"configs/{path.name}" for path in (ROOT / "configs").iterdir()}
+    modules = {path.stem for path in (ROOT / "graphs").glob("[!_]*.py")}
+    assert {name for name in listed if "/" in name} == files
+    assert {name.partition(":")[0] for name in listed if ":" in name} == {
+        f"graphs.{module}" for module in modules
+    }
+    assert [about for about in listed.values() if not about.endswith(".")] == []
+
+
+def test_every_listed_graph_can_be_loaded() -> None:
+    for name, _ in graphs():
+        assert load_graph(name).missing() == []
+
+
+def test_a_file_in_the_working_directory_goes_before_the_packaged_one(elsewhere: Path) -> None:
+    name = Path("configs/agg.yaml")
+    assert config_file(name) == packaged_file("configs", "agg.yaml")
+    (elsewhere / "configs").mkdir()
+    (elsewhere / name).touch()
+    assert config_file(name) == name
+
+
+def test_a_file_that_is_nowhere_is_bad_input(elsewhere: Path) -> None:
+    for given, hint in (
+        ("configs/ag.yaml", "packaged are configs/agg.yaml"),
+        ("ag.yaml", "`dynamo-lite examples` lists"),
+        ("configs/../agg.yaml", "`dynamo-lite examples` lists"),
+    ):
+        with pytest.raises(ConfigError, match=hint):
+            config_file(Path(given))
+    with pytest.raises(ConfigError, match="no packaged graph or configuration"):
+        example("configs/ag.yaml")
+
+
+def test_an_example_is_the_file_itself() -> None:
+    assert example("configs/agg.yaml") == (ROOT / "configs/agg.yaml").read_text()
+    assert example("graphs.agg:Frontend") == (ROOT / "graphs/agg.py").read_text()

@@ -1,0 +1,728 @@
+"""The planner's rules one by one, and its invariants under random loads, faults and people."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from dynamo_lite.policy.forecast import Line, Trend
+from dynamo_lite.policy.planner import plan
+from dynamo_lite.policy.planner_inputs import (
+    Datum,
+    DecodeLoad,
+    LastChange,
+    Operation,
+    PrefillLoad,
+    RoleSeen,
+    Seen,
+)
+from dynamo_lite.policy.planner_limits import bounds, contradictions, refusals
+from dynamo_lite.policy.planner_memory import AddWorkers, Memory, RemoveWorker, WithdrawStart
+from dynamo_lite.protocol.options import PlannerOptions
+from dynamo_lite.protocol.planner import RoleCounts
+from tests.unit.planner_world import D, P, Pool, World, decode_load, prefill_load
+
+LIMITS = PlannerOptions(budget_devices=64, prefill_max=32, decode_max=32, down_window_s=300.0)
+QUIET = prefill_load(0), decode_load(0)
+
+
+def world(prefill: Pool | None = None, decode: Pool | None = None, **changed: float) -> World:
+    made = World(replace(LIMITS, **changed), prefill, decode)
+    made.prefill, made.decode = QUIET
+    return made
+
+
+def adds(proposal, role):
+    return sum(a.size for a in proposal.actions if isinstance(a, AddWorkers) and a.role is role)
+
+
+def removes(proposal, role):
+    return [a for a in proposal.actions if isinstance(a, RemoveWorker) and a.role is role]
+
+
+# More workers
+
+
+def test_a_need_is_acted_on_in_the_second_tick():
+    w = world()
+    w.prefill = prefill_load(1500)
+    first = w.tick()
+    assert not first.actions
+    assert first.roles[P].state == "pending"
+    assert first.roles[P].wanted == 2
+    assert adds(w.tick(), P) == 1
+
+
+def test_a_tick_soon_after_another_one_confirms_no_need():
+    w = world()
+    w.prefill = prefill_load(1500)
+    w.tick()
+    assert not w.tick_soon(0.05).actions
+    assert adds(w.tick(), P) == 1
+
+
+def test_a_tick_soon_after_another_one_shows_no_trend():
+    w = world()
+    for _ in range(20):
+        w.decode = decode_load(0.1, 29)
+        w.tick()
+    w.decode = decode_load(0.1, 35)
+    w.tick_soon(0.03)
+    w.tick()
+    assert w.memory.role(D).trend.rise(20.0) < 10
+
+
+def test_one_tick_of_load_changes_nothing():
+    w = world()
+    for _ in range(5):
+        w.prefill = prefill_load(5000)
+        assert not w.tick().actions
+        w.prefill = prefill_load(0)
+        assert not w.tick().actions
+
+
+@pytest.mark.parametrize(
+    ("load", "wanted"),
+    [
+        (prefill_load(1600), 2),
+        (prefill_load(1601), 3),
+        # What found no room in the queue is demand, too.
+        (prefill_load(800, refused=900), 3),
+        # A backlog is to be gone after the time of a start, 20 s here.
+        (prefill_load(800, backlog=16_000), 2),
+        (prefill_load(800, backlog=16_100), 3),
+    ],
+)
+def test_prefill_workers_for_a_load(load, wanted):
+    w = world()
+    w.prefill = load
+    assert w.tick().roles[P].wanted == wanted
+
+
+@pytest.mark.parametrize(
+    ("load", "wanted"),
+    [
+        (decode_load(0.85), 1),
+        (decode_load(0.86), 2),
+        (decode_load(0.1, 171), 3),
+        (decode_load(0.1, 100, waiting=71), 3),
+        (replace(decode_load(0.5), kv_waiting=Datum(0.5)), 2),
+    ],
+)
+def test_decode_workers_for_a_load(load, wanted):
+    w = world()
+    w.decode = load
+    assert w.tick().roles[D].wanted == wanted
+
+
+def test_blocks_that_wait_for_prefill_workers_are_no_lack_of_decode_workers():
+    w = world()
+    w.decode = decode_load(0.95, parked=0.6)
+    w.prefill = prefill_load(5000)
+    proposal = w.tick()
+    assert proposal.roles[D].wanted == 1
+    w = world()
+    w.decode = decode_load(0.95, parked=0.6)
+    w.prefill = prefill_load(100)  # enough of them: the blocks are really in use
+    assert w.tick().roles[D].wanted == 2
+
+
+def test_more_decode_workers_until_tokens_come_fast_enough():
+    w = world(itl_target_s=0.05)
+    w.decode = decode_load(0.1, 40, itl=0.08)
+    w.tick()
+    assert adds(w.tick(), D) == 1
+    # 20 ms + 1 ms for each request of a worker: at most 30 requests each
+    itl = Line()
+    for requests in (10, 20, 30, 40, 50, 60):
+        itl = itl.add(requests, 0.02 + 0.001 * requests)
+    w = world(decode=Pool(ready=2), itl_target_s=0.05)
+    w.memory = Memory(itl=itl)
+    w.decode = decode_load(0.1, 100, itl=0.07)
+    assert w.tick().roles[D].wanted == 4
+
+
+def test_a_target_that_no_number_reaches_adds_nothing():
+    itl = Line()
+    for requests in (10, 20, 30, 40, 50, 60):
+        itl = itl.add(requests, 0.06 + 0.0001 * requests)
+    w = world(itl_target_s=0.05)
+    w.memory = Memory(itl=itl)
+    w.decode = decode_load(0.1, 50, itl=0.065)
+    assert not any(p.actions for p in w.run(60))
+
+
+def test_without_a_measured_rate_one_more_while_prompts_find_no_room():
+    w = world()
+    w.prefill = prefill_load(3000, rate=None)
+    assert w.tick().roles[P].wanted is None
+    w.prefill = prefill_load(3000, refused=100, rate=None)
+    w.tick()
+    assert adds(w.tick(), P) == 1
+
+
+def test_young_workers_teach_nothing():
+    w = world()
+    w.prefill = prefill_load(1500, rate=1000)
+    w.tick()
+    role = replace(w.seen().roles[P], youngest_s=3.0)
+    seen = replace(w.seen(), roles={P: role}, prefill=prefill_load(1500, rate=1))
+    memory, proposal = plan(w.memory, seen, w.limits, w.now + 5)
+    assert memory.prefill_rate == 1000
+    assert proposal.roles[P].wanted == 2
+
+
+def test_steps_up_are_at_most_half_or_four():
+    w = world(prefill=Pool(ready=2))
+    w.prefill = prefill_load(20_000)
+    w.tick()
+    assert adds(w.tick(), P) == 4
+    w = world(prefill=Pool(ready=10))
+    w.prefill = prefill_load(20_000)
+    w.tick()
+    assert adds(w.tick(), P) == 5
+
+
+def test_a_rising_load_is_met_in_advance():
+    w = world(prefill=Pool(ready=2, start_s=60.0))
+    added_at = None
+    for step in range(60):
+        load = 500 + 20 * step
+        w.prefill = prefill_load(load)
+        if adds(w.tick(), P):
+            added_at = load
+            break
+    assert added_at is not None
+    assert added_at < 1600  # without a forecast two workers would be enough until then
+
+
+@pytest.mark.parametrize("role", [P, D])
+def test_a_falling_load_starts_nobody(role):
+    """Its smoothed level lags behind, and must not count as a rise."""
+    w = world(prefill=Pool(ready=10), decode=Pool(ready=10))
+    for step in range(40):
+        load = max(9 - 2.0 * max(step - 20, 0), 1.0)
+        w.prefill = prefill_load(700 * load)
+        w.decode = decode_load(0.7 * load, 70 * load)
+        if step == 22:
+            w.pools[role].ready = 5  # enough for the present load, but not for the level
+        assert not adds(w.tick(), role)
+
+
+def test_below_the_minimum_a_worker_is_added_at_once():
+    w = world(prefill=Pool(ready=0), prefill_min=2)
+    w.prefill, w.decode = PrefillLoad(), DecodeLoad()
+    assert adds(w.tick(), P) == 2
+
+
+# Fewer workers
+
+
+def test_fewer_after_the_whole_window_and_one_at_a_time():
+    w = world(prefill=Pool(ready=3))
+    taken = [w.now for proposal in w.run(400) if removes(proposal, P)]
+    assert w.pools[P].count == 1
+    first, second = (at for at, _, _ in w.orders)
+    assert first - 1000 >= 300
+    assert second - first >= w.pools[P].drain_s
+    assert len(taken) == 2
+
+
+def test_one_busy_moment_keeps_a_worker_for_a_whole_window():
+    w = world(prefill=Pool(ready=2))
+    w.run(290)
+    w.prefill = prefill_load(1500)
+    w.tick()
+    busy_at = w.now
+    w.prefill = prefill_load(0)
+    w.run(400)
+    assert [up for _, _, up in w.orders] == [False]
+    assert w.orders[0][0] - busy_at >= 300
+
+
+def test_between_both_shares_nothing_changes():
+    w = world(prefill=Pool(ready=2))
+    w.prefill = prefill_load(1450)  # 2 needed at 0.8 and 3 at 0.7
+    w.run(700)
+    assert w.orders == []
+
+
+def test_an_unknown_load_removes_nobody():
+    w = world(prefill=Pool(ready=3), decode=Pool(ready=3))
+    w.prefill, w.decode = PrefillLoad(), DecodeLoad()
+    assert {p.roles[P].state for p in w.run(1000)} == {"hold"}
+    stale = Datum(0.0, age_s=60.0)
+    w.prefill = PrefillLoad(asked_per_s=stale, refused_per_s=stale, backlog=stale)
+    w.decode = replace(decode_load(0), kv_used=stale)
+    w.run(1000)
+    w.decode = replace(decode_load(0), kv_used=Datum(math.nan))
+    w.run(1000)
+    assert w.orders == []
+
+
+def test_a_gap_begins_the_window_again():
+    w = world(prefill=Pool(ready=2))
+    w.run(290)
+    w.prefill = replace(w.prefill, backlog=None)
+    w.tick()
+    w.prefill = prefill_load(0)
+    w.run(290)
+    assert w.orders == []
+    w.now += 100  # the planner did not run
+    w.run(290)
+    assert w.orders == []
+
+
+def test_a_fresh_zero_is_a_zero():
+    w = world(prefill=Pool(ready=2))
+    w.prefill = prefill_load(0, rate=None)  # no worker was ever busy
+    w.run(320)
+    assert w.pools[P].count == 1
+
+
+def test_a_starting_worker_goes_before_a_serving_one():
+    w = world(prefill=Pool(ready=2, starting=[math.inf]))
+    w.run(305)
+    assert w.pools[P].ready == 2
+    assert w.pools[P].starting == []
+
+
+def test_a_removal_that_ends_within_a_tick_begins_no_window():
+    w = world(prefill=Pool(ready=4, drain_s=1.0))
+    w.run(320)
+    assert w.pools[P].ready == 1
+    assert len(w.orders) == 3
+
+
+def test_of_many_workers_five_percent_drain_together():
+    w = world(decode=Pool(ready=60, drain_s=1000.0), budget_devices=100, decode_max=60)
+    w.run(400)
+    assert len(w.pools[D].draining) == 3
+    w = world(decode=Pool(ready=20, drain_s=1000.0))
+    w.run(400)
+    assert len(w.pools[D].draining) == 1
+
+
+def test_a_worker_that_somebody_else_drains_delays_the_planner():
+    w = world(prefill=Pool(ready=3, draining=[math.inf]))
+    w.run(400)
+    assert w.orders == []
+
+
+# Both
+
+
+def test_no_reversal_within_the_cooldown():
+    w = world(prefill=Pool(ready=2), cooldown_s=60.0)
+    w.run(305)
+    assert [up for _, _, up in w.orders] == [False]
+    w.prefill = prefill_load(3000)
+    removed_at = w.now
+    w.run(120)
+    assert [up for _, _, up in w.orders] == [False, True]
+    assert w.orders[1][0] - removed_at >= 55
+
+
+def test_a_removal_that_was_not_begun_is_no_change():
+    w = world(decode=Pool(ready=3))
+    w.no_victim = True
+    proposals = w.run(LIMITS.down_window_s + 60)
+    assert removes(proposals[-1], D)
+    w.decode = decode_load(5)
+    w.tick()
+    assert adds(w.tick(), D) == 3
+
+
+def test_no_removal_soon_after_an_addition():
+    w = world(down_window_s=10.0, cooldown_s=60.0)
+    w.prefill = prefill_load(1200)
+    w.run(10)
+    added_at = w.now
+    w.prefill = prefill_load(0)
+    w.run(120)
+    assert [up for _, _, up in w.orders] == [True, False]
+    assert w.orders[1][0] - added_at >= 55
+
+
+def test_the_last_one_that_serves_stays_whatever_starts():
+    removal = Operation(id=1, kind="remove", age_s=1.0, confirmed=False)
+    counts = RoleCounts(starting=40, ready=2)
+    role = RoleSeen(counts=counts, operations=(removal,))
+    seen = Seen(roles={P: role}, manual={P: 1})
+    limits = replace(LIMITS, prefill_max=50)
+    assert plan(Memory(), seen, limits, 0.0)[1].actions == ()
+    more = replace(seen, roles={P: replace(role, counts=RoleCounts(starting=40, ready=3))})
+    assert len(plan(Memory(), more, limits, 0.0)[1].actions) == 1
+
+
+def test_the_change_of_the_planner_before_counts():
+    role = RoleSeen(counts=RoleCounts(ready=1), changed=LastChange(up=False, age_s=10.0))
+    seen = Seen(roles={P: role}, prefill=prefill_load(3000))
+    memory, _ = plan(Memory(), seen, LIMITS, 0.0)
+    _, proposal = plan(memory, seen, LIMITS, 5.0)
+    assert proposal.actions == ()
+    assert "not for 50 s" in proposal.roles[P].reason
+
+
+def test_a_change_by_somebody_else_is_the_new_base():
+    w = world(prefill=Pool(ready=3))
+    w.run(290)
+    w.pools[P].ready = 4
+    w.run(290)
+    assert w.orders == []
+    w.run(15)
+    assert [up for _, _, up in w.orders] == [False]
+
+
+def test_the_budget_counts_starting_and_draining_workers():
+    w = world(Pool(ready=1), Pool(ready=2, draining=[math.inf] * 3), budget_devices=7)
+    w.prefill = prefill_load(5000)
+    w.decode = decode_load(1.0, 150)
+    w.run(10)
+    assert w.pools[P].count == 2
+    w.run(200)
+    assert sum(p.count + len(p.draining) for p in w.pools.values()) == 7
+
+
+def test_the_budget_counts_workers_that_others_have_started():
+    role = RoleSeen(counts=RoleCounts(ready=1, devices_each=2), others=2)
+    assert role.devices == 6
+    limits = replace(LIMITS, budget_devices=7)
+    seen = Seen(roles={P: role, D: RoleSeen(counts=RoleCounts())}, prefill=prefill_load(90_000))
+    memory, _ = plan(Memory(), seen, limits, 0.0)
+    _, proposal = plan(memory, seen, limits, limits.tick_s)
+    # The decode worker that the minimum asks for, and no prefill worker.
+    assert [(a.role, a.size) for a in proposal.actions if isinstance(a, AddWorkers)] == [(D, 1)]
+    assert "no device is free within the budget" in proposal.roles[P].reason
+
+
+def test_a_worker_that_nobody_waits_for_is_overdue_after_the_time_of_a_start():
+    w = world(prefill=Pool(ready=2, start_s=20.0, starting=[math.inf]), down_window_s=10.0)
+    w.no_victim = True
+    found = [(w.now, removal) for _ in range(20) for removal in removes(w.tick(), P)]
+    began = found[0][0]
+    assert all(removal.starting for _, removal in found)
+    overdue = [now - began for now, removal in found if removal.overdue]
+    assert 0 < len(overdue) < len(found)
+    # Twice the 95th percentile of a start, since the first tick saw it.
+    assert overdue[0] == pytest.approx(40.0, abs=3 * w.limits.tick_s)
+
+
+def test_both_roles_share_the_room():
+    w = world(budget_devices=4)
+    w.prefill, w.decode = prefill_load(9000), decode_load(5.0)
+    w.run(10)
+    assert (w.pools[P].count, w.pools[D].count) == (2, 2)
+
+
+def test_with_a_full_budget_the_role_that_has_too_many_gives_one():
+    w = world(Pool(ready=1), Pool(ready=3), budget_devices=4)
+    w.decode = decode_load(0.5)
+    w.run(100)
+    w.prefill = prefill_load(1200)
+    proposals = w.run(60)
+    given = [a for p in proposals for a in removes(p, D)]
+    assert given[0].reason == "makes room for a prefill worker"
+    assert (w.pools[P].count, w.pools[D].count) == (2, 2)
+
+
+def test_a_role_that_needs_its_workers_gives_none():
+    w = world(Pool(ready=1), Pool(ready=3), budget_devices=4)
+    w.decode = decode_load(2.4)
+    w.run(100)
+    w.prefill = prefill_load(1500)
+    assert all("no device is free" in p.roles[P].reason for p in w.run(60)[1:])
+    assert w.orders == []
+
+
+def test_a_start_that_takes_too_long_is_withdrawn_and_the_next_one_waits():
+    w = world(prefill=Pool(ready=1, start_s=20.0))
+    w.prefill = prefill_load(1500)
+    w.run(10)
+    w.pools[P].starting = [math.inf]
+    proposals = w.run(50)
+    withdrawn = [a for p in proposals for a in p.actions if isinstance(a, WithdrawStart)]
+    assert len(withdrawn) == 1
+    assert not w.pools[P].starting
+    assert "1 starts have failed" in w.tick().roles[P].reason
+    w.pools[P].start_s = math.inf
+    starts = []
+    for _ in range(200):
+        before = len(w.orders)
+        w.tick()
+        w.pools[P].start_s = 20.0
+        if len(w.orders) > before:
+            starts.append(w.now)
+            w.pools[P].starting = [math.inf]
+    pauses = [b - a for a, b in itertools.pairwise(starts)]
+    assert len(pauses) >= 2
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 1.5 * pauses[0]
+
+
+def test_a_start_without_measured_times_has_the_configured_timeout():
+    add = Operation(id=1, kind="add", age_s=599.0)
+    role = RoleSeen(counts=RoleCounts(ready=1, starting=1), operations=(add,))
+    seen = Seen(roles={P: role})
+    assert plan(Memory(), seen, LIMITS, 0.0)[1].actions == ()
+    late = replace(role, operations=(replace(add, age_s=601.0),))
+    _, proposal = plan(Memory(), replace(seen, roles={P: late}), LIMITS, 0.0)
+    assert [a.operation for a in proposal.actions] == [1]
+    again = replace(role, operations=(replace(add, age_s=601.0, withdrawing=True),))
+    assert plan(Memory(), replace(seen, roles={P: again}), LIMITS, 0.0)[1].actions == ()
+
+
+def test_an_operator_s_number_is_reached_whatever_the_load():
+    w = world(Pool(ready=1), Pool(ready=3))
+    w.manual = {P: 3, D: 2}
+    w.run(100)
+    assert (w.pools[P].count, w.pools[D].count) == (3, 2)
+    assert w.tick().roles[P].state == "observe"
+    w.manual = {P: 999}
+    w.run(1000)
+    assert w.pools[P].count == 32
+
+
+def test_while_held_it_says_what_it_would_do():
+    w = world()
+    w.prefill, w.hold = prefill_load(1500), "dry run"
+    proposal = w.run(10)[-1]
+    assert proposal.actions == ()
+    assert adds(replace(proposal, actions=proposal.held), P) == 1
+    assert proposal.reason == "hold: dry run"
+    assert proposal.roles[P].state == "hold"
+
+
+def test_without_counts_it_holds():
+    _, proposal = plan(Memory(), Seen(), LIMITS, 0.0)
+    assert proposal.hold == "the numbers of workers are not known"
+
+
+@pytest.mark.parametrize("load", [200, 900, 1700, 4000, 12_000])
+def test_a_constant_load_is_met_once_and_for_all(load):
+    w = world()
+    w.prefill = prefill_load(load)
+    w.decode = decode_load(load / 2000)
+    w.run(300)
+    numbers = w.pools[P].count, w.pools[D].count
+    before = len(w.orders)
+    w.run(1800)
+    assert (w.pools[P].count, w.pools[D].count) == numbers
+    assert len(w.orders) == before
+    assert all(up for _, _, up in w.orders)
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prefill_min": 5, "prefill_max": 2}, "prefill-min is 5 and prefill-max is 2"),
+        ({"decode_min": 5, "decode_max": 2}, "decode-min is 5 and decode-max is 2"),
+        ({"budget_devices": 1}, "more than budget-devices, 1"),
+        ({"down_share": 0.8}, "down-share must be below"),
+    ],
+)
+def test_options_that_do_not_fit_together(options, said):
+    (mistake,) = contradictions(PlannerOptions(**options))
+    assert said in mistake
+    assert contradictions(PlannerOptions()) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({P: 4}, []),
+        ({P: 2, D: 3}, []),
+        ({P: 0}, ["0 prefill workers: prefill-min is 1 and prefill-max is 8"]),
+        ({D: 9}, ["9 decode workers: decode-min is 1 and decode-max is 8"]),
+        ({P: 5}, ["9 devices together, and budget-devices is 8"]),
+        ({P: 8, D: 1}, ["10 devices together, and budget-devices is 8"]),
+    ],
+)
+def test_what_an_operator_cannot_have(wanted, said):
+    assert refusals(wanted, {P: 1, D: 2}, {P: 1, D: 2}, PlannerOptions()) == said
+
+
+# Forecasts
+
+
+def test_a_trend_follows_a_ramp_and_no_noise():
+    trend = Trend()
+    for step in range(100):
+        trend = trend.add(10.0 * step, 5.0 * step)
+    assert trend.level + trend.rise(60.0) == pytest.approx(990 + 120, rel=0.05)
+    steady = Trend()
+    for step in range(200):
+        steady = steady.add(1000.0 + (100 if step % 2 else -100), 5.0 * step)
+    assert steady.level + steady.rise(60.0) == pytest.approx(1000, rel=0.05)
+
+
+def test_a_falling_load_is_not_extrapolated():
+    trend = Trend()
+    for step in range(50):
+        trend = trend.add(1000.0 - 10 * step, 5.0 * step)
+    assert trend.rise(60.0) == 0
+
+
+def test_a_line_needs_different_loads_and_must_rise():
+    flat = falling = Line()
+    for x in range(10):
+        flat, falling = flat.add(50.0, 0.02), falling.add(x, 1.0 - x * 0.01)
+    assert flat.fit() is None
+    assert falling.fit() is None
+
+
+# Invariants
+
+EVENTS = st.sampled_from(
+    ["none"] * 12 + ["burst", "calm", "stale", "kill", "foreign", "stuck", "hold", "away", "late"]
+)
+TICKS = st.lists(
+    st.tuples(EVENTS, st.sampled_from([P, D]), st.floats(0, 4)), min_size=20, max_size=120
+)
+OPTIONS = st.builds(
+    PlannerOptions,
+    budget_devices=st.integers(2, 30),
+    prefill_min=st.integers(1, 3),
+    prefill_max=st.integers(1, 25),
+    decode_min=st.integers(1, 3),
+    decode_max=st.integers(1, 25),
+    down_window_s=st.sampled_from([10.0, 30.0, 100.0]),
+    cooldown_s=st.sampled_from([5.0, 30.0, 60.0]),
+    itl_target_s=st.sampled_from([0.0, 0.05]),
+)
+POOLS = st.builds(
+    Pool,
+    ready=st.integers(1, 24),
+    start_s=st.sampled_from([1.0, 20.0, 90.0]),
+    drain_s=st.sampled_from([1.0, 40.0]),
+    devices_each=st.integers(0, 4),
+)
+
+
+class Checked(World):
+    """Checks each proposal against what it saw."""
+
+    def __init__(self, limits, prefill, decode):
+        super().__init__(limits, prefill, decode)
+        self.last: dict = {}
+        self.known_since = {P: None, D: None}
+        self.retry_at = {P: 0.0, D: 0.0}
+        self.busy = {P: False, D: False}
+
+    def check(self, seen, proposal):
+        if seen.hold or not seen.roles:
+            assert proposal.actions == ()
+            return
+        devices = sum(role.devices for role in seen.roles.values())
+        adding = [a for a in proposal.actions if isinstance(a, AddWorkers)]
+        added = sum(a.size * seen.roles[a.role].devices_each for a in adding)
+        assert not adding or devices + added <= self.limits.budget_devices
+        for role in seen.roles:
+            self.check_role(role, seen, [a for a in proposal.actions if a.role is role])
+
+    def check_role(self, role, seen, actions):
+        one = seen.roles[role]
+        least, most = bounds(self.limits, role)
+        changes = [a for a in actions if not isinstance(a, WithdrawStart)]
+        assert len(changes) <= 1
+        for action in actions:
+            if isinstance(action, WithdrawStart):
+                assert action.operation in [o.id for o in one.operations if o.kind == "add"]
+        for action in changes:
+            up = isinstance(action, AddWorkers)
+            if up:
+                assert not one.operations
+                assert 1 <= action.size <= max(4, math.ceil(one.count / 2), least - one.count)
+                assert one.count + action.size <= most
+                assert self.now >= self.retry_at[role]
+            else:
+                present = one.count + one.counts.draining
+                cap = present // 20 if present > 20 else 1
+                assert all(o.kind == "remove" for o in one.operations)
+                assert max(len(one.operations), one.counts.draining) < cap
+                assert one.count - 1 >= least
+                assert action.starting or one.serving - len(one.operations) >= 2
+                assert action.starting == (one.counts.starting > 0 and not one.operations)
+                if one.count <= most:
+                    assert self.known_since[role] is not None
+                    gives = "makes room" in action.reason
+                    asked = self.limits.cooldown_s if gives else self.limits.down_window_s
+                    assert self.now - self.known_since[role] >= asked
+            before = self.last.get(role)
+            repair = one.count < least if up else one.count > most
+            if before is not None and before[0] is not up and not repair:
+                assert self.now - before[1] >= max(self.limits.cooldown_s, one.start_s or 0)
+            self.last[role] = (up, self.now)
+
+    def tick(self):
+        self.now += self.limits.tick_s
+        for role, pool in self.pools.items():
+            failed = pool.failed
+            self._pass_time(pool)
+            if pool.failed > failed:
+                self.retry_at[role] = self.now + 29.9
+        seen = self.seen()
+        known = {
+            P: None not in (self.prefill.asked_per_s, self.prefill.refused_per_s)
+            and self.prefill.backlog is not None
+            and self.prefill.asked_per_s.age_s <= self.limits.stale_s,
+            D: self.decode.kv_used is not None and self.decode.kv_used.age_s <= self.limits.stale_s,
+        }
+        for role in (P, D):
+            if not known[role] or not seen.roles:
+                self.known_since[role] = None
+            elif self.known_since[role] is None:
+                self.known_since[role] = self.now
+        before = repr(self.memory)
+        memory, proposal = plan(self.memory, seen, self.limits, self.now)
+        assert repr(self.memory) == before
+        assert plan(self.memory, seen, self.limits, self.now) == (memory, proposal)
+        self.check(seen, proposal)
+        self.memory = memory
+        self.busy = {role: bool(one.operations) for role, one in seen.roles.items()} or self.busy
+        for action in proposal.actions:
+            self._do(action)
+        return proposal
+
+    def event(self, kind, role, size):
+        pool = self.pools[role]
+        self.hold, self.reachable = "", True
+        match kind:
+            case "burst":
+                self.prefill = prefill_load(5000 * size, backlog=3000 * size, refused=100 * size)
+                self.decode = decode_load(5 * size, 400 * size, itl=0.02 * size)
+            case "calm":
+                self.prefill = prefill_load(10 * size)
+                self.decode = decode_load(0.1 * size, itl=0.01)
+            case "stale":
+                old = Datum(0.0, age_s=100.0)
+                self.prefill = replace(self.prefill, asked_per_s=old)
+                self.decode = replace(self.decode, kv_used=old)
+            case "kill" | "foreign":
+                pool.ready = max(pool.ready + (1 if kind == "foreign" else -1), 0)
+                if not pool.operations and not self.busy[role]:
+                    self.known_since[role] = None
+            case "stuck":
+                pool.starting = [math.inf for _ in pool.starting]
+            case "hold":
+                self.hold = "paused"
+            case "away":
+                self.reachable = False
+            case "late":
+                self.now += 20.0 * size
+
+
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(OPTIONS, POOLS, POOLS, TICKS)
+def test_whatever_happens_every_invariant_holds(limits, prefill, decode, ticks):
+    w = Checked(limits, prefill, decode)
+    w.prefill, w.decode = QUIET
+    for kind, role, size in ticks:
+        w.event(kind, role, size)
+        w.tick()

@@ -1,0 +1,162 @@
+"""The graph's secret: its file, its keys, and what they authenticate."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynamo_lite.protocol.errors import ConfigError, ProtocolError, StartupError
+from dynamo_lite.runtime.secret import TAG_BYTES, GraphSecret
+from dynamo_lite.serve.run_state import RunState
+from dynamo_lite.serve.secret_file import (
+    check_exposure,
+    given_secret,
+    made_secret,
+    running_secret,
+)
+from tests.builders import ManualClock, graph_secret
+
+OLD, NEW = b"o" * 32, b"n" * 32
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> GraphSecret:
+    return graph_secret(tmp_path / "secret")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(message=st.binary(max_size=200), context=st.binary(max_size=40))
+def test_what_was_protected_is_opened(secret: GraphSecret, message: bytes, context: bytes):
+    assert secret.open(context, secret.protect(context, message)) == message
+
+
+def test_a_changed_bit_another_context_and_another_secret_are_refused(
+    secret: GraphSecret, tmp_path: Path
+):
+    protected = secret.protect(b"here", b"a message")
+    for position in range(len(protected)):
+        changed = bytearray(protected)
+        changed[position] ^= 1
+        with pytest.raises(ProtocolError):
+            secret.open(b"here", bytes(changed))
+    with pytest.raises(ProtocolError):
+        secret.open(b"there", protected)
+    with pytest.raises(ProtocolError):
+        graph_secret(tmp_path / "other").open(b"here", protected)
+    for short in (b"", protected[: TAG_BYTES - 1]):
+        with pytest.raises(ProtocolError):
+            secret.open(b"here", short)
+
+
+def test_a_context_cannot_pass_for_a_part_of_the_message(secret: GraphSecret):
+    tag = secret.tag(b"ab", b"c")
+    assert not secret.verify(b"a", tag, b"bc")
+
+
+def test_a_key_is_replaced_while_both_ends_run(tmp_path: Path):
+    """The steps of a rotation, each made on one host before the other."""
+    clock = ManualClock()
+    paths = tmp_path / "here", tmp_path / "there"
+    for path in paths:
+        graph_secret(path, OLD)
+    here, there = (GraphSecret(path, clock.monotonic) for path in paths)
+    for keys in ((OLD, NEW), (NEW, OLD), (NEW,)):
+        for path in paths:
+            graph_secret(path, *keys)
+            clock.now += 1.0
+            for one, other in ((here, there), (there, here)):
+                assert other.open(b"", one.protect(b"", b"m")) == b"m"
+    with pytest.raises(ProtocolError):
+        here.open(b"", graph_secret(tmp_path / "late", OLD).protect(b"", b"m"))
+
+
+def test_a_secret_that_is_a_link_may_get_another_target(tmp_path: Path):
+    """As a Secret of Kubernetes does, whose old target is removed."""
+    for folder, key in (("1", OLD), ("2", NEW)):
+        (tmp_path / folder).mkdir()
+        graph_secret(tmp_path / folder / "secret", key)
+    (tmp_path / "data").symlink_to("1")
+    (tmp_path / "secret").symlink_to("data/secret")
+    clock = ManualClock()
+    secret = GraphSecret(given_secret(tmp_path / "secret"), clock.monotonic)
+    (tmp_path / "next").symlink_to("2")
+    (tmp_path / "next").replace(tmp_path / "data")
+    (tmp_path / "1" / "secret").unlink()
+    clock.now += 1.0
+    assert secret.open(b"", graph_secret(tmp_path / "now", NEW).protect(b"", b"m")) == b"m"
+
+
+def test_a_spoilt_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    clock, path = ManualClock(), tmp_path / "secret"
+    graph_secret(path, OLD)
+    secret = GraphSecret(path, clock.monotonic)
+    before = secret.protect(b"", b"m")
+    for spoil in (lambda: path.write_text("not a key"), path.unlink):
+        spoil()
+        clock.now += 1.0
+        assert secret.open(b"", before) == b"m"
+    assert "stays as it was" in caplog.text and OLD.hex() not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "ab", "zz" * 32, "00" * 31, "\n".join(["00" * 32] * 3), "00" * 32 + " 11"]
+)
+def test_files_that_are_no_secret_are_refused(content: str, tmp_path: Path):
+    path = tmp_path / "secret"
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(StartupError, match="64 hexadecimal") as caught:
+        GraphSecret(path)
+    assert not content or content not in str(caught.value)
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path):
+    path = tmp_path / "secret"
+    graph_secret(path)
+    path.chmod(0o640)
+    with pytest.raises(StartupError, match="chmod 600"):
+        GraphSecret(path)
+    with pytest.raises(StartupError, match="cannot read"):
+        GraphSecret(tmp_path / "none")
+
+
+def test_a_made_secret_is_private_and_new_each_time(tmp_path: Path):
+    path = made_secret(tmp_path)
+    first = path.read_bytes()
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert made_secret(tmp_path).read_bytes() != first
+
+
+def test_a_made_secret_is_kept_where_records_outlive_the_graph(tmp_path: Path):
+    path = made_secret(tmp_path, keep=True)
+    first = path.read_bytes()
+    assert made_secret(tmp_path, keep=True).read_bytes() == first
+    path.write_text("no key")
+    made_secret(tmp_path, keep=True)
+    GraphSecret(path)
+
+
+def test_a_lone_service_takes_the_secret_of_the_graph_beside_it_only():
+    running = RunState(
+        pid=1,
+        started_at=0,
+        graph="g",
+        namespace="n",
+        nats="nats://a",
+        etcd="http://a",
+        secret="/run/secret",
+    )
+    assert running_secret(running, "http://a") == Path("/run/secret")
+    assert running_secret(running, "nats://a") == Path("/run/secret")
+    assert running_secret(running, "nats://b") is None
+    assert running_secret(None, "nats://a") is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "node-1", "::"])
+def test_an_open_address_needs_a_secret(host: str):
+    with pytest.raises(ConfigError, match="--secret-file"):
+        check_exposure(host, None)
+    check_exposure(host, Path("/some/secret"))
+    check_exposure("127.0.0.1", None)

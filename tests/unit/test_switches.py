@@ -1,0 +1,181 @@
+"""The devices of a worker that changes its role: kept for its successor, and for nobody else."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_lite.protocol.errors import Refused, UnknownWorker
+from dynamo_lite.serve.devices import Devices
+from dynamo_lite.serve.fleet import Fleet
+from dynamo_lite.serve.progress import Progress
+from dynamo_lite.serve.run_state import ProcessState
+from dynamo_lite.serve.switches import Switches
+
+D, P = "VllmWorker", "PrefillWorker"
+
+
+class Instance:
+    """As `InstanceSupervisor`, without a process."""
+
+    def __init__(self, service: str, number: int, devices: dict[str, str]):
+        self.launch = SimpleNamespace(service=service, instance=number, name=f"{service}-{number}")
+        self.devices = devices.get("CUDA_VISIBLE_DEVICES", "")
+        self.state = ProcessState(service=service, instance=number, lease=f"{id(self):x}")
+        self.ready, self.done = asyncio.Event(), asyncio.Event()
+        self.leaves = False
+
+    @property
+    def lease_id(self) -> int:
+        return int(self.state.lease, 16)
+
+    @property
+    def phase(self) -> str:
+        if self.done.is_set():
+            return "ended"
+        if self.leaves:
+            return "draining"
+        return "ready" if self.ready.is_set() else "starting"
+
+    def stop(self) -> None:
+        self.leaves = True
+
+
+def service(name: str, workers: int, devices: int) -> Any:
+    inner = SimpleNamespace(name=name, scalable=name != "Frontend")
+    return SimpleNamespace(
+        service=SimpleNamespace(service=inner, workers=workers, devices=devices, fixed_env="")
+    )
+
+
+class World:
+    def __init__(self, devices: int = 3, decode_devices: int = 1, prefill_devices: int = 1):
+        self.unwritable = False
+        tiers = [
+            service("Frontend", 1, 0),
+            service(D, 1, decode_devices),
+            service(P, 2, prefill_devices),
+        ]
+        names = [f"gpu{number}" for number in range(devices)]
+        self.devices = Devices(names)
+        self.fleet = Fleet(tiers, self.devices, self._keep)
+        self.switches = Switches(self.fleet, Progress())
+        for one in self.all():
+            one.ready.set()
+
+    def _keep(self, launches: Any, number: int, devices: Any, first_start: Any = None) -> Any:
+        if self.unwritable:
+            raise OSError(28, "No space left on device")
+        return Instance(launches.service.service.name, number, devices)
+
+    def all(self) -> list[Any]:
+        return list(self.fleet)
+
+    def of(self, name: str) -> list[Any]:
+        return [one for one in self.all() if one.launch.service == name]
+
+    def begin(self, worker: Any, to: str) -> Any:
+        switch = self.switches.begin(worker.launch.service, worker.lease_id, to)
+        worker.stop()
+        return switch
+
+
+def test_the_devices_pass_from_one_to_the_other_and_nobody_gets_them_in_between():
+    world = World()
+    giver = world.of(P)[0]
+    held = giver.devices
+    switch = world.begin(giver, D)
+    for ended in (False, True):
+        if ended:
+            giver.done.set()
+        counts = world.fleet.counts()
+        assert sum(one.present for one in counts.values()) == (2 if ended else 3)
+        assert counts[D].devices_free == 0
+        for component in (D, P):
+            with pytest.raises(Refused, match="needs 1 devices, 0 are free"):
+                world.fleet.add(component)
+    assert world.switches.hand_over(switch, starts=True)
+    successor = world.of(D)[1]
+    assert (successor.devices, successor.phase) == (held, "starting")
+    assert world.fleet.counts()[D].devices_free == 0
+    assert world.switches.states()[0].phase == "starting"
+    successor.ready.set()
+    world.switches.settle(switch)
+    assert world.switches.states()[0].phase == "done"
+    successor.done.set()
+    assert world.fleet.counts()[D].devices_free == 1
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_without_a_successor_the_devices_are_free_when_the_worker_has_ended(cancelled: bool):
+    world = World()
+    giver = world.of(P)[0]
+    switch = world.begin(giver, D)
+    if cancelled:
+        assert world.switches.cancel(D, giver.lease_id) is switch
+    assert world.fleet.counts()[D].devices_free == 0
+    giver.done.set()
+    assert not world.switches.hand_over(switch, starts=cancelled)
+    world.switches.settle(switch)
+    assert world.switches.states()[0].phase == "ended"
+    assert world.fleet.counts()[D].devices_free == 1
+    assert len(world.of(D)) == 1
+
+
+def test_a_successor_of_fewer_devices_leaves_the_rest():
+    world = World(devices=5, prefill_devices=2)
+    giver = world.of(P)[1]
+    switch = world.begin(giver, D)
+    giver.done.set()
+    world.switches.hand_over(switch, starts=True)
+    assert world.of(D)[1].devices == "gpu3"
+    assert world.fleet.counts()[D].devices_free == 1
+
+
+def test_one_switch_at_a_time_and_the_same_one_only_once():
+    world = World()
+    first, second = world.of(P)
+    switch = world.begin(first, D)
+    assert world.switches.begun(P, first.lease_id, D) is switch
+    assert world.switches.begun(P, second.lease_id, D) is None
+    with pytest.raises(Refused, match="a switch is under way: PrefillWorker-0 to VllmWorker-1"):
+        world.switches.begin(P, second.lease_id, D)
+    first.done.set()
+    world.switches.hand_over(switch, starts=True)
+    world.of(D)[1].ready.set()
+    world.switches.settle(switch)
+    assert world.switches.begun(P, first.lease_id, D) is switch
+    # One that was ready is not its predecessor's any more.
+    assert world.switches.cancel(D, first.lease_id) is None
+    again = world.begin(second, D)
+    assert again.successor.launch.name == "VllmWorker-2"
+
+
+def test_a_number_is_not_given_twice():
+    world = World(devices=4)
+    world.begin(world.of(P)[0], D)
+    assert world.fleet.add(D).launch.name == "VllmWorker-2"
+
+
+def test_what_is_refused_changes_nothing():
+    world = World(devices=4, decode_devices=2)
+    one, other = world.of(P)
+    before = world.fleet.counts()
+    with pytest.raises(Refused, match="VllmWorker: needs 2 devices, PrefillWorker-0 has 1"):
+        world.begin(one, D)
+    with pytest.raises(Refused, match="it has this role already"):
+        world.begin(one, P)
+    with pytest.raises(Refused, match="no service of this graph that can be scaled"):
+        world.begin(one, "Frontend")
+    with pytest.raises(UnknownWorker):
+        world.switches.begin(P, 12345, D)
+    other.stop()
+    with pytest.raises(Refused, match="PrefillWorker-1: it leaves already"):
+        world.begin(other, D)
+    other.leaves = False
+    world.unwritable = True
+    with pytest.raises(Refused, match="PrefillWorker: its files cannot be written"):
+        world.switches.begin(D, world.of(D)[0].lease_id, P)
+    assert world.fleet.counts() == before
+    assert world.switches.states() == []
