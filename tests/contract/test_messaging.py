@@ -431,6 +431,46 @@ async def test_a_cancel_that_comes_while_it_flushes_is_not_lost(
             await flushing
 
 
+async def test_the_pong_of_a_cancelled_flush_does_not_end_the_reading(
+    nats_server: PrivateServer,
+) -> None:
+    async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):
+        client: Any = messaging.client
+        flushing = asyncio.create_task(client.flush(5))
+        while not client._pongs:
+            await asyncio.sleep(0)
+        flushing.cancel()
+        await asyncio.wait([flushing], timeout=5)
+        assert flushing.cancelled()
+        await client.flush(5)
+        assert await messaging.request("s", b"again", timeout_s=5) == b"echo again"
+
+
+async def test_a_service_whose_end_is_cancelled_leaves_no_subscription(
+    nats_server: PrivateServer,
+) -> None:
+    async with NatsMessaging(nats_server.url) as messaging:
+        client: Any = messaging.client
+
+        async def serve() -> None:
+            async with messaging.serve("s", echo):
+                served.set()
+                await leave.wait()
+
+        served, leave = asyncio.Event(), asyncio.Event()
+        serving = asyncio.create_task(serve())
+        await served.wait()
+        leave.set()
+        while not client._pongs:  # the end waits for the server
+            await asyncio.sleep(0)
+        serving.cancel()
+        await asyncio.wait([serving], timeout=5)
+        assert serving.cancelled()
+        assert all(subscription.subject != "s" for subscription in client._subs.values())
+        with pytest.raises(NoResponders):
+            await messaging.request("s", b"", timeout_s=5)
+
+
 async def test_leaving_during_an_outage_is_bounded(nats_server) -> None:
     async with asyncio.timeout(8):
         async with NatsMessaging(nats_server.url) as messaging, messaging.serve("s", echo):

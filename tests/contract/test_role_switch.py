@@ -278,7 +278,8 @@ async def test_an_order_that_is_refused_changes_nothing_and_spares_unknown_worke
         # It counts as a failed start.
         await eventually(lambda: "1 starts have failed" in _reason(running, D), 20)
         assert running.planner._switching.foreign == {*asked}
-    assert bench.switching.ready == {P: 2, D: 1}
+    # The surplus prefill worker may have been removed meanwhile.
+    assert bench.switching.ready == {P: 2 - len(bench.switching.taken("remove")), D: 1}
 
 
 async def test_a_switch_that_nobody_knows_any_more_has_failed(bench: SwitchBench):

@@ -37,6 +37,7 @@ class Worker:
         self.host: Host | None = None
         self.on_start: Callable[[Host], Any] | None = None
         self.on_drain: Callable[[], Any] | None = None
+        self.on_close: Callable[[], Any] | None = None
         self.healthy = True
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -54,6 +55,8 @@ class Worker:
 
     async def close(self) -> None:
         self.calls.append("close")
+        if self.on_close:
+            await self.on_close()
 
     def health(self) -> dict[str, Any]:
         return {"ok": self.healthy, "jobs": 3}
@@ -380,6 +383,27 @@ async def test_a_failing_drain_still_closes() -> None:
     run.worker.host.stop("enough", 3)
     assert await exit_code == 3
     assert run.worker.calls[-1] == "close"
+
+
+async def test_a_cancel_while_it_closes_ends_its_tasks() -> None:
+    async def endless(host: Host) -> None:
+        host.spawn(asyncio.Event().wait(), "endless")
+
+    async def close() -> None:
+        closing.set()
+        await asyncio.Event().wait()
+
+    run, closing = Run(), asyncio.Event()
+    run.worker.on_start, run.worker.on_close = endless, close
+    process = run.start()
+    await run.until("ready")
+    assert run.worker.host is not None
+    run.worker.host.stop("a test")
+    await closing.wait()
+    process.cancel()
+    await asyncio.wait([process], timeout=5)
+    assert process.cancelled()
+    # The fixture finds tasks that are left.
 
 
 async def test_a_missing_server_is_a_failed_start() -> None:

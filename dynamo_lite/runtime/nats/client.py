@@ -7,7 +7,10 @@ It works around these faults of nats-py:
 - Before it reconnects it waits until its buffer is sent, even if the old server hangs or is
   partitioned and will never read it. It leaks a connection on which the server has sent
   nothing, and one whose first attempt is cancelled while it closes.
-- It stops reading at a message with malformed headers or a malformed reply subject.
+- It stops reading at a message with malformed headers or a malformed reply subject, and at the
+  PONG of a flush that was cancelled or had a timeout.
+- It keeps a subscription whose drain was cancelled or had a timeout, and subscribes again with
+  the next connection (see `drop`).
 - It loses a cancel that comes in the same turn of the event loop as the reply (Python 3.11's
   `asyncio.wait_for` returns the reply then), or while it flushes. A task that sends requests in
   a loop would never end.
@@ -23,7 +26,9 @@ from typing import Any
 from nats import errors
 from nats.aio.client import DEFAULT_BUFFER_SIZE, Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
+from nats.protocol.command import unsub_cmd
 
 from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.runtime.credentials import BadCredentials, user_jwt
@@ -56,6 +61,11 @@ class PersistentClient(Client):
             await super()._process_msg(sid, subject, reply, data, headers)
         except Exception as exc:
             await self._error_cb(ProtocolError(f"malformed message: {exc!r}"))
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():  # the flush that waited for it has ended
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         """Treats malformed headers, which come from an untrusted sender, as absent."""
@@ -174,6 +184,17 @@ class PersistentClient(Client):
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()
+
+
+def drop(subscription: Subscription) -> None:
+    """Ends a subscription without waiting, in any state. Messages not yet handled are lost."""
+    client, sid = subscription._conn, subscription._id
+    if client._subs.pop(sid, None) is None:
+        return
+    subscription._closed = True
+    subscription._stop_processing()
+    if client.is_connected:
+        client._transport.write(unsub_cmd(sid, 0))
 
 
 def _cancels() -> tuple[asyncio.Task[Any], int]:

@@ -24,7 +24,7 @@ from dynamo_lite.runtime.dispatch import Dispatcher, Reply
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.messaging import ConnectionWatch, Handler, OnConnection
-from dynamo_lite.runtime.nats.client import PersistentClient
+from dynamo_lite.runtime.nats.client import PersistentClient, drop
 from dynamo_lite.runtime.nats.tls_client import TlsClient, TlsMismatch
 from dynamo_lite.runtime.retry import retry_while_unavailable
 from dynamo_lite.runtime.tasks import end_tasks
@@ -133,19 +133,16 @@ class NatsMessaging:
         subscription = await retry_while_unavailable(lambda: self._subscribe(subject, deliver))
         try:
             yield
-        except BaseException:
+        except GeneratorExit:
+            # The event loop closes a context that nobody has left: nothing can be awaited.
+            drop(subscription)
             dispatcher.cancel()
             raise
-        finally:
-            try:
-                # Messages that the server sent before it unsubscribes are still handled.
-                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await subscription.drain()
-            except (errors.Error, OSError, TimeoutError) as exc:
-                logger.debug("%s: unsubscribed without a flush: %r", subject, exc)
-                with contextlib.suppress(errors.Error, OSError):
-                    await subscription.unsubscribe()
-            await dispatcher.join()
+        except BaseException:
+            dispatcher.cancel()
+            await _unsubscribe(subscription, dispatcher)
+            raise
+        await _unsubscribe(subscription, dispatcher)
 
     async def _subscribe(
         self, subject: str, deliver: Callable[[Msg], Awaitable[None]]
@@ -156,9 +153,7 @@ class NatsMessaging:
             try:
                 await self.client.flush(timeout=_CLOSE_TIMEOUT_S)  # pyright: ignore[reportArgumentType]
             except BaseException as exc:
-                # nats-py would subscribe again with the next connection.
-                with contextlib.suppress(errors.Error, OSError):
-                    await subscription.unsubscribe()
+                drop(subscription)
                 if isinstance(exc, errors.TimeoutError):
                     raise BrokerUnavailable(
                         f"NATS at {self._url}: timeout of the subscription"
@@ -257,6 +252,21 @@ class NatsMessaging:
         self._outage = False
         logger.info("NATS at %s: reconnected", self._url)
         self._watch.tell(True)
+
+
+async def _unsubscribe(subscription: Subscription, dispatcher: Dispatcher) -> None:
+    """Messages that the server sends before it knows are still handled."""
+    try:
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await subscription.drain()
+    except (errors.Error, OSError, TimeoutError) as exc:
+        logger.debug("%s: unsubscribed without a flush: %r", subscription.subject, exc)
+    except asyncio.CancelledError:
+        dispatcher.cancel()
+        raise
+    finally:
+        drop(subscription)
+        await dispatcher.join()
 
 
 def _server_urls(address: ServerAddress) -> list[str]:

@@ -181,24 +181,30 @@ class _Process:
 
     async def run(self) -> int:
         """Start, wait, drain, close."""
+        # A stack: a cancel in one step of the end must not skip the next one.
+        async with AsyncExitStack() as end:
+            end.push_async_callback(self.host.cancel_tasks)
+            end.push_async_callback(self._close)
+            end.push_async_callback(self._leave)
+            return await self._run()
+
+    async def _run(self) -> int:
         try:
-            try:
-                async with self._stop.interrupts():
-                    facts = await self._component.start(self.host)
-            except Interrupted:
-                self._report_draining()
-                return self._stop.code
-            except Exception as exc:
-                return self.failed(exc)
-            self._ready(facts)
-            await self._stop.wait()
-            await self._drain()
+            async with self._stop.interrupts():
+                facts = await self._component.start(self.host)
+        except Interrupted:
+            self._report_draining()
             return self._stop.code
-        finally:
-            self._state = "draining"
-            await self.host.deregister()
-            await self._close()
-            await self.host.cancel_tasks()
+        except Exception as exc:
+            return self.failed(exc)
+        self._ready(facts)
+        await self._stop.wait()
+        await self._drain()
+        return self._stop.code
+
+    async def _leave(self) -> None:
+        self._state = "draining"
+        await self.host.deregister()
 
     def failed(self, exc: Exception) -> int:
         """Reports a failed start. Returns the exit code."""
