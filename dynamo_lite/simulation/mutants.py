@@ -22,9 +22,10 @@ from dynamo_lite.disagg.prefill.claims import HeldGrant
 from dynamo_lite.disagg.prefill.job_runner import JobEnd
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.policy.attempt import Attempt, AttemptState, Refusal, Terms
 from dynamo_lite.policy.grants import GrantWanted
 from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
-from dynamo_lite.policy.ledger import AttemptState, Ledger, Refusal, Terms
+from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
@@ -100,7 +101,7 @@ class NoQuarantine(Shipped):
 
 
 class _NoQuarantine(Ledger):
-    def _withdraw(self, entry: Any, outcome: Outcome, detail: str = "") -> list[Instruction]:
+    def _withdraw(self, entry: Attempt, outcome: Outcome, detail: str = "") -> list[Instruction]:
         entry.writer_done = True
         return super()._withdraw(entry, outcome, detail)
 

@@ -21,9 +21,10 @@ from dynamo_lite.disagg.decode.shared_state import LockedLedger, PollWindow
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.grant_seals import GrantSeals
 from dynamo_lite.disagg.server_clients import ServerClients
+from dynamo_lite.policy.attempt import Refusal
 from dynamo_lite.policy.disagg import fresh
 from dynamo_lite.policy.instructions import CancelWriter, DeleteJob, Instruction, Outcome
-from dynamo_lite.policy.ledger import Ledger, Refusal
+from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode, encode_sealed
 from dynamo_lite.protocol.errors import (

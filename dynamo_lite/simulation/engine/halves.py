@@ -21,7 +21,7 @@ from dynamo_lite.disagg.messages import (
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
-from dynamo_lite.policy.ledger import AttemptState
+from dynamo_lite.policy.attempt import AttemptState
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.simulation.engine.mover import SimMover
 from dynamo_lite.simulation.engine.plan import Plan
