@@ -89,8 +89,7 @@ class DecodeScheduler:
             tuning,
             outside=outside,
             new_grant=new_grant,
-            now=now,
-            wall=clock.wall,
+            clock=clock,
             on_drop=stats.drop,
             on_news=news.set,
         )
@@ -317,7 +316,7 @@ class DecodeScheduler:
                 self._ended(instruction)
         network = [i for i in instructions if isinstance(i, DeleteJob | CancelWriter)]
         if fresh and network:
-            self.bridge.submit(self._net.carry_out(network))
+            self.bridge.submit(self._net.events.carry_out(network))
 
     def _ended(self, ended: Ended) -> None:
         request_id, attempt, outcome = ended.request_id, ended.attempt, ended.outcome
