@@ -239,7 +239,7 @@ class _NoAttemptId(DecodeScheduler):
     def _ask(
         self, prefill: RemotePrefill, request: Prompt, block_ids: Sequence[int], external: int
     ) -> None:
-        self._new_attempt = lambda: request.request_id.partition("~")[0]
+        self._jobs._new_attempt = lambda: request.request_id.partition("~")[0]
         super()._ask(prefill, request, block_ids, external)
 
 
