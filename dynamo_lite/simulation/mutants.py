@@ -154,9 +154,7 @@ class NoFence(Shipped):
     def prefill_rank(
         self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
     ) -> PrefillRank:
-        rank = super().prefill_rank(setup, mover, metadata)
-        rank._alive = lambda: True
-        return rank
+        return super().prefill_rank(replace(setup, alive=lambda: True), mover, metadata)
 
 
 class NoPermit(Shipped):
