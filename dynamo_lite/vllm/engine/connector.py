@@ -78,7 +78,7 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._engine_config_file = Path(extra[ENGINE_CONFIG_FILE])
         with refusal_recorded(self._engine_config_file):
-            self._engine_config = read_engine_config(self._engine_config_file)
+            self._engine_config = read_engine_config(extra[ENGINE_CONFIG_FILE])
             hold_lease(self._engine_config.lease_id)
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)
         role_here = self._engine_config.role
