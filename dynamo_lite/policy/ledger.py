@@ -1,30 +1,13 @@
 """The decode side's record of remote prefills: a pure state machine.
 
 There is one entry per attempt, from the allocation of its blocks until no process can write into
-them, or read the blocks of its prefix, any more:
-
-    QUEUED ──claim──► CLAIMED ──received──────────────────────► (gone)
-      │                  │ └──withdraw, its writer being done──► (gone)
-      │ withdraw         │ withdraw
-      ▼                  ▼
-    (gone)          QUARANTINED ──writer done, or certainly dead──► (gone)
+them, or read the blocks of its prefix, any more. Its states are drawn in `attempt.py`, and in
+`writer_deadlines.py` what happens when its writer leaves.
 
 An attempt is withdrawn if the queue refused or lost it, if no prefill worker is left, if it is not
 received when its deadline or request ends, if its writer gave up, left, or is unresponsive while
 it holds the claim, and if the engine takes it back before a claim (`steal`). An unresponsive writer
-may be alive: the blocks stay quarantined.
-
-The writer of a claimed or quarantined attempt may leave. That is not a state but two deadlines:
-
-    keys vanish ──► leaving second ──► lost: withdrawn ──writer_grace_s──► dead: released
-        │             ▲    │
-        │             │    └─promise to stay `for_s`: lost and dead count from its end
-        │             └────── (each promise replaces the one before)
-        └─keys are back, same lease: nothing happened
-
-The leaving second is for a revoked worker, which can promise to finish what it has begun. A writer
-whose engine died reports that, and counts as lost at once. Claims of leases that are gone are
-refused. Cancels of quarantined attempts are repeated, since messages get lost.
+may be alive: the blocks stay quarantined. Claims of leases that are gone are refused.
 
 Methods are named after events, and return what must be done as instructions. The caller owns I/O,
 clock and locking. Safety rests on two rules: a claim is granted only while the attempt is wanted,
@@ -32,10 +15,9 @@ and a withdrawn attempt with a writer that may still write keeps its blocks unti
 done or dead.
 """
 
-import enum
-import math
 from dataclasses import dataclass, field
 
+from dynamo_lite.policy.attempt import Attempt, AttemptState, Refusal, Terms
 from dynamo_lite.policy.instructions import (
     CancelWriter,
     DeleteJob,
@@ -46,52 +28,12 @@ from dynamo_lite.policy.instructions import (
     Outcome,
     Release,
 )
+from dynamo_lite.policy.writer_deadlines import WriterDeadlines
 
 #: Most leases that are remembered as gone; their claims can only be seconds late.
 _MAX_GONE = 1024
 
-
-class AttemptState(enum.Enum):
-    QUEUED = "queued"
-    CLAIMED = "claimed"
-    QUARANTINED = "quarantined"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a claim or a promise was refused."""
-
-    reason: str
-    #: Another writer, or a later try, may get the claim.
-    elsewhere: bool = False
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What the ledger knows of a grant; see `Grant`."""
-
-    grant: int
-    blocks: bytes
-    for_s: float
-
-
-@dataclass
-class _Entry:
-    request_id: str
-    attempt: str
-    block_ids: tuple[int, ...]
-    deadline: float
-    state: AttemptState = AttemptState.QUEUED
-    sequence: int | None = None
-    writer: int | None = None
-    claim: int = 0
-    offered: bytes = b""
-    grant: int = 0
-    writer_done: bool = False
-    cancel_at: float | None = None
-    stays_until: float = -math.inf
-    lost_at: float | None = None
-    release_at: float | None = None
+_UNKNOWN = Refusal("unknown or ended attempt")
 
 
 @dataclass
@@ -103,12 +45,12 @@ class Ledger:
     writer_grace_s: float
     #: How long a writer whose keys vanished has to promise that it stays.
     leaving_s: float = 1.0
-    _attempts: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
-    _by_request: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
+    _attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
+    _by_request: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
     _gone: dict[int, None] = field(default_factory=dict[int, None])
 
     def __repr__(self) -> str:
-        rows = ", ".join(f"{e.attempt}:{e.state.value}" for e in self._attempts.values())
+        rows = ", ".join(f"{e.id}:{e.state.value}" for e in self._attempts.values())
         return f"<Ledger {rows or 'empty'}>"
 
     @property
@@ -149,7 +91,8 @@ class Ledger:
         block_ids: all blocks that the writer may touch: those to be written, and the prefix before
         them, which it may read.
         """
-        entry = _Entry(request_id, attempt, block_ids, deadline)
+        deadlines = WriterDeadlines(self.writer_grace_s, self.leaving_s)
+        entry = Attempt(request_id, attempt, block_ids, deadline, deadlines)
         self._attempts[attempt] = entry
         self._by_request[request_id] = entry
 
@@ -160,8 +103,7 @@ class Ledger:
 
     def granted(self, attempt: str, now: float) -> Terms:
         """What the writer of an attempt, which must be claimed, was granted."""
-        entry = self._attempts[attempt]
-        return Terms(entry.grant, entry.offered, max(0.0, entry.deadline - now))
+        return self._attempts[attempt].terms(now)
 
     def published(self, attempt: str, sequence: int) -> list[Instruction]:
         entry = self._attempts.get(attempt)
@@ -188,23 +130,9 @@ class Ledger:
         """
         entry = self._attempts.get(attempt)
         if entry is None:
-            return Refusal("unknown or ended attempt")
-        if entry.state is AttemptState.QUARANTINED:
-            return Refusal("withdrawn")
-        if now >= entry.deadline:
-            return Refusal("past its deadline")
-        if writer_lease_id in self._gone:
-            return Refusal("the writer's lease is gone", elsewhere=True)
-        if entry.writer_done:
-            return Refusal("written already")
-        if entry.state is AttemptState.CLAIMED and entry.writer != writer_lease_id:
-            return Refusal(f"claimed by {entry.writer:x}", elsewhere=True)
-        if number < entry.claim:
-            return Refusal("claimed again since")
-        if entry.state is AttemptState.QUEUED or number > entry.claim:
-            entry.grant = grant
-        entry.state, entry.writer, entry.claim = AttemptState.CLAIMED, writer_lease_id, number
-        return None
+            return _UNKNOWN
+        gone = writer_lease_id in self._gone
+        return entry.claim(writer_lease_id, now, number, grant, gone=gone)
 
     def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
         """All writers of the request's current attempt have finished.
@@ -215,9 +143,9 @@ class Ledger:
         entry = self._by_request.pop(request_id, None)
         if entry is None:
             return []
-        del self._attempts[entry.attempt]
+        del self._attempts[entry.id]
         outcome = Outcome.COMMITTED if intact else Outcome.CORRUPT
-        return [Ended(request_id, entry.attempt, outcome)]
+        return [Ended(request_id, entry.id, outcome)]
 
     def request_finished(self, request_id: str) -> list[Instruction]:
         """The request ended (cancelled) before its KV arrived."""
@@ -241,9 +169,7 @@ class Ledger:
         written. detail: why not, as the writer reported it.
         """
         entry = self._attempts.get(attempt)
-        if entry is None or (entry.writer is None and written):
-            return []
-        if entry.writer is not None and (entry.writer != writer_lease_id or number < entry.claim):
+        if entry is None or not entry.ended_by(writer_lease_id, number, written=written):
             return []
         if entry.state is AttemptState.QUARANTINED:
             del self._attempts[attempt]
@@ -256,9 +182,8 @@ class Ledger:
         entry = self._attempts.get(attempt)
         if entry is not None and entry.writer is None:
             return self.writer_done(attempt, writer_lease_id, written=False)
-        if entry is not None and entry.writer == writer_lease_id and not entry.writer_done:
-            entry.lost_at = now
-            entry.release_at = now + self.writer_grace_s
+        if entry is not None and entry.unfinished_by(writer_lease_id):
+            entry.writer_deadlines.ended(now)
         return []
 
     def writer_gone(self, writer_lease_id: int, now: float) -> bool:
@@ -271,8 +196,7 @@ class Ledger:
             del self._gone[next(iter(self._gone))]
         unfinished = self._unfinished(writer_lease_id)
         for entry in unfinished:
-            entry.lost_at = max(now + self.leaving_s, entry.stays_until)
-            entry.release_at = entry.lost_at + self.writer_grace_s
+            entry.writer_deadlines.keys_gone(now)
         return bool(unfinished)
 
     def writer_ended(self, writer_lease_id: int, now: float) -> None:
@@ -281,23 +205,18 @@ class Ledger:
         Its engine's process may still write until the fence closes.
         """
         for entry in self._unfinished(writer_lease_id):
-            entry.lost_at = now
-            entry.release_at = now + self.writer_grace_s
+            entry.writer_deadlines.ended(now)
 
-    def _unfinished(self, writer_lease_id: int) -> list[_Entry]:
+    def _unfinished(self, writer_lease_id: int) -> list[Attempt]:
         """Without those whose writes were all delivered: the engine will notice these soon."""
-        return [
-            entry
-            for entry in self._attempts.values()
-            if entry.writer == writer_lease_id and not entry.writer_done
-        ]
+        return [one for one in self._attempts.values() if one.unfinished_by(writer_lease_id)]
 
     def writer_back(self, writer_lease_id: int) -> None:
         """The writer's keys are back, under the same lease: it never left."""
         self._gone.pop(writer_lease_id, None)
         for entry in self._attempts.values():
             if entry.writer == writer_lease_id:
-                entry.lost_at = entry.release_at = None
+                entry.writer_deadlines.keys_back()
 
     def writer_silent(self, writer_lease_id: int) -> list[Instruction]:
         """The writer is unresponsive or unhealthy: its requests stop waiting.
@@ -306,7 +225,7 @@ class Ledger:
         """
         out: list[Instruction] = []
         for entry in list(self._by_request.values()):
-            if entry.writer == writer_lease_id and not entry.writer_done:
+            if entry.unfinished_by(writer_lease_id):
                 out += self._withdraw(entry, Outcome.WRITER_SILENT)
         return out
 
@@ -321,18 +240,8 @@ class Ledger:
         """
         entry = self._attempts.get(attempt)
         if entry is None:
-            return Refusal("unknown or ended attempt")
-        if entry.writer is None:
-            return Refusal("not claimed")
-        if entry.writer != writer_lease_id:
-            return Refusal(f"claimed by {entry.writer:x}")
-        if entry.claim != number:
-            return Refusal(f"held by claim {entry.claim}, not {number}")
-        entry.stays_until = now + for_s
-        if entry.lost_at is not None:
-            entry.lost_at = entry.stays_until
-            entry.release_at = entry.lost_at + self.writer_grace_s
-        return None
+            return _UNKNOWN
+        return entry.promised(writer_lease_id, for_s, now, number)
 
     def withdraw_queued(self, outcome: Outcome) -> list[Instruction]:
         """Queued attempts will not be claimed: no writer, no queue, or this engine drains."""
@@ -358,38 +267,28 @@ class Ledger:
         for entry in list(self._by_request.values()):
             if now >= entry.deadline:
                 out += self._withdraw(entry, Outcome.DEADLINE)
-            elif entry.lost_at is not None and now >= entry.lost_at and not entry.writer_done:
+            elif entry.writer_deadlines.lost(now) and not entry.writer_done:
                 out += self._withdraw(entry, Outcome.WRITER_LOST)
         for entry in [e for e in self._attempts.values() if e.state is AttemptState.QUARANTINED]:
-            if entry.release_at is not None and now >= entry.release_at:
-                del self._attempts[entry.attempt]
-                out.append(Release(entry.attempt))
-            else:
-                out += self._remind(entry, now)
+            if entry.writer_deadlines.dead(now):
+                del self._attempts[entry.id]
+                out.append(Release(entry.id))
+            elif entry.writer_deadlines.cancels_again(now):
+                assert entry.writer is not None
+                out.append(CancelWriter(entry.writer, entry.id))
         return out
 
-    def _remind(self, entry: _Entry, now: float) -> list[Instruction]:
-        """Repeats the cancel of a quarantined attempt after a long silence of its writer."""
-        assert entry.writer is not None
-        if entry.cancel_at is None:
-            entry.cancel_at = now + self.writer_grace_s
-        if now < entry.cancel_at:
-            return []
-        entry.cancel_at = now + self.writer_grace_s
-        return [CancelWriter(entry.writer, entry.attempt)]
-
-    def _withdraw(self, entry: _Entry, outcome: Outcome, detail: str = "") -> list[Instruction]:
+    def _withdraw(self, entry: Attempt, outcome: Outcome, detail: str = "") -> list[Instruction]:
         del self._by_request[entry.request_id]
         out: list[Instruction] = []
-        if entry.state is AttemptState.CLAIMED and not entry.writer_done:
+        if entry.withdraw():
             assert entry.writer is not None
-            entry.state = AttemptState.QUARANTINED
-            out.append(Hold(entry.attempt, entry.block_ids))
-            out.append(CancelWriter(entry.writer, entry.attempt))
+            out.append(Hold(entry.id, entry.block_ids))
+            out.append(CancelWriter(entry.writer, entry.id))
         else:
-            del self._attempts[entry.attempt]
+            del self._attempts[entry.id]
         if entry.sequence is not None:
             out.append(DeleteJob(entry.sequence))
-        out.append(GiveUp(entry.request_id, entry.attempt))
-        out.append(Ended(entry.request_id, entry.attempt, outcome, detail))
+        out.append(GiveUp(entry.request_id, entry.id))
+        out.append(Ended(entry.request_id, entry.id, outcome, detail))
         return out

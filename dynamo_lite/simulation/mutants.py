@@ -22,9 +22,10 @@ from dynamo_lite.disagg.prefill.claims import HeldGrant
 from dynamo_lite.disagg.prefill.job_runner import JobEnd
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.policy.attempt import Attempt, AttemptState, Refusal, Terms
 from dynamo_lite.policy.grants import GrantWanted
 from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
-from dynamo_lite.policy.ledger import AttemptState, Ledger, Refusal, Terms
+from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.codec import encode_sealed
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
@@ -100,7 +101,7 @@ class NoQuarantine(Shipped):
 
 
 class _NoQuarantine(Ledger):
-    def _withdraw(self, entry: Any, outcome: Outcome, detail: str = "") -> list[Instruction]:
+    def _withdraw(self, entry: Attempt, outcome: Outcome, detail: str = "") -> list[Instruction]:
         entry.writer_done = True
         return super()._withdraw(entry, outcome, detail)
 
@@ -153,9 +154,7 @@ class NoFence(Shipped):
     def prefill_rank(
         self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
     ) -> PrefillRank:
-        rank = super().prefill_rank(setup, mover, metadata)
-        rank._alive = lambda: True
-        return rank
+        return super().prefill_rank(replace(setup, alive=lambda: True), mover, metadata)
 
 
 class NoPermit(Shipped):
@@ -238,7 +237,7 @@ class _NoAttemptId(DecodeScheduler):
     def _ask(
         self, prefill: RemotePrefill, request: Prompt, block_ids: Sequence[int], external: int
     ) -> None:
-        self._new_attempt = lambda: request.request_id.partition("~")[0]
+        self._jobs._new_attempt = lambda: request.request_id.partition("~")[0]
         super()._ask(prefill, request, block_ids, external)
 
 

@@ -56,16 +56,16 @@ class Scene:
     async def start(self) -> None:
         decode, messaging = self.decode, self.decode.messaging
         await self.store.put(names.nixl_metadata_key(NAMESPACE, ENGINE), encode_engine(TARGET))
-        decode.queue = decode.net._queue = await self.open_queue()  # type: ignore[assignment]
+        decode.use(await self.open_queue())
 
         async def claim(payload: bytes) -> bytes:
             self.claims += 1
             await self.may_claim.wait()
-            return await decode.net._on_claim(payload)
+            return await decode.writer_events._on_claim(payload)
 
         for subject, handler in (
             (names.claim_subject(NAMESPACE, ENGINE), claim),
-            (names.writer_done_subject(NAMESPACE, ENGINE), decode.net._on_done),
+            (names.writer_done_subject(NAMESPACE, ENGINE), decode.writer_events._on_done),
         ):
             await self.stack.enter_async_context(messaging.serve(subject, handler))
 

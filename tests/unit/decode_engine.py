@@ -174,11 +174,18 @@ class Decode:
         self.half.bind_block_pool(self.pool)
         self.bridge: Any = self.half.bridge
         self.net: Any = self.half._net
-        self.net._queue, self.net._messaging = self.queue, self.messaging
+        self.writer_events: Any = self.net._writer_events
+        self.writer_events._messaging = self.messaging
+        self.use(self.queue)
         workers = self.net.workers
         self.writers = workers._roster = workers._health = Writers()
         self.cancelled: list[CancelAttempt] = []
         self.sees()
+
+    def use(self, queue: Any) -> None:
+        """The engine's jobs go to this queue from now on."""
+        self.queue = self.net._queue = queue
+        self.net.events.connect(queue, self.messaging)
 
     def sees(self, jobs: int = 0, prefill_workers: int = 1) -> None:
         """The bridge reads the queue."""
@@ -232,7 +239,7 @@ class Decode:
 
     async def claim(self, attempt: str, writer: int = WRITER) -> Granted | ClaimRefused:
         claim = Claim(attempt=attempt, writer_lease_id=writer)
-        reply = decode_claim_reply(await self.net._on_claim(encode_sealed(claim)))
+        reply = decode_claim_reply(await self.writer_events._on_claim(encode_sealed(claim)))
         if isinstance(reply, ClaimRefused):
             return reply
         assert reply.granted_at == self.clock.wall()
@@ -242,13 +249,13 @@ class Decode:
         self, attempt: str, writer: int = WRITER, number: int = 0
     ) -> StayAccepted | StayRefused:
         stays = WriterStays(attempt=attempt, writer_lease_id=writer, for_s=3.0, number=number)
-        return decode_stay_reply(await self.net._on_stays(encode_sealed(stays)))
+        return decode_stay_reply(await self.writer_events._on_stays(encode_sealed(stays)))
 
     async def done(
         self, attempt: str, outcome: Any = "written", writer: int = WRITER, **more: Any
     ) -> None:
         done = WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=writer, **more)
-        await self.net._on_done(encode_sealed(done))
+        await self.writer_events._on_done(encode_sealed(done))
 
     async def cancels(self, *attempts: str) -> None:
         """Waits until the writer has been told to stop these, in this order."""

@@ -720,7 +720,7 @@ class RemotePrefill(Pair):
     async def writes_end(self) -> None:
         """No write is in flight: behind a closed fence it would stay."""
         rank = cast("Any", self.engines["prefill"].halves).rank
-        await self.until(lambda: not any(a.in_flight for a in rank._attempts.values()))
+        await self.until(lambda: not any(a.in_flight for a in rank._writes._attempts.values()))
 
     async def blocks_free(self) -> None:
         """No attempt is left in the decode engine, and every block of both is free."""

@@ -456,15 +456,15 @@ async def test_a_thousand_prompts_leave_nothing_behind(decode: Decode):
 async def change(decode: Decode, *, joined: int | None = None, left: int | None = None) -> None:
     here = frozenset() if joined is None else frozenset({joined})
     gone = frozenset() if left is None else frozenset({left})
-    async with asyncio.TaskGroup() as decode.net._tasks:
-        decode.net._on_writers(here, gone)
+    async with decode.net.events.running():
+        decode.writer_events.on_members(here, gone)
 
 
 async def ails(decode: Decode, **trouble: str) -> None:
     """Writers turn unresponsive: a is WRITER, b another one."""
     decode.writers.ails = {int(name, 16): what for name, what in trouble.items()}
-    async with asyncio.TaskGroup() as decode.net._tasks:
-        decode.net._on_health(frozenset(), frozenset(decode.writers.ails))
+    async with decode.net.events.running():
+        decode.writer_events.on_health(frozenset(), frozenset(decode.writers.ails))
 
 
 async def test_the_last_writer_that_leaves_ends_what_is_queued(decode: Decode):

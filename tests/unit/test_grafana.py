@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from dynamo_lite.disagg.metrics import RemotePrefillMetrics
 from dynamo_lite.policy.admission import Admission, Limits
 from dynamo_lite.request_plane.failover_stats import FailoverStats
-from dynamo_lite.runtime.process.host import add_gauges
+from dynamo_lite.runtime.process.metrics import add_gauges
 from dynamo_lite.services.metrics import (
     DECODE_GAUGES,
     RequestMetrics,

@@ -255,7 +255,7 @@ async def decode():
 
 
 async def answer(decode: Decode, claim: Claim) -> Granted | ClaimRefused:
-    return decode_claim_reply(await decode.net._on_claim(encode_sealed(claim)))
+    return decode_claim_reply(await decode.writer_events._on_claim(encode_sealed(claim)))
 
 
 async def granted(decode: Decode, claim: Claim) -> Grant:
@@ -305,7 +305,7 @@ async def test_the_grant_of_an_attempt_that_has_ended_is_not_told(decode: Decode
 
 async def test_an_engine_with_the_secret_seals_its_grants(decode: Decode, tmp_path: Path):
     secret = graph_secret(tmp_path / "secret")
-    decode.net._granting._seals = GrantSeals(secret)
+    decode.writer_events._granting._seals = GrantSeals(secret)
     attempt = await decode.ask()
     grant = await granted(decode, Claim(attempt=attempt, writer_lease_id=WRITER))
     assert GrantSeals(secret).authentic(grant)

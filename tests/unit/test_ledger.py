@@ -7,6 +7,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dynamo_lite.policy.attempt import AttemptState, Refusal, Terms
 from dynamo_lite.policy.instructions import (
     CancelWriter,
     DeleteJob,
@@ -16,12 +17,7 @@ from dynamo_lite.policy.instructions import (
     Outcome,
     Release,
 )
-from dynamo_lite.policy.ledger import (
-    AttemptState,
-    Ledger,
-    Refusal,
-    Terms,
-)
+from dynamo_lite.policy.ledger import Ledger
 
 GRACE, LEAVING = 10.0, 1.0
 BLOCKS = (4, 5, 6)

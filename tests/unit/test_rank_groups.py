@@ -233,7 +233,8 @@ def test_a_share_that_nobody_brought_is_missed(caplog):
     prefill.ranks[1] = PrefillRank(
         prefill.movers[0], prefill.own[0], 0, lambda: True, checksum_rate=1.0
     )
-    prefill.ranks[1]._notices = replace(prefill.ranks[1]._notices, rank=7)
+    writes = prefill.ranks[1]._writes
+    writes._notices = replace(writes._notices, rank=7)
     prefill.ranks[1]._peers._rank = 0
     prefill.write(decode.metadata())
     assert decode.settle() == [(set(), {"r-a1"})]

@@ -562,7 +562,7 @@ def test_a_write_that_outlasts_preemption_ends_the_engine(prefill, decode):
             self.now += 1.0
             return self.now
 
-    prefill.rank._now = Clock().monotonic
+    prefill.rank._writes._now = Clock().monotonic
     prefill.mover.hold = True
     prefill.step(blocks([1], [1]), targets=targets(decode))
     with pytest.raises(TransferError, match="does not end"):

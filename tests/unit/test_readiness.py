@@ -178,10 +178,11 @@ def test_a_frontend_needs_one_worker_that_responds() -> None:
         return frontend.health()["checks"]["workers"]
 
     assert "no decode worker is registered" in trouble()
-    frontend._failover = Failover()  # type: ignore[assignment]
-    frontend._roster, frontend._workers = Members("ab"), Members("")  # type: ignore[assignment]
+    dispatcher: Any = frontend._dispatcher
+    dispatcher._failover = Failover()
+    dispatcher._roster, dispatcher._workers = Members("ab"), Members("")
     assert "none of 2 decode workers is responsive" in trouble()
-    frontend._workers = Members("b")  # type: ignore[assignment]
+    dispatcher._workers = Members("b")
     assert trouble() == ""
     assert "not loaded yet" in frontend.health()["checks"]["model"]
 

@@ -165,7 +165,7 @@ class Caching(Engine):
     async def lose(self, end: Callable[[], None] | None = None, landed: int = 3) -> None:
         """The writer of r1 falls silent (or what `end` says); its blocks are taken back."""
         self.writers.ails[WRITER] = "no beats"
-        self.net._on_health(frozenset(), frozenset({WRITER}))
+        self.writer_events.on_health(frozenset(), frozenset({WRITER}))
         for task in list(self.tasks):
             await task
         assert self.half.build_step().give_up
@@ -188,7 +188,7 @@ class Tasks(list):
 @pytest.fixture
 async def engine():
     engine = Caching(ManualClock())
-    engine.net._tasks = engine.tasks = Tasks()
+    engine.net.events._tasks = engine.tasks = Tasks()
     async with engine.queue:
         yield engine
         await engine.network()
@@ -256,7 +256,7 @@ async def test_nobody_asks_more_often_than_allowed(engine: Caching):
     await engine.network()
     await engine.claim(job.attempt, OTHER)
     engine.writers.ails[OTHER] = "no beats"
-    engine.net._on_health(frozenset(), frozenset({OTHER}))
+    engine.writer_events.on_health(frozenset(), frozenset({OTHER}))
     for task in engine.tasks[1:]:
         await task
     engine.half.build_step()

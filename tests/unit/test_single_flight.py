@@ -198,7 +198,7 @@ async def test_after_a_failed_leader_one_follower_leads(decode: Decode):
     assert decode.admit(second) == 39
     assert asks(decode, third) == WAITS
     assert decode.counted("single_flight/miss") == 2
-    attempt = decode.half._book.ledger._by_request["r2"].attempt
+    attempt = decode.half._book.ledger._by_request["r2"].id
     await decode.network()
     await decode.claim(attempt)
     await decode.done(attempt, "failed")
@@ -290,7 +290,7 @@ class Lives:
         name = self.rng.choice(sorted(self.external))
         fate = self.rng.choice(("written", "failed", "cancelled"))
         if self.external.pop(name) and fate != "cancelled":
-            attempt = self.decode.half._book.ledger._by_request[name].attempt
+            attempt = self.decode.half._book.ledger._by_request[name].id
             await self.decode.claim(attempt)
             await self.decode.done(attempt, fate)
             self.decode.half.build_step()

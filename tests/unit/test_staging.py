@@ -96,7 +96,7 @@ class Pair:
 
     @property
     def free_slots(self) -> int:
-        return len(self.prefill._staging._free)
+        return len(self.prefill._writes._staging._free)
 
 
 def write(first: int, end: int, *, attempt: str = "a1") -> BlockWrite:
@@ -158,12 +158,12 @@ def test_a_write_waits_for_a_slot_and_then_goes():
         pair.expect(name)
         pair.step(write(0, 1, attempt=name))
     assert pair.free_slots == 0
-    flying = {name: len(pair.prefill._attempts[name].in_flight) for name in names}
+    flying = {name: len(pair.prefill._writes._attempts[name].in_flight) for name in names}
     assert flying == {**dict.fromkeys(names, 1), names[-1]: 0}
     pair.mover.stuck = False
     for name in names:
         pair.step(write(1, 3, attempt=name), ended=True)
-    while pair.prefill._attempts:
+    while pair.prefill._writes._attempts:
         pair.prefill.results()
     assert pair.free_slots == staging.SLOTS
     assert pair.settle() == ({f"r-{name}" for name in names}, set())
@@ -196,7 +196,7 @@ def test_what_is_written_again_follows_what_was_under_way():
     pair.step(write(0, 1))
     pair.prefill.drain_preempted(PrefillStep(preempted=["a1"]))
     pair.step(write(0, 1))
-    assert len(pair.prefill._attempts["a1"].in_flight) == 1
+    assert len(pair.prefill._writes._attempts["a1"].in_flight) == 1
     pair.mover.stuck = False
     pair.step(write(1, 3), ended=True)
     pair.prefill.results()
@@ -239,7 +239,7 @@ def test_a_write_that_waits_for_its_copy_is_not_started(monkeypatch):
             self._real.transpose(layout, units, offset)
             return lambda: bool(filled)
 
-    pair.prefill._staging._open = Queued
+    pair.prefill._writes._staging._open = Queued
     pair.step(write(0, 3), ended=True)
     assert not pair.prefill.results().sent and not pair.there.inbox
     filled.append(True)
@@ -257,7 +257,7 @@ def test_without_staging_memory_the_peer_is_refused():
         raise RuntimeError("out of memory")
 
     pair = Pair()
-    pair.prefill._staging._open = none_left
+    pair.prefill._writes._staging._open = none_left
     pair.step(write(0, 3), ended=True)
     assert "bytes of staging: out of memory" in pair.failures()["a1"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from dynamo_lite.cli import decision_view
 from dynamo_lite.disagg.counters import SPAN
-from dynamo_lite.policy.ledger import AttemptState
+from dynamo_lite.policy.attempt import AttemptState
 from dynamo_lite.protocol.live_options import VllmWorkerLiveOptions
 from dynamo_lite.protocol.prefill import ClaimRefused, Granted
 from dynamo_lite.protocol.trace import new_trace
@@ -31,7 +31,7 @@ LONG_S = 3.0
 async def knows_its_costs(decode: Decode) -> None:
     """A prompt of 100 tokens takes 0.1 s here, and a remote one was claimed at once."""
     # Coins follow from the attempts' ids.
-    decode.half._new_attempt = map("a{}".format, itertools.count()).__next__
+    decode.half._jobs._new_attempt = map("a{}".format, itertools.count()).__next__
     decode.tune(VllmWorkerLiveOptions(max_local_prefill_length=1000), 1)
     assert decode.admit(prompt("here", 100)) == 0
     decode.half.build_step(scheduled={"here": 100})

@@ -5,25 +5,21 @@ The scheduler half and the control session tell each event to `RemotePrefills` o
 """
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
 from dynamo_lite.disagg.counters import ASKED, OVERFLOW, Counters
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
 from dynamo_lite.disagg.decode.remote_prefill import Decided, Place, RemotePrefill
 from dynamo_lite.disagg.decode.running_backlog import RunningBacklog
-from dynamo_lite.disagg.decode.stages import report_end, report_notice, report_resume
+from dynamo_lite.disagg.decode.stages import report_end, report_resume
+from dynamo_lite.disagg.decode.writer_reports import WriterReports
 from dynamo_lite.disagg.engine_api import Block, Prompt
 from dynamo_lite.policy.backlog import BacklogTotals
 from dynamo_lite.policy.disagg import WANT_OF_ROOM
 from dynamo_lite.policy.instructions import Ended, Outcome
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.trace import TraceContext
-
-#: Committed remote prefills that are kept until their writers report that they are done.
-_MAX_UNREPORTED = 1024
-#: How long an engine makes steps after a commit, for its writer's report to leave with one.
-_REPORT_WITHIN_S = 5.0
 
 
 class RemotePrefills:
@@ -46,16 +42,13 @@ class RemotePrefills:
         #: From the request for a remote prefill until it has ended and no blocks are held.
         #: Written under the lock.
         self._by_attempt: dict[str, RemotePrefill] = {}
-        #: Committed, but not yet reported by their writers, oldest first. Under the lock.
-        self._unreported: OrderedDict[str, RemotePrefill] = OrderedDict()
+        self._reports = WriterReports(stats, now)
         #: When remote prefills were asked for, since the last reading of the queue.
         self._asked_at: deque[float] = deque()
         #: Of the attempts that have not ended. Under the lock.
         self._backlog = RunningBacklog()
         #: Prompt tokens whose KV has come so far. Written under the lock.
         self._received_tokens = 0
-        #: Whether counts of a writer's report wait for a step to carry them.
-        self._report_to_carry = False
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
@@ -185,9 +178,7 @@ class RemotePrefills:
                 prefill.received_at = now
                 self._received_tokens += prefill.job_tokens
                 if not prefill.writer_done:
-                    self._unreported[ended.attempt] = prefill
-                    if len(self._unreported) > _MAX_UNREPORTED:
-                        self._unreported.popitem(last=False)
+                    self._reports.expect(prefill)
             prefill.outcome = ended.outcome
         report_end(self._stats, prefill)
         self._drop_if_over(prefill)
@@ -217,7 +208,7 @@ class RemotePrefills:
 
     def stepped(self) -> None:
         """A step begins. It carries what was counted and noted so far."""
-        self._report_to_carry = False
+        self._reports.stepped()
 
     # Events of the control session, on the bridge's thread
 
@@ -243,14 +234,7 @@ class RemotePrefills:
             if (prefill := self._waiting(attempt)) is not None:
                 prefill.writer_done, prefill.writer_took_s = True, took_s
                 return
-            prefill = self._unreported.get(attempt)
-        if prefill is not None:
-            if took_s is not None:
-                report_notice(self._stats, prefill, took_s)
-            with self._lock:
-                self._unreported.pop(attempt, None)
-                # Later the engine may be idle: the counts then leave with its next step.
-                self._report_to_carry |= self._report_expected(prefill)
+        self._reports.arrived(attempt, took_s)
 
     # Questions
 
@@ -291,19 +275,8 @@ class RemotePrefills:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must make steps: counts and notes leave it with a step only.
-
-        A writer's report may come when the request has ended already.
-        """
-        with self._lock:
-            if self._report_to_carry or not self._unreported:
-                return self._report_to_carry
-            return self._report_expected(next(reversed(self._unreported.values())))
-
-    def _report_expected(self, prefill: RemotePrefill) -> bool:
-        """Whether the engine makes steps for the report of a committed prefill's writer."""
-        received_at = prefill.received_at
-        return received_at is not None and self._now() - received_at < _REPORT_WITHIN_S
+        """Whether the engine must make steps, for what writers report."""
+        return self._reports.busy
 
     def _computes(self, prefill: RemotePrefill, at: float, cached: int) -> None:
         prefill.here_at, prefill.here_tokens = at, prefill.prompt_tokens - cached

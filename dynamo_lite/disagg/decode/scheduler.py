@@ -1,8 +1,8 @@
 """The scheduler half of a decode engine.
 
 The engine calls it for every new prompt, with the exact prefix-cache hit. It decides
-local or remote, turns the allocated blocks into a job, and lets the engine continue when
-the KV has arrived or has been given up. All methods run on the engine's thread and never
+local or remote, hands the job over once blocks are allocated, and lets the engine continue
+when the KV has arrived or has been given up. All methods run on the engine's thread and never
 block.
 """
 
@@ -18,10 +18,11 @@ from dynamo_lite.disagg.decode.control_session import ControlSession
 from dynamo_lite.disagg.decode.cost_learning import CostLearning
 from dynamo_lite.disagg.decode.decider import Decider, note_decision
 from dynamo_lite.disagg.decode.decision_log import DecisionLog
+from dynamo_lite.disagg.decode.job_maker import JobMaker
 from dynamo_lite.disagg.decode.live_thresholds import LiveThresholds
 from dynamo_lite.disagg.decode.passing import Passing
 from dynamo_lite.disagg.decode.prefill_rate import PrefillRate
-from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers, first_awaited
+from dynamo_lite.disagg.decode.prefix_offers import PrefixOffers
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.remote_prefills import RemotePrefills
 from dynamo_lite.disagg.decode.resume import CacheBlocks, Resumes
@@ -32,7 +33,6 @@ from dynamo_lite.disagg.engine_api import Block, BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig, EngineConfig
 from dynamo_lite.disagg.messages import DecodeStep, RankResults, WorkerReport
 from dynamo_lite.disagg.server_clients import ServerClients
-from dynamo_lite.disagg.transfer_params import first_token_sampling, time_left_s
 from dynamo_lite.policy.instructions import (
     CancelWriter,
     DeleteJob,
@@ -45,7 +45,7 @@ from dynamo_lite.policy.instructions import (
 )
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.policy.step_time import StepLoad
-from dynamo_lite.protocol.prefill import EngineStatus, FirstTokenWanted, RemotePrefillRequest
+from dynamo_lite.protocol.prefill import EngineStatus
 from dynamo_lite.protocol.records import EngineMetadata
 from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
@@ -74,8 +74,7 @@ class DecodeScheduler:
         step_tokens: int = 2048,
     ):
         assert isinstance(config.role, DecodeEngineConfig)
-        self._engine_id, self._block_size = config.engine_id, block_size
-        self._clock, self._new_attempt = clock, new_attempt
+        self._block_size, self._clock = block_size, clock
         now = clock.monotonic
         self._book = LockedLedger(ledger or Ledger(writer_grace_s=config.lease_ttl_s))
         self.stats = stats = Counters()
@@ -89,8 +88,7 @@ class DecodeScheduler:
             tuning,
             outside=outside,
             new_grant=new_grant,
-            now=now,
-            wall=clock.wall,
+            clock=clock,
             on_drop=stats.drop,
             on_news=news.set,
         )
@@ -109,6 +107,15 @@ class DecodeScheduler:
         self._decider = Decider(self._net, tuning, prefills, self._rate, self._costs, now)
         self._flights = SingleFlight(hash_block_size, prefills, stats, now)
         self._resumes = Resumes(block_size, stats, lambda: len(self._net.workers.usable))
+        self._jobs = JobMaker(
+            config.engine_id,
+            block_size,
+            prefills,
+            self._flights,
+            self._net.backlog,
+            clock,
+            new_attempt,
+        )
         self._offers = PrefixOffers(overlapping_steps)
         self._passing = Passing()
         self.bridge = open_bridge(self._net.session)
@@ -255,49 +262,13 @@ class DecodeScheduler:
         self, prefill: RemotePrefill, request: Prompt, block_ids: Sequence[int], external: int
     ) -> None:
         assert self._pool is not None
-        size, wanted = self._block_size, request.num_prompt_tokens - 1
-        first = first_awaited(self._pool, block_ids, (wanted - external) // size)
-        end = -(-wanted // size)
-        targets = tuple(block_ids[first:end])
-        now, options = self._clock.monotonic(), prefill.decided.tuned.options
-        job_tokens = wanted - first * size
-        lane = self._net.backlog.lane_of(job_tokens, request.priority)
-        attempt = self._new_attempt()
-        until = self.prefills.asked(
-            prefill,
-            request,
-            attempt,
-            now,
-            timeout_s=min(options.remote_prefill_timeout_s, time_left_s(request, now)),
-            max_tries=options.max_remote_prefills,
-            first_block=first,
-            awaited_tokens=external,
-            job_tokens=job_tokens,
-            lane=lane,
-            place=self._net.backlog.place(lane),
-            hashes=self._flights.hashes(request),
-            above=traced(request.trace_headers),
-        )
-        job = RemotePrefillRequest(
-            engine_id=self._engine_id,
-            request_id=request.request_id,
-            attempt=attempt,
-            prompt_token_ids=(request.prompt_token_ids or [])[:wanted],
-            num_computed_tokens=first * size,
-            block_ids=list(targets),
-            prefix_block_ids=list(block_ids[:first]),
-            deadline=self._clock.wall() + until - now,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            trace_headers=None if prefill.trace is None else prefill.trace.headers(),
-            first_token=_first_token(request, wanted - external),
-        )
+        job, until = self._jobs.make(prefill, request, self._pool, block_ids, external)
         # The writer may read the prefix while it writes the rest, so both are held.
-        blocks = tuple(block_ids[:end])
+        blocks = (*job.prefix_block_ids, *job.block_ids)
         with self._book.lock:
-            self._book.ledger.allocated(request.request_id, attempt, blocks, until)
-        self._step.expect[attempt] = request.request_id
-        self._step.blocks[attempt] = targets
+            self._book.ledger.allocated(request.request_id, job.attempt, blocks, until)
+        self._step.expect[job.attempt] = request.request_id
+        self._step.blocks[job.attempt] = tuple(job.block_ids)
         self._offers.add(job)
 
     def _apply(self, instructions: list[Instruction], *, fresh: bool = False) -> None:
@@ -317,7 +288,7 @@ class DecodeScheduler:
                 self._ended(instruction)
         network = [i for i in instructions if isinstance(i, DeleteJob | CancelWriter)]
         if fresh and network:
-            self.bridge.submit(self._net.carry_out(network))
+            self.bridge.submit(self._net.events.carry_out(network))
 
     def _ended(self, ended: Ended) -> None:
         request_id, attempt, outcome = ended.request_id, ended.attempt, ended.outcome
@@ -345,11 +316,3 @@ class DecodeScheduler:
             options_version=self._net.options_version,
             writers=sorted(ledger.writers),
         )
-
-
-def _first_token(request: Prompt, cached: int) -> FirstTokenWanted | None:
-    """cached: prompt tokens in the prefix cache."""
-    sampling, prompt = first_token_sampling(request), request.prompt_token_ids
-    if sampling is None or not prompt:
-        return None
-    return FirstTokenWanted(sampling=sampling, last_token_id=prompt[-1], cached_tokens=cached)

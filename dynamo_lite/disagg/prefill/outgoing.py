@@ -32,7 +32,7 @@ class InFlightWrite:
 
 @dataclass
 class OutgoingAttempt:
-    """Filled by `PrefillRank` where nothing else is said."""
+    """Filled by `BlockWrites` where nothing else is said."""
 
     #: Engine id of the decode engine.
     target: str

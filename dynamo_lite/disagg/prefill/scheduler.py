@@ -8,8 +8,7 @@ bridge's, run on the engine's thread.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from dynamo_lite.disagg.bridge import OpenBridge
 from dynamo_lite.disagg.counters import COMPUTED, ENDED, Counters
@@ -17,14 +16,13 @@ from dynamo_lite.disagg.engine_api import BlockPool, Prompt
 from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
 from dynamo_lite.disagg.messages import (
     NOT_GRANTED,
-    BlockWrite,
     PrefillStep,
-    PrefixRead,
     RankResults,
     WorkerReport,
 )
 from dynamo_lite.disagg.prefill.introductions import Introductions
 from dynamo_lite.disagg.prefill.link_test_scheduler import LinkTestScheduler
+from dynamo_lite.disagg.prefill.running_job import BlockIds, RunningJob
 from dynamo_lite.disagg.server_clients import ServerClients
 from dynamo_lite.disagg.span_notes import note_child
 from dynamo_lite.disagg.transfer_params import PrefillJobParams, unpack
@@ -33,37 +31,9 @@ from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode
 from dynamo_lite.protocol.prefill import EngineStatus, decode_preflight
 from dynamo_lite.protocol.records import EngineMetadata, check_engine
-from dynamo_lite.protocol.trace import TraceContext, traced
+from dynamo_lite.protocol.trace import traced
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 from dynamo_lite.runtime.drops import counted
-
-#: Returns the blocks of a request, by request id, in the order of its tokens.
-BlockIds = Callable[[str], Sequence[int]]
-
-
-@dataclass
-class _Job:
-    """One attempt in this engine; it counts blocks of the decode engine's size."""
-
-    params: PrefillJobParams
-    request: Prompt
-    #: Number of the first block to write, in the decode engine's blocks.
-    first: int
-    #: Number of the first block that no write covers yet.
-    written: int
-    #: Monotonic time of the job's first step.
-    scheduled: float
-    trace: TraceContext | None = None
-    #: Whether the ranks know the decode engine.
-    announced: bool = False
-    #: Whether a read of the prefix is in flight.
-    reading: bool = False
-    #: Whether the last write is scheduled.
-    complete: bool = False
-
-    @property
-    def attempt(self) -> str:
-        return self.params.attempt
 
 
 class PrefillScheduler:
@@ -91,13 +61,13 @@ class PrefillScheduler:
         #: Jobs before their first step, by request id.
         self._arrived: dict[str, PrefillJobParams] = {}
         #: Jobs that the engine computes or reads a prefix for, by request id.
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, RunningJob] = {}
         #: Finished requests with writes in flight, by request id.
-        self._ending: dict[str, _Job] = {}
+        self._ending: dict[str, RunningJob] = {}
         #: Why the writes of an attempt failed, by attempt.
         self._failures: dict[str, str] = {}
         #: Finished requests with a read in flight, by request id.
-        self._stopped: dict[str, _Job] = {}
+        self._stopped: dict[str, RunningJob] = {}
         self._step = PrefillStep()
         self._stepped_at = self._now()
 
@@ -144,30 +114,36 @@ class PrefillScheduler:
         self._step.forget += params.forget
         self._introductions.forget(params.forget)
         first = params.num_computed_tokens // params.block_size
-        job = self._jobs[request.request_id] = _Job(
+        job = self._jobs[request.request_id] = RunningJob(
             params=params,
             request=request,
+            block_size=self._block_size,
             first=first,
             written=first,
             scheduled=now,
             trace=trace,
         )
         if external:
-            self._read(job, block_ids, external)
+            self._announce(self._step, job)
+            self._step.reads.append(job.read(block_ids, external))
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> PrefillStep:
         """scheduled: request id -> number of its tokens that this step computes."""
+        assert self._block_ids is not None
         self._stepped_at = self._now()
         step, self._step = self._step, PrefillStep()
         self._preflights.announce(step)
         for request_id in preempted:
             if (job := self._jobs.get(request_id)) is not None:
-                job.written = job.first
+                job.preempted()
                 step.preempted.append(job.attempt)
         for request_id, tokens in scheduled.items():
             if (job := self._jobs.get(request_id)) is not None and not job.complete:
                 self.stats.add(COMPUTED, tokens)
-                self._add_write(step, job, job.request.num_computed_tokens + tokens)
+                done = job.request.num_computed_tokens + tokens
+                if (write := job.write(done, self._block_ids, self._stepped_at)) is not None:
+                    self._announce(step, job)
+                    step.writes.append(write)
         return step
 
     def request_finished(self, request: Prompt) -> bool:
@@ -224,59 +200,11 @@ class PrefillScheduler:
             self._arrived[request.request_id] = params
         return params
 
-    def _read(self, job: _Job, block_ids: Sequence[int], external: int) -> None:
-        prefix = job.params.prefix_block_ids
-        start = len(prefix) - external // self._block_size
-        job.reading = True
-        self._announce(self._step, job)
-        self._step.reads.append(
-            PrefixRead(
-                attempt=job.attempt,
-                request_id=job.request.request_id,
-                target_engine=job.params.engine_id,
-                local_ids=list(block_ids[start : len(prefix)]),
-                remote_ids=list(prefix[start:]),
-                permit=job.params.permit,
-            )
-        )
-
-    def _announce(self, step: PrefillStep, job: _Job) -> None:
+    def _announce(self, step: PrefillStep, job: RunningJob) -> None:
         """Before the ranks' first read or write of the job: sends them its engine if needed."""
         if not job.announced:
             job.announced = True
             self._introductions.introduce(step, job.params.engine_id, job.params.target)
-
-    def _add_write(self, step: PrefillStep, job: _Job, done_tokens: int) -> None:
-        total, size = job.params.num_tokens, job.params.block_size
-        remote = job.params.block_ids
-        # The last step may compute only the token to sample from. A block is left for its write.
-        last = done_tokens >= job.request.num_prompt_tokens
-        end = -(-total // size) if last else min(done_tokens, total - 1) // size
-        if end <= job.written and not last:
-            return
-        assert self._block_ids is not None
-        own = list(self._block_ids(job.request.request_id))
-        start, skip = divmod(job.written * size, self._block_size)
-        behind = -(-min(end * size, total) // self._block_size)
-        self._announce(step, job)
-        step.writes.append(
-            BlockWrite(
-                attempt=job.attempt,
-                request_id=job.request.request_id,
-                target_engine=job.params.engine_id,
-                local_ids=own[start:behind],
-                remote_ids=remote[job.written - job.first : end - job.first],
-                last=last,
-                num_blocks=len(remote),
-                scheduled=job.scheduled,
-                first=job.written - job.first,
-                skip_tokens=skip,
-                began=self._stepped_at,
-                trace=job.trace,
-                permit=job.params.permit,
-            )
-        )
-        job.written, job.complete = end, last
 
     def _own_metadata(self) -> bytes:
         """See `PrefillStep.own`."""
@@ -284,7 +212,7 @@ class PrefillScheduler:
             return b""
         return encode(self.metadata)
 
-    def _report_end(self, job: _Job, outcome: str, detail: str = "") -> None:
+    def _report_end(self, job: RunningJob, outcome: str, detail: str = "") -> None:
         self.stats.append(ENDED, [job.attempt, outcome, detail])
 
     @contextlib.asynccontextmanager

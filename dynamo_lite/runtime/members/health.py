@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -21,6 +20,7 @@ from dynamo_lite.protocol.health import Heartbeat, decode_heartbeat
 from dynamo_lite.protocol.versions import unsupported
 from dynamo_lite.runtime.drops import OnDrop, counted, uncounted
 from dynamo_lite.runtime.listeners import Listeners
+from dynamo_lite.runtime.members.member_health import MemberHealth
 from dynamo_lite.runtime.members.roster import Members, Roster
 from dynamo_lite.runtime.messaging import Messaging
 
@@ -32,56 +32,8 @@ SILENT_S = 3.0
 #: been delayed or disconnected; heartbeats in its own buffers are read in this time.
 SECOND_LOOK_S = 1.0
 
-#: This many consecutive heartbeats are the worker's own, although another process has sent a
-#: higher number.
-_IN_ROW = 4
-
 #: Takes the lease ids that have become healthy, and those that have become unhealthy.
 OnHealth = Callable[[frozenset[int], frozenset[int]], None]
-
-
-@dataclass
-class _MemberHealth:
-    """One member, as its heartbeats and canaries show it. Written by HealthMonitor."""
-
-    #: When it was last known to be healthy, or when its timeout began.
-    well_at: float
-    #: Number of the newest heartbeat.
-    number: int = -1
-    #: The last number below `number`, and how many led to it without a gap.
-    late: int = -1
-    late_in_row: int = 0
-    #: The content of the newest heartbeat.
-    ok: bool = True
-    detail: str = ""
-    #: Whether heartbeats are missing.
-    silent: bool = False
-    #: Why a canary failed; empty when none has.
-    failed: str = ""
-
-    @property
-    def well(self) -> bool:
-        return self.ok and not self.failed
-
-    @property
-    def responsive(self) -> bool:
-        return self.well and not self.silent
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong; empty when only heartbeats are missing, or nothing."""
-        return self.failed if self.ok else self.detail or "it cannot work"
-
-    def is_news(self, number: int) -> bool:
-        """Whether the heartbeat is newer than the newest one, or shows that the newest one was
-        forged: consecutive late heartbeats are no repetition."""
-        if number <= self.number:
-            self.late_in_row = self.late_in_row + 1 if number == self.late + 1 else 1
-            self.late = number
-            if self.late_in_row < _IN_ROW:
-                return False
-        self.late, self.late_in_row = -1, 0
-        return True
 
 
 class HealthMonitor:
@@ -103,7 +55,7 @@ class HealthMonitor:
     ):
         self._messaging, self._roster, self._on_drop = messaging, roster, on_drop
         self._subject = names.health_subject(namespace, component)
-        self._members: dict[int, _MemberHealth] = {}
+        self._members: dict[int, MemberHealth] = {}
         #: The roster's members, and the healthy ones of them as long as nothing changes.
         self._known: tuple[Members, Members] | None = None
         self._listeners = Listeners[frozenset[int], frozenset[int]](self._subject)
@@ -250,11 +202,10 @@ class HealthMonitor:
         before = member.responsive
         member.silent = False
         if heartbeat is not None:
-            member.number, member.ok = heartbeat.number, heartbeat.ok
-            member.detail = heartbeat.detail
+            member.take(heartbeat)
         self._report_change(lease_id, member, before)
 
-    def _report_change(self, lease_id: int, member: _MemberHealth, before: bool) -> None:
+    def _report_change(self, lease_id: int, member: MemberHealth, before: bool) -> None:
         """before: whether the member was healthy until now."""
         if member.responsive != before:
             self._known = None
@@ -275,7 +226,7 @@ class HealthMonitor:
         for lease_id in left:
             self._members.pop(lease_id, None)
         for lease_id in joined:
-            self._members[lease_id] = _MemberHealth(self._now())
+            self._members[lease_id] = MemberHealth(self._now())
         self._arm()
 
     def _on_connection(self, connected: bool) -> None:

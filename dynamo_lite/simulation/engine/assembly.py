@@ -28,8 +28,8 @@ from dynamo_lite.simulation.engine.halves import (
     DecodeHalves,
     PrefillHalves,
     TaskBridge,
-    WatchedRank,
     rank_clock,
+    watch,
 )
 from dynamo_lite.simulation.engine.memory import KvMemory
 from dynamo_lite.simulation.engine.mover import Fabric, SimMover
@@ -169,7 +169,7 @@ class Assembly:
     ) -> PrefillRank:
         role = setup.engine_config.role
         assert isinstance(role, PrefillEngineConfig)
-        rank = WatchedRank(
+        rank = PrefillRank(
             mover,
             metadata.ranks[0],
             0,
@@ -181,7 +181,7 @@ class Assembly:
             read=mover.memory.read_raw,
             scratch=mover.scratch,
         )
-        rank.watched = mover
+        watch(rank, mover)
         return rank
 
     def _metadata(self, setup: EngineSetup, mover: SimMover) -> EngineMetadata:

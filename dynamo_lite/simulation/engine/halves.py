@@ -18,16 +18,15 @@ from dynamo_lite.disagg.messages import (
     RankResults,
     WorkerReport,
 )
+from dynamo_lite.disagg.prefill.outgoing import OutgoingAttempt
 from dynamo_lite.disagg.prefill.rank import PrefillRank
-from dynamo_lite.disagg.prefill.remote_ranks import RemoteRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
-from dynamo_lite.policy.ledger import AttemptState
+from dynamo_lite.policy.attempt import AttemptState
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.simulation.engine.mover import SimMover
 from dynamo_lite.simulation.engine.plan import Plan
 from dynamo_lite.simulation.engine.request import SimRequest
 from dynamo_lite.transfer.base import Transfer
-from dynamo_lite.transfer.block_map import BlockMap
 
 
 class TaskBridge:
@@ -166,22 +165,19 @@ class DecodeHalves:
         return [self.scheduler.stats.take(), self.rank.stats.take()]
 
 
-class WatchedRank(PrefillRank):
-    """Gives its mover the attempt of each write and read, for the invariants."""
+def watch(rank: PrefillRank, mover: SimMover) -> None:
+    """Gives the mover the attempt of each write and read of the rank, for the invariants."""
+    start_write, start_read = rank._writes._write, rank._reads.start
 
-    watched: SimMover | None = None
+    def write(attempt: OutgoingAttempt, write: BlockWrite, *args: Any, **kwargs: Any) -> Transfer:
+        mover.attempt = write.attempt
+        return start_write(attempt, write, *args, **kwargs)
 
-    def _write(
-        self, write: BlockWrite, peer: RemoteRank, where: BlockMap, *, notify: bool
-    ) -> Transfer:
-        if self.watched is not None:
-            self.watched.attempt = write.attempt
-        return super()._write(write, peer, where, notify=notify)
+    def read(read: PrefixRead) -> None:
+        mover.attempt = read.attempt
+        start_read(read)
 
-    def _start_read(self, read: PrefixRead) -> None:
-        if self.watched is not None:
-            self.watched.attempt = read.attempt
-        super()._start_read(read)
+    rank._writes._write, rank._reads.start = write, read
 
 
 class PrefillHalves:

@@ -1,8 +1,8 @@
 """The out-of-tree KV connector that stock vLLM loads.
 
 vLLM makes one in the scheduler's process and one in every worker process. The connector
-opens the half for its process (decode or prefill, scheduler or rank) and forwards vLLM's
-hooks to it.
+opens the half for its process (decode or prefill, scheduler or rank; `opened_rank.py` opens
+ranks) and forwards vLLM's hooks to it.
 """
 
 import atexit
@@ -12,7 +12,6 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -35,12 +34,7 @@ from dynamo_lite.disagg.messages import DecodeStep, PrefillStep, RankResults
 from dynamo_lite.disagg.prefill.rank import PrefillRank
 from dynamo_lite.disagg.prefill.scheduler import PrefillScheduler
 from dynamo_lite.disagg.server_clients import Servers
-from dynamo_lite.protocol.codec import encode
-from dynamo_lite.runtime.fence import FenceReader
 from dynamo_lite.runtime.process.logs import hold_lease
-from dynamo_lite.transfer.base import Mover
-from dynamo_lite.transfer.polled import PolledMover
-from dynamo_lite.transfer.scratch import ScratchMemory
 from dynamo_lite.vllm.engine.arrivals import (
     let_bridge_run,
     wait_for_arrival,
@@ -48,15 +42,13 @@ from dynamo_lite.vllm.engine.arrivals import (
 )
 from dynamo_lite.vllm.engine.connector_types import (
     ConnectorStats,
-    RankHandshake,
     ReportMetadata,
     StepMetadata,
     engine_metadata,
 )
 from dynamo_lite.vllm.engine.free_blocks import hand_out_runs
-from dynamo_lite.vllm.engine.kv_memory import preferred_layout, rank_index, register
-from dynamo_lite.vllm.engine.rank_mover import open_mover
-from dynamo_lite.vllm.engine.scratch import make_scratch
+from dynamo_lite.vllm.engine.kv_memory import preferred_layout
+from dynamo_lite.vllm.engine.opened_rank import OpenedRank, open_rank
 from dynamo_lite.vllm.engine.steps import filling_blocks, step_ended, step_load
 from dynamo_lite.vllm.engine.supported import check_kv, refusal_recorded
 
@@ -83,11 +75,10 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         # At exit Python's final garbage collection of vLLM and torch would take seconds.
         atexit.register(gc.freeze)
         assert vllm_config.kv_transfer_config is not None
-        self._engine_config_file = vllm_config.kv_transfer_config.kv_connector_extra_config[
-            ENGINE_CONFIG_FILE
-        ]
-        with refusal_recorded(Path(self._engine_config_file)):
-            self._engine_config = read_engine_config(self._engine_config_file)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._engine_config_file = Path(extra[ENGINE_CONFIG_FILE])
+        with refusal_recorded(self._engine_config_file):
+            self._engine_config = read_engine_config(extra[ENGINE_CONFIG_FILE])
             hold_lease(self._engine_config.lease_id)
             check_kv(kv_cache_config, vllm_config.cache_config.block_size)
         role_here = self._engine_config.role
@@ -97,11 +88,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
         #: Whether steps that compute nothing wait for KV.
         self._waits = waits_in_steps(vllm_config)
         self._scheduler: DecodeScheduler | PrefillScheduler | None = None
-        self._rank: DecodeRank | PrefillRank | None = None
-        self._handshake: RankHandshake | None = None
+        self._opened: OpenedRank | None = None
         self._manager: KVCacheManager | None = None
-        self._mover: Mover | None = None
-        self._scratch: ScratchMemory | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
 
@@ -130,40 +118,23 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def _prefill(self) -> PrefillScheduler | None:
         return self._scheduler if isinstance(self._scheduler, PrefillScheduler) else None
 
+    @property
+    def _rank(self) -> DecodeRank | PrefillRank | None:
+        return None if self._opened is None else self._opened.rank
+
     # Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        index, role = rank_index(self._vllm_config), self._engine_config.role
-        device = next(iter(kv_caches.values())).device
-        prefill = isinstance(role, PrefillEngineConfig)
-        fence = FenceReader(Path(role.fence_path)) if prefill else None
-        alive = (lambda: True) if fence is None else fence.open
-        self._mover = mover = open_mover(self._engine_config, index, device, alive)
-        # Registers memory: must come before `mover.metadata` is read.
-        self._scratch = scratch = make_scratch(mover, device)
-        with refusal_recorded(Path(self._engine_config_file)):
-            kv = register(kv_caches, mover, self._vllm_config, self._kv_cache_config)
-        rank = msgspec.structs.replace(kv.rank, scratch=scratch.region)
-        self._handshake = RankHandshake(encode(rank), kv.orders)
-        if isinstance(role, PrefillEngineConfig):
-            assert fence is not None
-            self._rank = PrefillRank(
-                mover,
-                rank,
-                index,
-                alive,
-                verdict=fence.verdict,
-                grant_of=fence.grant_of,
-                checksum_rate=role.options.kv_checksum_rate,
-                read=kv.read,
-                open_transposer=kv.open_transposer,
-                scratch=scratch,
-            )
-        else:
-            self._rank = DecodeRank(mover, rank, kv.read)
+        self._opened = open_rank(
+            self._engine_config,
+            self._engine_config_file,
+            kv_caches,
+            self._vllm_config,
+            self._kv_cache_config,
+        )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._handshake
+        return None if self._opened is None else self._opened.handshake
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads start with the step's writes, in `wait_for_save`."""
@@ -325,11 +296,8 @@ class DynamoLiteConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.bridge.close()
-        if isinstance(self._mover, PolledMover):
-            # First: the rank may have to leave transfers in flight untouched.
-            self._mover.stop()
-        if self._rank is not None:
-            self._rank.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
 def _is_transferable(request: Any) -> bool:

@@ -1,0 +1,90 @@
+"""A job that a prefill engine runs: which of its blocks are written, and which come next."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dynamo_lite.disagg.engine_api import Prompt
+from dynamo_lite.disagg.messages import BlockWrite, PrefixRead
+from dynamo_lite.disagg.transfer_params import PrefillJobParams
+from dynamo_lite.protocol.trace import TraceContext
+
+#: Returns the blocks of a request, by request id, in the order of its tokens.
+BlockIds = Callable[[str], Sequence[int]]
+
+
+@dataclass
+class RunningJob:
+    """One attempt in this engine; it counts blocks of the decode engine's size."""
+
+    params: PrefillJobParams
+    request: Prompt
+    #: Tokens per block of this engine.
+    block_size: int
+    #: Number of the first block to write, in the decode engine's blocks.
+    first: int
+    #: Number of the first block that no write covers yet.
+    written: int
+    #: Monotonic time of the job's first step.
+    scheduled: float
+    trace: TraceContext | None = None
+    #: Whether the ranks know the decode engine.
+    announced: bool = False
+    #: Whether a read of the prefix is in flight.
+    reading: bool = False
+    #: Whether the last write is scheduled.
+    complete: bool = False
+
+    @property
+    def attempt(self) -> str:
+        return self.params.attempt
+
+    def preempted(self) -> None:
+        """It is computed anew, and written anew from its first block."""
+        self.written = self.first
+
+    def read(self, block_ids: Sequence[int], external: int) -> PrefixRead:
+        """Begins the read of the prefix's last `external` tokens into `block_ids`, its blocks."""
+        prefix = self.params.prefix_block_ids
+        start = len(prefix) - external // self.block_size
+        self.reading = True
+        return PrefixRead(
+            attempt=self.attempt,
+            request_id=self.request.request_id,
+            target_engine=self.params.engine_id,
+            local_ids=list(block_ids[start : len(prefix)]),
+            remote_ids=list(prefix[start:]),
+            permit=self.params.permit,
+        )
+
+    def write(self, done_tokens: int, block_ids: BlockIds, began: float) -> BlockWrite | None:
+        """The write of the blocks that this step completes; None if it completes none.
+
+        done_tokens: tokens that are computed after this step. began: when the step began.
+        """
+        total, size = self.params.num_tokens, self.params.block_size
+        remote = self.params.block_ids
+        # The last step may compute only the token to sample from. A block is left for its write.
+        last = done_tokens >= self.request.num_prompt_tokens
+        end = -(-total // size) if last else min(done_tokens, total - 1) // size
+        if end <= self.written and not last:
+            return None
+        own = list(block_ids(self.request.request_id))
+        start, skip = divmod(self.written * size, self.block_size)
+        behind = -(-min(end * size, total) // self.block_size)
+        write = BlockWrite(
+            attempt=self.attempt,
+            request_id=self.request.request_id,
+            target_engine=self.params.engine_id,
+            local_ids=own[start:behind],
+            remote_ids=remote[self.written - self.first : end - self.first],
+            last=last,
+            num_blocks=len(remote),
+            scheduled=self.scheduled,
+            first=self.written - self.first,
+            skip_tokens=skip,
+            began=began,
+            trace=self.trace,
+            permit=self.params.permit,
+        )
+        self.written, self.complete = end, last
+        return write

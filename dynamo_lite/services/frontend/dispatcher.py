@@ -1,0 +1,149 @@
+"""The Frontend's dispatcher: it knows the decode workers, and hands each request to one of them."""
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dynamo_lite.policy.admission import Admission
+from dynamo_lite.policy.kv_routing import KvPicker
+from dynamo_lite.policy.routing import Picker, RoundRobin
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.live_options import FrontendLiveOptions, LiveValues
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.request_plane.base import OnDeltas
+from dynamo_lite.request_plane.client import RemoteGenerateClient
+from dynamo_lite.request_plane.failover import FailoverClient, OnEnded, OnTokens
+from dynamo_lite.request_plane.placement import WorkerSelector
+from dynamo_lite.runtime.members.health import HealthMonitor
+from dynamo_lite.runtime.members.roster import Roster
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.services.config import FrontendConfig
+from dynamo_lite.services.frontend.canaries import start_canaries
+from dynamo_lite.services.frontend.picker import open_picker
+from dynamo_lite.services.frontend.rotation import Rotation
+from dynamo_lite.services.frontend.worker_check import NONE_REGISTERED, WorkerCheck, check_workers
+from dynamo_lite.services.live_options import ComponentOptions, limits
+from dynamo_lite.services.metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from dynamo_lite.vllm.frontend.intake import Intake
+
+
+class RequestDispatcher:
+    """Its parts are opened in `stack`, and closed with it."""
+
+    def __init__(self, config: FrontendConfig, spec: ProcessSpec, stack: AsyncExitStack):
+        self._config, self._spec, self._stack = config, spec, stack
+        self._roster: Roster | None = None
+        self._workers: HealthMonitor | None = None
+        self._failover: FailoverClient | None = None
+        self._picker: Picker | WorkerSelector = RoundRobin()
+        self._options: ComponentOptions | None = None
+
+    async def watch_workers(self, host: Host) -> None:
+        """To be called long before `open_intake`, so that the workers are known by then."""
+        namespace, component = self._spec.namespace, self._spec.watch_component
+        enter = self._stack.enter_async_context
+        prefix = names.endpoint_prefix(namespace, component, "generate")
+        self._roster = await enter(Roster(host.store, prefix, host.drops))
+        self._workers = await enter(
+            HealthMonitor(
+                host.messaging,
+                self._roster,
+                namespace=namespace,
+                component=component,
+                registry=host.registry,
+                on_drop=host.drops,
+            )
+        )
+        self._picker = await open_picker(self._stack, host, self._config, namespace, self._roster)
+
+    async def open_intake(self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded) -> "Intake":
+        """Opens the failover client with the edge's callbacks, and admission over it.
+
+        Imports vLLM, which takes seconds unless it was imported before.
+        """
+        from dynamo_lite.vllm.frontend.intake import Intake
+
+        config = self._config
+        failover = await self._open_failover(host, on_deltas, on_ended)
+        admission = Admission(limits(config, FrontendLiveOptions()))
+        refused: Counter[str] = Counter()
+
+        def apply(values: LiveValues) -> None:
+            admission.limit(limits(config, values))
+            if isinstance(self._picker, KvPicker):
+                self._picker.options = values.applied_to(config.kv_router)
+
+        self._options = options = ComponentOptions(host, config, FrontendLiveOptions(), apply)
+        await self._stack.enter_async_context(options.following)
+        host.registry.register(RequestMetrics(failover.stats, refused, admission))
+        return Intake(
+            failover,
+            members=self._candidates,
+            admission=admission,
+            refused=refused,
+            client_priority=config.client_priority,
+            tracer=host.tracer,
+        )
+
+    def check(self) -> WorkerCheck:
+        """Whether requests can be sent to a worker."""
+        if self._roster is None or self._workers is None or self._failover is None:
+            return NONE_REGISTERED
+        return check_workers(self._roster, self._workers, self._failover.transport)
+
+    def facts(self) -> dict[str, Any]:
+        """For the Frontend's health."""
+        return {
+            "workers": len(self._roster.members) if self._roster is not None else 0,
+            "responsive": len(self._workers.responsive) if self._workers is not None else 0,
+            "options": self._options.facts() if self._options is not None else {},
+            "loads": self._failover.load_facts() if self._failover is not None else {},
+        }
+
+    async def _open_failover(
+        self, host: Host, on_deltas: OnDeltas, on_ended: OnEnded
+    ) -> FailoverClient:
+        assert self._roster is not None and self._workers is not None
+        self._failover = failover = await self._stack.enter_async_context(
+            FailoverClient(
+                partial(
+                    RemoteGenerateClient,
+                    # A process without the secret cannot guess it and take a session's place.
+                    f"{host.lease.id:x}" if host.secret is None else secrets.token_hex(16),
+                    request_timeout_s=self._config.request_timeout_s,
+                    on_drop=host.drops,
+                    secret=host.secret,
+                ),
+                members=self._candidates,
+                picker=self._picker,
+                on_deltas=on_deltas,
+                on_ended=on_ended,
+                on_tokens=self._start_canaries(host),
+                max_moves=self._config.max_moves,
+            )
+        )
+        changed, leaves = failover.members_changed, failover.worker_leaves
+        self._stack.enter_context(
+            Rotation(self._roster, self._workers, failover.transport, changed, leaves)
+        )
+        return failover
+
+    def _start_canaries(self, host: Host) -> OnTokens:
+        """Returns the callback for workers that have sent tokens (`Canaries.on_tokens`)."""
+        options = self._config.canary
+        if not options.interval_s:
+            return lambda lease_id, first: None
+        from dynamo_lite.vllm.requests import canary
+
+        assert self._roster is not None and self._workers is not None
+        make = partial(canary, max_tokens=options.max_tokens)
+        return start_canaries(host, options, self._roster, self._workers, make).on_tokens
+
+    def _candidates(self) -> Sequence[EndpointRecord]:
+        """Workers for a new request: the responsive ones, or all if none is responsive."""
+        return self._workers.members_or_all if self._workers is not None else ()

@@ -1,0 +1,88 @@
+"""A rank with its mover and registered memory: what is open once vLLM has made the KV caches."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from dynamo_lite.disagg.decode.rank import DecodeRank
+from dynamo_lite.disagg.engine_config import EngineConfig, PrefillEngineConfig
+from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.protocol.codec import encode
+from dynamo_lite.runtime.fence import FenceReader
+from dynamo_lite.transfer.base import Mover
+from dynamo_lite.transfer.polled import PolledMover
+from dynamo_lite.transfer.scratch import ScratchMemory
+from dynamo_lite.vllm.engine.connector_types import RankHandshake
+from dynamo_lite.vllm.engine.kv_memory import rank_index, register
+from dynamo_lite.vllm.engine.rank_mover import open_mover
+from dynamo_lite.vllm.engine.scratch import make_scratch
+from dynamo_lite.vllm.engine.supported import refusal_recorded
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class OpenedRank:
+    rank: DecodeRank | PrefillRank
+    #: For the scheduler half.
+    handshake: RankHandshake
+    mover: Mover
+    #: Kept here, since peers write into it while the rank is open.
+    scratch: ScratchMemory
+
+    def close(self) -> None:
+        if isinstance(self.mover, PolledMover):
+            # First: the rank may have to leave transfers in flight untouched.
+            self.mover.stop()
+        self.rank.close()
+
+
+def open_rank(
+    config: EngineConfig,
+    config_file: Path,
+    kv_caches: Mapping[str, torch.Tensor],
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+) -> OpenedRank:
+    """Registers the KV caches, and scratch memory beside them, with a mover of this rank.
+
+    kv_caches: vLLM's KV by layer. Raises ValueError with the layer's name for a layout that is not
+    supported; beside `config_file` this is recorded for the component.
+    """
+    index, role = rank_index(vllm_config), config.role
+    device = next(iter(kv_caches.values())).device
+    fence = FenceReader(Path(role.fence_path)) if isinstance(role, PrefillEngineConfig) else None
+    alive = (lambda: True) if fence is None else fence.open
+    with ExitStack() as on_failure:
+        mover = open_mover(config, index, device, alive)
+        on_failure.callback(mover.close)
+        # Registers memory: must come before `mover.metadata` is read.
+        scratch = make_scratch(mover, device)
+        with refusal_recorded(config_file):
+            kv = register(kv_caches, mover, vllm_config, kv_cache_config)
+        own = msgspec.structs.replace(kv.rank, scratch=scratch.region)
+        if isinstance(role, PrefillEngineConfig):
+            assert fence is not None
+            rank = PrefillRank(
+                mover,
+                own,
+                index,
+                alive,
+                verdict=fence.verdict,
+                grant_of=fence.grant_of,
+                checksum_rate=role.options.kv_checksum_rate,
+                read=kv.read,
+                open_transposer=kv.open_transposer,
+                scratch=scratch,
+            )
+        else:
+            rank = DecodeRank(mover, own, kv.read)
+        on_failure.pop_all()
+    return OpenedRank(rank, RankHandshake(encode(own), kv.orders), mover, scratch)
