@@ -6,12 +6,11 @@ import sys
 
 from dynamo_lite.cli import decision_view, forward_view
 from dynamo_lite.cli.decisions import Answers, ask_engines
+from dynamo_lite.cli.exits import EXIT_FAILED
 from dynamo_lite.cli.forwarded import ForwardAnswers, ask_forwarders
 from dynamo_lite.cli.listing import Broker, Place
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
 from dynamo_lite.protocol.decisions import Explain
-
-_EXIT_UNKNOWN = 1
 
 
 def run(place: Place, broker: Broker, wanted: Explain, *, as_json: bool) -> int:
@@ -39,7 +38,7 @@ def run(place: Place, broker: Broker, wanted: Explain, *, as_json: bool) -> int:
     if not wanted.request_id or taken or forwarded:
         return 0
     print(_unknown(wanted, engines, forwarders), file=sys.stderr)
-    return _EXIT_UNKNOWN
+    return EXIT_FAILED
 
 
 async def _ask(place: Place, broker: Broker, wanted: Explain) -> tuple[Answers, ForwardAnswers]:
