@@ -80,7 +80,7 @@ class SimSupervisor:
     now: seconds of virtual time."""
 
     def __init__(self, cluster: Cluster, devices: int, now: Callable[[], float]):
-        self._cluster, self._devices = cluster, devices
+        self._cluster, self._devices, self._now = cluster, devices, now
         self._workers: dict[str, list[Worker]] = {name: [] for name in SLOTS}
         self._switches = SimSwitches(now)
         self._tasks = OwnedTasks()
@@ -123,7 +123,7 @@ class SimSupervisor:
 
     def switches(self) -> list[SwitchState]:
         """The last ones, oldest first."""
-        return self._switches.states()
+        return self._switches.states(self._now())
 
     def carry_out(self, who: str, order: SupervisorOrder) -> None:
         """Raises Refused."""
