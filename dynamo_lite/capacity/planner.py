@@ -4,8 +4,7 @@ The decisions are those of `policy/planner.py`, the loads those of `policy/plann
 times of starts are known to the tick, as in a graph.
 """
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dynamo_lite.capacity.options import Counts
 from dynamo_lite.capacity.scaling import Proposal, RoleSeen, Seen
@@ -16,20 +15,17 @@ from dynamo_lite.policy.planner_inputs import RoleSeen as RoleInput
 from dynamo_lite.policy.planner_inputs import Seen as Inputs
 from dynamo_lite.policy.planner_memory import AddWorkers, Memory, RemoveWorker
 from dynamo_lite.policy.planner_observed import DemandRates, TokenRates, decode_load
+from dynamo_lite.policy.start_times import StartTimes
 from dynamo_lite.protocol.backlog import Lane
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import RoleCounts
-
-#: As in `services/planner/operations.py`: starts that are remembered, and how many of them a 95th
-#: percentile needs.
-_STARTS, _FEWEST_STARTS = 20, 3
 
 
 @dataclass
 class _Starts:
     """The starts of one role."""
 
-    times_s: deque[float]
+    times: StartTimes = field(default_factory=StartTimes)
     #: The order that is under way.
     id: int | None = None
     ordered_at: float = 0.0
@@ -47,7 +43,7 @@ class Planner:
         self._demand = DemandRates()
         self._asked = self._refused = self._orders = 0
         roles = tuple(Role) if has_prefill else (Role.DECODE,)
-        self._starts = {role: _Starts(deque(maxlen=_STARTS)) for role in roles}
+        self._starts = {role: _Starts() for role in roles}
 
     def tick(self, seen: Seen, now: float) -> Proposal:
         inputs = self._inputs(seen, now)
@@ -102,8 +98,6 @@ class Planner:
         if starts.id is not None:
             age_s = now - starts.ordered_at
             operations.append(Operation(id=starts.id, kind="add", age_s=age_s))
-        times = sorted(starts.times_s)
-        enough = len(times) >= _FEWEST_STARTS
         return RoleInput(
             counts=RoleCounts(
                 starting=len(seen.starting_ages_s),
@@ -113,15 +107,15 @@ class Planner:
                 devices_free=free,
             ),
             operations=tuple(operations),
-            start_s=times[len(times) // 2] if times else None,
-            start_p95_s=times[min(len(times) * 95 // 100, len(times) - 1)] if enough else None,
+            start_s=starts.times.median,
+            start_p95_s=starts.times.p95,
             youngest_s=seen.youngest_s,
             starts_done=starts.done,
             starts_failed=starts.failed,
         )
 
     def _ended(self, starts: _Starts, now: float, *, failed: bool) -> None:
-        starts.times_s.append(now - starts.ordered_at)
+        starts.times.add(now - starts.ordered_at)
         starts.id = None
         if failed:
             starts.failed += 1

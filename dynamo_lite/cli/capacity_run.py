@@ -21,6 +21,7 @@ from dynamo_lite.capacity.traces import (
     read_trace,
     tokens_of_text,
 )
+from dynamo_lite.cli.exits import EXIT_INTERRUPTED
 from dynamo_lite.cli.progress_line import ProgressLine
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.protocol.options import (
@@ -33,8 +34,6 @@ from dynamo_lite.serve.config import resolve
 from dynamo_lite.serve.document import read_document
 from dynamo_lite.serve.graphs import load_graph
 from dynamo_lite.serve.packaged import config_file
-
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)

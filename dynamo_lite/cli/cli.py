@@ -1,8 +1,6 @@
 """The command `dynamo-lite`.
 
-Exit codes: 0 done or drained, 1 could not start or operate, 2 bad input, 130 killed by a
-second signal, or interrupted before anything was started. Each command imports its heavy
-modules itself, so that `--help` is quick.
+Each command imports its heavy modules itself, so that `--help` is quick.
 """
 
 import json
@@ -28,12 +26,9 @@ from dynamo_lite.cli import (
     watch_commands,
 )
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, NatsUrl, StateDir
+from dynamo_lite.cli.exits import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, interruptible
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError
 from dynamo_lite.runtime.process.logs import LogFormat
-
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
@@ -46,11 +41,8 @@ class _Commands(TyperGroup):
         for kind in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(kind) is signal.SIG_DFL:
                 signal.signal(kind, signal.default_int_handler)
-        try:
+        with interruptible("interrupted; nothing is left running"):
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print("interrupted; nothing is left running", file=sys.stderr)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 app = typer.Typer(

@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, EtcdUrl, Namespace, StateDir
+from dynamo_lite.cli.exits import EXIT_CUT_OFF, interruptible
 from dynamo_lite.protocol.errors import ConfigError
-
-_EXIT_CUT_OFF = 3
-_EXIT_INTERRUPTED = 130
 
 
 def drain(
@@ -89,13 +87,10 @@ def drain(
             await watch.until_gone(timeout)
         return watch.forced
 
-    try:
+    with interruptible("interrupted; a worker whose lease was revoked goes on draining"):
         cut_off = asyncio.run(work())
-    except KeyboardInterrupt:
-        print("interrupted; a worker whose lease was revoked goes on draining", file=sys.stderr)
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
     if cut_off:
-        raise typer.Exit(_EXIT_CUT_OFF)
+        raise typer.Exit(EXIT_CUT_OFF)
 
 
 def _to_stdout(line: str) -> None:

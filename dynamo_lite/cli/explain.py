@@ -5,13 +5,12 @@ import json
 import sys
 
 from dynamo_lite.cli import decision_view, forward_view
-from dynamo_lite.cli.decisions import Answers, ask_engines
-from dynamo_lite.cli.forwarded import ForwardAnswers, ask_forwarders
+from dynamo_lite.cli.decisions import Answers, ask_engines, ask_forwarders
+from dynamo_lite.cli.exits import EXIT_FAILED
 from dynamo_lite.cli.listing import Broker, Place
 from dynamo_lite.disagg.decode.decision_log import LONGEST_S, MOST
-from dynamo_lite.protocol.decisions import Explain
-
-_EXIT_UNKNOWN = 1
+from dynamo_lite.protocol.decisions import Decision, Explain
+from dynamo_lite.protocol.forwarding import ForwardDecision
 
 
 def run(place: Place, broker: Broker, wanted: Explain, *, as_json: bool) -> int:
@@ -39,19 +38,23 @@ def run(place: Place, broker: Broker, wanted: Explain, *, as_json: bool) -> int:
     if not wanted.request_id or taken or forwarded:
         return 0
     print(_unknown(wanted, engines, forwarders), file=sys.stderr)
-    return _EXIT_UNKNOWN
+    return EXIT_FAILED
 
 
-async def _ask(place: Place, broker: Broker, wanted: Explain) -> tuple[Answers, ForwardAnswers]:
+async def _ask(
+    place: Place, broker: Broker, wanted: Explain
+) -> tuple[Answers[Decision], Answers[ForwardDecision]]:
     return await asyncio.gather(
         ask_engines(place, broker, wanted), ask_forwarders(place, broker, wanted)
     )
 
 
-def _unknown(wanted: Explain, engines: Answers, forwarders: ForwardAnswers) -> str:
-    asked = f"{engines.engines} decode engines"
-    if forwarders.forwarders:
-        asked += f" and {forwarders.forwarders} Forwarders"
+def _unknown(
+    wanted: Explain, engines: Answers[Decision], forwarders: Answers[ForwardDecision]
+) -> str:
+    asked = f"{engines.replied} decode engines"
+    if forwarders.replied:
+        asked += f" and {forwarders.replied} Forwarders"
     return (
         f"error: {wanted.request_id}: none of {asked} has a decision of it; decisions are kept for"
         f" {LONGEST_S / 60:g} minutes, at most {MOST} per engine"

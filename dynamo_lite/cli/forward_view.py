@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_lite.cli.forwarded import PastForward
+from dynamo_lite.cli.decisions import PastForward
 from dynamo_lite.cli.listing import as_clock, as_time, table
 from dynamo_lite.protocol.forwarding import (
     Candidate,

@@ -1,7 +1,6 @@
 """`dynamo-lite planner`: what the planner does, and an operator's orders to it."""
 
 import json
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,6 +15,7 @@ from dynamo_lite.cli.arguments import (
     SecretFile,
     StateDir,
 )
+from dynamo_lite.cli.exits import EXIT_FAILED, interruptible
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -61,7 +61,7 @@ def status(
         json.dumps(planner_view.as_json(seen), indent=2) if as_json else planner_view.as_text(seen)
     )
     if not seen.planners:
-        raise typer.Exit(1)
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command("explain")
@@ -199,8 +199,5 @@ def _on_store(
     """Runs `work(store, place)`. Raises StartupError, Unavailable, ConfigError."""
     from dynamo_lite.cli.on_store import on_store
 
-    try:
+    with interruptible("interrupted"):
         return on_store(state_dir, etcd_url, namespace, work)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None

@@ -1,14 +1,12 @@
 """`dynamo-lite scale`: changes the number of workers of a running graph."""
 
 import asyncio
-import sys
 from typing import Annotated
 
 import typer
 
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir
-
-_EXIT_INTERRUPTED = 130
+from dynamo_lite.cli.exits import interruptible
 
 
 def scale(
@@ -49,8 +47,5 @@ def scale(
         wait_s=wait_s,
         say=lambda line: print(line, flush=True),
     )
-    try:
+    with interruptible("interrupted; the supervisor carries out what was ordered"):
         asyncio.run(work)
-    except KeyboardInterrupt:
-        print("interrupted; the supervisor carries out what was ordered", file=sys.stderr)
-        raise typer.Exit(_EXIT_INTERRUPTED) from None

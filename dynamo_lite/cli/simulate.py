@@ -3,6 +3,7 @@
 import sys
 import time
 
+from dynamo_lite.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from dynamo_lite.cli.progress_line import ProgressLine
 from dynamo_lite.protocol.errors import ConfigError
 from dynamo_lite.simulation.draw import draw
@@ -13,9 +14,6 @@ from dynamo_lite.simulation.report import coverage_lines, verdict_line, violated
 from dynamo_lite.simulation.runner import Lost, play_many
 from dynamo_lite.simulation.scenario import Scenario
 from dynamo_lite.simulation.tally import Played, Tally
-
-EXIT_VIOLATED = 1
-EXIT_INTERRUPTED = 130
 
 
 def check_options(
@@ -58,7 +56,7 @@ def play_one(seed: int, *, mutant: str | None = None, show_trace: bool = False) 
     for violation in played.violations:
         print(f"violated at {violation}")
     print(f"seed {seed}: {'violated' if played.violations else 'no invariant violated'}")
-    return EXIT_VIOLATED if played.violations else 0
+    return EXIT_FAILED if played.violations else 0
 
 
 def play_range(
@@ -89,7 +87,7 @@ def play_range(
     if interrupted:
         print(f"interrupted before seed {seeds.start + _ended(tally)}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return EXIT_VIOLATED if tally.bad else 0
+    return EXIT_FAILED if tally.bad else 0
 
 
 def _count(tally: Tally, outcome: Played | Lost) -> str | None:

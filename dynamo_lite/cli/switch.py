@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from dynamo_lite.cli.drain import Choice, Watch, as_table
+from dynamo_lite.cli.drain import Choice, Say, Watch, as_table
 from dynamo_lite.cli.listing import Place, find_place, members
+from dynamo_lite.cli.own_graph import POLL_S, check_runs, ready_leases
 from dynamo_lite.overview.drains import ROLES, GraphSeen, look
 from dynamo_lite.policy.drain import NoVictim, victim
 from dynamo_lite.policy.planner_limits import bounds
@@ -16,13 +17,7 @@ from dynamo_lite.protocol.errors import ConfigError, StartupError
 from dynamo_lite.protocol.options import PlannerOptions
 from dynamo_lite.protocol.planner import Counts, RoleCounts, SupervisorReply, Switch, SwitchState
 from dynamo_lite.runtime.supervisor_client import SupervisorClient
-from dynamo_lite.serve.run_state import read_run
 from dynamo_lite.services.planner.connector import COMPONENTS
-
-#: The supervisor sends no event when its counts change.
-_POLL_S = 0.2
-
-Say = Callable[[str], None]
 
 
 class Switcher:
@@ -40,8 +35,7 @@ class Switcher:
             mistakes = [f"{giver}: it has this role already; give two different ones"]
         if mistakes:
             raise ConfigError(mistakes)
-        if read_run(state_dir) is None:
-            raise StartupError(f"no graph runs on {state_dir}; name its folder with --state-dir")
+        check_runs(state_dir)
         self._place: Place = find_place(state_dir, None, None)
         #: Whether a worker's grace was over before its work.
         self.forced = False
@@ -99,7 +93,7 @@ class Switcher:
                     raise StartupError(f"{state.successor} was given up{why}")
                 if time.monotonic() - began > wait_s:
                     raise StartupError(f"timeout; the supervisor goes on: {text or state.phase}")
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(POLL_S)
 
     def _too_few(self, seen: GraphSeen, number: int) -> list[str]:
         serving = sum(worker.candidate.serves for worker in seen.workers(self._giver))
@@ -130,7 +124,7 @@ class Switcher:
     def _chosen(self, seen: GraphSeen, lease_id: int) -> Choice:
         """One of this supervisor's processes. Raises ConfigError for another lease."""
         workers = seen.workers(self._giver)
-        own = self._own()
+        own = set(ready_leases(self._state_dir, self._giver))
         if lease_id and lease_id not in own:
             known = ", ".join(f"{one:x}" for one in sorted(own)) or "none"
             raise ConfigError(
@@ -145,14 +139,6 @@ class Switcher:
             reason="as asked" if lease_id else f"{found.reason}: {found.cost.reason}",
             table=as_table(workers, found.lease_id),
         )
-
-    def _own(self) -> set[int]:
-        run = read_run(self._state_dir)
-        return {
-            int(one.lease, 16)
-            for one in (run.processes if run else [])
-            if one.service == self._giver and one.state == "ready" and one.lease
-        }
 
 
 def _state(reply: SupervisorReply, lease_id: int) -> SwitchState:

@@ -1,16 +1,13 @@
 """`dynamo-lite switch`: a worker of one role leaves, and one of the other role gets its devices."""
 
 import asyncio
-import sys
 from typing import Annotated
 
 import typer
 
 from dynamo_lite.cli.arguments import DEFAULT_STATE_DIR, StateDir
+from dynamo_lite.cli.exits import EXIT_CUT_OFF, interruptible
 from dynamo_lite.protocol.errors import ConfigError
-
-_EXIT_CUT_OFF = 3
-_EXIT_INTERRUPTED = 130
 
 
 def switch(
@@ -82,13 +79,10 @@ def switch(
                 return
             await switcher.switch(choice, wait_s=0.0 if no_wait else timeout)
 
-    try:
+    with interruptible("interrupted; the supervisor carries out what was ordered"):
         asyncio.run(work())
-    except KeyboardInterrupt:
-        print("interrupted; the supervisor carries out what was ordered", file=sys.stderr)
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
     if switcher.forced:
-        raise typer.Exit(_EXIT_CUT_OFF)
+        raise typer.Exit(EXIT_CUT_OFF)
 
 
 def _say(line: str) -> None:

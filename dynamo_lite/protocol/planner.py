@@ -91,7 +91,8 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True, tag="switch", forbid_unk
     version: Version
 
 
-SupervisorRequest = Counts | Add | Remove | Switch
+SupervisorOrder = Add | Remove | Switch
+SupervisorRequest = Counts | SupervisorOrder
 
 
 class SwitchState(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,13 @@ from typing import Self
 
 import msgspec
 
-from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, Refused, Unavailable
+from dynamo_lite.protocol.errors import (
+    DeadlineExceeded,
+    ProtocolError,
+    Refused,
+    Unavailable,
+    UnknownWorker,
+)
 from dynamo_lite.protocol.planner import (
     MAX_LINE_BYTES,
     SUPERVISOR_SOCKET,
@@ -99,8 +105,17 @@ class SupervisorClient:
             raise ProtocolError(f"not a reply of a supervisor: {exc}") from exc
 
     async def order(self, request: SupervisorRequest) -> SupervisorReply:
-        """As `ask`. Raises Refused when the supervisor refuses."""
+        """As `ask`, for what the supervisor has accepted.
+
+        Raises Unavailable also when another process has given orders since `request` got its
+        version, UnknownWorker when no order may name this worker, and Refused when this one is not
+        possible.
+        """
         reply = await self.ask(request)
-        if not reply.ok:
-            raise Refused(reply.error, elsewhere=False)
-        return reply
+        if reply.ok:
+            return reply
+        if reply.stale:
+            raise Unavailable(f"another process has given the supervisor orders: {reply.error}")
+        if reply.unknown:
+            raise UnknownWorker(reply.error)
+        raise Refused(reply.error, elsewhere=False)

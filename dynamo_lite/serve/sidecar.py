@@ -8,8 +8,9 @@ import uvloop
 
 from dynamo_lite.forward.sidecar_options import SidecarConfig
 from dynamo_lite.runtime.process.logs import LogFormat, logging_config
+from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED
 from dynamo_lite.runtime.tasks import end_tasks
-from dynamo_lite.serve.supervisor import EXIT_DRAINED, EXIT_FORCED, StopSignals
+from dynamo_lite.serve.supervisor import StopSignals
 from dynamo_lite.services.sidecar import Sidecar
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,6 @@ async def _run(config: SidecarConfig, grace_s: float) -> int:
             forced = asyncio.create_task(signals.force.wait(), name="second signal")
             await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
             await end_tasks(draining, forced)
-            return EXIT_FORCED if signals.force.is_set() else EXIT_DRAINED
+            return EXIT_FORCED if signals.force.is_set() else EXIT_STOPPED
         finally:
             await sidecar.close()

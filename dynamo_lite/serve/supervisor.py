@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.protocol.errors import Refused, StartupError
 from dynamo_lite.protocol.planner import RoleCounts, SwitchState
-from dynamo_lite.runtime.process.stop import StopRequest
+from dynamo_lite.runtime.process.stop import EXIT_FORCED, EXIT_STOPPED, StopRequest
 from dynamo_lite.serve.devices import Devices
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import FirstStart, InstanceSupervisor
@@ -19,9 +19,6 @@ from dynamo_lite.serve.run_state import RunFile
 from dynamo_lite.serve.server_supervisor import Server, ServerSupervisor
 from dynamo_lite.serve.switches import RoleSwitch, Switches
 from dynamo_lite.serve.waiting import all_of, first_of
-
-EXIT_DRAINED = 0
-EXIT_FORCED = 130
 
 #: While the start makes no progress, the names of the missing processes are repeated.
 _REMINDER_S = 5.0
@@ -52,7 +49,7 @@ class StopSignals:
     def _on_signal(self, kind: signal.Signals) -> None:
         if self.stop.is_set:
             self.force.set()
-        self.stop.set(kind.name, EXIT_DRAINED)
+        self.stop.set(kind.name, EXIT_STOPPED)
 
 
 class Supervisor:
@@ -118,7 +115,7 @@ class Supervisor:
             if expected is None or rest is not None:
                 raise
             raise _first(expected) from group
-        return EXIT_FORCED if self._signals.force.is_set() else EXIT_DRAINED
+        return EXIT_FORCED if self._signals.force.is_set() else EXIT_STOPPED
 
     # Changes while the graph runs
 

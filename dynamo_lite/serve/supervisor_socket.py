@@ -14,20 +14,19 @@ from typing import Protocol, Self
 
 import msgspec
 
-from dynamo_lite.protocol.errors import Refused, StartupError, UnknownWorker
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.protocol.planner import (
     MAX_LINE_BYTES,
     SUPERVISOR_SOCKET,
     Add,
-    Counts,
     Remove,
-    RoleCounts,
+    SupervisorOrder,
     SupervisorReply,
     SupervisorRequest,
     Switch,
-    SwitchState,
 )
 from dynamo_lite.runtime.supervisor_client import short_address
+from dynamo_lite.runtime.supervisor_orders import Orders, Supervised
 from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
@@ -36,17 +35,13 @@ _MAX_CONNECTIONS = 32
 #: A client that sends nothing for this long is disconnected.
 _IDLE_S = 600.0
 _WRITE_TIMEOUT_S = 5.0
-#: Of an error in a reply, in characters.
-_ERROR_LIMIT = 1024
 
 _decode_request = msgspec.json.Decoder(SupervisorRequest).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Scaled(Protocol):
+class Scaled(Supervised, Protocol):
     """What the orders are carried out on; see `Supervisor`."""
-
-    def counts(self) -> dict[str, RoleCounts]: ...
 
     def add(self, component: str) -> str: ...
 
@@ -54,63 +49,13 @@ class Scaled(Protocol):
 
     def switch(self, component: str, lease_id: int, to: str) -> str: ...
 
-    def switches(self) -> list[SwitchState]: ...
-
-
-class Orders:
-    """Carries out requests, each order only once: by its version."""
-
-    def __init__(self, scaled: Scaled):
-        self._scaled = scaled
-        self._version = 0
-
-    def answer(self, line: bytes) -> SupervisorReply:
-        try:
-            request = _decode_request(line)
-        except msgspec.DecodeError as exc:
-            return self._reply(f"not a request: {exc}; accepted: counts, add, remove, switch")
-        if isinstance(request, Counts):
-            return self._reply()
-        if request.version <= self._version:
-            why = f"version {request.version} is old: an order needs one above {self._version}"
-            return self._reply(why, stale=True)
-        # Also that of a refused order: the same order must not succeed later.
-        self._version = request.version
-        try:
-            self._carry_out(request)
-        except Refused as exc:
-            return self._reply(exc.reason, unknown=isinstance(exc, UnknownWorker))
-        return self._reply()
-
-    def _carry_out(self, order: Add | Remove | Switch) -> None:
-        match order:
-            case Add():
-                self._scaled.add(order.component)
-            case Remove():
-                self._scaled.retire(order.component, order.lease_id)
-            case Switch():
-                self._scaled.switch(order.component, order.lease_id, order.to)
-
-    def _reply(
-        self, error: str = "", *, stale: bool = False, unknown: bool = False
-    ) -> SupervisorReply:
-        return SupervisorReply(
-            ok=not error,
-            error=error[:_ERROR_LIMIT],
-            stale=stale,
-            unknown=unknown,
-            counts=self._scaled.counts(),
-            version=self._version,
-            switches=self._scaled.switches(),
-        )
-
 
 class SupervisorSocket:
     """Async context manager. directory: the locked state directory."""
 
     def __init__(self, directory: Path, scaled: Scaled):
         self._path = directory / SUPERVISOR_SOCKET
-        self._orders = Orders(scaled)
+        self._scaled, self._orders = scaled, Orders(scaled)
         self._tasks = OwnedTasks()
         self._server: asyncio.Server | None = None
 
@@ -140,7 +85,7 @@ class SupervisorSocket:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await _line(reader):
-                writer.write(_encode(self._orders.answer(line)) + b"\n")
+                writer.write(_encode(self._answer(line)) + b"\n")
                 # A client that has gone or reads nothing only loses its connection.
                 try:
                     async with asyncio.timeout(_WRITE_TIMEOUT_S):
@@ -149,6 +94,23 @@ class SupervisorSocket:
                     return
         finally:
             writer.close()
+
+    def _answer(self, line: bytes) -> SupervisorReply:
+        try:
+            request = _decode_request(line)
+        except msgspec.DecodeError as exc:
+            why = f"not a request: {exc}; accepted: counts, add, remove, switch"
+            return self._orders.refusal(why)
+        return self._orders.answer(request, self._carry_out)
+
+    def _carry_out(self, order: SupervisorOrder) -> None:
+        match order:
+            case Add():
+                self._scaled.add(order.component)
+            case Remove():
+                self._scaled.retire(order.component, order.lease_id)
+            case Switch():
+                self._scaled.switch(order.component, order.lease_id, order.to)
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

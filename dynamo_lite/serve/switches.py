@@ -5,54 +5,36 @@ take them, and both processes never run at the same time. One switch at a time.
 """
 
 import time
-from collections import deque
 from dataclasses import dataclass
 
+from dynamo_lite.policy.switch_book import BookedSwitch, SwitchBook
 from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.planner import SwitchState
 from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.progress import Progress
 
-#: So many switches are remembered, for clients that ask how one has ended.
-_REMEMBERED = 8
-
 
 @dataclass(kw_only=True)
-class RoleSwitch:
-    """One switch. Times are monotonic; None: not yet."""
+class RoleSwitch(BookedSwitch):
+    """One switch. Times are monotonic."""
 
     worker: InstanceSupervisor
-    lease_id: int
     successor: InstanceSupervisor
-    began: float
-    drained: float | None = None
-    settled: float | None = None
-    cancelled: bool = False
+    settled_at: float | None = None
 
     @property
-    def to(self) -> str:
-        return self.successor.launch.service
+    def settled(self) -> bool:
+        return self.settled_at is not None or self.successor.ready.is_set()
 
     def state(self, now: float) -> SwitchState:
-        drained = now if self.drained is None else self.drained
-        settled = now if self.settled is None else self.settled
-        if self.successor.ready.is_set():
-            phase = "done"
-        elif self.settled is not None:
-            phase = "ended"
-        else:
-            phase = "draining" if self.drained is None else "starting"
-        return SwitchState(
-            component=self.worker.launch.service,
-            lease_id=self.lease_id,
-            to=self.to,
-            phase=phase,
+        return self.state_with(
+            now,
             successor=self.successor.launch.name,
-            drain_s=drained - self.began,
-            start_s=settled - drained,
-            failures=0 if phase == "done" else self.successor.state.restarts,
-            error=self.successor.state.error[:1024],
+            ready=self.successor.ready.is_set(),
+            started=self.settled_at,
+            failures=self.successor.state.restarts,
+            error=self.successor.state.error,
         )
 
 
@@ -61,34 +43,30 @@ class Switches:
 
     def __init__(self, fleet: Fleet, progress: Progress):
         self._fleet, self._progress = fleet, progress
-        self._last: deque[RoleSwitch] = deque(maxlen=_REMEMBERED)
+        self._book: SwitchBook[RoleSwitch] = SwitchBook()
 
     def states(self) -> list[SwitchState]:
-        now = time.monotonic()
-        return [switch.state(now) for switch in self._last]
+        return self._book.states(time.monotonic())
 
     def begun(self, component: str, lease_id: int, to: str) -> RoleSwitch | None:
         """This switch, if it was begun already."""
-        for switch in self._last:
-            if (switch.worker.launch.service, switch.lease_id, switch.to) == (
-                component,
-                lease_id,
-                to,
-            ):
-                return switch
-        return None
+        return self._book.begun(component, lease_id, to)
 
     def begin(self, component: str, lease_id: int, to: str) -> RoleSwitch:
         """Raises Refused."""
-        for switch in self._last:
-            if switch.settled is None:
-                names = f"{switch.worker.launch.name} to {switch.successor.launch.name}"
-                raise Refused(f"a switch is under way: {names}", elsewhere=False)
+        if (other := self._book.under_way) is not None:
+            names = f"{other.worker.launch.name} to {other.successor.launch.name}"
+            raise Refused(f"a switch is under way: {names}", elsewhere=False)
         worker, successor = self._fleet.promise(component, lease_id, to)
         switch = RoleSwitch(
-            worker=worker, lease_id=lease_id, successor=successor, began=time.monotonic()
+            component=component,
+            lease_id=lease_id,
+            to=to,
+            began=time.monotonic(),
+            worker=worker,
+            successor=successor,
         )
-        self._last.append(switch)
+        self._book.add(switch)
         name = successor.launch.name
         self._progress.line(worker.launch.name, f"drains; {name} gets its place")
         return switch
@@ -110,15 +88,11 @@ class Switches:
 
     def settle(self, switch: RoleSwitch) -> None:
         """The successor is ready or will never be."""
-        switch.settled = time.monotonic()
+        switch.settled_at = time.monotonic()
 
     def cancel(self, component: str, lease_id: int) -> RoleSwitch | None:
         """Stops the successor of this worker, unless it was ready. None: there is none."""
-        for switch in self._last:
-            if (switch.to, switch.lease_id) != (component, lease_id):
-                continue
-            if switch.settled is None and not switch.successor.ready.is_set():
-                switch.cancelled = True
-                switch.successor.stop()
-                return switch
-        return None
+        switch = self._book.cancel(component, lease_id)
+        if switch is not None:
+            switch.successor.stop()
+        return switch

@@ -1,7 +1,7 @@
 """The Frontend of a simulation: the shipped client side, and requests instead of HTTP.
 
 Each request runs as a task, as in vLLM's app. Everything that its caller receives is recorded in
-a `Story`, which `Judge` checks.
+a `Story`, which `RequestJudge` checks.
 """
 
 import asyncio

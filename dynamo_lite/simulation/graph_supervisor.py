@@ -12,13 +12,14 @@ from dynamo_lite.protocol.errors import Refused, UnknownWorker
 from dynamo_lite.protocol.planner import (
     SUPERVISOR_SOCKET,
     Add,
-    Counts,
     Remove,
     RoleCounts,
-    SupervisorReply,
+    SupervisorOrder,
     SupervisorRequest,
     Switch,
+    SwitchState,
 )
+from dynamo_lite.runtime.supervisor_orders import Orders
 from dynamo_lite.runtime.tasks import OwnedTasks
 from dynamo_lite.simulation.graph_switches import SimSwitch, SimSwitches
 from dynamo_lite.simulation.graph_worker import Worker
@@ -79,11 +80,11 @@ class SimSupervisor:
     now: seconds of virtual time."""
 
     def __init__(self, cluster: Cluster, devices: int, now: Callable[[], float]):
-        self._cluster, self._devices = cluster, devices
+        self._cluster, self._devices, self._now = cluster, devices, now
         self._workers: dict[str, list[Worker]] = {name: [] for name in SLOTS}
         self._switches = SimSwitches(now)
         self._tasks = OwnedTasks()
-        self.version = 0
+        self.orders = Orders(self)
         self.watcher: Watcher | None = None
 
     def listen(self, network: Network) -> None:
@@ -120,37 +121,19 @@ class SimSupervisor:
             )
         return found
 
-    def answer(self, who: str, request: SupervisorRequest) -> SupervisorReply:
-        """As `serve/supervisor_socket.py: Orders`."""
-        if isinstance(request, Counts):
-            return self._reply()
-        if request.version <= self.version:
-            return self._reply(f"version {request.version} is old", stale=True)
-        self.version = request.version
-        try:
-            match request:
-                case Add():
-                    self.add(who, request.component)
-                case Remove():
-                    self._retire(who, request)
-                case Switch():
-                    self._switch(who, request)
-        except Refused as exc:
-            return self._reply(exc.reason, unknown=isinstance(exc, UnknownWorker))
-        return self._reply()
+    def switches(self) -> list[SwitchState]:
+        """The last ones, oldest first."""
+        return self._switches.states(self._now())
 
-    def _reply(
-        self, error: str = "", *, stale: bool = False, unknown: bool = False
-    ) -> SupervisorReply:
-        return SupervisorReply(
-            ok=not error,
-            error=error,
-            stale=stale,
-            unknown=unknown,
-            counts=self.counts(),
-            version=self.version,
-            switches=self._switches.states(),
-        )
+    def carry_out(self, who: str, order: SupervisorOrder) -> None:
+        """Raises Refused."""
+        match order:
+            case Add():
+                self.add(who, order.component)
+            case Remove():
+                self._retire(who, order)
+            case Switch():
+                self._switch(who, order)
 
     def add(self, who: str, component: str) -> None:
         """Raises Refused."""
@@ -252,5 +235,9 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
-            reply = self._supervisor.answer(self._who, _decode_request(line))
+            request = _decode_request(line)
+            reply = self._supervisor.orders.answer(request, self._carry_out)
             self._transport.write(_encode(reply) + b"\n")
+
+    def _carry_out(self, order: SupervisorOrder) -> None:
+        self._supervisor.carry_out(self._who, order)

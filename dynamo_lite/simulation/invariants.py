@@ -1,10 +1,9 @@
-"""The invariants of a run, and when each is checked.
+"""The invariants of a run, and when each is checked. `request_invariants.py` has those of requests.
 
 A write lands only in blocks of its attempt. A read reads only blocks that are kept for its
-attempt. Neither comes before the attempt's claim was granted. Every block is freed. Every
-request ends once, in time, with the model's tokens or a stated error. Every job ends, and its
-decode engine gets a report. No process relies on a lease that etcd has ended. No task outlives
-its owner.
+attempt. Neither comes before the attempt's claim was granted. Every block is freed. Every job
+ends, and its decode engine gets a report. No process relies on a lease that etcd has ended. No
+task outlives its owner.
 """
 
 from collections import Counter
@@ -14,26 +13,20 @@ from typing import Any
 
 from dynamo_lite.disagg.counters import MISMATCH
 from dynamo_lite.disagg.engine_config import DecodeEngineConfig
-from dynamo_lite.protocol.errors import BadGrant, DynamoLiteError, Unavailable
+from dynamo_lite.protocol.errors import BadGrant
 from dynamo_lite.protocol.prefill import decode_job, decode_writer_done
 from dynamo_lite.queue.base import Job
 from dynamo_lite.services.prefill_worker import PrefillWorker
 from dynamo_lite.simulation.cancels import CancelWatch
-from dynamo_lite.simulation.client import Story
 from dynamo_lite.simulation.engine.assembly import Engine
 from dynamo_lite.simulation.engine.halves import DecodeHalves, PrefillHalves
-from dynamo_lite.simulation.engine.model import first_wrong
 from dynamo_lite.simulation.engine.mover import Landing, SimMover
 from dynamo_lite.simulation.engine.request import SimRequest
 from dynamo_lite.simulation.loop.scheduler import START_S
-from dynamo_lite.simulation.tally import Wait, Waits
+from dynamo_lite.simulation.request_invariants import RequestJudge
 
-#: How much later than its deadline a request may end: the next turn of its process.
-_LATE_S = 0.1
 #: How long a cancel may take to a prefill worker in a run without faults.
 _CANCEL_S = 1.0
-#: How long a request may take to a worker in a run with no faults but the broker's.
-_PLACING_S = 0.1
 #: Violations beyond these are only counted.
 _MOST_TOLD = 20
 
@@ -53,16 +46,14 @@ class Judge:
     violations: list[str] = field(default_factory=list[str])
     #: Events by name; they show whether a run reached the states to be tested.
     counts: Counter[str] = field(default_factory=Counter[str])
-    #: Client and story of each request, in the order of their start.
-    stories: list[tuple[str, Story]] = field(default_factory=list[tuple[str, Story]])
-    waits: Waits = field(default_factory=Waits)
     _engines: dict[SimMover, Engine] = field(default_factory=dict[SimMover, Engine])
     _deliveries: dict[str, int] = field(default_factory=dict[str, int])
     _told: set[SimRequest] = field(default_factory=set[SimRequest])
     _ends_told: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
-        self.cancels = CancelWatch(self.now, self._cancelled_at, self.counts)
+        self.requests = RequestJudge(self.now, self.violate, self.counts, self.only_broker_fails)
+        self.cancels = CancelWatch(self.now, self.requests.cancelled_at, self.counts)
 
     def violate(self, text: str) -> None:
         self.counts["violations"] += 1
@@ -219,53 +210,6 @@ class Judge:
         if self.faultless and (left := self.cancels.under_way):
             self.violate(f"cancels that have not reached their writers: {left}")
 
-    # Requests
-
-    def story(self, client: str, story: Story) -> None:
-        self.stories.append((client, story))
-
-    def client_died(self, client: str) -> None:
-        """The connections of its callers break, which ends their requests."""
-        for name, story in self.stories:
-            if name == client and not story.ends:
-                story.end("client died", self.now())
-
-    def open_stories(self) -> list[Story]:
-        return [story for _, story in self.stories if not story.ends]
-
-    def judge_stories(self, held_up_s: Callable[[str, float, float], float]) -> None:
-        """held_up_s: for how long a client was unable to act between two times."""
-        for client, story in self.stories:
-            self.counts[f"request {_kind(story)}"] += 1
-            for text in _wrongs(story):
-                self.violate(f"request {story.ask.request_id} of {client}: {text}")
-            if self.only_broker_fails and story.workers_up:
-                for text in _held_up(story):
-                    self.violate(f"request {story.ask.request_id} of {client}: {text}")
-            if story.ended_at is None or story.ends[0] == "client died":
-                continue
-            held_up = held_up_s(client, story.began_at, story.ended_at)
-            wait = Wait(
-                request=f"{story.ask.request_id} of {client}",
-                waited_s=story.ended_at - story.began_at,
-                limit_s=story.ask.timeout_s + held_up,
-                how=story.ends[0],
-            )
-            self.waits.add(wait)
-            if wait.over_s > _LATE_S:
-                self.violate(
-                    f"request {wait.request} ended {wait.over_s:.3f} s after its deadline:"
-                    f" {wait.how}"
-                )
-
-    def _cancelled_at(self, request: SimRequest) -> float | None:
-        """When the caller of an engine's request left."""
-        name = request.request_id.partition("~")[0]
-        for _, story in reversed(self.stories):
-            if story.ask.request_id == name and story.began_at <= request.arrived:
-                return story.ended_at if story.ends[:1] == ["cancelled"] else None
-        return None
-
     def _engine(self, engine_id: str) -> Engine | None:
         found = (e for e in self._engines.values() if e.setup.engine_config.engine_id == engine_id)
         return next(found, None)
@@ -331,41 +275,3 @@ def _engine_unsettled(engine: Engine) -> str | None:
     if isinstance(halves, PrefillHalves) and halves.busy:
         return "the prefill halves are busy"
     return None
-
-
-def _kind(story: Story) -> str:
-    if story.error is not None:
-        return type(story.error).__name__
-    return story.ends[0] if story.ends else "without an end"
-
-
-def _held_up(story: Story) -> list[str]:
-    """What went wrong with a request whose workers were up all the time."""
-    out: list[str] = []
-    placed_at = story.ended_at if story.placed_at is None else story.placed_at
-    if placed_at is not None and placed_at - story.began_at > _PLACING_S:
-        out.append(f"it waited {placed_at - story.began_at:.3f} s for a worker, and all were up")
-    if isinstance(story.error, Unavailable):
-        out.append(f"it ended with {story.ends[0]!r}, and all workers were up")
-    return out
-
-
-def _wrongs(story: Story) -> list[str]:
-    out: list[str] = []
-    ask = story.ask
-    if len(story.ends) != 1:
-        out.append(f"it ended {len(story.ends)} times: {story.ends}")
-    wrong = first_wrong(ask.prompt, ask.sampling, story.tokens)
-    if wrong is not None:
-        out.append(f"token {wrong} of {len(story.tokens)} is wrong")
-    if len(story.tokens) > ask.sampling.max_tokens:
-        out.append(f"{len(story.tokens)} tokens instead of {ask.sampling.max_tokens}")
-    if story.ends[:1] == ["length"]:
-        if len(story.tokens) != ask.sampling.max_tokens:
-            out.append(f"{len(story.tokens)} tokens instead of {ask.sampling.max_tokens}")
-        if story.prompts_told != 1:
-            out.append(f"its prompt was accounted for {story.prompts_told} times")
-    elif story.ends and not isinstance(story.error, DynamoLiteError):
-        if story.ends[0] not in ("cancelled", "client died", "refused: the same id is running"):
-            out.append(f"it ended with {story.ends[0]!r}")
-    return out

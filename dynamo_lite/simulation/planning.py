@@ -185,7 +185,7 @@ class Planning:
         counts = self.supervisor.counts()[wish.component]
         present = counts.starting + counts.ready
         for _ in range(min(wish.count - present, counts.devices_free)):
-            self.supervisor.version += 1
+            self.supervisor.orders.version += 1
             self.supervisor.add("operator", wish.component)
         ready = [
             one
@@ -195,7 +195,7 @@ class Planning:
         for one in ready[: max(present - wish.count, 0)]:
             if len(ready) > 1:
                 ready.remove(one)
-                self.supervisor.version += 1
+                self.supervisor.orders.version += 1
                 self.supervisor.end(one)
         self.judge.changed_at = self._loop.time()
 

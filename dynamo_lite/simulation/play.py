@@ -50,7 +50,7 @@ def _judged(loop: VirtualLoop, scenario: Scenario, shipped: Shipped, trace: Trac
     for failure in loop.failures:
         judge.violate(failure)
     waits = Waits()
-    for wait in (judge.waits.longest, judge.waits.latest):
+    for wait in (judge.requests.waits.longest, judge.requests.waits.latest):
         if wait is not None:
             waits.add(msgspec.structs.replace(wait, seed=scenario.seed))
     return Played(
@@ -80,7 +80,7 @@ async def _play(world: World) -> None:
     await asyncio.gather(*faults)
     await _settle(world)
     await _stop(world)
-    world.judge.judge_stories(world.faults.held_up_s)
+    world.judge.requests.judge(world.faults.held_up_s)
     world.judge.judge_cancels()
 
 

@@ -23,7 +23,7 @@ class SimPods:
         await self._way()
         counts = self._supervisor.counts()
         await self._way()
-        return Counted(counts, self._supervisor.version)
+        return Counted(counts, self._supervisor.orders.version)
 
     async def add(self, order: Order) -> None:
         await self._way()

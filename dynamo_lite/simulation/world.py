@@ -149,7 +149,7 @@ class World:
         """The first thing that is not as before the first request; None if there is none."""
         if waiting := sorted(self.slots.keys() - self.ready.keys()):
             return f"{', '.join(waiting)} not ready"
-        if stories := self.judge.open_stories():
+        if stories := self.judge.requests.under_way():
             return f"{len(stories)} requests have not ended: {stories[0].ask.request_id}"
         if jobs := self.nats.jobs():
             return f"{jobs} jobs on the queue"
@@ -275,7 +275,7 @@ class World:
             )
             if story.workers_up and self.nats.process.state is not State.RUNNING:
                 self.judge.counts["requests without the broker"] += 1
-            self.judge.story(name, story)
+            self.judge.requests.begun(name, story)
 
         return on_story
 
@@ -317,7 +317,7 @@ class World:
         self.ready.pop(name, None)
         client = self.clients.pop(name, None)
         if client is not None:
-            self.judge.client_died(name)
+            self.judge.requests.client_died(name)
         worker = self.prefill.pop(name, None)
         host = self.slots[name].host if name in self.slots else None
         if worker is not None and host is not None and not self.nats.process.dead:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
+from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.own_certificate import self_signed
 from dynamo_lite.runtime.store import LeaseLoss, Put, Snapshot
@@ -19,6 +19,7 @@ from dynamo_lite.runtime.tls import TlsFiles
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from tests.hostile import listening_ports
+from tests.store_outages import put_when_back
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -28,14 +29,6 @@ async def refusal(url: str) -> str:
         async with asyncio.timeout(5), EtcdStore(url, connect_timeout_s=0.5):
             pass
     return str(failure.value)
-
-
-async def put_when_back(store: EtcdStore, key: str, value: bytes) -> None:
-    while True:
-        try:
-            return await store.put(key, value)
-        except StoreUnavailable:
-            await asyncio.sleep(0.02)
 
 
 def foreign_key(folder: Path) -> tuple[Path, Path]:
@@ -138,7 +131,7 @@ async def test_clients_go_on_after_a_restart(tmp_path: Path, wiped: bool):
             (tmp_path / "data").rename(tmp_path / "gone")
         await server.restart()
         async with asyncio.timeout(20):
-            await put_when_back(store, "n/new", b"2")
+            await put_when_back(store, "n/new", b"2", within_s=20)
             while (event := await anext(events)) != Put("n/new", b"2"):
                 assert isinstance(event, Snapshot)
                 if "n/new" in event.entries:

@@ -15,6 +15,7 @@ from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
 from tests.clusters import EtcdCluster, etcd_cluster
 from tests.servers import PrivateServer
+from tests.store_outages import put_when_back
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -39,7 +40,7 @@ class Load:
     async def write(self, store: EtcdStore) -> None:
         for number in itertools.count():
             value = b"%d" % number
-            await until_applied(store, "n/value", value)
+            await put_when_back(store, "n/value", value, within_s=_SETTLED_S)
             self.written.append(value)
             await asyncio.sleep(0.01)
 
@@ -118,7 +119,7 @@ async def test_a_lost_leader_costs_nothing(
             await cluster.members[leader].restart()
             await cluster.healthy()
             await load.goes_on()
-        await until_applied(writer, "n/value", b"end")
+        await put_when_back(writer, "n/value", b"end", within_s=_SETTLED_S)
         async with asyncio.timeout(_SETTLED_S):
             while load.seen[-1] != b"end":
                 load.saw(await anext(events))
@@ -128,14 +129,6 @@ async def test_a_lost_leader_costs_nothing(
         first = [int(value) for value in dict.fromkeys(load.seen[:-1])]
         assert first == sorted(first)
         assert set(load.written) <= set(load.seen)
-
-
-async def until_applied(store: EtcdStore, key: str, value: bytes) -> None:
-    while True:
-        try:
-            return await store.put(key, value)
-        except StoreUnavailable:
-            await asyncio.sleep(0.02)
 
 
 async def test_a_lost_follower_fails_no_reading(cluster: EtcdCluster[PrivateServer]) -> None:

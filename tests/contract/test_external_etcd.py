@@ -8,10 +8,11 @@ import pytest
 
 from dynamo_lite.protocol.errors import StartupError, StoreUnavailable
 from dynamo_lite.runtime.etcd.store import EtcdStore
-from dynamo_lite.runtime.store import Lease, Put, Snapshot
+from dynamo_lite.runtime.store import Put, Snapshot
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.serve.run_state import write_private
 from tests.external import LOGIN, PASSWORD, Certificates, add_users, etcd, etcd_url
+from tests.store_outages import put_when_back, refreshed_once_more
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -122,15 +123,11 @@ async def test_a_token_is_renewed_when_etcd_forgets_it(
         await running.aclose()
         await running.enter_async_context(etcd(tmp_path, certificates, port=server.port))
         async with asyncio.timeout(20):
-            await put_when_back(store, "n/a", b"1", lease=lease)
+            await put_when_back(store, "n/a", b"1", lease=lease, within_s=20)
             assert await anext(events) == Put("n/a", b"1")
         assert store._client.metadata not in (first, None)
         assert await lease.verify() is None
-        left = lease.remaining_s()
-        async with asyncio.timeout(10):
-            while lease.remaining_s() <= left:  # until its own task has refreshed it
-                left = lease.remaining_s()
-                await asyncio.sleep(0.02)
+        await refreshed_once_more(lease)
 
 
 async def test_a_token_is_renewed_when_users_change(
@@ -166,20 +163,10 @@ async def test_another_member_is_taken_when_one_is_away(
         assert await store.get("n/first") == b"1"
         await running.aclose()
         async with asyncio.timeout(20):
-            await put_when_back(store, "n/second", b"2")
+            await put_when_back(store, "n/second", b"2", within_s=20)
             last = await anext(events)
             expected = Put("n/second", b"2"), Snapshot({"n/second": b"2"}, lost_data=True)
             while last not in expected:
                 last = await anext(events)
         async with EtcdStore(etcd_url(second, certificates.query())) as other:
             assert await other.get("n/second") == b"2"
-
-
-async def put_when_back(
-    store: EtcdStore, key: str, value: bytes, lease: Lease | None = None
-) -> None:
-    while True:
-        try:
-            return await store.put(key, value, lease=lease)
-        except StoreUnavailable:
-            await asyncio.sleep(0.02)

@@ -6,8 +6,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from dynamo_lite.cli.decisions import PastForward
 from dynamo_lite.cli.forward_view import as_table, as_text
-from dynamo_lite.cli.forwarded import PastForward
 from dynamo_lite.forward import decision_log
 from dynamo_lite.forward.protocols.registry import PROTOCOLS
 from dynamo_lite.protocol.codec import encode

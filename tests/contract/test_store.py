@@ -19,6 +19,7 @@ from dynamo_lite.runtime.etcd.lease import grant_lease
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.store import Delete, LeaseLoss, Put, Snapshot, Store, WatchEvent
 from dynamo_lite.simulation.servers.memory import MemoryStore
+from tests.store_outages import put_when_back, take
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -33,25 +34,11 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
             yield etcd
 
 
-async def take(events: AsyncIterator[WatchEvent], timeout_s: float = 10.0) -> WatchEvent:
-    async with asyncio.timeout(timeout_s):
-        return await anext(events)
-
-
 async def take_until(events: AsyncIterator[WatchEvent], last: WatchEvent) -> list[WatchEvent]:
     taken = [await take(events)]
     while taken[-1] != last:
         taken.append(await take(events))
     return taken
-
-
-async def put_when_back(store: Store, key: str, value: bytes) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            try:
-                return await store.put(key, value)
-            except StoreUnavailable:
-                await asyncio.sleep(0.02)
 
 
 # Keys

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 
@@ -16,10 +16,11 @@ from dynamo_lite.protocol.errors import LeaseLost, StoreUnavailable
 from dynamo_lite.protocol.records import EndpointRecord, EndpointTransport
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.roster import Roster
-from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store, WatchEvent
+from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.servers import PrivateServer
+from tests.store_outages import put_when_back, refreshed_once_more, take, when_back
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -70,35 +71,11 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
     await server.stop()
 
 
-async def take(events: AsyncIterator[WatchEvent], timeout_s: float = 10.0) -> WatchEvent:
-    async with asyncio.timeout(timeout_s):
-        return await anext(events)
-
-
-async def when_back(call: Callable[[], Awaitable[Any]]) -> Any:
-    async with asyncio.timeout(10):
-        while True:
-            try:
-                return await call()
-            except StoreUnavailable:
-                await asyncio.sleep(0.02)
-
-
 async def refreshed(lease: Lease) -> None:
     """The store answers again, and the lease is held."""
     async with asyncio.timeout(5):
         while lease.remaining_s() < lease.ttl_s * 0.9:
             assert lease.loss is None
-            await asyncio.sleep(0.01)
-
-
-async def refreshed_once_more(lease: Lease) -> None:
-    """The store of now has refreshed the lease. The last refresh may be that of the one before."""
-    async with asyncio.timeout(lease.ttl_s):
-        left = lease.remaining_s()
-        while (now_left := lease.remaining_s()) <= left:
-            assert lease.loss is None
-            left = now_left
             await asyncio.sleep(0.01)
 
 
@@ -176,7 +153,7 @@ async def test_an_outage_shorter_than_the_lease_costs_nobody_anything(
         for member in members:
             await refreshed(member.lease)
         assert time.monotonic() - back_at < 1.0
-        await when_back(lambda: watcher.put("n/end", b""))
+        await put_when_back(watcher, "n/end", b"")
         assert await take(events) == Put("n/end", b"")
         # A lease that etcd had not prolonged would end in this time, and be told.
         await asyncio.sleep(2.0)
@@ -226,7 +203,7 @@ async def test_a_key_may_be_put_back_before_the_lease_is_known_again(rig: Rig) -
         await rig.store.put("n/own", b"1", lease=lease)
         await rig.away()
         await rig.back(wiped=True)
-        await when_back(lambda: rig.store.put("n/own", b"2", lease=lease))
+        await put_when_back(rig.store, "n/own", b"2", lease=lease)
         assert await rig.store.create("n/own", b"3", lease=lease) is False
         assert lease.loss is None
     assert await rig.store.get_prefix("n/") == {}
@@ -240,7 +217,7 @@ async def test_a_wiped_store_resyncs_the_watch_and_says_so(rig: Rig) -> None:
             assert await take(events) == Put(f"n/{i}", b"x")
         await rig.away()
         await rig.back(wiped=True)
-        await when_back(lambda: rig.store.put("n/new", b"y"))
+        await put_when_back(rig.store, "n/new", b"y")
         told = await take(events)
         if told == Snapshot({}, lost_data=True):
             assert await take(events) == Put("n/new", b"y")
@@ -275,7 +252,7 @@ async def test_a_wiped_server_that_is_ahead_is_no_revocation(etcd_server: Privat
         await etcd_server.kill()
         await etcd_server.restart(wiped=True)
         await others_write(etcd_server.url, 20)
-        await when_back(lambda: store.put("n/own", b"2", lease=lease))
+        await put_when_back(store, "n/own", b"2", lease=lease)
         assert await lease.verify() is None
 
 
@@ -326,5 +303,5 @@ async def test_looks_at_a_wiped_store_at_a_time_agree(
             looks += [asyncio.create_task(lease.verify()) for _ in range(2)]
             await store.get("n/other")
         assert await asyncio.gather(*looks) == [None] * 16
-        await when_back(lambda: store.put("n/own", b"2", lease=lease))
+        await put_when_back(store, "n/own", b"2", lease=lease)
         assert lease.loss is None

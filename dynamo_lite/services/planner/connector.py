@@ -6,8 +6,16 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from dynamo_lite.policy.planner_inputs import Role
-from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
-from dynamo_lite.protocol.planner import Add, Counts, Remove, RoleCounts, Switch, SwitchState
+from dynamo_lite.protocol.planner import (
+    Add,
+    Counts,
+    Remove,
+    RoleCounts,
+    SupervisorReply,
+    SupervisorRequest,
+    Switch,
+    SwitchState,
+)
 from dynamo_lite.runtime.supervisor_client import SupervisorClient
 
 #: Role to its component.
@@ -96,22 +104,21 @@ class LocalConnector:
         self._state_dir = state_dir
 
     async def counts(self) -> Counted:
-        async with SupervisorClient(self._state_dir, _TIMEOUT_S) as client:
-            reply = await client.order(Counts())
+        reply = await self._ask(Counts())
         return Counted(reply.counts, reply.version, reply.switches)
 
     async def add(self, order: Order) -> None:
-        await self._give(Add(component=order.component, version=order.version))
+        await self._ask(Add(component=order.component, version=order.version))
 
     async def prefer(self, order: Order) -> None:
         """The order to remove it names it."""
 
     async def remove(self, order: Order) -> None:
         request = Remove(component=order.component, lease_id=order.lease_id, version=order.version)
-        await self._give(request)
+        await self._ask(request)
 
     async def switch(self, order: Order) -> None:
-        await self._give(
+        await self._ask(
             Switch(
                 component=order.component,
                 lease_id=order.lease_id,
@@ -121,7 +128,7 @@ class LocalConnector:
         )
 
     async def cancel_switch(self, order: Order) -> None:
-        await self._give(Remove(component=order.to, lease_id=order.lease_id, version=order.version))
+        await self._ask(Remove(component=order.to, lease_id=order.lease_id, version=order.version))
 
     def removable(self, component: str, hosts: Collection[str]) -> Collection[str]:
         """The supervisor refuses workers that are not its own."""
@@ -131,13 +138,6 @@ class LocalConnector:
         """If the order names none."""
         return True
 
-    async def _give(self, order: Add | Remove | Switch) -> None:
+    async def _ask(self, request: SupervisorRequest) -> SupervisorReply:
         async with SupervisorClient(self._state_dir, _TIMEOUT_S) as client:
-            reply = await client.ask(order)
-        if reply.ok:
-            return
-        if reply.stale:
-            raise Unavailable(f"another process has given the supervisor orders: {reply.error}")
-        if reply.unknown:
-            raise UnknownWorker(reply.error)
-        raise Refused(reply.error, elsewhere=False)
+            return await client.order(request)

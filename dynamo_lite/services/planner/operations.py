@@ -5,25 +5,22 @@ what is there and orders what is missing, so a leader that takes over repeats no
 taken: an addition is complete when there are `count` workers, a removal names its victim.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.policy.drain import Safe
-from dynamo_lite.protocol.errors import DynamoLiteError, Refused, UnknownWorker
+from dynamo_lite.protocol.errors import Refused, UnknownWorker
 from dynamo_lite.protocol.planner import OperationRecord, RoleCounts
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.connector import Connector, Counted, Order
 from dynamo_lite.services.planner.departure import Departure
+from dynamo_lite.services.planner.stepping import step
 from dynamo_lite.services.planner.target import Target
 from dynamo_lite.services.planner.under_way import Running, UnderWay
 
 logger = logging.getLogger(__name__)
-
-_RETRY = Backoff(first_s=1.0, factor=2.0, longest_s=60.0)
 
 
 class Operations:
@@ -120,21 +117,20 @@ class Operations:
                 await self._step(one, counted)
 
     async def _step(self, one: Running, counted: Counted) -> None:
-        """A connector that fails is asked again later."""
+        async def work() -> None:
+            if not one.stored:
+                await self._under_way.enter(one, one.record.phase)
+            await self._go_on(one, counted)
+
+        async def refused(exc: Refused) -> None:
+            logger.warning("%s: %s", what, exc)
+            if isinstance(exc, UnknownWorker):
+                self._under_way.foreign.add(one.record.lease_id)
+            await self._under_way.end(one, "refused")
+
+        what = f"{one.record.kind} {one.record.component}"
         act_s = self._may_act()
-        try:
-            async with asyncio.timeout(act_s):
-                if not one.stored:
-                    await self._under_way.enter(one, one.record.phase)
-                await self._go_on(one, counted)
-        except Refused as exc:
-            await self._refused(one, exc)
-        except (DynamoLiteError, TimeoutError) as exc:
-            restart = _RETRY.after_exit(one.failures, 0.0)
-            one.failures = restart.failures
-            one.retry_at = self._clock.monotonic() + restart.delay_s
-            what = f"{one.record.kind} {one.record.component}"
-            logger.warning("%s is tried again in %g s: %s", what, restart.delay_s, exc)
+        await step(one, work, refused, within_s=act_s, clock=self._clock, what=what)
 
     async def _go_on(self, one: Running, counted: Counted) -> None:
         counts = counted.roles[one.record.component]
@@ -257,12 +253,6 @@ class Operations:
                 await self._under_way.end(one, "done")
             elif self._clock.monotonic() - one.began > one.record.within_s:
                 await self._under_way.end(one, "late")
-
-    async def _refused(self, one: Running, exc: Refused) -> None:
-        logger.warning("%s %s: %s", one.record.kind, one.record.component, exc)
-        if isinstance(exc, UnknownWorker):
-            self._under_way.foreign.add(one.record.lease_id)
-        await self._under_way.end(one, "refused")
 
     async def _version(self, one: Running, above: int) -> int:
         self._may_act()

@@ -5,7 +5,6 @@ The connector's supervisor drains the one and starts the other; it says by the f
 far it is, so a leader that takes over repeats nothing.
 """
 
-import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
@@ -16,17 +15,10 @@ from typing import Literal
 
 import msgspec
 
-from dynamo_lite.policy.backoff import Backoff
 from dynamo_lite.policy.planner_inputs import Operation, Switches
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json, encode_json
-from dynamo_lite.protocol.errors import (
-    DynamoLiteError,
-    ProtocolError,
-    Refused,
-    Unavailable,
-    UnknownWorker,
-)
+from dynamo_lite.protocol.codec import encode_json
+from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
 from dynamo_lite.protocol.planner import SwitchRecord, SwitchState
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import Clock
@@ -39,30 +31,24 @@ from dynamo_lite.services.planner.connector import (
     Order,
     SwitchingConnector,
 )
+from dynamo_lite.services.planner.stepping import FAILED_STARTS, Stepped, resumable, step
 from dynamo_lite.services.planner.target import Target
 
 logger = logging.getLogger(__name__)
 
 #: Switches whose times are remembered.
 _TIMES = 20
-#: One whose first order may not have been given is resumed for so long.
-_ORDERED_S = 300.0
-_RETRY = Backoff(first_s=1.0, factor=2.0, longest_s=60.0)
 
 _Phase = Literal["ordered", "asked", "withdrawing", "ended"]
 
 
 @dataclass
-class _Running:
+class _Running(Stepped):
     record: SwitchRecord
     #: Monotonic; when this process resumed it, if another one began it.
     began: float
-    #: Whether its record is in etcd for sure.
-    stored: bool = False
     #: As it was seen last.
     state: SwitchState | None = None
-    failures: int = 0
-    retry_at: float = 0.0
 
 
 class Switching:
@@ -119,8 +105,7 @@ class Switching:
         return replace(known, last_giver=giver, last_age_s=max(self._clock.wall() - last.at, 0.0))
 
     def failed_starts(self, component: str) -> int:
-        failed = ("failed", "withdrawn", "refused")
-        return sum(self.ended[component, "switch", outcome] for outcome in failed)
+        return sum(self.ended[component, "switch", outcome] for outcome in FAILED_STARTS)
 
     def of(self, component: str) -> tuple[Operation, ...]:
         """The switch as an operation of this component."""
@@ -145,19 +130,13 @@ class Switching:
         value = await self._store.get(self._key)
         if value is None or self._connector is None:
             return
-        try:
-            record = decode_json(value, SwitchRecord)
-        except ProtocolError as exc:
-            logger.warning("%s is ignored: %s", self._key, exc)
-            self._on_drop("record")
+        record = await resumable(
+            self._store, self._key, value, SwitchRecord, self._clock, self._on_drop
+        )
+        if record is None:
             return
         if record.phase == "ended":
             self._left.add(record.lease_id)
-            return
-        if record.phase == "ordered" and self._clock.wall() - record.at > _ORDERED_S:
-            # The load was another one then, and the planner does not wait for it.
-            logger.warning("%s is dropped: it is too old", record)
-            await self._store.delete(self._key)
             return
         self._one = _Running(record, began=self._clock.monotonic(), stored=True)
         logger.info("resumes %s", record)
@@ -205,23 +184,20 @@ class Switching:
             await self._step(one, counted)
 
     async def _step(self, one: _Running, counted: Counted) -> None:
-        """A connector that fails is asked again later."""
-        act_s = self._may_act()
-        try:
-            async with asyncio.timeout(act_s):
-                if not one.stored:
-                    await self._enter(one, one.record.phase)
-                await self._go_on(one, counted)
-        except Refused as exc:
-            logger.warning("switch of %x: %s", one.record.lease_id, exc)
+        async def work() -> None:
+            if not one.stored:
+                await self._enter(one, one.record.phase)
+            await self._go_on(one, counted)
+
+        async def refused(exc: Refused) -> None:
+            logger.warning("%s: %s", what, exc)
             if isinstance(exc, UnknownWorker):
                 self.foreign.add(one.record.lease_id)
             await self._end(one, "refused")
-        except (DynamoLiteError, TimeoutError) as exc:
-            restart = _RETRY.after_exit(one.failures, 0.0)
-            one.failures = restart.failures
-            one.retry_at = self._clock.monotonic() + restart.delay_s
-            logger.warning("a switch is tried again in %g s: %s", restart.delay_s, exc)
+
+        what = f"switch of {one.record.lease_id:x}"
+        act_s = self._may_act()
+        await step(one, work, refused, within_s=act_s, clock=self._clock, what=what)
 
     async def _go_on(self, one: _Running, counted: Counted) -> None:
         record, connector = one.record, self._connector

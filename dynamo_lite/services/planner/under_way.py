@@ -1,42 +1,32 @@
 """The changes that are under way, their records in etcd, and how those before have ended."""
 
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from dynamo_lite.policy.planner_inputs import Operation
+from dynamo_lite.policy.start_times import StartTimes
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json, encode_json
-from dynamo_lite.protocol.errors import ProtocolError
+from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.planner import OperationRecord, Phase
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.store import Store
 from dynamo_lite.services.planner.departure import Departure
+from dynamo_lite.services.planner.stepping import FAILED_STARTS, Stepped, resumable
 
 logger = logging.getLogger(__name__)
 
-#: Starts whose times are remembered, for each component.
-_STARTS = 20
-#: With fewer, their 95th percentile says nothing.
-_FEWEST_STARTS = 3
-#: An operation whose first order may not have been given is resumed for so long.
-_ORDERED_S = 300.0
-
 
 @dataclass
-class Running:
+class Running(Stepped):
     record: OperationRecord
     #: Monotonic; when this process resumed it, if another one began it.
     began: float
     resumed: bool = False
-    #: Whether its record is in etcd for sure.
-    stored: bool = False
-    failures: int = 0
-    retry_at: float = 0.0
     departure: Departure | None = None
 
 
@@ -47,7 +37,7 @@ class UnderWay:
         self._store, self._namespace = store, namespace
         self._clock, self._on_drop = clock, on_drop
         self._running: dict[int, Running] = {}
-        self._durations: dict[str, deque[float]] = {}
+        self._starts: defaultdict[str, StartTimes] = defaultdict(StartTimes)
         #: How operations have ended: (component, kind, outcome) to their number.
         self.ended: Counter[tuple[str, str, str]] = Counter()
         #: Leases that the connector does not know.
@@ -67,19 +57,12 @@ class UnderWay:
         now = self._clock.monotonic()
         self._running.clear()
         for key, value in entries.items():
-            try:
-                record = decode_json(value, OperationRecord)
-            except ProtocolError as exc:
-                logger.warning("%s is ignored: %s", key, exc)
-                self._on_drop("record")
-                continue
-            if record.phase == "ordered" and self._clock.wall() - record.at > _ORDERED_S:
-                # The load was another one then, and the planner does not wait for it.
-                logger.warning("%s is dropped: it is too old", record)
-                await self._store.delete(key)
-                continue
-            self._running[record.id] = Running(record, began=now, resumed=True, stored=True)
-            logger.info("resumes %s", record)
+            record = await resumable(
+                self._store, key, value, OperationRecord, self._clock, self._on_drop
+            )
+            if record is not None:
+                self._running[record.id] = Running(record, began=now, resumed=True, stored=True)
+                logger.info("resumes %s", record)
 
     def forget(self) -> None:
         """Another planner leads."""
@@ -123,18 +106,14 @@ class UnderWay:
 
     def start_times(self, component: str) -> tuple[float | None, float | None]:
         """Median and 95th percentile in seconds; None while there are too few."""
-        times = sorted(self._durations.get(component, ()))
-        if not times:
-            return None, None
-        p95 = times[min(len(times) * 95 // 100, len(times) - 1)]
-        return times[len(times) // 2], p95 if len(times) >= _FEWEST_STARTS else None
+        starts = self._starts[component]
+        return starts.median, starts.p95
 
     def starts(self, component: str) -> tuple[int, int]:
         """How many have succeeded and failed."""
-        failed = ("failed", "withdrawn", "refused")
         return (
             self.ended[component, "add", "done"],
-            sum(self.ended[component, "add", outcome] for outcome in failed),
+            sum(self.ended[component, "add", outcome] for outcome in FAILED_STARTS),
         )
 
     # Changes
@@ -149,8 +128,7 @@ class UnderWay:
 
     def took(self, one: Running) -> None:
         if not one.resumed:
-            times = self._durations.setdefault(one.record.component, deque(maxlen=_STARTS))
-            times.append(self._clock.monotonic() - one.began)
+            self._starts[one.record.component].add(self._clock.monotonic() - one.began)
 
     async def enter(self, one: Running, phase: Phase) -> None:
         one.record = msgspec.structs.replace(one.record, phase=phase)

@@ -8,51 +8,28 @@ changed after it was sent.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from enum import Enum, auto
 from typing import Any
 
 from aetcd import rpc
 from grpc.aio import Metadata, UsageError
 
-from dynamo_lite.simulation.loop.handles import SimHandle
-from dynamo_lite.simulation.network.channel import End
-from dynamo_lite.simulation.network.network import Dial, Network
-
-#: With the options of `runtime.etcd_backend`: the time for one try to connect, the pause after
-#: a try that failed, and the silence of the server after which the connection is given up.
-_CONNECT_S = 1.0
-_BACKOFF_S = (0.1, 0.4)
-_SILENCE_S = (5.0, 7.0)
-
-
-class State(Enum):
-    """As gRPC's connectivity states."""
-
-    IDLE = auto()  # the next call connects
-    CONNECTING = auto()  # calls wait
-    FAILING = auto()  # the last try failed, more follow by themselves; calls fail at once
-    READY = auto()
-    SHUTDOWN = auto()
+from dynamo_lite.simulation.network.grpc_connection import NO_CONNECTION, GrpcConnection, State
+from dynamo_lite.simulation.network.network import Network
 
 
 class SimChannel:
     """Belongs to the process in which it was made. Connects to `port` at the first call."""
 
     def __init__(self, network: Network, port: int):
-        self._network = network
         self._loop = network.loop
-        self._process = network.loop.current_process()
-        self._port = port
-        self._state = State.IDLE
-        self._end: End | None = None
-        self._dialling: Dial | None = None
-        self._ungreeted: End | None = None
-        self._timer: SimHandle | None = None
+        self._connection = GrpcConnection(
+            network, port, on_ready=self._send_waiting, on_item=self._take, on_lost=self._fail_all
+        )
         self._last_number = 0
         self._calls: dict[int, _Call] = {}  # those that have not ended, oldest first
 
     def __repr__(self) -> str:
-        return f"SimChannel({self._process} -> {self._port}, {self._state.name})"
+        return f"SimChannel({self._connection!r})"
 
     # What the stubs ask for
 
@@ -66,11 +43,7 @@ class SimChannel:
         """No stub that is used calls one."""
 
     async def close(self, grace: float | None = None) -> None:
-        self._stop_dialling()
-        self._state = State.SHUTDOWN
-        end, self._end = self._end, None
-        if end is not None:
-            end.close()
+        self._connection.close()
         for number in list(self._calls):
             self._fail(number, asyncio.CancelledError())
 
@@ -78,9 +51,9 @@ class SimChannel:
 
     async def ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
         """The response to one request. Raises AioRpcError."""
-        if self._state is State.FAILING:
+        if self._connection.state is State.FAILING:
             await asyncio.sleep(0)
-            raise rpc_error(rpc.StatusCode.UNAVAILABLE, _NO_CONNECTION)
+            raise rpc_error(rpc.StatusCode.UNAVAILABLE, NO_CONNECTION)
         answer: asyncio.Future[Any] = self._loop.create_future()
 
         def on_message(response: Any) -> None:
@@ -111,83 +84,38 @@ class SimChannel:
         """
         self._last_number += 1
         number = self._last_number
-        if self._state is State.READY:
-            assert self._end is not None
-            self._end.send((kind, number, method, what))
-            call.sent = True
-        elif self._state is State.FAILING:
-            refused = rpc_error(rpc.StatusCode.UNAVAILABLE, _NO_CONNECTION)
-            self._loop.call_soon(self._fail, number, refused)
-        elif self._state is State.SHUTDOWN:
-            raise UsageError("Channel is closed.")
-        else:
-            call.unsent = (kind, number, method, what)
-            if self._state is State.IDLE:
-                self._dial()
+        match self._connection.state:
+            case State.READY:
+                self._connection.send((kind, number, method, what))
+                call.sent = True
+            case State.FAILING:
+                refused = rpc_error(rpc.StatusCode.UNAVAILABLE, NO_CONNECTION)
+                self._loop.call_soon(self._fail, number, refused)
+            case State.SHUTDOWN:
+                raise UsageError("Channel is closed.")
+            case State.IDLE | State.CONNECTING:
+                call.unsent = (kind, number, method, what)
+                self._connection.connect()
         self._calls[number] = call
         return number
 
     def send_more(self, number: int, method: str, what: Any) -> None:
         """Of a call that was sent."""
-        if self._end is not None:
-            self._end.send(("stream", number, method, what))
+        self._connection.send(("stream", number, method, what))
 
     def drop(self, number: int) -> None:
         """The caller does not want it any more."""
         call = self._calls.pop(number, None)
-        if call is not None and call.sent and self._end is not None:
-            self._end.send(("cancel", number))
+        if call is not None and call.sent:
+            self._connection.send(("cancel", number))
 
-    # The connection
+    # What the connection reports
 
-    def _dial(self) -> None:
-        if self._state is State.IDLE:
-            self._state = State.CONNECTING
-        self._timer = self._loop.call_later(_CONNECT_S, self._not_connected)
-        self._dialling = self._network.dial(
-            self._process, self._port, self._opened, lambda _: self._not_connected()
-        )
-
-    def _opened(self, end: End) -> None:
-        # The kernel of a server that is stopped accepts, but the server says no hello.
-        self._dialling, self._ungreeted = None, end
-        end.silence_s = _SILENCE_S
-        end.start(lambda _: self._greeted(end), lambda _: self._not_connected())
-
-    def _greeted(self, end: End) -> None:
-        self._ungreeted = None
-        self._stop_dialling()
-        self._end, self._state = end, State.READY
-        end.start(self._take, self._broken)
+    def _send_waiting(self) -> None:
         for call in self._calls.values():
             if call.unsent is not None:
-                end.send(call.unsent)
+                self._connection.send(call.unsent)
                 call.unsent, call.sent = None, True
-
-    def _not_connected(self) -> None:
-        self._stop_dialling()
-        self._state = State.FAILING
-        low, high = _BACKOFF_S
-        after_s = low + (high - low) * self._network.random()
-        self._timer = self._loop.call_later(after_s, self._dial)
-        self._fail_all(rpc.StatusCode.UNAVAILABLE, _NO_CONNECTION)
-
-    def _broken(self, why: str) -> None:
-        self._end, self._state = None, State.IDLE
-        self._fail_all(rpc.StatusCode.UNAVAILABLE, why or "Socket closed")
-
-    def _stop_dialling(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._dialling is not None:
-            self._dialling.cancel()
-            self._dialling = None
-        if self._ungreeted is not None:
-            self._ungreeted.abort()
-            self._ungreeted = None
-
-    # The calls' ends
 
     def _take(self, item: Any) -> None:
         match item:
@@ -210,9 +138,9 @@ class SimChannel:
         if call is not None:
             call.on_error(error)
 
-    def _fail_all(self, code: rpc.StatusCode, details: str) -> None:
+    def _fail_all(self, why: str) -> None:
         for number in list(self._calls):
-            self._fail(number, rpc_error(code, details))
+            self._fail(number, rpc_error(rpc.StatusCode.UNAVAILABLE, why))
 
 
 class _Call:
@@ -329,9 +257,6 @@ class _Stream:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-_NO_CONNECTION = "failed to connect to all addresses; last error: UNKNOWN: Connection refused"
 
 
 def rpc_error(code: rpc.StatusCode, details: str) -> rpc.AioRpcError:

@@ -4,7 +4,6 @@ Requests, responses and errors are those of etcd's gRPC service. A method or a f
 request that no code here uses is refused, not ignored.
 """
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,18 +11,15 @@ from typing import Any
 
 from aetcd import rpc
 
-from dynamo_lite.simulation.loop.handles import SimHandle
 from dynamo_lite.simulation.loop.process import SimProcess
 from dynamo_lite.simulation.network.grpc import rpc_error
 from dynamo_lite.simulation.network.network import Network
-from dynamo_lite.simulation.servers.etcd_data import EtcdData, StoredLease, in_range
+from dynamo_lite.simulation.servers.etcd_data import EtcdData, in_range
+from dynamo_lite.simulation.servers.etcd_leases import EtcdLeases
 from dynamo_lite.simulation.servers.server import Connection, Server
 
 PORT = 2379
 
-_SHORTEST_TTL_S = 2
-#: How often the server checks for expired leases.
-_EXPIRY_INTERVAL_S = 0.5
 _MEMBER_ID = 1
 
 _RESULTS: dict[int, Callable[[Any, Any], bool]] = {
@@ -62,9 +58,8 @@ class EtcdServer(Server):
     """Runs as `process` on `data` until that dies. At its start every lease gets its whole
     time-to-live again, as in etcd.
 
-    on_expiry: called with the id of each expired lease: when it expires, and at each later
-    attempt to refresh it. slowest_answer_s: calls are applied at once, and answered after up to
-    this time.
+    on_expiry: see `EtcdLeases`. slowest_answer_s: calls are applied at once, and answered after
+    up to this time.
     """
 
     def __init__(
@@ -79,10 +74,9 @@ class EtcdServer(Server):
     ):
         super().__init__(network, process, port)
         self.data = data or EtcdData()
-        self._on_expiry, self._slowest_answer_s = on_expiry, slowest_answer_s
+        self._leases = EtcdLeases(self.data, network, self._commit, on_expiry)
+        self._slowest_answer_s = slowest_answer_s
         self._random = network.random
-        self._deadlines: dict[int, float] = {}
-        self._timers: dict[int, SimHandle] = {}
         self._watches: list[_Watch] = []
         self._methods: dict[str, Callable[[Any], Any]] = {
             "/etcdserverpb.KV/Range": self._range,
@@ -95,11 +89,11 @@ class EtcdServer(Server):
             "/etcdserverpb.Lease/LeaseKeepAlive": self._keep_alive,
         }
         for lease_id in self.data.leases:
-            process.run(self._live_on, lease_id)
+            process.run(self._leases.live_on, lease_id)
 
     def revoke(self, lease_id: int) -> bool:
         """As an operator's call, without a client. Returns whether the lease was known."""
-        return self.process.run(self._end_lease, lease_id)
+        return self.process.run(self._leases.end, lease_id)
 
     def put(self, key: str, value: bytes) -> None:
         """As an operator's call, without a client."""
@@ -239,65 +233,19 @@ class EtcdServer(Server):
     # Leases
 
     def _grant(self, request: Any) -> Any:
-        lease_id = request.ID or (1 << 60) + int(self._random() * (1 << 52))
-        if lease_id in self.data.leases:
+        if request.ID in self.data.leases:
             raise rpc_error(rpc.StatusCode.FAILED_PRECONDITION, _LEASE_EXISTS)
-        ttl_s = max(_SHORTEST_TTL_S, math.ceil(request.TTL))
-        self.data.leases[lease_id] = StoredLease(ttl_s, unmarked=not self.data.keys)
-        self._live_on(lease_id)
+        lease_id, ttl_s = self._leases.grant(request.ID, request.TTL)
         return rpc.LeaseGrantResponse(header=self._header(), ID=lease_id, TTL=ttl_s)
 
     def _keep_alive(self, request: Any) -> Any:
-        """An expired lease is not refreshed."""
-        lease_id, ttl_s = request.ID, 0
-        if lease_id in self.data.expired:
-            self._on_expiry(lease_id)
-        if lease_id in self.data.leases:
-            if self.loop.time() >= self._deadlines[lease_id]:
-                self._expire(lease_id)
-            else:
-                self._live_on(lease_id)
-                lease = self.data.leases[lease_id]
-                ttl_s, lease.unmarked = lease.ttl_s, lease.unmarked and not self.data.keys
-        return rpc.LeaseKeepAliveResponse(header=self._header(), ID=lease_id, TTL=ttl_s)
+        ttl_s = self._leases.keep_alive(request.ID)
+        return rpc.LeaseKeepAliveResponse(header=self._header(), ID=request.ID, TTL=ttl_s)
 
     def _revoke(self, request: Any) -> Any:
-        if not self._end_lease(request.ID):
+        if not self._leases.end(request.ID):
             raise rpc_error(rpc.StatusCode.NOT_FOUND, _NO_LEASE)
         return rpc.LeaseRevokeResponse(header=self._header())
-
-    def _live_on(self, lease_id: int) -> None:
-        self._deadlines[lease_id] = self.loop.time() + self.data.leases[lease_id].ttl_s
-        if lease_id not in self._timers:
-            self._wait(lease_id)
-
-    def _wait(self, lease_id: int) -> None:
-        when = self._deadlines[lease_id] + _EXPIRY_INTERVAL_S * self._random()
-        self._timers[lease_id] = self.loop.call_at(when, self._look, lease_id)
-
-    def _look(self, lease_id: int) -> None:
-        if self.loop.time() < self._deadlines[lease_id]:
-            self._wait(lease_id)
-        else:
-            self._expire(lease_id)
-
-    def _expire(self, lease_id: int) -> None:
-        self.loop.trace.add(f"lease {lease_id:x} has expired")
-        self._end_lease(lease_id)
-        self.data.expired.add(lease_id)
-        self._on_expiry(lease_id)
-
-    def _end_lease(self, lease_id: int) -> bool:
-        lease = self.data.leases.get(lease_id)
-        if lease is None:
-            return False
-        self._timers.pop(lease_id).cancel()
-        del self._deadlines[lease_id]
-        for key in list(lease.keys):
-            self.data.delete(key)
-        del self.data.leases[lease_id]
-        self._commit()
-        return True
 
     # Watches
 

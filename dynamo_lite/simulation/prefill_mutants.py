@@ -1,0 +1,177 @@
+"""Prefill workers without one of their safeguards, which the simulation must detect."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from dynamo_lite.disagg.prefill.claims import HeldGrant
+from dynamo_lite.disagg.prefill.job_runner import JobEnd
+from dynamo_lite.disagg.prefill.rank import PrefillRank
+from dynamo_lite.engine.base import PrefillEngine
+from dynamo_lite.policy.grants import GrantWanted
+from dynamo_lite.protocol.grant import Grant
+from dynamo_lite.protocol.prefill import decode_job
+from dynamo_lite.protocol.records import EngineMetadata, KvRegion
+from dynamo_lite.queue.base import Job, PrefillQueue
+from dynamo_lite.runtime.permits import always_granted
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.backend import WorkerBackend
+from dynamo_lite.services.prefill_worker import PrefillWorker
+from dynamo_lite.simulation.engine.assembly import EngineSetup
+from dynamo_lite.simulation.engine.mover import SimMover
+from dynamo_lite.simulation.loop.process import PROCESS
+from dynamo_lite.simulation.shipped import Shipped
+from dynamo_lite.transfer.directory import MetadataDirectory
+
+
+class AckOnDequeue(Shipped):
+    """A job is acknowledged when it is pulled, not when it has ended."""
+
+    @contextlib.asynccontextmanager
+    async def queue(
+        self, opened: AbstractAsyncContextManager[PrefillQueue]
+    ) -> AsyncIterator[PrefillQueue]:
+        async with opened as queue:
+            pull = queue.pull
+
+            async def hasty(**wanted: Any) -> Job | None:
+                job = await pull(**wanted)
+                if job is not None:
+                    await job.ack()
+                return job
+
+            queue.pull = hasty
+            yield queue
+
+
+class NoFence(Shipped):
+    """A writer does not check whether its lease is alive."""
+
+    def prefill_rank(
+        self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
+    ) -> PrefillRank:
+        return super().prefill_rank(replace(setup, alive=lambda: True), mover, metadata)
+
+
+class NoPermit(Shipped):
+    """A writer does not wait for the grant of its claim, but writes what it has computed."""
+
+    def prefill_rank(
+        self, setup: EngineSetup, mover: SimMover, metadata: EngineMetadata
+    ) -> PrefillRank:
+        return super().prefill_rank(replace(setup, verdict=always_granted), mover, metadata)
+
+
+class NoGrantCheck(Shipped):
+    """A writer takes each grant for its own."""
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
+    ) -> PrefillWorker:
+        return _TrustingWorker(config, spec, parts)
+
+
+class _TrustingWorker(PrefillWorker):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        assert self._jobs is not None
+
+        def unchecked(grant: Grant | None, wanted: GrantWanted, elapsed_s: float) -> HeldGrant:
+            assert grant is not None and wanted
+            return HeldGrant(grant.id, grant.for_s - elapsed_s)
+
+        self._jobs._claims._checked = unchecked
+        return facts
+
+
+class MetadataByAddress(Shipped):
+    """The memory layout of a decode engine is kept by its address, not by its incarnation."""
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
+    ) -> PrefillWorker:
+        return _ByAddressWorker(config, spec, parts)
+
+
+class _ByAddressWorker(PrefillWorker):
+    async def _open_directory(self, host: Host, engine: PrefillEngine) -> MetadataDirectory:
+        await super()._open_directory(host, engine)
+        return _ByAddress(host.store, host.spec.namespace)
+
+
+class _ByAddress(MetadataDirectory):
+    def __init__(self, store: Store, namespace: str):
+        super().__init__(store, namespace)
+        self._met: dict[bytes, tuple[KvRegion, ...]] = {}
+
+    async def get(self, engine_id: str) -> EngineMetadata | None:
+        found = await super().get(engine_id)
+        if found is None:
+            return None
+        (rank,) = found.ranks
+        address = rank.agent.partition(b"/")[0]
+        rank = msgspec.structs.replace(rank, regions=self._met.setdefault(address, rank.regions))
+        return msgspec.structs.replace(found, ranks=(rank,))
+
+
+class SilentlyUsedUp(Shipped):
+    """A job that was delivered too often is dropped without a report to its engine."""
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
+    ) -> PrefillWorker:
+        return _SilentWorker(config, spec, parts)
+
+
+class _SilentWorker(PrefillWorker):
+    async def start(self, host: Host) -> dict[str, Any]:
+        facts = await super().start(host)
+        assert self._jobs is not None
+        runner = self._jobs._runner
+        hand_back = runner._hand_back
+
+        async def hand_back_others(request: Any, outcome: Any, why: str, counted: str) -> JobEnd:
+            if counted == "used_up":
+                return JobEnd("used_up", why)
+            return await hand_back(request, outcome, why, counted)
+
+        runner._hand_back = hand_back_others
+        return facts
+
+
+class WallClockDeadline(Shipped):
+    """A worker drops jobs that are past their deadline by its own host's wall clock."""
+
+    @contextlib.asynccontextmanager
+    async def queue(
+        self, opened: AbstractAsyncContextManager[PrefillQueue]
+    ) -> AsyncIterator[PrefillQueue]:
+        async with opened as queue:
+            pull = queue.pull
+
+            async def pull_fresh(**wanted: Any) -> Job | None:
+                job = await pull(**wanted)
+                if job is not None and decode_job(job.payload).deadline < PROCESS.get().wall():
+                    await job.ack()
+                    return None
+                return job
+
+            queue.pull = pull_fresh
+            yield queue
+
+
+#: By the name that the command line takes.
+PREFILL_MUTANTS: dict[str, type[Shipped]] = {
+    "ack-on-dequeue": AckOnDequeue,
+    "no-fence": NoFence,
+    "no-permit": NoPermit,
+    "no-grant-check": NoGrantCheck,
+    "metadata-by-address": MetadataByAddress,
+    "silently-used-up": SilentlyUsedUp,
+    "wall-clock-deadline": WallClockDeadline,
+}
