@@ -12,6 +12,7 @@ from dynamo_lite.disagg.decode.rank import DecodeRank
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill
 from dynamo_lite.disagg.decode.scheduler import DecodeScheduler
 from dynamo_lite.disagg.engine_api import Prompt
+from dynamo_lite.policy.attempt import Attempt, AttemptState, Refusal, Terms
 from dynamo_lite.policy.instructions import Hold, Instruction, Outcome
 from dynamo_lite.policy.ledger import Ledger
 from dynamo_lite.protocol.codec import encode_sealed
