@@ -15,7 +15,7 @@ import pytest
 
 from dynamo_lite.serve.embedded import EmbeddedEtcd, EmbeddedNats
 from tests.external import Certificates
-from tests.servers import PrivateServer
+from tests.servers import PrivateServer, private_server
 
 
 def pytest_configure() -> None:
@@ -70,26 +70,20 @@ def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def nats_server(tmp_path: Path) -> AsyncIterator[PrivateServer]:
-    server = PrivateServer(EmbeddedNats, tmp_path / "nats")
-    await server.start()
-    yield server
-    await server.stop()
+    async with private_server(EmbeddedNats, tmp_path / "nats") as server:
+        yield server
 
 
 @pytest.fixture
 async def other_nats_server(tmp_path: Path) -> AsyncIterator[PrivateServer]:
-    server = PrivateServer(EmbeddedNats, tmp_path / "other_nats")
-    await server.start()
-    yield server
-    await server.stop()
+    async with private_server(EmbeddedNats, tmp_path / "other_nats") as server:
+        yield server
 
 
 @pytest.fixture
 async def etcd_server(tmp_path: Path) -> AsyncIterator[PrivateServer]:
-    server = PrivateServer(EmbeddedEtcd, tmp_path / "etcd")
-    await server.start()
-    yield server
-    await server.stop()
+    async with private_server(EmbeddedEtcd, tmp_path / "etcd") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,10 @@
-"""What strangers try: messages that are noise or tampered with, and the ports of a process."""
+"""What strangers try: messages that are noise or tampered with, odd answers, a process's ports."""
 
+import asyncio
+import contextlib
 import math
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -113,3 +116,19 @@ def listening_ports(pid: int) -> set[int]:
     return {
         int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes
     }
+
+
+@contextlib.asynccontextmanager
+async def answering(answer: bytes | None) -> AsyncIterator[str]:
+    """A server that says this, or nothing, whatever it is asked. Yields its URL."""
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        if answer is None:
+            await reader.read()
+        else:
+            writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(on_connection, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -90,6 +90,19 @@ class PrivateServer:
             self._frozen = False
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._server.pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def private_server(
+    kind: Callable[..., EmbeddedEtcd | EmbeddedNats], directory: Path
+) -> AsyncIterator[PrivateServer]:
+    """One that runs; at the end it is stopped."""
+    server = PrivateServer(kind, directory)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
 
 
 def _has_stopped(pid: int) -> bool:

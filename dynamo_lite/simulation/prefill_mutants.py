@@ -29,8 +29,19 @@ from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.transfer.directory import MetadataDirectory
 
 
-class AckOnDequeue(Shipped):
-    """A job is acknowledged when it is pulled, not when it has ended."""
+class _Mutant(Shipped):
+    """Its prefill workers are of another class."""
+
+    kind: type[PrefillWorker]
+
+    def prefill_worker(
+        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
+    ) -> PrefillWorker:
+        return self.kind(config, spec, parts)
+
+
+class _PullsOtherwise(Shipped):
+    """Something happens to each job that its prefill workers pull."""
 
     @contextlib.asynccontextmanager
     async def queue(
@@ -39,14 +50,24 @@ class AckOnDequeue(Shipped):
         async with opened as queue:
             pull = queue.pull
 
-            async def hasty(**wanted: Any) -> Job | None:
+            async def pull_otherwise(**wanted: Any) -> Job | None:
                 job = await pull(**wanted)
-                if job is not None:
-                    await job.ack()
-                return job
+                return None if job is None else await self._pulled(job)
 
-            queue.pull = hasty
+            queue.pull = pull_otherwise
             yield queue
+
+    async def _pulled(self, job: Job) -> Job | None:
+        """What the worker gets."""
+        raise NotImplementedError
+
+
+class AckOnDequeue(_PullsOtherwise):
+    """A job is acknowledged when it is pulled, not when it has ended."""
+
+    async def _pulled(self, job: Job) -> Job | None:
+        await job.ack()
+        return job
 
 
 class NoFence(Shipped):
@@ -67,15 +88,6 @@ class NoPermit(Shipped):
         return super().prefill_rank(replace(setup, verdict=always_granted), mover, metadata)
 
 
-class NoGrantCheck(Shipped):
-    """A writer takes each grant for its own."""
-
-    def prefill_worker(
-        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
-    ) -> PrefillWorker:
-        return _TrustingWorker(config, spec, parts)
-
-
 class _TrustingWorker(PrefillWorker):
     async def start(self, host: Host) -> dict[str, Any]:
         facts = await super().start(host)
@@ -89,13 +101,10 @@ class _TrustingWorker(PrefillWorker):
         return facts
 
 
-class MetadataByAddress(Shipped):
-    """The memory layout of a decode engine is kept by its address, not by its incarnation."""
+class NoGrantCheck(_Mutant):
+    """A writer takes each grant for its own."""
 
-    def prefill_worker(
-        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
-    ) -> PrefillWorker:
-        return _ByAddressWorker(config, spec, parts)
+    kind = _TrustingWorker
 
 
 class _ByAddressWorker(PrefillWorker):
@@ -119,13 +128,10 @@ class _ByAddress(MetadataDirectory):
         return msgspec.structs.replace(found, ranks=(rank,))
 
 
-class SilentlyUsedUp(Shipped):
-    """A job that was delivered too often is dropped without a report to its engine."""
+class MetadataByAddress(_Mutant):
+    """The memory layout of a decode engine is kept by its address, not by its incarnation."""
 
-    def prefill_worker(
-        self, config: dict[str, Any], spec: ProcessSpec, parts: WorkerBackend
-    ) -> PrefillWorker:
-        return _SilentWorker(config, spec, parts)
+    kind = _ByAddressWorker
 
 
 class _SilentWorker(PrefillWorker):
@@ -144,25 +150,20 @@ class _SilentWorker(PrefillWorker):
         return facts
 
 
-class WallClockDeadline(Shipped):
+class SilentlyUsedUp(_Mutant):
+    """A job that was delivered too often is dropped without a report to its engine."""
+
+    kind = _SilentWorker
+
+
+class WallClockDeadline(_PullsOtherwise):
     """A worker drops jobs that are past their deadline by its own host's wall clock."""
 
-    @contextlib.asynccontextmanager
-    async def queue(
-        self, opened: AbstractAsyncContextManager[PrefillQueue]
-    ) -> AsyncIterator[PrefillQueue]:
-        async with opened as queue:
-            pull = queue.pull
-
-            async def pull_fresh(**wanted: Any) -> Job | None:
-                job = await pull(**wanted)
-                if job is not None and decode_job(job.payload).deadline < PROCESS.get().wall():
-                    await job.ack()
-                    return None
-                return job
-
-            queue.pull = pull_fresh
-            yield queue
+    async def _pulled(self, job: Job) -> Job | None:
+        if decode_job(job.payload).deadline >= PROCESS.get().wall():
+            return job
+        await job.ack()
+        return None
 
 
 #: By the name that the command line takes.

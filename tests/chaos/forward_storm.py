@@ -23,6 +23,7 @@ from tests.chaos.load import Load
 from tests.chaos.questions import Question, answers, questions
 from tests.chaos.report import Report
 from tests.chaos.stock_engines import StockCluster
+from tests.chaos.storm import rage
 from tests.vllm.graph import PlainServer
 from tests.vllm.stock import Role, StockEngine, forwarded
 
@@ -217,19 +218,7 @@ async def forward_storm(
     async with stock_cluster(directory / "engines") as cluster:
 
         async def body(storm: ForwardStorm) -> None:
-            raging = asyncio.create_task(storm.rage(), name="storm")
-            stopping = asyncio.create_task(stop.wait(), name="until stopped")
-            try:
-                await asyncio.wait(
-                    {raging, stopping}, timeout=60 * minutes, return_when=asyncio.FIRST_COMPLETED
-                )
-                say("no more kills; waiting for what is still down")
-                storm.stop()
-                await raging
-            finally:
-                stopping.cancel()
-                raging.cancel()
-                await asyncio.gather(raging, stopping, return_exceptions=True)
+            await rage(storm, minutes, stop, say)
 
         what = f"a Forwarder for {minutes:g} minutes"
         return await under_load(

@@ -18,6 +18,7 @@ from dynamo_lite.protocol.forwarding import (
     LegTaken,
     decode_forward_explained,
 )
+from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
 from tests.scripted import Fault
 
@@ -168,9 +169,7 @@ async def test_a_request_on_its_way_and_a_client_that_goes():
         hold = asyncio.Event()
         r.prefill[0].faults.append(Fault(hold=hold))
         asked = asyncio.create_task(r.ask())
-        async with asyncio.timeout(5):
-            while not r.prefill[0].legs:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: r.prefill[0].legs, 5)
         [one] = told(r)
         assert (one.outcome, one.took_s, one.attempts[0].legs[0].took_s) == ("", None, None)
         assert "under way" in shown(one)

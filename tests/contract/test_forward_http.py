@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from dynamo_lite.forward.http import HttpClient
+from tests.builders import eventually
 from tests.forwarding import COMPLETION, TEXT, Rig, rig
 from tests.scripted import Fault
 
@@ -56,9 +57,8 @@ async def test_stopping_without_a_grace_disconnects_at_once():
     async with rig() as r:
         r.decode[0].faults.append(Fault(hold=asyncio.Event()))
         asked = asyncio.create_task(r.ask())
+        await eventually(lambda: r.decode[0].legs, 5)
         async with asyncio.timeout(5):
-            while not r.decode[0].legs:
-                await asyncio.sleep(0.01)
             await r.server.stop(0.0)
             with pytest.raises(aiohttp.ClientError):
                 await asked
@@ -199,9 +199,7 @@ async def test_a_drain_finishes_what_is_open():
         hold = asyncio.Event()
         r.decode[0].faults.append(Fault(hold=hold))
         asked = asyncio.create_task(r.text())
-        async with asyncio.timeout(5):
-            while not r.decode[0].legs:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: r.decode[0].legs, 5)
         stopping = asyncio.create_task(r.server.stop(5.0))
         await asyncio.sleep(0)
         hold.set()
@@ -214,9 +212,8 @@ async def test_a_drain_ends_what_takes_longer():
         hold = asyncio.Event()
         r.decode[0].faults.append(Fault(hold=hold))
         asked = asyncio.create_task(r.text())
+        await eventually(lambda: r.decode[0].legs, 5)
         async with asyncio.timeout(5):
-            while not r.decode[0].legs:
-                await asyncio.sleep(0.01)
             await r.server.stop(0.1)
             with pytest.raises(aiohttp.ClientError):
                 await asked

@@ -31,16 +31,6 @@ pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 A, B, C = 0xA, 0xB, 0xC
 
 
-@pytest.fixture(params=["memory", "nats"])
-async def messaging(request: pytest.FixtureRequest) -> AsyncIterator[Messaging]:
-    if request.param == "memory":
-        async with MemoryMessaging() as memory:
-            yield memory
-    else:
-        async with NatsMessaging(request.getfixturevalue("nats_url")) as real:
-            yield real
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything ten times as fast."""

@@ -43,16 +43,6 @@ COMPONENT = "Worker"
 PROMPTS = [[a] * 4 + [b] * 4 + [c] * 4 for a in range(3) for b in range(3) for c in range(3)]
 
 
-@pytest.fixture(params=["memory", "nats"])
-async def messaging(request: pytest.FixtureRequest) -> AsyncIterator[Messaging]:
-    if request.param == "memory":
-        async with MemoryMessaging() as memory:
-            yield memory
-    else:
-        async with NatsMessaging(request.getfixturevalue("nats_url")) as real:
-            yield real
-
-
 @pytest.fixture
 async def store() -> AsyncIterator[MemoryStore]:
     async with MemoryStore() as store:

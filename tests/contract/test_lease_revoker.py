@@ -13,7 +13,7 @@ from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.serve.lease_revoker import LeaseRevoker
 from tests.external import LOGIN, Certificates, etcd
 from tests.external import etcd_url as etcd_url_of
-from tests.servers import PrivateServer
+from tests.servers import private_server
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -67,14 +67,9 @@ async def test_a_member_that_is_away_is_passed_over(etcd_url: str):
 async def test_an_etcd_that_stands_still_delays_the_restart_for_one_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    server = PrivateServer(EmbeddedEtcd, tmp_path)
-    await server.start()
-    try:
+    async with private_server(EmbeddedEtcd, tmp_path) as server:
         server.freeze()
         began = time.monotonic()
         assert not await LeaseRevoker(server.url, timeout_s=0.2).revoke(1)
         assert time.monotonic() - began < 5
         assert "timed out" in caplog.text
-    finally:
-        server.thaw()
-        await server.stop()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from msgspec import UNSET
@@ -15,26 +15,14 @@ from dynamo_lite.protocol.live_options import (
     VllmWorkerLiveOptions,
     encode_tuning,
 )
-from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.members.live_options import LiveOptions
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Store
-from dynamo_lite.simulation.servers.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 COMPONENT = "VllmWorker"
 LENGTH, SIZE = "max-local-prefill-length", "max-prefill-queue-size"
-
-
-@pytest.fixture(params=["memory", "etcd"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    if request.param == "memory":
-        async with MemoryStore() as memory:
-            yield memory
-    else:
-        async with EtcdStore(request.getfixturevalue("etcd_url")) as etcd:
-            yield etcd
 
 
 class Follower:

@@ -1,7 +1,6 @@
 """The observer on every store and messaging, over real status servers."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -22,6 +21,7 @@ from dynamo_lite.runtime.process.status import StatusServer
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
 from tests.builders import endpoint_record, register
+from tests.hostile import answering
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -168,22 +168,6 @@ async def test_links_are_followed(cluster: Cluster):
         await cluster.store.put(key, b"{}")
         await seen_by(observer, lambda seen: not seen.links)
         assert drops == ["record"]
-
-
-@contextlib.asynccontextmanager
-async def answering(answer: bytes | None) -> AsyncIterator[str]:
-    """A server that says this, or nothing, whatever it is asked."""
-
-    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
-        if answer is None:
-            await reader.read()
-        else:
-            writer.write(answer)
-        writer.close()
-
-    async with await asyncio.start_server(on_connection, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @pytest.mark.parametrize(

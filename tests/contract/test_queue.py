@@ -28,7 +28,7 @@ from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.serve.embedded import EmbeddedNats
 from dynamo_lite.simulation.servers.memory_queue import MemoryBroker, MemoryQueue
 from tests.builders import eventually, graph_secret
-from tests.servers import PrivateServer, Server
+from tests.servers import PrivateServer, Server, private_server
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
@@ -469,10 +469,8 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[M
     if request.param == "memory":
         yield MemoryRig()
         return
-    server = PrivateServer(EmbeddedNats, tmp_path)
-    await server.start()
-    yield NatsRig(server)
-    await server.stop()
+    async with private_server(EmbeddedNats, tmp_path) as server:
+        yield NatsRig(server)
 
 
 async def test_all_users_hear_that_the_broker_lost_the_queue(

@@ -1,7 +1,6 @@
 """The roster on every store."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -18,16 +17,6 @@ from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import endpoint_record, key_of
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
-
-
-@pytest.fixture(params=["memory", "etcd"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    if request.param == "memory":
-        async with MemoryStore() as memory:
-            yield memory
-    else:
-        async with EtcdStore(request.getfixturevalue("etcd_url")) as etcd:
-            yield etcd
 
 
 async def put(store: Store, namespace: str, lease_id: int, model: str = "") -> EndpointRecord:

@@ -21,7 +21,7 @@ from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.host import ProcessEnvironment, run_process
 from dynamo_lite.services.frontend.router_client import ANSWER_S, RemoteRouter
 from dynamo_lite.services.router import Router
-from dynamo_lite.simulation.servers.memory import MemoryMessaging, MemoryStore
+from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import (
     endpoint_record,
     eventually,
@@ -36,16 +36,6 @@ from tests.servers import PrivateServer
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 FRONTEND = 0xF
-
-
-@pytest.fixture(params=["memory", "nats"])
-async def messaging(request: pytest.FixtureRequest) -> AsyncIterator[Messaging]:
-    if request.param == "memory":
-        async with MemoryMessaging() as memory:
-            yield memory
-    else:
-        async with NatsMessaging(request.getfixturevalue("nats_url")) as real:
-            yield real
 
 
 class Cluster:

@@ -24,16 +24,6 @@ from tests.store_outages import put_when_back, take
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 
-@pytest.fixture(params=["memory", "etcd"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    if request.param == "memory":
-        async with MemoryStore() as memory:
-            yield memory
-    else:
-        async with EtcdStore(request.getfixturevalue("etcd_url")) as etcd:
-            yield etcd
-
-
 async def take_until(events: AsyncIterator[WatchEvent], last: WatchEvent) -> list[WatchEvent]:
     taken = [await take(events)]
     while taken[-1] != last:

@@ -19,7 +19,7 @@ from dynamo_lite.runtime.members.roster import Roster
 from dynamo_lite.runtime.store import Lease, LeaseLoss, Put, Snapshot, Store
 from dynamo_lite.serve.embedded import EmbeddedEtcd
 from dynamo_lite.simulation.servers.memory import MemoryStore
-from tests.servers import PrivateServer
+from tests.servers import PrivateServer, private_server
 from tests.store_outages import put_when_back, refreshed_once_more, take, when_back
 
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
@@ -64,11 +64,11 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
     if request.param == "memory":
         yield MemoryRig()
         return
-    server = PrivateServer(EmbeddedEtcd, tmp_path / "etcd")
-    await server.start()
-    async with EtcdStore(server.url) as store:
+    async with (
+        private_server(EmbeddedEtcd, tmp_path / "etcd") as server,
+        EtcdStore(server.url) as store,
+    ):
         yield EtcdRig(server, store)
-    await server.stop()
 
 
 async def refreshed(lease: Lease) -> None:

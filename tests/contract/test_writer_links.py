@@ -1,16 +1,13 @@
 """The links to one decode engine, as it follows them on every store."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
-from dynamo_lite.disagg.decode import writer_links
 from dynamo_lite.disagg.decode.writer_links import WriterLinks
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import StoreUnavailable
 from dynamo_lite.protocol.records import LinkRecord
-from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime import first_listing
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.simulation.servers.memory import MemoryStore
 from tests.builders import endpoint_record, eventually
@@ -18,16 +15,6 @@ from tests.builders import endpoint_record, eventually
 pytestmark = pytest.mark.usefixtures("no_leaked_tasks")
 
 ENGINE, A, B = "d1", 0x1A, 0x2B
-
-
-@pytest.fixture(params=["memory", "etcd"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    if request.param == "memory":
-        async with MemoryStore() as memory:
-            yield memory
-    else:
-        async with EtcdStore(request.getfixturevalue("etcd_url")) as etcd:
-            yield etcd
 
 
 async def record(
@@ -129,7 +116,7 @@ async def test_what_a_store_has_lost_is_still_known():
 
 
 async def test_without_a_first_listing_it_does_not_begin(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writer_links, "_FIRST_LISTING_S", 0.05)
+    monkeypatch.setattr(first_listing, "_WITHIN_S", 0.05)
     async with MemoryStore() as store:
         store.set_available(False)
         with pytest.raises(StoreUnavailable, match="no listing of t/links/"):

@@ -1,9 +1,5 @@
 """What `ps` says of a member, as its process answers or does not, and of pairs of workers."""
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,22 +11,7 @@ from dynamo_lite.protocol.records import (
 )
 from dynamo_lite.runtime.process.status import StatusServer
 from tests.builders import endpoint_record, engine_metadata
-
-
-@contextlib.asynccontextmanager
-async def raw(answer: bytes | None) -> AsyncIterator[str]:
-    """A server that says this, or nothing, whatever it is asked."""
-
-    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
-        if answer is None:
-            await reader.read()
-        else:
-            writer.write(answer)
-        writer.close()
-
-    async with await asyncio.start_server(on_connection, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+from tests.hostile import answering
 
 
 @pytest.mark.parametrize(
@@ -58,7 +39,7 @@ async def test_whoever_does_not_answer_is_silent(
     monkeypatch: pytest.MonkeyPatch, answer: bytes | None
 ):
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.2)
-    async with raw(answer) as url:
+    async with answering(answer) as url:
         assert await states([endpoint_record(10, status_url=url)]) == {url: "silent"}
 
 

@@ -5,16 +5,16 @@ it has tested, under its lease (`disagg/prefill/peer_links.py`). A worker withou
 not tested its link yet, and counts as usable.
 """
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import ProtocolError, StoreUnavailable
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.records import LinkRecord
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.first_listing import first_event
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.members.roster import Members
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
@@ -22,7 +22,6 @@ from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
-_FIRST_LISTING_S = 10.0
 _LOG_EVERY_S = 60.0
 
 
@@ -81,13 +80,7 @@ class WriterLinks:
         failed or has recovered. Raises StoreUnavailable."""
         prefix = names.links_prefix(self._namespace)
         async with store.watch(prefix) as events:
-            try:
-                async with asyncio.timeout(_FIRST_LISTING_S):
-                    self._apply(await anext(events))
-            except TimeoutError as exc:
-                raise StoreUnavailable(
-                    f"timeout: no listing of {prefix} within {_FIRST_LISTING_S:g} s"
-                ) from exc
+            self._apply(await first_event(events, prefix))
             async with running(self._follow(events, on_change), name="writer-links"):
                 yield
 

@@ -14,17 +14,16 @@ from typing import Generic, Self, TypeVar
 import msgspec
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError
+from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.live_options import decode_tuning
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.first_listing import until_listed
 from dynamo_lite.runtime.log_limit import LogLimit
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
 from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
-
-_FIRST_LISTING_S = 10.0
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -69,11 +68,7 @@ class LiveOptions(Generic[T]):
             events = await stack.enter_async_context(self._store.watch(self._key))
             follower = running(self._follow(events), name=f"options {self._key}")
             await stack.enter_async_context(follower)
-            try:
-                async with asyncio.timeout(_FIRST_LISTING_S):
-                    await self._listed.wait()
-            except TimeoutError as exc:
-                raise DeadlineExceeded(f"options at {self._key}", _FIRST_LISTING_S) from exc
+            await until_listed(self._listed, f"options at {self._key}")
             self._stack = stack.pop_all()
         return self
 

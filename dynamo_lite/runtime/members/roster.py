@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable, Set
 from typing import Self
 
 from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError, StoreUnavailable
+from dynamo_lite.protocol.errors import DeadlineExceeded, ProtocolError
 from dynamo_lite.protocol.names import endpoint_key
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.protocol.versions import misfit
 from dynamo_lite.runtime.drops import OnDrop, uncounted
+from dynamo_lite.runtime.first_listing import first_event
 from dynamo_lite.runtime.listeners import Listeners
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, Store, WatchEvent
 from dynamo_lite.runtime.tasks import running
@@ -23,7 +24,6 @@ Members = tuple[EndpointRecord, ...]
 #: Takes the lease ids that have joined and those that have left.
 OnChange = Callable[[frozenset[int], frozenset[int]], None]
 
-_FIRST_LISTING_S = 10.0
 #: How long members are kept after the store lost its data. Processes put their keys back as
 #: soon as they detect the loss.
 _RETURN_S = 5.0
@@ -92,13 +92,7 @@ class Roster:
         """Raises StoreUnavailable when the first listing does not come in time."""
         async with contextlib.AsyncExitStack() as stack:
             events = await stack.enter_async_context(self._store.watch(self._prefix))
-            try:
-                async with asyncio.timeout(_FIRST_LISTING_S):
-                    self._apply(await anext(events))
-            except TimeoutError as exc:
-                raise StoreUnavailable(
-                    f"timeout: no listing of {self._prefix} within {_FIRST_LISTING_S:g} s"
-                ) from exc
+            self._apply(await first_event(events, self._prefix))
             stack.callback(self._forget_timer)
             follower = running(self._follow(events), name=f"roster {self._prefix}")
             await stack.enter_async_context(follower)

@@ -18,19 +18,18 @@ import msgspec
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode_json
 from dynamo_lite.protocol.errors import (
-    DeadlineExceeded,
     ProtocolError,
     StoreUnavailable,
     Unavailable,
 )
 from dynamo_lite.protocol.planner import LeaderRecord, PauseRecord, SwitchRecord, TargetRecord
+from dynamo_lite.runtime.first_listing import until_listed
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
 from dynamo_lite.runtime.tasks import running
 
 logger = logging.getLogger(__name__)
 
-_FIRST_LISTING_S = 10.0
 _RETRY_S = 1.0
 #: Share of the rest of the lease that one act may take. The rest is for a timeout that is noticed
 #: late.
@@ -114,11 +113,7 @@ class PlannerRecords:
             if self._elects:
                 election = running(self._elect(), name="planner election")
                 await stack.enter_async_context(election)
-            try:
-                async with asyncio.timeout(_FIRST_LISTING_S):
-                    await self._listed.wait()
-            except TimeoutError as exc:
-                raise DeadlineExceeded(f"records at {self._prefix}", _FIRST_LISTING_S) from exc
+            await until_listed(self._listed, f"records at {self._prefix}")
             self._stack = stack.pop_all()
         return self
 

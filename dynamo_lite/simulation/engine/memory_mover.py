@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 
 from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.simulation.engine.copies import Copy, copies_of
 from dynamo_lite.transfer.block_map import Descriptors
 
 
@@ -17,9 +18,7 @@ class MemoryFabric:
 class MemoryTransfer:
     """Applied when it is first polled, as a slow wire would. copies: (from, to, length)."""
 
-    def __init__(
-        self, peer: str, target: "MemoryMover", copies: list[tuple[int, int, int]], notice: bytes
-    ):
+    def __init__(self, peer: str, target: "MemoryMover", copies: list[Copy], notice: bytes):
         self._peer, self._target, self._copies, self._notice = peer, target, copies, notice
         self._done = False
 
@@ -89,19 +88,12 @@ class MemoryMover:
 
     def _match(
         self, peer: str, local: Descriptors, remote: Descriptors
-    ) -> tuple["MemoryMover", list[tuple[int, int, int]]]:
-        """The peer, and (address here, address there, length). Raises TransferError."""
+    ) -> tuple["MemoryMover", list[Copy]]:
+        """The peer, and the copies. Raises TransferError."""
         target = self._fabric.agents.get(self._peers.get(peer, ""))
         if target is None:
             raise TransferError(peer, "no such peer")
-        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
-            raise TransferError(peer, "not started: the two sides differ or are empty")
-        pairs: list[tuple[int, int, int]] = []
-        for (here, length, _), (there, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
-            if not (self._covers(here, length) and target._covers(there, length)):
-                raise TransferError(peer, "not started: memory is not registered")
-            pairs.append((here, there, length))
-        return target, pairs
+        return target, copies_of(peer, local, remote, self._covers, target._covers)
 
     def _covers(self, address: int, length: int) -> bool:
         return any(a <= address and address + length <= a + n for a, n in self._spans)

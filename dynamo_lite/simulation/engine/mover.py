@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dynamo_lite.protocol.errors import TransferError
+from dynamo_lite.simulation.engine.copies import Copy, copies_of
 from dynamo_lite.simulation.engine.memory import KvMemory, SimScratch
 from dynamo_lite.transfer.block_map import Descriptors
 
 #: A write's descriptors land in at most this many portions.
 _PORTIONS = 3
-
-#: Source address, destination address, length.
-Copy = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,18 +278,11 @@ class SimMover:
     def _match(
         self, peer: str, local: Descriptors, remote: Descriptors
     ) -> tuple["SimMover", list[Copy]]:
-        """The peer, and (address here, address there, length). Raises TransferError."""
+        """The peer, and the copies. Raises TransferError."""
         target = self.fabric.agents.get(self._peers.get(peer, b""))
         if target is None:
             raise TransferError(peer, "no such peer")
-        if not len(local) or local[:, 1].tolist() != remote[:, 1].tolist():
-            raise TransferError(peer, "not started: the two sides differ or are empty")
-        copies: list[Copy] = []
-        for (here, length, _), (there, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
-            if not (self.covers(here, length) and target.covers(there, length)):
-                raise TransferError(peer, "not started: memory is not registered")
-            copies.append((here, there, length))
-        return target, copies
+        return target, copies_of(peer, local, remote, self.covers, target.covers)
 
     def covers(self, address: int, length: int) -> bool:
         return self.memory.covers(address, length) or self.scratch.covers(address, length)
