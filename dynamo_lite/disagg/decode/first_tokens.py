@@ -116,7 +116,8 @@ class FirstTokens:
         return TokenDelta(
             request_id=caller,
             token_ids=[token],
-            # As the engine counts a remote prefill. It has not scheduled the request yet.
+            # The engine would report these counts for a remote prefill, but has not scheduled the
+            # request yet.
             prefill=PrefillCounts(
                 prompt_tokens=prompt_tokens,
                 local_cached_tokens=first.cached_tokens,

@@ -22,7 +22,7 @@ from dynamo_lite.protocol.trace import TraceContext
 
 #: Committed remote prefills that are kept until their writers report that they are done.
 _MAX_UNREPORTED = 1024
-#: How long an engine makes steps after a commit, for its writer's report to leave with one.
+#: How long an engine keeps stepping after a commit, so that a step can carry the writer's report.
 _REPORT_WITHIN_S = 5.0
 
 
@@ -36,21 +36,21 @@ class RemotePrefills:
     def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
         self.decisions = decisions
         self._stats, self._now = stats, now
-        # Others read the next three; only this class writes them.
+        # Other classes read the next three fields; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
         self.by_request: dict[str, RemotePrefill] = {}
         #: Records that are parked, by block hash and request.
         self.by_hash: dict[Hashable, dict[str, RemotePrefill]] = {}
         #: Prompts that are computed here, by request.
         self.computing: dict[str, RemotePrefill] = {}
-        #: From the request for a remote prefill until it has ended and no blocks are held.
-        #: Written under the lock.
+        #: By attempt, from the request for a remote prefill until it has ended and no blocks are
+        #: held. Written under the lock.
         self._by_attempt: dict[str, RemotePrefill] = {}
-        #: Committed, but not yet reported by their writers, oldest first. Under the lock.
+        #: Committed records without a writer's report, oldest first. Under the lock.
         self._unreported: OrderedDict[str, RemotePrefill] = OrderedDict()
-        #: When remote prefills were asked for, since the last reading of the queue.
+        #: When remote prefills were requested, since the last reading of the queue.
         self._asked_at: deque[float] = deque()
-        #: Of the attempts that have not ended. Under the lock.
+        #: Totals of the attempts that have not ended. Under the lock.
         self._backlog = RunningBacklog()
         #: Prompt tokens whose KV has come so far. Written under the lock.
         self._received_tokens = 0
@@ -138,7 +138,7 @@ class RemotePrefills:
         return prefill.until
 
     def landed(self, request_id: str, blocks: int) -> None:
-        """A rank has this many of the blocks; the prompt has what all ranks have."""
+        """One rank has this many of the blocks. Only blocks that all ranks have count."""
         if (prefill := self.by_request.get(request_id)) is not None:
             known = prefill.landed_blocks
             prefill.landed_blocks = blocks if known is None else min(known, blocks)
@@ -157,7 +157,7 @@ class RemotePrefills:
         self._computes(prefill, self._now(), prefill.decided.cached_tokens)
 
     def looked_up(self, prefill: RemotePrefill, cached: int) -> None:
-        """The engine is about to compute the prompt itself, without the `cached` tokens."""
+        """The engine is about to compute the prompt itself, except for the `cached` tokens."""
         if prefill.request_id in self.computing and prefill.left_tokens == prefill.here_tokens:
             self._computes(prefill, prefill.here_at, cached)
 
@@ -216,7 +216,7 @@ class RemotePrefills:
         return prefill
 
     def stepped(self) -> None:
-        """A step begins. It carries what was counted and noted so far."""
+        """A step begins. It carries the counts and notes up to now."""
         self._report_to_carry = False
 
     # Events of the control session, on the bridge's thread
@@ -255,13 +255,13 @@ class RemotePrefills:
     # Questions
 
     def asked_since(self, read_at: float) -> int:
-        """How many remote prefills were asked for after `read_at`, which never decreases."""
+        """How many remote prefills were requested after `read_at`, which never decreases."""
         while self._asked_at and self._asked_at[0] <= read_at:
             self._asked_at.popleft()
         return len(self._asked_at)
 
     def queued(self) -> list[RemotePrefill]:
-        """Those that no writer has claimed, oldest first."""
+        """Remote prefills that no writer has claimed, oldest first."""
         with self._lock:
             attempts = self._by_attempt.values()
             return [one for one in attempts if one.claimed_at is None and one.outcome is None]
@@ -291,7 +291,7 @@ class RemotePrefills:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must make steps: counts and notes leave it with a step only.
+        """Whether the engine must keep stepping, because only a step can carry counts and notes.
 
         A writer's report may come when the request has ended already.
         """
