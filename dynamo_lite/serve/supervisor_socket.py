@@ -36,7 +36,7 @@ _MAX_CONNECTIONS = 32
 #: A client that sends nothing for this long is disconnected.
 _IDLE_S = 600.0
 _WRITE_TIMEOUT_S = 5.0
-#: Of an error in a reply, in characters.
+#: Longest error text in a reply, in characters.
 _ERROR_LIMIT = 1024
 
 _decode_request = msgspec.json.Decoder(SupervisorRequest).decode
@@ -44,7 +44,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Scaled(Protocol):
-    """What the orders are carried out on; see `Supervisor`."""
+    """The interface that carries out orders; see `Supervisor`."""
 
     def counts(self) -> dict[str, RoleCounts]: ...
 
@@ -74,7 +74,7 @@ class Orders:
         if request.version <= self._version:
             why = f"version {request.version} is old: an order needs one above {self._version}"
             return self._reply(why, stale=True)
-        # Also that of a refused order: the same order must not succeed later.
+        # A refused order also uses up its version: the same order must not succeed later.
         self._version = request.version
         try:
             self._carry_out(request)
@@ -141,7 +141,8 @@ class SupervisorSocket:
         try:
             while line := await _line(reader):
                 writer.write(_encode(self._orders.answer(line)) + b"\n")
-                # A client that has gone or reads nothing only loses its connection.
+                # If the client has disconnected or reads nothing, only its own connection is
+                # closed.
                 try:
                     async with asyncio.timeout(_WRITE_TIMEOUT_S):
                         await writer.drain()
@@ -152,7 +153,7 @@ class SupervisorSocket:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Empty when the client has gone, stays silent, or has sent too long a line."""
+    """Empty when the client has disconnected, sends nothing, or has sent too long a line."""
     with contextlib.suppress(OSError, TimeoutError, ValueError):
         async with asyncio.timeout(_IDLE_S):
             return await reader.readline()
@@ -160,7 +161,9 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 def _bound(path: Path) -> socket.socket:
-    """A socket that only its owner can open. One that a killed supervisor has left is replaced."""
+    """A socket that only its owner can open. It replaces the socket that a killed supervisor
+    has left.
+    """
     path.unlink(missing_ok=True)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

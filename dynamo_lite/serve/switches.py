@@ -1,7 +1,7 @@
 """Workers that change their role: one drains, and one of another component gets its devices.
 
-The devices belong to the switch from its order until the successor has them, so nothing else can
-take them, and both processes never run at the same time. One switch at a time.
+The devices belong to the switch from its order until the successor has them, so no other process
+can take them. Both processes never run at the same time. There is one switch at a time.
 """
 
 import time
@@ -14,7 +14,7 @@ from dynamo_lite.serve.fleet import Fleet
 from dynamo_lite.serve.instance_supervisor import InstanceSupervisor
 from dynamo_lite.serve.progress import Progress
 
-#: So many switches are remembered, for clients that ask how one has ended.
+#: How many switches are remembered, for clients that ask how a switch has ended.
 _REMEMBERED = 8
 
 
@@ -68,7 +68,7 @@ class Switches:
         return [switch.state(now) for switch in self._last]
 
     def begun(self, component: str, lease_id: int, to: str) -> RoleSwitch | None:
-        """This switch, if it was begun already."""
+        """Returns this switch if it was begun already, else None."""
         for switch in self._last:
             if (switch.worker.launch.service, switch.lease_id, switch.to) == (
                 component,
@@ -113,7 +113,9 @@ class Switches:
         switch.settled = time.monotonic()
 
     def cancel(self, component: str, lease_id: int) -> RoleSwitch | None:
-        """Stops the successor of this worker, unless it was ready. None: there is none."""
+        """Stops the successor of this worker, unless it was ready. Returns None if there is no
+        such switch.
+        """
         for switch in self._last:
             if (switch.to, switch.lease_id) != (component, lease_id):
                 continue

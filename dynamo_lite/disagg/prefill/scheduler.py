@@ -175,7 +175,7 @@ class PrefillScheduler:
         request_id = request.request_id
         job = self._jobs.pop(request_id, None)
         if job is None:
-            if (params := self._arrive(request)) is not None:  # it was stopped before its first step
+            if (params := self._arrive(request)) is not None:  # stopped before its first step
                 del self._arrived[request_id]
                 self.stats.append(ENDED, [params.attempt, "abandoned", ""])
             return False

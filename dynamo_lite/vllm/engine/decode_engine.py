@@ -50,7 +50,8 @@ class VllmDecodeEngine(VllmEngine):
         except Exception:
             self._leave([request.request_id])
             raise
-        # After a cancel the engine's process may have the request: `abort` needs its name there.
+        # After a cancel the engine's process may already have the request, and `abort` needs its
+        # name.
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._abort(self._leave(request_ids))

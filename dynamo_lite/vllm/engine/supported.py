@@ -157,7 +157,7 @@ def _check_layer_hook(config: VllmConfig) -> None:
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    """Raises StartupError for kinds of parallelism that transfers do not support."""
+    """Raises StartupError for parallelism that transfers do not support."""
     if parallel.data_parallel_size > 1:
         raise StartupError(
             f"data-parallel-size: {parallel.data_parallel_size} is not supported with remote"
