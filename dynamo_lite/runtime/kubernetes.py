@@ -138,7 +138,7 @@ def _decoded(answer: bytes) -> dict[str, Any]:
 
 
 def _message(answer: bytes) -> str:
-    """Of a `Status` object; empty for anything else."""
+    """The message of a `Status` object; empty for anything else."""
     try:
         return str(_decoded(answer).get("message", ""))[:500]
     except ProtocolError:

@@ -6,7 +6,7 @@ stop: write OLD, NEW everywhere; then NEW, OLD; then NEW. A running process sees
 within a second.
 
 An authenticated message is a tag of 16 bytes, keyed BLAKE2b (RFC 7693), and the message. The tag
-covers a context, too, such as the subject: a message is of no use in another place.
+covers a context, too, such as the subject, so a message is rejected in any other context.
 """
 
 import hashlib
