@@ -1,6 +1,6 @@
 """Files with requests: Mooncake JSONL, Azure CSV, BurstGPT CSV, ShareGPT JSON.
 
-Every reader streams, and names file, line and accepted range of what it cannot read.
+Every reader streams. Its errors name file, line and accepted range.
 """
 
 import csv

@@ -8,7 +8,7 @@ from dynamo_lite.protocol.errors import Refused
 from dynamo_lite.protocol.planner import SwitchState
 from dynamo_lite.simulation.graph_worker import Worker
 
-#: So many are remembered.
+#: How many switches are remembered.
 _REMEMBERED = 8
 
 
@@ -95,8 +95,9 @@ class SimSwitches:
         return None
 
     def cancel(self, component: str, lease_id: int) -> SimSwitch | None:
-        """The successor of this worker is not to be started, or is to end, unless it was ready.
-        None: there is none."""
+        """The successor of this worker is not started, or ends, unless it was ready. Returns
+        None if there is no such switch.
+        """
         for switch in self._last:
             if (switch.to, switch.lease_id) == (component, lease_id) and not switch.settled:
                 switch.cancelled = True

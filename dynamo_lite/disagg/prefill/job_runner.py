@@ -217,7 +217,8 @@ class JobRunner:
         self, request: RemotePrefillRequest, computation: Computation, grant: HeldGrant
     ) -> AttemptOutcome:
         """The job is claimed: has it written, unless it was cancelled or is malformed. No write
-        starts when the grant has expired: its engine has given the attempt up by then."""
+        starts after the grant has expired, because its engine gives the attempt up.
+        """
         claimed = self._now()
         expiry = asyncio.get_running_loop().call_later(grant.left_s, computation.stop_writing)
         try:
