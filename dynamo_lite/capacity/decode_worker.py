@@ -64,8 +64,7 @@ class Listener(Protocol):
 
 class DecodeWorker:
     """lease_id: its name. phase_s: when its load is reported first. on_change: called when its
-    load differs from its last report, once per report, with the time of the next report.
-    """
+    load differs from its last report, once per report, with the time of the next report."""
 
     def __init__(
         self,

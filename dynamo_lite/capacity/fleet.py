@@ -86,8 +86,7 @@ class Fleet(Generic[W]):
 
     def want(self, count: int, room: int) -> None:
         """Starts or stops workers until `count` serve or will serve. room: how many may be
-        started.
-        """
+        started."""
         have = self.seen().count
         for _ in range(min(count - have, room)):
             place = _Place[W](self._events.now)

@@ -108,15 +108,13 @@ class Graph:
 
     def _prefill_busy_s(self, worker: PrefillWorker) -> float:
         """Without a measured rate the tokens are returned, which give the same order as
-        seconds.
-        """
+        seconds."""
         rate = self.backlog.drain.tokens_per_s(self._events.now)
         return worker.claimed_tokens / (rate or 1.0)
 
     def _pace(self) -> Pace:
         """The pace of the answers so far. Requests are not moved here, so the cost of a prefill
-        is left out.
-        """
+        is left out."""
         tally = self.tally
         usual = tally.answers.percentile(0.9)
         return Pace(

@@ -139,6 +139,5 @@ def _present(seen: RoleSeen) -> int:
 
 def _with_limit(load: DecodeLoad, limits: PlannerOptions) -> DecodeLoad:
     """Adds the limit, as the service does. It is an option, because no worker reports its own
-    limit.
-    """
+    limit."""
     return replace(load, max_num_seqs=limits.decode_max_num_seqs or None)

@@ -137,8 +137,7 @@ class Bounds:
 
     def clipped(self, prefill: int, decode: int) -> Counts:
         """The numbers within the bounds. Both numbers are reduced in proportion if their sum is
-        too large.
-        """
+        too large."""
         prefill, decode = max(prefill, self.least.prefill), max(decode, self.least.decode)
         if prefill + decode > self.most:
             prefill = max(self.least.prefill, round(prefill * self.most / (prefill + decode)))

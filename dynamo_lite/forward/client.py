@@ -64,8 +64,7 @@ class Client(Protocol):
     def abort(self) -> None:
         """Closes the connection without the answer's end, so that the client sees that the
         answer is incomplete. Bytes that were written before are still delivered if the client
-        can tell.
-        """
+        can tell."""
         ...
 
 

@@ -14,8 +14,7 @@ _MAX_HEAD_BYTES = 64 << 10
 
 class Connection(asyncio.Protocol):
     """Carries one request at a time. on_free: called when an answer has ended, and another
-    request may follow. on_lost: called when the connection is closed.
-    """
+    request may follow. on_lost: called when the connection is closed."""
 
     def __init__(
         self,
@@ -44,8 +43,7 @@ class Connection(asyncio.Protocol):
     @property
     def _sent(self) -> bool:
         """Whether it is open and has sent all bytes. After an early answer a part of the
-        request may be unsent.
-        """
+        request may be unsent."""
         transport = self._transport
         return self._open and transport is not None and transport.get_write_buffer_size() == 0
 

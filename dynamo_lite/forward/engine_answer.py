@@ -87,8 +87,7 @@ class EngineAnswer:
 
     async def pass_on(self, push: Push, drained: Callable[[], Awaitable[None]]) -> None:
         """Passes arriving bytes to `push` at once. When `push` has no room, reading pauses
-        until `drained` returns. An exception of `push` is raised here.
-        """
+        until `drained` returns. An exception of `push` is raised here."""
         try:
             while True:
                 if self._parts:

@@ -25,8 +25,7 @@ def engine_tls(options: EngineOptions) -> ssl.SSLContext | None:
 
 def check_trust(ca_file: str | None) -> None:
     """Reads the file, so that it is known to be readable when an engine joins. Raises
-    ConfigError.
-    """
+    ConfigError."""
     try:
         _context(ca_file, False)
     except ConfigError as exc:

@@ -139,8 +139,7 @@ class Engine:
     def learned(self, identity: Mapping[str, Any] | None) -> None:
         """Notes the identity in an answer; None: the answer has none. A restarted process has a
         new identity. An earlier identity that comes back belongs to another data-parallel rank.
-        Then it is not known which rank takes the next leg.
-        """
+        Then it is not known which rank takes the next leg."""
         self.identity = identity
         if identity is None or (self._identities and identity == self._identities[-1]):
             return

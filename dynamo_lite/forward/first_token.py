@@ -113,8 +113,7 @@ class FirstTokenMerge:
 
     def _beyond(self, choice: dict[str, Any]) -> bool:
         """Removes the part of the decode engine's chunk that was shown already. Returns whether
-        anything is left.
-        """
+        anything is left."""
         index = choice.get("index", 0)
         if index in self._ended:
             return False

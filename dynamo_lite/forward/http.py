@@ -261,8 +261,7 @@ class HttpClient:
 
     def push(self, data: bytes) -> bool:
         """Writes directly to the socket. aiohttp's own path would be the largest part of a
-        token's cost.
-        """
+        token's cost."""
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ClientGone

@@ -117,8 +117,7 @@ class Legs:
         self, one: Sending, failed: type[EngineFailed], *, passes_errors: bool = False
     ) -> EngineAnswer:
         """Returns the head of a successful answer. Raises `failed`, and Final with the engine's
-        answer for a 4xx, or with `passes_errors` for any error.
-        """
+        answer for a 4xx, or with `passes_errors` for any error."""
         incoming, engine = self._incoming, one.engine
         try:
             response = await self._upstream.open(

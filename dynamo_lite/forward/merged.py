@@ -183,8 +183,7 @@ async def _break_off_if_started(job: Job, failure: PrefillFailed, cause: BaseExc
 
 async def _read_out(legs: Legs, engine: Engine, decoding: _Opening) -> None:
     """Reads a leg without needed tokens to its end. The decode engine must receive the KV, or
-    the prefill engine would keep it.
-    """
+    the prefill engine would keep it."""
     try:
         async with asyncio.timeout(_SETTLE_S):
             response = await decoding

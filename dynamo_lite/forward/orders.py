@@ -98,8 +98,7 @@ class Orders:
 
     async def parallel(self, job: Job, placement: Placement, attempt: Attempt) -> None:
         """Both legs at once. The decode engine's bytes are held back until the prefill leg has
-        succeeded, because without its KV they are worthless.
-        """
+        succeeded, because without its KV they are worthless."""
         prefill, engine = _pair(placement)
         body, protocol = job.request.body, self._protocol
         first = protocol.prefill(body, attempt)
@@ -151,8 +150,7 @@ class Orders:
 
     async def _hand_over(self, legs: Legs, one: Sending) -> EngineAnswer:
         """Opens the decode leg. If the client disconnects meanwhile, the engine still gets the
-        request, and some time to take it over, before its connection is closed.
-        """
+        request, and some time to take it over, before its connection is closed."""
         opening = asyncio.create_task(legs.open(one, DecodeFailed), name="decode leg")
         try:
             return await asyncio.shield(opening)

@@ -143,8 +143,7 @@ class HeaderPlacer:
 
     def place_decode(self, placement: Placement, tried: Tried) -> Engine:
         """Called only if the decode engine has become unhealthy meanwhile. There is no other
-        one.
-        """
+        one."""
         raise NoWorkers("the decode engine is not healthy")
 
     def sent(self, engine: Engine, placement: Placement) -> None:

@@ -49,8 +49,7 @@ class GraphSeen:
 
     def writers(self, asked_at: float) -> Writers:
         """What each decode worker reported about its writers. asked_at: time of these facts, by
-        the clock that `policy/drain.py` gets.
-        """
+        the clock that `policy/drain.py` gets."""
         return {
             lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
             for lease_id, record in self.records.items()
@@ -114,8 +113,7 @@ def in_flight(facts: Facts) -> int | None:
 
 async def listens(record: EndpointRecord) -> bool:
     """Whether the process's status server is there, or may be: only a refused connection means
-    no.
-    """
+    no."""
     parts = urlsplit(record.status_url)
     try:
         async with asyncio.timeout(TIMEOUT_S):

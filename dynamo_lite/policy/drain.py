@@ -253,8 +253,7 @@ def move_or_finish(running: Running, pace: Pace) -> Move | Finish:
 
 def _left_tokens(running: Running, pace: Pace) -> int | None:
     """The usual length is that of whole answers. An answer that is already as long may
-    continue.
-    """
+    continue."""
     limits = [] if pace.output_tokens is None else [pace.output_tokens]
     if running.limit_tokens is not None:
         limits.append(max(running.limit_tokens - running.output_tokens, 0))
@@ -263,8 +262,7 @@ def _left_tokens(running: Running, pace: Pace) -> int | None:
 
 def busy_s(running: Iterable[Running], pace: Pace) -> float | None:
     """Seconds until all these requests are finished or moved, one after the other; None: not
-    known.
-    """
+    known."""
     total = 0.0
     for one in running:
         found = move_or_finish(one, pace).cost_s

@@ -30,8 +30,7 @@ class Trend:
 
     def add(self, value: float, now: float) -> "Trend":
         """Returns the trend with one more sample. now: monotonic seconds, after the sample
-        before.
-        """
+        before."""
         if self.at is None or now <= self.at:
             return replace(self, at=now, level=value)
         seconds = now - self.at

@@ -130,8 +130,7 @@ class LeastSquares:
 
     def variance(self, row: Sequence[float]) -> float:
         """Variance of the mean that `predict` returns: row' V row. Infinite where a feature of
-        the row was never measured.
-        """
+        the row was never measured."""
         if any(value and i not in self._known for i, value in enumerate(row)):
             return math.inf
         total = 0.0

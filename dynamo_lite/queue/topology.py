@@ -303,8 +303,7 @@ def consumer_name(lane: Lane) -> str:
 
 def shared_settings(config: QueueConfig) -> dict[str, str]:
     """The settings that all users of a queue must share, as text; JetStream's configuration has
-    the others.
-    """
+    the others."""
     return {
         "max_depth": str(config.max_jobs),
         "ack_wait_s": f"{config.ack_wait_s:g}",

@@ -30,8 +30,7 @@ _MOVE_S = 5.0
 
 class Evacuation:
     """tasks: owns the migrations. abort: ends attempts at their workers. take: handles deltas
-    as if they had just arrived. lose: handles the loss of a request's worker, with the reason.
-    """
+    as if they had just arrived. lose: handles the loss of a request's worker, with the reason."""
 
     def __init__(
         self,
@@ -63,8 +62,7 @@ class Evacuation:
 
     def _judged(self, flight: MigratingRequest, lease_id: int) -> Move | None:
         """Returns how the request moves; None if it does not run at this worker, or should
-        stay.
-        """
+        stay."""
         if flight.over or not flight.accepted or not flight.wire_id or flight.held is not None:
             return None
         if flight.member is None or flight.member.lease_id != lease_id:

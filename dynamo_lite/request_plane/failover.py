@@ -134,14 +134,12 @@ class FailoverClient:
 
     def worker_leaves(self, lease_id: int) -> None:
         """The worker's keys are gone. Requests that another worker finishes sooner migrate, a
-        few at a time. The leaving worker finishes the others.
-        """
+        few at a time. The leaving worker finishes the others."""
         self._leaving.leave(lease_id, self._flights.values())
 
     def load_facts(self) -> dict[str, dict[str, Any]]:
         """What this client's requests cost each worker: the fields of a `WorkerLoad`, by the
-        worker's hexadecimal lease id.
-        """
+        worker's hexadecimal lease id."""
         loads = self._costs.loads(self._flights.values())
         return {f"{lease_id:x}": asdict(load) for lease_id, load in loads.items()}
 

@@ -28,8 +28,7 @@ _LONGEST_PAUSE_S = 1.0
 
 class WorkerSelector(ABC):
     """The asynchronous form of `Picker`; the client of a Router process implements it. A
-    cancelled `choose` books nothing.
-    """
+    cancelled `choose` books nothing."""
 
     @abstractmethod
     async def choose(

@@ -100,8 +100,7 @@ class GenerateServer:
     @property
     def in_flight(self) -> int:
         """Number of requests that have arrived and were not ended by a last delta, a cancel or
-        the end of their session.
-        """
+        the end of their session."""
         return len(self._owners) + sum(i not in self._owners for i in self._submitting)
 
     @property

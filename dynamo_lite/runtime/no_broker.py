@@ -12,8 +12,7 @@ _WHY = "this process has no broker"
 
 class NoBroker:
     """Implements `Messaging`. `connected` is true, because no connection is missing. Every call
-    that would need a broker raises BrokerUnavailable.
-    """
+    that would need a broker raises BrokerUnavailable."""
 
     connected = True
 

@@ -28,8 +28,7 @@ class Devices:
 
     def take(self, count: int) -> tuple[str, ...] | None:
         """Occupies the first `count` free devices. Returns None, and changes nothing, when
-        fewer are free.
-        """
+        fewer are free."""
         if count > len(self._free):
             return None
         taken, self._free = tuple(self._free[:count]), self._free[count:]

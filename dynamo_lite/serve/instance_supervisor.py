@@ -73,8 +73,7 @@ class InstanceSupervisor:
     @property
     def phase(self) -> Literal["starting", "ready", "draining", "ended"]:
         """The phase that `RoleCounts` counts. A process that is restarted after a crash is
-        "ready".
-        """
+        "ready"."""
         if self.done.is_set():
             return "ended"
         if self._stopping.is_set() or self._leaves:
@@ -84,8 +83,7 @@ class InstanceSupervisor:
     @property
     def lease_id(self) -> int:
         """Lease of the process, or of the last process if it has ended; 0 while it is not
-        known.
-        """
+        known."""
         return int(self.state.lease or "0", 16)
 
     async def keep(self) -> None:

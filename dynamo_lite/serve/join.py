@@ -63,8 +63,7 @@ def run(request: JoinRequest) -> int:
 
 async def _join(spec: ProcessSpec, options: JoinOptions) -> int:
     """If the lease expired while etcd was out of reach, a new lease is granted: no other
-    process would register the engine again.
-    """
+    process would register the engine again."""
     report = _reporter(Progress())
     # A closed terminal ends it in order, too.
     loop = asyncio.get_running_loop()

@@ -35,16 +35,14 @@ def given_secret(path: Path) -> Path:
 
 def running_secret(running: RunState | None, url: str) -> Path | None:
     """The secret of the graph that runs on the same state directory and uses this NATS or etcd;
-    None without one.
-    """
+    None without one."""
     same = running is not None and url in (running.nats, running.etcd) and running.secret
     return Path(running.secret) if running is not None and same else None
 
 
 def check_exposure(bind_host: str, secret: Path | None) -> None:
     """Raises ConfigError if other hosts could reach processes that do not authenticate
-    messages.
-    """
+    messages."""
     if secret is None and not is_loopback(bind_host):
         raise ConfigError(
             [

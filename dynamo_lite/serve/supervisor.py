@@ -161,8 +161,7 @@ class Supervisor:
 
     def switch(self, component: str, lease_id: int, to: str) -> str:
         """Begins to drain a process, which a process of another component replaces. Returns the
-        successor's name. Raises Refused. A repeated switch is carried out once.
-        """
+        successor's name. Raises Refused. A repeated switch is carried out once."""
         tasks = self._running_tasks()
         switch = self._switches.begun(component, lease_id, to)
         if switch is None:

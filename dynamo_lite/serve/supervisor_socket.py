@@ -162,8 +162,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 def _bound(path: Path) -> socket.socket:
     """A socket that only its owner can open. It replaces the socket that a killed supervisor
-    has left.
-    """
+    has left."""
     path.unlink(missing_ok=True)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -114,8 +114,7 @@ class Switches:
 
     def cancel(self, component: str, lease_id: int) -> RoleSwitch | None:
         """Stops the successor of this worker, unless it was ready. Returns None if there is no
-        such switch.
-        """
+        such switch."""
         for switch in self._last:
             if (switch.to, switch.lease_id) != (component, lease_id):
                 continue

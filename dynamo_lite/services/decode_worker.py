@@ -151,8 +151,7 @@ class VllmWorker:
         self, engine: DecodeEngine, probe: EngineProbe, host: Host | None
     ) -> Mapping[str, Any]:
         """The leases of the prefill workers that may write into its blocks, and the age of this
-        information.
-        """
+        information."""
         if engine.metadata is None:
             return {"writers": [], "writers_age_s": 0.0}
         if probe.asked_at is None or host is None:
@@ -207,8 +206,7 @@ class VllmWorker:
 
     async def _stop_remote_prefills(self, host: Host, engine: DecodeEngine) -> None:
         """Orders the engine to ask for no more remote prefills. The engine cannot derive that
-        from missing keys, because the store may have lost them.
-        """
+        from missing keys, because the store may have lost them."""
         if engine.metadata is None:
             return
         subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
@@ -224,8 +222,7 @@ class VllmWorker:
 
     async def _register(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
         """Publishes the metadata, then registers the worker: other processes may write into its
-        blocks as soon as they see the worker.
-        """
+        blocks as soon as they see the worker."""
         namespace, lease = self._spec.namespace, host.lease
         if engine.metadata is not None:
             engine_id = engine.metadata.engine_id

@@ -80,8 +80,7 @@ class EngineProbe:
 
     def verdict(self) -> Verdict:
         """The health for heartbeats. Must be called about once a second, because it also notes
-        when the engine has nothing to do.
-        """
+        when the engine has nothing to do."""
         self._note_steps()
         silent, stalled = self._silent_s(), self._stalled_s()
         if silent > _SILENT_S:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class EngineKv:
     """The KV blocks that engines publish, and the tokeniser of the prompts that are compared
-    with them.
-    """
+    with them."""
 
     known: KnownBlocks
     tokens: Tokens
@@ -36,8 +35,7 @@ async def kv_events(
     engines: Engines, upstream: Upstream, config: ForwarderConfig, registry: CollectorRegistry
 ) -> AsyncIterator[EngineKv | None]:
     """Follows engines that publish KV events. Gives None if no engine publishes or could
-    publish any.
-    """
+    publish any."""
     if not config.discovers and not any(engine.options.kv_events for engine in engines.all):
         yield None
         return

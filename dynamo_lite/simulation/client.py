@@ -58,8 +58,7 @@ class Story:
 
 class _EagerCosts(FlightCosts):
     """Migration has no cost here, so every request that can migrate off a leaving worker does.
-    With measured costs nearly all of these short answers would stay.
-    """
+    With measured costs nearly all of these short answers would stay."""
 
     @property
     def pace(self) -> Pace:

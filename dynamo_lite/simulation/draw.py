@@ -171,8 +171,7 @@ def _with_load(scenario: Scenario, bursts: Sequence[float], rng: random.Random) 
 
 def _siblings(asks: Sequence[Ask], rng: random.Random) -> list[Ask]:
     """Requests with the same prompt at about the same time, as from `n > 1` or from many
-    clients. Some are cancelled early.
-    """
+    clients. Some are cancelled early."""
     chosen = rng.sample(asks, rng.randint(0, 2))
     return [
         replace(

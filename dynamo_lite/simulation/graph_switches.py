@@ -96,8 +96,7 @@ class SimSwitches:
 
     def cancel(self, component: str, lease_id: int) -> SimSwitch | None:
         """The successor of this worker is not started, or ends, unless it was ready. Returns
-        None if there is no such switch.
-        """
+        None if there is no such switch."""
         for switch in self._last:
             if (switch.to, switch.lease_id) == (component, lease_id) and not switch.settled:
                 switch.cancelled = True

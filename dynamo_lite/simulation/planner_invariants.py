@@ -41,8 +41,7 @@ class Reign:
 @dataclass
 class PlannerJudge:
     """Implements Watcher. The caller reports each revision of etcd (`committed`) and the
-    broker's outages. slots: of all processes by name; a planner orders under its slot's name.
-    """
+    broker's outages. slots: of all processes by name; a planner orders under its slot's name."""
 
     judge: Judge
     scenario: PlannerScenario
@@ -253,8 +252,7 @@ class PlannerJudge:
 
     def _check_known(self, record: OperationRecord) -> None:
         """Checks that no worker was removed while the load was unknown: each outage that a
-        planner sees restarts the window.
-        """
+        planner sees restarts the window."""
         if record.kind != "remove" or record.component != COMPONENTS[Role.PREFILL]:
             return
         if not _ENOUGH.match(record.reason):
@@ -273,8 +271,7 @@ class PlannerJudge:
 
     def unsettled(self) -> str | None:
         """What planners still have to do, as text; None if the numbers are those of an idle
-        graph.
-        """
+        graph."""
         if self.operations:
             return f"operations under way: {[r for r, _ in self.operations.values()]}"
         if why := self._switches.unsettled():

@@ -34,8 +34,7 @@ class SimPods:
 
     async def prefer(self, order: Order) -> None:
         """Remembers the pod by its process. When the container was restarted, the pod is still
-        the preferred one.
-        """
+        the preferred one."""
         await self._way()
         worker = self._supervisor.find(order.component, order.lease_id)
         worker.last_lease = order.lease_id

@@ -32,8 +32,7 @@ class NeverReady:
 
 class SlowEnd:
     """A component that stays for a while after its drain, like one with an engine that ends
-    slowly.
-    """
+    slowly."""
 
     def __init__(self, inner: Component, after_s: float):
         self._inner, self._after_s = inner, after_s

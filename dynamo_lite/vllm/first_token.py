@@ -96,8 +96,7 @@ def first_token_params(wanted: FirstTokenSampling) -> SamplingParams:
 
 def _is_plain(params: SamplingParams) -> bool:
     """Whether the first token depends only on temperature, top_p, top_k, min_p and seed, and
-    only the token itself is wanted.
-    """
+    only the token itself is wanted."""
     return not (
         depends_on_output(params)
         # Parameters of custom logits processors and samplers.

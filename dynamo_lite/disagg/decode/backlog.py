@@ -136,8 +136,7 @@ class BacklogExchange:
 
     def _totals(self) -> BacklogTotals:
         """Returns the totals of all engines: this one's exact backlog and the others' last
-        messages.
-        """
+        messages."""
         return self._prefills.backlog()[0] + self._others
 
     def _measure_drain(self, done_tokens: int) -> None:

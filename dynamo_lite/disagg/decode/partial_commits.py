@@ -71,8 +71,7 @@ class GrantedCommits:
 
     def granted(self, grant: int) -> None:
         """The attempt has this grant. Notifications of an earlier, different grant do not
-        count.
-        """
+        count."""
         if self.grant is not None and self.grant != grant:
             self._drop(self.grant)
         self.grant = grant

@@ -75,8 +75,7 @@ class QueueWatch:
 
     def doubt(self) -> None:
         """A push has failed. Other engines may still reach the queue, so their readings are
-        ignored until this engine has read the depth itself.
-        """
+        ignored until this engine has read the depth itself."""
         self._in_doubt = True
 
     async def _watch(self, queue: PrefillQueue, messaging: Messaging) -> None:

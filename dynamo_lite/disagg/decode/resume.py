@@ -33,8 +33,7 @@ class Resumes:
 
     def lost(self, prefill: RemotePrefill, now: float) -> bool:
         """The engine is about to take the blocks back. Returns whether another remote prefill
-        may be requested.
-        """
+        may be requested."""
         prompt, until = prefill.prompt, prefill.until
         if prompt is None or until is None or prefill.outcome is None:
             return False

@@ -217,8 +217,7 @@ class JobRunner:
         self, request: RemotePrefillRequest, computation: Computation, grant: HeldGrant
     ) -> AttemptOutcome:
         """The job is claimed: has it written, unless it was cancelled or is malformed. No write
-        starts after the grant has expired, because its engine gives the attempt up.
-        """
+        starts after the grant has expired, because its engine gives the attempt up."""
         claimed = self._now()
         expiry = asyncio.get_running_loop().call_later(grant.left_s, computation.stop_writing)
         try:

@@ -38,8 +38,7 @@ class OpenAttempt:
 
 class OpenAttempts:
     """Attempts, until the engine has reported how they ended. Used on the component's event
-    loop.
-    """
+    loop."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenAttempt] = {}

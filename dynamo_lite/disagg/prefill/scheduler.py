@@ -192,8 +192,7 @@ class PrefillScheduler:
 
     def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
         """Handles the reads and writes that have ended in the worker halves, with or without
-        success.
-        """
+        success."""
         if report is not None:
             self._failures.update(report.failures)
             self._introductions.forget(report.unknown)

@@ -35,8 +35,7 @@ class Batches:
 
     def heard(self, number: int) -> bool:
         """Takes the number of a batch of the subscription. Returns whether another process
-        begins with it, because numbers only grow. Then everything before it must be forgotten.
-        """
+        begins with it, because numbers only grow. Then everything before it must be forgotten."""
         restarted = number <= self._heard
         self._heard = number
         return restarted

@@ -32,8 +32,7 @@ _LINK = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 class KvSubscription:
     """number, name: of the engine. endpoint: where it publishes. replay: where it replays;
-    None: nowhere.
-    """
+    None: nowhere."""
 
     def __init__(
         self,

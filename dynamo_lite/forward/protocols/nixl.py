@@ -46,8 +46,7 @@ def returned_params(answer: PrefillAnswer) -> Handoff | None:
 
 def hand_over(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
     """The client's own id stays: legs are not paired by it, and the client sees it in its
-    answer.
-    """
+    answer."""
     assert handoff is not None
     headers = {} if attempt.client_id else {"x-request-id": attempt.request_id}
     return Leg({**body, "kv_transfer_params": handoff.params}, headers)

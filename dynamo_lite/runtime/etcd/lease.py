@@ -33,8 +33,7 @@ _OUT_OF_REACH = (aetcd.ClientError, rpc.AioRpcError, TimeoutError)
 
 class EtcdLease:
     """granted: etcd's answer to the grant; granted_at: the `boottime` just before the request.
-    timeout_s: timeout of one request. boottime: see `Clock`.
-    """
+    timeout_s: timeout of one request. boottime: see `Clock`."""
 
     def __init__(
         self,

@@ -115,8 +115,7 @@ class RemoteRouter(WorkerSelector):
 
     def _fail(self, router: EndpointRecord, why: str) -> None:
         """A killed router stays registered until its lease expires, and precedes its
-        replacement in the order.
-        """
+        replacement in the order."""
         if router.lease_id in self._failed:
             return
         logger.warning("router %x failed, it is probed until it answers: %s", router.lease_id, why)
@@ -135,8 +134,7 @@ class RemoteRouter(WorkerSelector):
 
     async def _answers(self, router: EndpointRecord) -> bool:
         """Whether the router replies to a request without candidates. It counts no request for
-        it.
-        """
+        it."""
         self._sent += 1
         probe = PickRequest(
             client=self._lease_id,

@@ -83,8 +83,7 @@ class End:
 
     def owner_died(self) -> None:
         """Items that it has sent still arrive. Then its kernel closes the connection, or resets
-        it if there was unread data.
-        """
+        it if there was unread data."""
         unread = self.network.random() < 0.5
         self._close("", fin=_Fin("connection reset by peer" if unread else ""))
 

@@ -63,8 +63,7 @@ def _shared(config: QueueConfig) -> QueueConfig:
 
 class MemoryJob:
     """Implements Job. answered: its holder is done with it, even if the broker did not get the
-    answer.
-    """
+    answer."""
 
     def __init__(self, broker: MemoryBroker, stream: Stream, entry: Entry):
         self._broker = broker

@@ -58,8 +58,7 @@ class RustEdge:
     @property
     def unhealthy(self) -> str:
         """Why the Rust frontend's process does not serve requests now. It may recover, or is
-        replaced soon.
-        """
+        replaced soon."""
         return self.process.unhealthy
 
     @property
@@ -119,8 +118,7 @@ def rust_arguments(args: Namespace, config: VllmConfig, grace_s: float) -> dict[
 
 def as_engine(config: VllmConfig) -> EngineCoreReadyResponse:
     """The description that an engine sends of itself. This process has no blocks: the Rust
-    frontend shows these numbers, and uses only the model's length.
-    """
+    frontend shows these numbers, and uses only the model's length."""
     model, scheduler = config.model_config, config.scheduler_config
     return EngineCoreReadyResponse(
         max_model_len=model.max_model_len,
