@@ -161,7 +161,7 @@ def _step(name: str, part: str) -> tuple[float, Counts]:
             raise ValueError
     except ValueError:
         raise ConfigError(
-            [f"--compare: {name!r}: {at!r} is no time; accepted: {ACCEPTED}"]
+            [f"--compare: {name!r}: {at!r} is not a time; accepted: {ACCEPTED}"]
         ) from None
     return at_s, parse_counts(counts)
 

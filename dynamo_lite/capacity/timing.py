@@ -137,8 +137,8 @@ def _read(name: str) -> bytes:
     if not path.is_file():
         raise ConfigError(
             [
-                f"timing {name!r} is no file; accepted: a file that benchmarks/calibrate.py wrote,"
-                f" or one of {', '.join(shipped())}"
+                f"timing {name!r} is not a file; accepted: a file that benchmarks/calibrate.py"
+                f" wrote, or one of {', '.join(shipped())}"
             ]
         )
     return path.read_bytes()

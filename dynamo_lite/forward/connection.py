@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            return self._fail(ConnectionError(f"no HTTP: {exc}"))
+            return self._fail(ConnectionError(f"not HTTP: {exc}"))
         if not answer.begun:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:

@@ -123,7 +123,7 @@ class ForwardServer:
             await self._answer(request, client)
         except ClientGone:
             # The connection is closed, but aiohttp still requires a response.
-            logger.debug("the client of %s has gone", request.path)
+            logger.debug("the client of %s has disconnected", request.path)
         except Exception:
             logger.exception("a request to %s failed", request.path)
             if client.started:

@@ -92,7 +92,9 @@ class AllowedHosts:
             self._networks.append(ip_network(entry.strip("[]"), strict=False))
         except ValueError:
             if not entry or any(char in entry for char in "/:@ *"):
-                raise ValueError(f"{entry!r} is no address, network (CIDR) or host name") from None
+                raise ValueError(
+                    f"{entry!r} is not an address, network (CIDR) or host name"
+                ) from None
             self._names.add(entry)
 
 

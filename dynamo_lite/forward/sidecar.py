@@ -221,7 +221,7 @@ class Door:
         if port not in self._ranks:
             first, last = min(self._ranks), max(self._ranks)
             raise ValueError(
-                f"{RANK_HEADER}: port {port} is of no rank; they have {first} to {last}"
+                f"{RANK_HEADER}: port {port} belongs to no rank; the ranks have {first} to {last}"
             )
         return self._ranks[port].name
 

@@ -141,7 +141,7 @@ class Forwarding:
             try:
                 _, data, removed = bodies.sanitized(data)
             except MalformedBody:
-                logger.debug("%s: the body is no JSON object", incoming.path)
+                logger.debug("%s: the body is not a JSON object", incoming.path)
         self.stats.removed_fields += len(removed)
         request = Request(route="", body={}, data=data, named=incoming.named)
         await self._run(noted(incoming, request, client))

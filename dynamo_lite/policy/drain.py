@@ -138,7 +138,7 @@ def safe(leaving: Leaving, writers: Writers, *, now: float, fence_s: float) -> S
     if leaving.listed:
         return Unsafe(reason="it is still listed: it may get work")
     if leaving.in_flight is None or leaving.idle_at is None:
-        return _after_ttl(leaving, now, fence_s, "it does not say what it runs")
+        return _after_ttl(leaving, now, fence_s, "it does not report its running work")
     if leaving.in_flight:
         what = "requests" if leaving.role == "decode" else "jobs"
         return _after_ttl(leaving, now, fence_s, f"{leaving.in_flight} {what} in flight")
@@ -161,7 +161,9 @@ def _all_ledgers(
     unknown = [lease for lease, said in writers.items() if said is None or said[1] < idle_at]
     if unknown:
         leases = ", ".join(f"{lease:x}" for lease in sorted(unknown))
-        return _after_ttl(leaving, now, fence_s, f"decode workers that do not say: {leases}")
+        return _after_ttl(
+            leaving, now, fence_s, f"decode workers that do not report their writers: {leases}"
+        )
     naming = [
         lease for lease, said in writers.items() if said is not None and leaving.lease_id in said[0]
     ]

@@ -92,7 +92,9 @@ class Evacuation:
             self._back(flight)
             return
         except Exception:
-            logger.exception("request %s: its move failed", flight.request_id)
+            logger.exception(
+                "request %s: migration off its draining worker failed", flight.request_id
+            )
             self._back(flight)
             return
         if flight.over:
@@ -101,7 +103,7 @@ class Evacuation:
         self._stats.moved[how] += 1
         self._stats.drained += 1
         logger.info(
-            "request %s: worker draining; moved (%s): %s", flight.request_id, how, why.reason
+            "request %s: worker draining; migrated (%s): %s", flight.request_id, how, why.reason
         )
         if self._placer.attempts.pop(held.wire_id, None) is not None:
             await self._abort([held.wire_id])

@@ -134,7 +134,7 @@ def _decoded(answer: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(answer, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise ProtocolError(f"Kubernetes: the answer is no JSON object: {exc}") from exc
+        raise ProtocolError(f"Kubernetes: the answer is not a JSON object: {exc}") from exc
 
 
 def _message(answer: bytes) -> str:

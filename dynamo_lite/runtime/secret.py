@@ -83,7 +83,9 @@ class GraphSecret:
                 logger.info("the graph's secret was replaced: %d keys", len(self._keys))
         except (OSError, StartupError) as exc:
             if self._log_limit.allow() is not None:
-                logger.warning("the graph's secret stays as it was: %s", exc)
+                logger.warning(
+                    "the secret file cannot be read again, the old secret stays in use: %s", exc
+                )
 
 
 def _tag(key: bytes, context: bytes, message: bytes | memoryview) -> bytes:

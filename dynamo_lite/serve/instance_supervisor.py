@@ -118,7 +118,9 @@ class InstanceSupervisor:
                 raise
             failed = True
             self.state.error = str(exc).partition("\n")[0]
-            self._progress.line(self.launch.name, f"cannot be started; the graph goes on\n{exc}")
+            self._progress.line(
+                self.launch.name, f"cannot be started; the graph continues without it\n{exc}"
+            )
         finally:
             self.drained.set()
             self.done.set()

@@ -47,7 +47,7 @@ def check_exposure(bind_host: str, secret: Path | None) -> None:
         raise ConfigError(
             [
                 f"Graph.bind-host: {bind_host} is reachable from other hosts, and without a secret"
-                " whoever reaches it can send requests; make one (openssl rand -hex 32 > FILE;"
+                " anyone who reaches it can send requests; make one (openssl rand -hex 32 > FILE;"
                 " chmod 600 FILE) and name it on every host with --secret-file FILE"
             ]
         )

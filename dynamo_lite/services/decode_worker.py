@@ -217,7 +217,7 @@ class VllmWorker:
                 return
             except (DeadlineExceeded, Unavailable) as exc:
                 logger.warning(
-                    "the engine did not take the order to ask for no more remote prefills: %s", exc
+                    "the engine did not accept the order to stop remote prefills: %s", exc
                 )
 
     async def _register(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:

@@ -156,7 +156,7 @@ class FirstTokens:
         assert token is not None
         logger.warning(
             "request %s: its first token from the prefill worker is %d, the decode engine's %d:"
-            " it goes on from the first one, which the client has",
+            " it continues from the prefill worker's token, which the client has",
             request.request_id,
             token,
             other,

@@ -113,7 +113,7 @@ class VllmDecodeEngine(VllmEngine):
             if self._ids.running(own) is not None:
                 await self._add(made)
         except Refused as exc:
-            logger.error("request %s: cannot go on from its first token: %s", caller, exc)
+            logger.error("request %s: cannot continue from its first token: %s", caller, exc)
             self._leave([caller])
             return [TokenDelta(request_id=caller, token_ids=[], finish_reason="error")]
         if self._ids.running(own) is None:  # aborted, perhaps before the engine had it

@@ -152,7 +152,7 @@ def _check_layer_hook(config: VllmConfig) -> None:
     if config.parallel_config.use_ubatching:
         raise StartupError(
             "PrefillWorker.stream-layers does not go with batches that overlap (enable-dbo,"
-            " ubatch-size): a layer has run when it has for each of them"
+            " ubatch-size): a layer has run only when it has run for each batch"
         )
 
 
