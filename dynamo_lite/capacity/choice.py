@@ -20,17 +20,17 @@ from dynamo_lite.protocol.backlog import Lane
 
 @dataclass
 class ChoiceTally:
-    """What the decisions of all decode workers came to.
+    """Results of the decisions of all decode workers.
 
     forced: sides that are taken whatever the policy says, by the request's name.
     """
 
     forced: Mapping[str, Side] = field(default_factory=dict[str, Side])
-    #: The side taken, of the prompts that had a choice.
+    #: Prompts that had a choice, by the side taken.
     taken: dict[str, Side] = field(default_factory=dict[str, Side])
-    #: What the costs said, beside the side that the thresholds would take.
+    #: What the costs said, with the side that the thresholds would take.
     opinions: Counter[tuple[Side, str]] = field(default_factory=Counter[tuple[Side, str]])
-    #: As the engines know them: realised costs, and what the other side would have saved.
+    #: Realised costs, and what the other side would have saved, as the engines know them.
     cost_s: float = 0.0
     regret_s: float = 0.0
     #: Time that decoding sequences spent in steps, without what prompts added to these steps.
@@ -49,7 +49,7 @@ class _Chosen:
 
 
 class Choice:
-    """Of one decode worker. now: simulated seconds."""
+    """The choices of one decode worker. now: simulated seconds."""
 
     def __init__(
         self, timing: Timing, options: GraphOptions, backlog: BacklogView, tally: ChoiceTally
@@ -144,7 +144,7 @@ class Choice:
         self._realised(chosen, took_s + predicted.queue_s + predicted.memory_s)
 
     def lost(self, job: Job) -> None:
-        """A remote prefill has come to nothing."""
+        """A remote prefill has failed."""
         self._chosen.pop(str(job.sequence.note), None)
 
     def _realised(self, chosen: _Chosen, cost_s: float) -> None:

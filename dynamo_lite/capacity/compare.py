@@ -31,7 +31,7 @@ ACCEPTED = (
 
 
 def parse_counts(text: str) -> Counts:
-    """Of `2P3D`. Raises ConfigError."""
+    """Parses `2P3D`. Raises ConfigError."""
     found = _COUNTS.fullmatch(text.strip())
     counts = Counts(int(found[1]), int(found[2])) if found else None
     if counts is None or not (counts.prefill <= MOST_WORKERS and 0 < counts.decode <= MOST_WORKERS):
@@ -54,7 +54,7 @@ class Setting:
     counts: Counts
     most_workers: int
     start_s: float
-    #: Of `planner`; None: its defaults, with `most_workers` as the budget, and `start_s`.
+    #: Options of `planner`; None: its defaults, with `most_workers` as the budget, and `start_s`.
     planner: PlannerOptions | None = None
 
 
@@ -108,7 +108,7 @@ def variant(name: str, setting: Setting) -> Variant:
 
 
 def _shares(name: str, text: str) -> tuple[float, float]:
-    """Of `0.8+0.9`."""
+    """Parses `0.8+0.9`."""
     if not text:
         return ORACLE_SHARES
     try:
@@ -161,7 +161,7 @@ def _step(name: str, part: str) -> tuple[float, Counts]:
             raise ValueError
     except ValueError:
         raise ConfigError(
-            [f"--compare: {name!r}: {at!r} is no time; accepted: {ACCEPTED}"]
+            [f"--compare: {name!r}: {at!r} is not a time; accepted: {ACCEPTED}"]
         ) from None
     return at_s, parse_counts(counts)
 

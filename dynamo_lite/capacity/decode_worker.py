@@ -37,7 +37,7 @@ WANTS_PREFILL = frozenset(
 
 
 class Tally:
-    """What all decode workers count together."""
+    """Counts over all decode workers."""
 
     def __init__(self) -> None:
         self.decisions: Counter[tuple[str, str]] = Counter()
@@ -47,12 +47,13 @@ class Tally:
         self.answers = Histogram()
         self.choices = ChoiceTally()
         self.prompt_tokens = self.cached_tokens = 0
-        #: Uncached tokens of remote prefills, and of local ones for want of prefill workers.
+        #: Uncached tokens of remote prefills, and of prefills that were local because prefill
+        #: workers were missing.
         self.remote_tokens = self.unserved_tokens = 0
 
 
 class Listener(Protocol):
-    """Who asked."""
+    """The receiver of a request's events."""
 
     def answered(self, sequence: Sequence) -> None:
         """The client has the first token."""
@@ -62,8 +63,8 @@ class Listener(Protocol):
 
 
 class DecodeWorker:
-    """lease_id: its name. phase_s: when its load is reported first. on_change: its load differs
-    from what it reported last; called with the time of the next report, once for each."""
+    """lease_id: its name. phase_s: when its load is reported first. on_change: called when its
+    load differs from its last report, once per report, with the time of the next report."""
 
     def __init__(
         self,
@@ -134,12 +135,12 @@ class DecodeWorker:
         )
 
     def load(self) -> LoadReport:
-        """What it reported last."""
+        """Its last report."""
         self._report_if_due()
         return self._report
 
     def submit(self, name: str, request: Request) -> Busy | None:
-        """None: it has the request."""
+        """Returns None if the worker took the request."""
         self._changes()
         said = self._admission.enter(name, request.prompt_tokens)
         if isinstance(said, Busy):
@@ -232,7 +233,7 @@ class DecodeWorker:
             self._on_change(self._next_report_s)
 
     def _report_if_due(self) -> None:
-        """Its load does not change between two calls, so a report that was due is made now."""
+        """Its load does not change between two calls, so a due report is made now."""
         now = self._events.now
         if now >= self._next_report_s:
             self._report = LoadReport(

@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def streams(self) -> int:
-        """Sequences that decode."""
+        """Number of decoding sequences."""
         return self._streams
 
     @property
@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def ahead(self) -> PromptWork:
-        """What is left of the prompts that it computes."""
+        """The work that is left of the prompts that it computes."""
         left = ((one.context - one.computed, one.computed) for one in self._computing)
         return sum((work_of(*each) for each in left), PromptWork())
 
@@ -105,7 +105,7 @@ class Engine:
         self._memory.release(sequence)
 
     def wake(self) -> None:
-        """Memory or work may be there that was not."""
+        """Checks for new memory or work."""
         if self._between:
             return
         phase = self._phase
@@ -282,7 +282,7 @@ class Engine:
         if sequence.left:
             self._join(sequence, sequence.context)
         else:
-            # An earlier turn of it, before a preemption, may have had this step as its end.
+            # Before a preemption the sequence may have had this step as its end.
             sequence.ends = -1
             self._leave(sequence)
 
@@ -300,7 +300,7 @@ class Engine:
         self._on_end(sequence)
 
     def _unjoin(self, sequence: Sequence) -> None:
-        """A sequence no longer decodes. Its memory is that of `own` then."""
+        """A sequence no longer decodes. Then `own` counts its memory."""
         grown = self._step - sequence.joined
         self._streams -= 1
         self._kv_tokens -= sequence.computed + grown

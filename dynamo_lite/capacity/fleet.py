@@ -1,4 +1,4 @@
-"""The workers of both roles: starts, drains, and how many seconds of devices they take."""
+"""The workers of both roles: starts, drains, and the device-seconds that they take."""
 
 import random
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Fleet(Generic[W]):
 
     @property
     def devices(self) -> int:
-        """Workers that occupy one."""
+        """Number of workers that occupy a device."""
         return len(self._places)
 
     def device_seconds(self) -> float:
@@ -85,7 +85,8 @@ class Fleet(Generic[W]):
         )
 
     def want(self, count: int, room: int) -> None:
-        """Starts or stops workers until `count` serve or will serve. room: most to be started."""
+        """Starts or stops workers until `count` serve or will serve. room: how many may be
+        started."""
         have = self.seen().count
         for _ in range(min(count - have, room)):
             place = _Place[W](self._events.now)
@@ -138,6 +139,6 @@ class Fleet(Generic[W]):
 
 
 def phases(seed: int, period_s: float) -> Callable[[], float]:
-    """When in a period each worker reports: anywhere."""
+    """Draws the time in a period at which each worker reports."""
     uniform = random.Random(seed).random
     return lambda: uniform() * period_s

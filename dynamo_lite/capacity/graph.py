@@ -16,12 +16,12 @@ from dynamo_lite.capacity.timing import Timing
 from dynamo_lite.policy.admission import Admission, Busy
 from dynamo_lite.policy.drain import Pace, busy_s
 
-#: Workers that a request is offered to.
+#: How many workers a request is offered to.
 _TRIES = 3
 
 
 class Graph:
-    """Takes requests, and writes into `records` what becomes of them."""
+    """Takes requests, and writes their results into `records`."""
 
     def __init__(
         self,
@@ -107,12 +107,14 @@ class Graph:
             self.decode.gone(worker)
 
     def _prefill_busy_s(self, worker: PrefillWorker) -> float:
-        """Without a rate the tokens rank as the seconds would."""
+        """Without a measured rate the tokens are returned, which give the same order as
+        seconds."""
         rate = self.backlog.drain.tokens_per_s(self._events.now)
         return worker.claimed_tokens / (rate or 1.0)
 
     def _pace(self) -> Pace:
-        """Of the answers so far; requests are not moved here, so no cost of a prefill."""
+        """The pace of the answers so far. Requests are not moved here, so the cost of a prefill
+        is left out."""
         tally = self.tally
         usual = tally.answers.percentile(0.9)
         return Pace(

@@ -24,7 +24,7 @@ class Job:
     decode: "DecodeWorker"
     lane: Lane
     cached_tokens: int
-    #: To be computed, and to be written.
+    #: Tokens to be computed, and tokens to be written.
     tokens: int
     claimed_at: float | None = None
     #: Delivered, withdrawn or refused.
@@ -32,7 +32,7 @@ class Job:
 
 
 class Puller(Protocol):
-    """A prefill worker, to the queue."""
+    """A prefill worker as the queue sees it."""
 
     turns: LaneTurns
     leaving: bool
@@ -80,7 +80,7 @@ class JobQueue:
         return lane_of(tokens, 0, self._options.short_length)
 
     def push(self, job: Job) -> bool:
-        """False: the queue is full."""
+        """Returns False if the queue is full."""
         if self.jobs >= self._options.max_jobs:
             return False
         self.queued_jobs += 1
@@ -166,7 +166,7 @@ class JobQueue:
 
 
 class BacklogView:
-    """What every decode engine knows of the backlog of the others: some time ago.
+    """What every decode engine knows of the backlog of the others, with a delay.
 
     workers: prefill workers that take jobs.
     """

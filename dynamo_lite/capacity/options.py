@@ -48,7 +48,8 @@ class GraphOptions:
     worker_limits: Limits = field(
         default_factory=lambda: Limits(in_flight=1024, prompt_tokens=500_000)
     )
-    #: Of all Frontends together; none by default, since their number is not simulated.
+    #: Admission limits of all Frontends together; none by default, since their number is not
+    #: simulated.
     frontend_limits: Limits = field(default_factory=Limits)
     concurrency: int = 2
     short_slots: int = 1
@@ -57,7 +58,7 @@ class GraphOptions:
     max_jobs: int = 64
     first_token_from_prefill: bool = True
     steal_back: bool = True
-    #: Age of what a decode engine knows of the backlog of others.
+    #: Delay after which a decode engine knows the backlog of others.
     backlog_age_s: float = 0.1
     #: Time between two load reports of a worker to the router.
     load_period_s: float = 1.0

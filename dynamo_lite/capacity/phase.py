@@ -24,7 +24,7 @@ class Phase:
     joining: list[Sequence]
     #: Whether something that arrives can be started at a step in the middle.
     open: bool
-    #: Of the first step. Each later one has as much more attention work.
+    #: Attention work of the first step. Each later step has as much more.
     load: StepLoad
     more_attention: float
 

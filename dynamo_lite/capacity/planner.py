@@ -1,4 +1,4 @@
-"""The shipped planner as a scaler: what it would see of the simulated graph, and what it would do.
+"""The shipped planner as a scaler of the simulated graph.
 
 The decisions are those of `policy/planner.py`, the loads those of `policy/planner_observed.py`. The
 times of starts are known to the tick, as in a graph.
@@ -132,5 +132,6 @@ def _present(seen: RoleSeen) -> int:
 
 
 def _with_limit(load: DecodeLoad, limits: PlannerOptions) -> DecodeLoad:
-    """As the service does: the limit is an option, since no worker tells its own."""
+    """Adds the limit, as the service does. It is an option, because no worker reports its own
+    limit."""
     return replace(load, max_num_seqs=limits.decode_max_num_seqs or None)

@@ -15,26 +15,26 @@ from dynamo_lite.capacity.timing import Timing
 from dynamo_lite.policy.cost_policy import Side
 from dynamo_lite.protocol.options import CostPolicyOptions, PrefillPolicy
 
-#: Requests that arrived so long before a decision, and after it, are compared. Later ones differ by
-#: chance as well: any change of a run changes the order of its jobs for good.
+#: Requests that arrived at most this long before or after a decision are compared. Later requests
+#: also differ by chance, because any change of a run permanently changes the order of its jobs.
 _BEFORE_S, _AFTER_S = 15.0, 5.0
-#: A run with a reversed decision goes on for so long.
+#: How long a run continues after a reversed decision.
 _PLAYED_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regret:
-    """Of one run."""
+    """The regret of one run."""
 
-    #: Seconds of waiting of all requests: what is left of their times without the steps that their
-    #: tokens need anyway. It is the first token's wait and all pauses after it.
+    #: Seconds that all requests waited: their times without the steps that their tokens need
+    #: anyway. It contains the wait for the first token and all pauses after it.
     cost_s: float
     requests: int
     #: Decisions with a choice, and how many of them were reversed.
     choices: int
     reversed: int
-    #: Means over these: what the other side would have saved, if anything, and on balance, with
-    #: its standard error. The first is above 0 by chance alone.
+    #: Means over the reversed decisions: what the other side would have saved, counted as at least
+    #: 0; the same with losses, and its standard error. The first mean is above 0 by chance alone.
     regret_s: float
     gain_s: float
     gain_error_s: float

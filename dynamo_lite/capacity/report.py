@@ -1,4 +1,4 @@
-"""What a run has shown, as values for JSON and as lines of text."""
+"""The results of a run, as values for JSON and as lines of text."""
 
 import math
 from collections.abc import Iterable, Sequence

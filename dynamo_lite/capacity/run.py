@@ -33,7 +33,7 @@ class Change:
 
 @dataclass(eq=False)
 class Result:
-    """What a run has shown. interrupted: it was ended before its last request."""
+    """The results of a run. interrupted: it was ended before its last request."""
 
     name: str
     requests: Sequence[Request]
@@ -204,7 +204,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Recent:
-    """What has happened in some seconds."""
+    """Counts of the last seconds."""
 
     seconds: float
     gaps: Histogram

@@ -24,13 +24,13 @@ class RoleSeen:
 
     @property
     def count(self) -> int:
-        """Those that serve or will serve."""
+        """Number of workers that serve or will serve."""
         return self.ready + len(self.starting_ages_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport:
-    """What a decode worker says of itself."""
+    """A decode worker's report of itself."""
 
     running: int
     #: Requests, also those that wait for a remote prefill.
@@ -42,7 +42,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a scaler may know: the state now, and what has happened since its last tick."""
+    """What a scaler may know: the present state, and the events since its last tick."""
 
     prefill: RoleSeen
     decode: RoleSeen
@@ -51,8 +51,8 @@ class Seen:
     #: Requests that have arrived, and their prompt tokens.
     requests: int
     prompt_tokens: int
-    #: Uncached tokens of prompts that went to prefill workers, and of those that were computed
-    #: locally for want of prefill workers.
+    #: Uncached tokens of prompts that went to prefill workers, and of prompts that were computed
+    #: locally because prefill workers were missing.
     asked_tokens: int
     refused_tokens: int
     #: Jobs and tokens at the prefill workers and on their queue, now.
@@ -129,14 +129,15 @@ class Scripted:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a scaler may ask for."""
+    """Limits on the numbers that a scaler may request."""
 
     least: Counts
     #: Of both roles together, starting and draining ones included.
     most: int
 
     def clipped(self, prefill: int, decode: int) -> Counts:
-        """Numbers within the bounds. What is too much is taken from both in proportion."""
+        """The numbers within the bounds. Both numbers are reduced in proportion if their sum is
+        too large."""
         prefill, decode = max(prefill, self.least.prefill), max(decode, self.least.decode)
         if prefill + decode > self.most:
             prefill = max(self.least.prefill, round(prefill * self.most / (prefill + decode)))
@@ -194,7 +195,7 @@ class Oracle:
                 self._streams_s[later] += max(part, 0.0)
 
     def at_start(self) -> Counts:
-        """What has to be there at the beginning."""
+        """The numbers at the beginning."""
         return self._wanted(0.0, 0.0)
 
     def tick(self, seen: Seen, now: float) -> Proposal:

@@ -29,7 +29,7 @@ class Sequence:
     ends: int = -1
     #: When the client got the first token; set before `arrived` if it came from elsewhere.
     first_at: float | None = None
-    #: When it got the last one, if the next one is late.
+    #: When the client got the last token, if the next one is late.
     token_at: float | None = None
     #: For the owner of the engine.
     note: object = None

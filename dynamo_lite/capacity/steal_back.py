@@ -12,13 +12,13 @@ from dynamo_lite.policy.disagg import QueueView
 from dynamo_lite.policy.steal_back import QueuedPrefill, TakeBack, look
 from dynamo_lite.protocol.backlog import Lane
 
-#: There is always news in a simulated graph, so each look comes as soon as it may.
+#: A simulated graph always has changes, so each look comes as early as allowed.
 _PERIOD_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """When a job was asked for, and how it stood then."""
+    """When a job was requested, and its place at that time."""
 
     name: str
     at: float

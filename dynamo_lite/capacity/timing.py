@@ -1,4 +1,4 @@
-"""How long an engine's steps take, and the file that says so."""
+"""How long an engine's steps take, and the file with these constants."""
 
 import math
 from importlib.resources import files
@@ -85,14 +85,14 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The way of a remote prefill, without its computing."""
+    """Times of a remote prefill, without its computation."""
 
     #: From the decision until a free prefill worker computes.
     handover_s: Cost = 0.002
     #: From the last byte until the decode engine can schedule the request.
     commit_s: Cost = 0.002
     bytes_per_token: Count = 131_072
-    #: Of one worker's network interface, each way.
+    #: Bandwidth of one worker's network interface, in each direction.
     bytes_per_s: Rate = 25e9
 
 
@@ -117,7 +117,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step: StepTiming
     engine: EngineLimits
     transfer: TransferTiming = TransferTiming()
-    #: Of a request's first token: HTTP, tokeniser, routing and the way back.
+    #: Overhead of a request's first token: HTTP, tokeniser, routing and the way back.
     frontend_s: Cost = 0.0
     #: From the order until a new worker takes requests.
     start_s: Cost = 60.0
@@ -137,8 +137,8 @@ def _read(name: str) -> bytes:
     if not path.is_file():
         raise ConfigError(
             [
-                f"timing {name!r} is no file; accepted: a file that benchmarks/calibrate.py wrote,"
-                f" or one of {', '.join(shipped())}"
+                f"timing {name!r} is not a file; accepted: a file that benchmarks/calibrate.py"
+                f" wrote, or one of {', '.join(shipped())}"
             ]
         )
     return path.read_bytes()

@@ -1,6 +1,6 @@
 """Files with requests: Mooncake JSONL, Azure CSV, BurstGPT CSV, ShareGPT JSON.
 
-Every reader streams, and names file, line and accepted range of what it cannot read.
+Every reader streams. Its errors name file, line and accepted range.
 """
 
 import csv
@@ -72,9 +72,9 @@ def _mooncake(path: Path, file: TextIO) -> Iterator[Row]:
         try:
             row = json.loads(line)
         except ValueError as exc:
-            raise place.wrong(f"no JSON: {exc}; accepted: one object per line") from None
+            raise place.wrong(f"not JSON: {exc}; accepted: one object per line") from None
         if not isinstance(row, dict):
-            raise place.wrong("no JSON object; accepted: one object per line")
+            raise place.wrong("not a JSON object; accepted: one object per line")
         prompt = _either(place, row, "input_length", "input_tokens")
         output = _either(place, row, "output_length", "output_tokens")
         session = row.get("session_id")
@@ -181,7 +181,7 @@ def _json_items(path: Path, file: TextIO) -> Iterator[tuple[Place, Any]]:
             # The rest of the item may come with the next part.
             part = file.read(_PART)
             if not part:
-                wrong = f"no JSON: {exc}; accepted: a list of conversations"
+                wrong = f"not JSON: {exc}; accepted: a list of conversations"
                 raise Place(path, line).wrong(wrong) from None
             text, at = text[at:] + part, 0
             continue

@@ -10,9 +10,9 @@ from dynamo_lite.capacity.request import Request, with_blocks
 from dynamo_lite.capacity.trace_formats import Row, read_rows
 from dynamo_lite.protocol.errors import ConfigError
 
-#: Copies of a request have other blocks: their names are so far apart (modulo 2^32).
+#: Copies of a request have other blocks. This is the distance between their names (modulo 2^32).
 _COPY = 0x9E3779B1
-#: Copies arrive within so many seconds after the original.
+#: Copies arrive within this many seconds after the original.
 _JITTER_S = 1.0
 
 
@@ -25,11 +25,11 @@ class TraceOptions:
     to_s: float = math.inf
     #: 2: in half the time.
     speed: float = 1.0
-    #: How many requests become of each: 0.5 leaves out half of them.
+    #: Number of copies of each request: 0.5 leaves out half of the requests.
     rate_scale: float = 1.0
     #: Arrivals per second, for files without times.
     rate: float | None = None
-    #: At most so many.
+    #: Most requests that are read.
     limit: int | None = None
     block_tokens: int = 512
     seed: int = 0
@@ -45,7 +45,7 @@ class Trace:
 
 
 def tokens_of_text(text: str) -> int:
-    """About: four characters a token."""
+    """Estimates the tokens of a text: four characters per token."""
     return max(1, round(len(text) / 4))
 
 

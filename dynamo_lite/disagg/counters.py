@@ -8,13 +8,13 @@ import threading
 from typing import Any
 
 DECISION = "decision"  # + "/verdict/reason"
-ASKED = "asked_tokens"  # to compute, of remote prefills
-OVERFLOW = "overflow_tokens"  # uncached, of prompts that were local for want of room
+ASKED = "asked_tokens"  # prompt tokens that remote prefills have to compute
+OVERFLOW = "overflow_tokens"  # uncached tokens of prompts for which the queue had no room
 OPINION = "opinion"  # + "/side by thresholds/what the costs say"
 COST = "prefill_cost"  # + "/side": seconds
 REGRET = "prefill_regret"  # + "/side": seconds
 COST_ERROR = "prefill_cost_error"  # + "/side": a list of ratios
-PAUSE = "pause"  # seconds by which prompts made steps with streams longer
+PAUSE = "pause"  # seconds by which prompts delayed steps that also decoded
 PAUSING_TOKENS = "pausing_tokens"  # prompt tokens of these steps
 REMOTE = "remote"  # + "/outcome"
 BYTES = "bytes"
@@ -29,7 +29,7 @@ FLIGHT_WAIT = "single_flight"  # + "/outcome": hit, miss, cancelled
 FLIGHT_WAIT_SECONDS = "single_flight_seconds"  # a list of durations
 PREFIX_READ = "prefix_read"  # + "/outcome": read, failed
 PREFIX_BYTES = "prefix_bytes"
-COMPUTED = "computed_tokens"  # by a prefill engine, of its jobs
+COMPUTED = "computed_tokens"  # tokens that a prefill engine computed for its jobs
 STEAL_LOOK = "steal_look"  # + "/reason"
 RESUME = "resume"  # + "/reason" of the verdict when a writer was lost
 PREFLIGHT = "preflight"  # a list of [order, failure, lanes, contact_s, round_trip_s]

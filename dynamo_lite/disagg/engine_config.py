@@ -1,4 +1,5 @@
-"""What the connector halves in an engine's processes must know about the rest.
+"""What the connector halves in an engine's processes must know about component, servers and
+options.
 
 It travels as a file that only its owner can read, because server URLs may contain
 credentials and engines log their configuration. vLLM's configuration names the file.
@@ -39,7 +40,7 @@ class PrefillOptions:
 class DecodeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A decode engine."""
 
-    #: As in the configuration file. The engine follows the live options of `component`.
+    #: From the configuration file. The engine also follows the live options of `component`.
     options: DisaggOptions
     #: The component whose members write KV for this engine.
     prefill_component: str
@@ -62,7 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     namespace: str
     engine_id: str
-    #: Of the component that runs the engine.
+    #: Lease of the component that runs the engine.
     lease_id: int
     lease_ttl_s: float
     nats_url: str

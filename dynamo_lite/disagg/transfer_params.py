@@ -51,7 +51,7 @@ class PrefillJobParams(PrefillLength, frozen=True, kw_only=True):
     target: bytes
     #: Decode engines that have left since the last job.
     forget: list[str] = []
-    #: Until its verdict no block is written, and none is read.
+    #: No block is written or read before the permit's verdict.
     permit: Permit
 
     @classmethod

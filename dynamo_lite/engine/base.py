@@ -92,7 +92,7 @@ class Engine(Protocol):
 
 
 class DecodeEngine(Engine, GenerateHandler, Protocol):
-    """Generates, and decides by itself which prompts are prefilled remotely."""
+    """Generates tokens, and decides which prompts are prefilled remotely."""
 
     @property
     def kv_events(self) -> KvEvents | None:
@@ -154,7 +154,7 @@ class PrefillEngine(Engine, Protocol):
         ...
 
     def forget(self, engine_ids: Sequence[str]) -> None:
-        """These decode engines left: their state may be dropped."""
+        """These decode engines have left, so their state may be dropped."""
         ...
 
     async def abandon(self, attempt: str) -> None:

@@ -28,7 +28,7 @@ class _Run:
     """A running request."""
 
     prompt: list[int]
-    #: Of the next token in the answer.
+    #: Position of the next token in the answer.
     position: int
     #: Tokens still to come.
     left: int

@@ -8,8 +8,8 @@ names.
 import re
 from collections.abc import Iterable
 
-#: Additions to a client's id: before it the number of a sequence (`n` > 1); behind it the number of
-#: its prompt, eight random digits, and the number of the worker that runs it.
+#: What is added to a client's id. In front: the number of a sequence (`n` > 1). Behind: the number
+#: of its prompt, eight random digits, and the number of the worker that runs it.
 _SIBLING = re.compile(r"\d+_")
 _BEHIND = re.compile(r"(-\d+)?(-[0-9a-f]{8})?")
 

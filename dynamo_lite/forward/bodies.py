@@ -1,4 +1,4 @@
-"""What is read of a client's body, and what is removed from it.
+"""Reads the parts of a client's body that forwarding needs, and removes forbidden fields.
 
 The top level is decoded into raw values: messages, prompts and tools are never decoded, nor
 encoded again, and reach the engines byte by byte as the client wrote them.
@@ -43,7 +43,7 @@ _PROMPT_FIELDS = {
 
 
 class MalformedBody(Exception):
-    """Not a JSON object. The engine has a better text for it."""
+    """Not a JSON object. The engine's own error text explains it better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class Request:
     """A client's request to generate."""
 
     route: str
-    #: Without the fields that only a forwarder may set.
+    #: The body without the fields that only a forwarder may set.
     body: Body
     #: The same as bytes: the client's own if nothing was removed.
     data: bytes
-    #: Why it goes to a decode engine alone whatever the protocol; empty if it need not.
+    #: Why it must go to a decode engine alone with any protocol; empty if it need not.
     alone: str = ""
     #: Why it has several sequences; empty if it has one.
     batch: str = ""
@@ -65,7 +65,7 @@ class Request:
     removed: tuple[str, ...] = ()
     #: Engines that the client's headers name.
     named: Named = NOTHING
-    #: Where it is known which blocks engines hold.
+    #: The prompt's tokens, if engines publish the blocks that they hold.
     tokens: PromptTokens | None = None
     #: The prompt as raw JSON; equal prefixes of prompts are equal prefixes of it.
     prompt: bytes = field(default=b"", repr=False)
@@ -121,9 +121,10 @@ def _parse(data: bytes) -> Body:
 
 
 def _parse_leniently(data: bytes) -> Body:
-    """What Python's parser accepts beyond the standard (NaN, UTF-16, halves of surrogate pairs).
+    """Parses what Python's parser accepts beyond the standard (NaN, UTF-16, halves of surrogate
+    pairs).
 
-    Engines use that parser, so a body that is only refused by ours must be cleaned all the same.
+    Engines use that parser, so a body that only our parser refuses must be cleaned as well.
     """
     try:
         value = json.loads(data)
@@ -196,5 +197,5 @@ _SMALL = 256
 
 
 def _small(value: Any) -> Any:
-    """A flag or number, decoded; None for null, for nothing, and for what is long."""
+    """A flag or number, decoded; None for null, for a missing value, and for a long value."""
     return plain(value) if value is not None and len(bytes(value)) <= _SMALL else None

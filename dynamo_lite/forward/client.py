@@ -19,7 +19,7 @@ class Incoming:
     """A request without its body."""
 
     method: str
-    #: With the query, encoded; begins with a slash.
+    #: Path with the query, encoded; begins with a slash.
     path: str
     #: Of `headers.to_engine`.
     headers: CIMultiDict[str]
@@ -43,7 +43,7 @@ class Client(Protocol):
 
     @property
     def started(self) -> bool:
-        """Whether its head was sent: from then on nothing can be tried again."""
+        """Whether the head of the answer was sent. After that no retry is possible."""
         ...
 
     async def start(self, status: int, headers: Mapping[str, str] | CIMultiDict[str]) -> None: ...
@@ -62,8 +62,9 @@ class Client(Protocol):
     async def finish(self) -> None: ...
 
     def abort(self) -> None:
-        """Ends the connection without the answer's end, so that the client sees that the answer is
-        incomplete. What was written before is still delivered where the client can tell."""
+        """Closes the connection without the answer's end, so that the client sees that the
+        answer is incomplete. Bytes that were written before are still delivered if the client
+        can tell."""
         ...
 
 
@@ -74,7 +75,7 @@ async def send(client: Client, answer: Answer) -> None:
 
 
 def error(status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> Answer:
-    """In the form of vLLM's own errors."""
+    """An error answer in the form of vLLM's own errors."""
     body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
     own = {"content-type": "application/json", **(headers or {})}
     return Answer(status, own, msgspec.json.encode(body))

@@ -8,13 +8,13 @@ import httptools
 
 from dynamo_lite.forward.engine_answer import EngineAnswer
 
-#: Of the head of an answer.
+#: Size limit of an answer's head, in bytes.
 _MAX_HEAD_BYTES = 64 << 10
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time. on_free: its answer has ended, and another request may follow.
-    on_lost: it is closed."""
+    """Carries one request at a time. on_free: called when an answer has ended, and another
+    request may follow. on_lost: called when the connection is closed."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def _sent(self) -> bool:
-        """Whether it is open, and has sent all: an early answer may leave a part of its request."""
+        """Whether it is open and has sent all bytes. After an early answer a part of the
+        request may be unsent."""
         transport = self._transport
         return self._open and transport is not None and transport.get_write_buffer_size() == 0
 
@@ -90,7 +91,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            return self._fail(ConnectionError(f"no HTTP: {exc}"))
+            return self._fail(ConnectionError(f"not HTTP: {exc}"))
         if not answer.begun:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
@@ -104,7 +105,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         answer, self._answer = self._answer, None
         if answer is not None:
-            # TLS may be broken off without a word, and then drops what was not read yet.
+            # TLS may be closed without notice, and then drops the bytes that were not read yet.
             if exc is None and answer.until_closed() and (self._eof or not self._tls):
                 answer.end()
             else:

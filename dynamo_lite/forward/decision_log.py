@@ -23,7 +23,7 @@ from dynamo_lite.protocol.forwarding import (
 
 #: How many requests are remembered, and for how many seconds.
 MOST, LONGEST_S = 4096, 900.0
-#: Of one answer: it has to fit into one message.
+#: Size limit of one answer, which must fit into one message.
 MOST_AT_A_TIME = 256
 #: Candidates of a choice that are shown.
 _SHOWN = 8
@@ -41,7 +41,7 @@ class DecisionLog:
         return len(self._kept)
 
     def append(self, note: RequestNote) -> None:
-        """Forgets those that are too old."""
+        """Adds a request, and forgets those that are too old."""
         self._kept.append(note)
         oldest = note.at - LONGEST_S
         while self._kept[0].at < oldest:
@@ -87,7 +87,7 @@ def _attempt(note: RequestNote, number: int) -> ForwardAttempt:
     attempts = note.attempts
     attempt: AttemptNote = attempts[number]
     end = attempts[number + 1].first_choice if number + 1 < len(attempts) else len(note.choices)
-    # A leg may be chosen twice: the last choice holds.
+    # A leg may be chosen twice: the last choice counts.
     choices = {one.leg: _choice(one) for one in note.choices[attempt.first_choice : end]}
     return ForwardAttempt(
         order=attempt.order,

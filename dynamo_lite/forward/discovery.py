@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 ROLES: tuple[str, ...] = get_args(Role)
 
-#: Name (HOST:PORT, or the URL if it is none) and lease of a joined engine.
+#: Name (HOST:PORT, or the URL if it is malformed) and lease of a joined engine.
 UnusedKey = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What the record of a joined engine says. lease: hexadecimal."""
+    """The record of a joined engine. lease: hexadecimal."""
 
     options: EngineOptions
     model: str
@@ -155,7 +155,8 @@ class Discovery:
                 self._remove(self._joined.pop(name))
         for name, record in found.usable.items():
             if name in self._joined:
-                # Another process may stand for it now: its earlier one was killed.
+                # Another `join` process may represent the engine now, because the earlier process
+                # was killed.
                 self._joined[name].lease = record.lease
             else:
                 self._joined[name] = self._add(record)
@@ -186,7 +187,7 @@ class Discovery:
 
 
 def unused_by_reason(engines: Engines) -> Counter[str]:
-    """How many engines are known and not used, though they may be healthy."""
+    """Number of known engines that are not used, although they may be healthy."""
     counted = Counter(why.reason for why in engines.unused.values())
     counted["model"] = sum(engine.healthy and bool(engine.trouble) for engine in engines.all)
     return counted

@@ -1,7 +1,7 @@
 """The answer of an engine, as it comes on a connection.
 
-What arrives can go on from the parser's callback, without a wake-up of a task: that is what a token
-costs here.
+Arriving bytes can be passed on from the parser's callback, without waking a task. So a token costs
+little here.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ from typing import Protocol
 
 from multidict import CIMultiDict
 
-#: What is kept of a body before nothing more is read.
+#: How many bytes of a body are buffered before reading pauses.
 _BUFFER_BYTES = 64 << 10
 _NO_BODY = frozenset({204, 304})
 
-#: Takes what has come at once; whether it has room for more.
+#: Takes arrived bytes at once. Returns whether it has room for more.
 Push = Callable[[bytes], bool]
 
 
@@ -34,8 +34,8 @@ class EngineAnswer:
     """One answer: its head, and its body as it comes.
 
     All methods that wait raise TimeoutError when nothing has come for `idle_s` (not counting the
-    time while nothing is read), and ConnectionError when the connection is lost or what comes is
-    no HTTP.
+    time while nothing is read), and ConnectionError when the connection is lost or the answer is
+    not HTTP.
     """
 
     def __init__(self, connection: Reading, idle_s: float, *, bodyless: bool):
@@ -43,7 +43,7 @@ class EngineAnswer:
         self.headers: CIMultiDict[str] = CIMultiDict()
         #: Whether its head has come.
         self.begun = False
-        #: Of its request: no body follows, whatever the head says.
+        #: Whether the request has the method HEAD: no body follows, whatever the head says.
         self.bodyless = bodyless
         self._loop = asyncio.get_running_loop()
         self._connection = connection
@@ -70,7 +70,7 @@ class EngineAnswer:
             await self._wait()
 
     async def read_some(self) -> bytes:
-        """What has come; empty at the end."""
+        """The bytes that have arrived; empty at the end."""
         while not self._parts:
             self._raise_error()
             if self._ended:
@@ -79,15 +79,15 @@ class EngineAnswer:
         return self._take()
 
     async def read(self) -> bytes:
-        """The rest."""
+        """The rest of the body."""
         found: list[bytes] = []
         while part := await self.read_some():
             found.append(part)
         return found[0] if len(found) == 1 else b"".join(found)
 
     async def pass_on(self, push: Push, drained: Callable[[], Awaitable[None]]) -> None:
-        """Gives `push` all that comes, at once; while it has no room, nothing is read until
-        `drained` returns. What `push` raises is raised here."""
+        """Passes arriving bytes to `push` at once. When `push` has no room, reading pauses
+        until `drained` returns. An exception of `push` is raised here."""
         try:
             while True:
                 if self._parts:
@@ -113,7 +113,7 @@ class EngineAnswer:
             self.fail(ConnectionAbortedError("closed here"))
             self._connection.abort()
 
-    # What the connection calls.
+    # Called by the connection.
 
     def begin(self, status: int) -> None:
         self.status, self.begun = status, True
@@ -129,7 +129,7 @@ class EngineAnswer:
             return
         try:
             room = self._push(data)
-        except BaseException as exc:  # of the one who waits in `pass_on`
+        except BaseException as exc:  # raised to the caller of `pass_on`
             self._push = None
             self.fail(exc)
         else:
@@ -171,7 +171,7 @@ class EngineAnswer:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _hold(self) -> None:
-        """Not after the end: another answer may come on the connection then."""
+        """Pauses reading, except after the end: then another answer may come on the connection."""
         if not self._ended:
             self._connection.pause()
 

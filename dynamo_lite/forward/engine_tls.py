@@ -1,4 +1,4 @@
-"""TLS to engines: how the certificate of one is checked."""
+"""TLS to engines, and how an engine's certificate is checked."""
 
 import ssl
 from functools import lru_cache
@@ -24,7 +24,8 @@ def engine_tls(options: EngineOptions) -> ssl.SSLContext | None:
 
 
 def check_trust(ca_file: str | None) -> None:
-    """Reads the file, so that no engine that joins finds it unreadable. Raises ConfigError."""
+    """Reads the file, so that it is known to be readable when an engine joins. Raises
+    ConfigError."""
     try:
         _context(ca_file, False)
     except ConfigError as exc:

@@ -1,4 +1,4 @@
-"""The engines behind a Forwarder: what is known of each one, and which may take a leg."""
+"""The engines behind a Forwarder: the state of each one, and which may take a leg."""
 
 import itertools
 import ssl
@@ -13,14 +13,14 @@ from dynamo_lite.forward.protocols.base import ForwardProtocol, Peer
 from dynamo_lite.policy.forwarding import EngineView
 from dynamo_lite.runtime.address import host_port
 
-#: Failed checks after which an engine that answers late or with an error is unhealthy. One that
-#: refuses connections is so at once.
+#: Failed checks after which an engine that answers late or with an error is unhealthy. An engine
+#: that refuses connections is unhealthy at once.
 FAILURES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine said of its load. waiting: those of its requests that do not run yet."""
+    """An engine's report of its load. waiting: requests that do not run yet."""
 
     requests: int
     kv_usage: float
@@ -29,14 +29,14 @@ class EngineLoad:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine; no other one of this process ever has its number."""
+    """One engine. Its number is never used for another engine of this process."""
 
     number: int
     options: EngineOptions
     protocol: ForwardProtocol
-    #: Of the process that has registered it, hexadecimal; empty: it is in the configuration.
+    #: Lease of the process that has registered it, hexadecimal; empty: it is in the configuration.
     lease: str = ""
-    #: Its record says so; for engines that do not tell.
+    #: The model named in its record, for engines that do not report it.
     model: str = ""
     #: Its record is gone: it gets no new leg.
     left: bool = False
@@ -44,13 +44,13 @@ class Engine:
     #: Why it is not healthy or not used.
     trouble: str = "not checked yet"
     failures: int = 0
-    #: Names that it serves; empty: it did not say.
+    #: Model names that it serves; empty: it did not report them.
     models: tuple[str, ...] = ()
     #: Legs of this process that have not ended.
     legs: int = 0
-    #: Estimated tokens of those without a first byte.
+    #: Estimated tokens of the legs without a first byte.
     waiting_tokens: int = 0
-    #: Requests there that are not of this process.
+    #: Requests at the engine that are not of this process.
     other_requests: int = 0
     kv_usage: float = 0.0
     identity: Mapping[str, Any] | None = None
@@ -64,7 +64,7 @@ class Engine:
     tls: ssl.SSLContext | None = field(init=False)
     #: Where its side of the handover listens.
     transfer_address: tuple[str, int] = field(init=False)
-    #: All that `identity` was since the engine is healthy, the newest last.
+    #: All identities since the engine became healthy, the newest last.
     _identities: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
     def __post_init__(self) -> None:
@@ -131,15 +131,15 @@ class Engine:
         return True
 
     def forget(self) -> None:
-        """Forgets what another process at this address would say otherwise."""
+        """Forgets everything that may differ for another process at this address."""
         self.identity, self.other_requests, self.kv_usage = None, 0, 0.0
         self.varies, self._identities = False, []
         self.engine_ids = {}
 
     def learned(self, identity: Mapping[str, Any] | None) -> None:
-        """What an answer has said; None: nothing. A restarted process has a new identity. One that
-        comes back is another data-parallel rank's, and it is not known which rank takes the next
-        leg."""
+        """Notes the identity in an answer; None: the answer has none. A restarted process has a
+        new identity. An earlier identity that comes back belongs to another data-parallel rank.
+        Then it is not known which rank takes the next leg."""
         self.identity = identity
         if identity is None or (self._identities and identity == self._identities[-1]):
             return
@@ -183,7 +183,7 @@ class EngineLeg:
         self._engine, self._tokens = engine, tokens
 
     def answered(self) -> None:
-        """Its first byte has come: the prompt is computed."""
+        """The leg's first byte has come, so the prompt is computed."""
         self._engine.waiting_tokens -= self._tokens
         self._tokens = 0
 
@@ -193,7 +193,7 @@ class Engines:
 
     def __init__(self, options: Sequence[EngineOptions], protocol: ForwardProtocol):
         self.all: tuple[Engine, ...] = ()
-        #: Those that have joined and are not used: why, by name and lease.
+        #: Why joined engines are not used, by name and lease.
         self.unused: dict[tuple[str, str], Unused] = {}
         self._protocol = protocol
         self._numbers = itertools.count()
@@ -209,7 +209,7 @@ class Engines:
         return engine
 
     def remove(self, engine: Engine) -> None:
-        """It gets no new leg. Its open legs go on."""
+        """The engine gets no new leg. Its open legs continue."""
         engine.left = True
         self.all = tuple(one for one in self.all if one is not engine)
 
@@ -235,8 +235,8 @@ def view(engine: Engine, matched: int, request_load_tokens: int) -> EngineView:
     )
 
 
-#: Sums over all label sets of these are what an engine runs and what waits there: vLLM, SGLang (the
-#: last five only with disaggregation).
+#: Metrics of vLLM and SGLang (the last five only with disaggregation). Their sums over all label
+#: sets are the running and waiting requests.
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = (
     *("vllm:num_requests_waiting", "sglang:num_queue_reqs"),

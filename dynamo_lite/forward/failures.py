@@ -43,19 +43,19 @@ class EngineFailed(Exception):
 
 
 class PrefillFailed(EngineFailed):
-    """Of a prefill leg."""
+    """A prefill leg failed."""
 
 
 class DecodeFailed(EngineFailed):
-    """Of a decode leg."""
+    """A decode leg failed."""
 
 
 class Broken(Exception):
-    """Of a decode leg, or a prefill leg whose tokens the client sees."""
+    """A decode leg broke off, or a prefill leg that sends tokens to the client."""
 
 
 def failure_answer(failure: EngineFailed) -> Answer:
-    """For the client, when nothing is left to try. Without addresses."""
+    """The answer for the client when no engine is left to try. It contains no addresses."""
     if failure.answer is not None:
         return failure.answer
     leg = "prefill" if isinstance(failure, PrefillFailed) else "decode"

@@ -112,7 +112,8 @@ class FirstTokenMerge:
         return _event(msgspec.json.encode(event))
 
     def _beyond(self, choice: dict[str, Any]) -> bool:
-        """Whether anything of the decode engine's chunk is new; what is not is removed."""
+        """Removes the part of the decode engine's chunk that was shown already. Returns whether
+        anything is left."""
         index = choice.get("index", 0)
         if index in self._ended:
             return False

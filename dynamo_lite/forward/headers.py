@@ -49,7 +49,7 @@ def to_client(headers: CIMultiDict[str]) -> CIMultiDict[str]:
 def for_leg(headers: CIMultiDict[str], own: Mapping[str, str]) -> CIMultiDict[str]:
     """headers: of `to_engine`. own: replace the client's of the same name.
 
-    Compressed answers could not be read here.
+    Compression is not requested, because compressed answers could not be read here.
     """
     leg = CIMultiDict(headers)
     leg.popall("accept-encoding", None)

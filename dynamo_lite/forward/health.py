@@ -23,7 +23,7 @@ class EngineMonitor:
         self._engines, self._config, self._sent = engines, config, sent
         self._probe = EngineProbe(upstream, within_s=config.health_timeout_s)
         self._tasks = OwnedTasks()
-        #: Of the first decode engine that named any.
+        #: Model names of the first decode engine that reported any.
         self._models: tuple[str, ...] = ()
 
     async def __aenter__(self) -> Self:
@@ -45,9 +45,9 @@ class EngineMonitor:
             self._tasks.start(self._follow_load(engine), name=f"load of {engine.name}")
 
     def lost(self, engine: Engine, failure: LegFailed) -> None:
-        """A leg could not be sent: the engine gets nothing until its next check passes.
+        """A leg could not be sent: the engine gets no legs until its next check passes.
 
-        A broken connection says nothing about others: an engine may have closed an idle one.
+        A broken connection does not count, because an engine may close an idle connection.
         """
         if failure.kind == "refused" and engine.failed(str(failure), at_once=True):
             logger.warning("%s is unhealthy", failure)

@@ -32,10 +32,11 @@ _MAX_HEADERS = 128
 _LINGER_S = 2.0
 _HANDSHAKE_S = 10.0
 _NO_GRACE_S = 0.001
-#: What may wait for a slow client before nothing more is read for it.
+#: How many bytes may wait for a slow client before reading its answer pauses.
 _FULL_BYTES = 64 << 10
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-#: Not of an engine: which one would answer is chance.
+#: Paths that the Forwarder answers itself. If they were passed on, any of the engines would
+#: answer.
 OWN = frozenset({"/health", "/live", "/ready", "/metrics"})
 
 Facts = Callable[[], Mapping[str, Any]]
@@ -56,8 +57,8 @@ class Answering(Protocol):
 class ForwardServer:
     """`start` returns when connections are accepted; `stop` is idempotent.
 
-    routes: that generate. health: with `ok`. probes: None answers neither `/live` nor `/ready`.
-    own: paths that are answered here. tls: None serves plain HTTP.
+    routes: those that generate. health: the facts, with `ok`. probes: None: neither `/live` nor
+    `/ready` is answered. own: paths that are answered here. tls: None: plain HTTP is served.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class ForwardServer:
         if listener is not None:
             listener.close()
             self._web.pre_shutdown()
-        # Also if a call before was cancelled: it has left connections open. To aiohttp, 0 means
-        # without a limit.
+        # Runs even if an earlier call was cancelled and has left connections open. For aiohttp a
+        # timeout of 0 means no limit.
         await self._web.shutdown(max(grace_s, _NO_GRACE_S))
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -121,8 +122,8 @@ class ForwardServer:
         try:
             await self._answer(request, client)
         except ClientGone:
-            # The connection is closed. aiohttp asks for a response all the same.
-            logger.debug("the client of %s has gone", request.path)
+            # The connection is closed, but aiohttp still requires a response.
+            logger.debug("the client of %s has disconnected", request.path)
         except Exception:
             logger.exception("a request to %s failed", request.path)
             if client.started:
@@ -169,7 +170,7 @@ class ForwardServer:
             return b""
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
-            # What cannot be read cannot be cleaned of fields that only a forwarder may set.
+            # An encoded body cannot be read, so forbidden fields could not be removed from it.
             text = f"content-encoding {encoding!r} is not accepted: send the body as it is"
             raise _Refused(error(415, "UnsupportedMediaType", text))
         if (request.content_length or 0) > self._config.max_body_bytes:
@@ -259,7 +260,8 @@ class HttpClient:
             raise ClientGone from exc
 
     def push(self, data: bytes) -> bool:
-        """Straight to the socket: aiohttp's way there costs more than all else for a token."""
+        """Writes directly to the socket. aiohttp's own path would be the largest part of a
+        token's cost."""
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ClientGone

@@ -1,10 +1,10 @@
 """SGLang's log probabilities of the prompt's tokens, of both engines in one answer.
 
 With `return_logprob`, `/generate` answers `meta_info.input_token_logprobs`. The prefill engine has
-those of the tokens that it computed, the decode engine those that are left. The client gets the
-prefill engine's and then the decode engine's, in each event of a stream, too.
-Source: sgl-project/sglang, `sgl-model-gateway/src/routers/http/pd_router.rs`. It leaves batches as
-they are; here each sequence gets its own.
+the log probabilities of the tokens that it computed, the decode engine has the rest. The client
+gets the prefill engine's list followed by the decode engine's, also in each event of a stream.
+Source: sgl-project/sglang, `sgl-model-gateway/src/routers/http/pd_router.rs`. SGLang's gateway
+does not change batches; here each sequence gets its own list.
 
 The lists are joined as JSON text: no number is decoded.
 """
@@ -24,7 +24,7 @@ class InputLogprobs:
     """Reads the prefill engine's answer, and changes the decode engine's."""
 
     def __init__(self) -> None:
-        #: Of each sequence, by its index: what is between the brackets of its list.
+        #: By index of the sequence: the text between the brackets of its list.
         self._lists: dict[int, bytes] = {}
 
     def read(self, data: bytes) -> None:
@@ -81,7 +81,7 @@ def _object(value: msgspec.Raw | None) -> _Object:
 
 
 def _inner(value: msgspec.Raw | None) -> bytes | None:
-    """What is between the brackets; None for what is no list."""
+    """The text between the brackets; None if the value is not a list."""
     text = b"" if value is None else bytes(value).strip()
     return text[1:-1] if text.startswith(b"[") else None
 

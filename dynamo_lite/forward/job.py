@@ -10,7 +10,7 @@ from dynamo_lite.forward.placing import Tried
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """What one request is, where its answer goes, and what it has met so far."""
+    """One request, the client that gets its answer, and the engines that it has tried."""
 
     incoming: Incoming
     request: Request

@@ -1,4 +1,4 @@
-"""The legs of one attempt: sent, read, and closed whatever happens.
+"""The legs of one attempt: they are sent, read, and closed in any case.
 
 An engine aborts a request whose connection is closed before the end of its answer.
 """
@@ -29,13 +29,13 @@ T = TypeVar("T")
 #: An engine's error in place of a stream's first event: nothing was generated yet. SGLang writes
 #: it as Python does.
 ERROR_EVENTS = (b'data: {"error"', b"data: {'error'")
-#: A decode engine that answers one of these may have failed for reasons of its own.
+#: With one of these statuses the decode engine may have failed, not the request.
 _RETRIED = frozenset({500, 502, 503, 504})
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What one engine is sent. headers: replace the client's."""
+    """A request to one engine. headers: replace the client's."""
 
     engine: Engine
     data: bytes | None
@@ -61,7 +61,7 @@ class Legs:
         self._monitor, self._config = monitor, config
         self._responses: list[EngineAnswer] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        #: Those that the caller of `leave_open` ends.
+        #: Legs that the caller of `leave_open` ends.
         self._left: list[asyncio.Task[EngineAnswer]] = []
         self._rest: asyncio.Task[None] | None = None
 
@@ -116,8 +116,8 @@ class Legs:
     async def open(
         self, one: Sending, failed: type[EngineFailed], *, passes_errors: bool = False
     ) -> EngineAnswer:
-        """A successful answer's head. Raises `failed`, and Final with the engine's answer: a 4xx,
-        or with `passes_errors` any error."""
+        """Returns the head of a successful answer. Raises `failed`, and Final with the engine's
+        answer for a 4xx, or with `passes_errors` for any error."""
         incoming, engine = self._incoming, one.engine
         try:
             response = await self._upstream.open(
@@ -156,7 +156,7 @@ class Legs:
         response: EngineAnswer,
         failed: type[EngineFailed] = DecodeFailed,
     ) -> bytes:
-        """What has come; empty at the end. Raises `failed`."""
+        """The bytes that have arrived; empty at the end. Raises `failed`."""
         try:
             return await self._upstream.read_some(engine, response)
         except LegFailed as exc:
@@ -174,8 +174,8 @@ class Legs:
     async def all(self, *tasks: asyncio.Task[Any]) -> None:
         """Returns when all have succeeded. The first failure is raised, without waiting for others.
 
-        So is a failure of the rest of a streamed prefill leg: a decode engine would wait for its
-        KV until its timeout.
+        The failure of the rest of a streamed prefill leg is raised as well, because a decode
+        engine would wait for its KV until the timeout.
         """
         pending = set(tasks)
         while pending:
@@ -197,7 +197,7 @@ class Legs:
         return reading.result()
 
     def _close(self) -> None:
-        # One that is left open may have been opened at any time until now.
+        # A leg that is left open may have been opened at any time until now.
         left = [
             task.result()
             for task in self._left

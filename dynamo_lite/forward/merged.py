@@ -23,14 +23,14 @@ from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
 
 logger = logging.getLogger(__name__)
 
-#: How long a decode leg whose tokens are not needed may run, so that it receives its KV.
+#: How long a decode leg without needed tokens may run, so that it receives its KV.
 _SETTLE_S = 30.0
 
 _Opening = asyncio.Task[EngineAnswer]
 
 
 class MergedOrder:
-    """`close` ends what is still done for requests that are over.
+    """`close` ends the work that is still done for ended requests.
 
     timeout_s: of a prefill leg. answered: counts answers by how and why.
     """
@@ -182,8 +182,8 @@ async def _break_off_if_started(job: Job, failure: PrefillFailed, cause: BaseExc
 
 
 async def _read_out(legs: Legs, engine: Engine, decoding: _Opening) -> None:
-    """Its tokens are not needed, but it has to receive the KV, or the prefill engine would keep
-    it."""
+    """Reads a leg without needed tokens to its end. The decode engine must receive the KV, or
+    the prefill engine would keep it."""
     try:
         async with asyncio.timeout(_SETTLE_S):
             response = await decoding

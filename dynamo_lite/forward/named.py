@@ -34,7 +34,7 @@ METADATA = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What one request names, as HOST:PORT."""
+    """The engines that one request names, as HOST:PORT."""
 
     #: Prefill engines, in the client's order.
     prefill: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ NOTHING = Named()
 
 
 def read_headers(headers: CIMultiDictProxy[str]) -> Named:
-    """As the client wrote them: nothing is checked."""
+    """The engines as the client named them, unchecked."""
     if PREFILLER_HEADER not in headers and RANK_HEADER not in headers:
         return NOTHING
     values = headers.getall(PREFILLER_HEADER, ())
@@ -79,7 +79,7 @@ class AllowedHosts:
             self._add(entry.strip().lower())
 
     def __contains__(self, host: str) -> bool:
-        """A name is not resolved: it must have been given as it is."""
+        """A name is not resolved: the list must contain the same name."""
         address = _address(host)
         if address is None:
             return host.lower() in self._names
@@ -92,12 +92,14 @@ class AllowedHosts:
             self._networks.append(ip_network(entry.strip("[]"), strict=False))
         except ValueError:
             if not entry or any(char in entry for char in "/:@ *"):
-                raise ValueError(f"{entry!r} is no address, network (CIDR) or host name") from None
+                raise ValueError(
+                    f"{entry!r} is not an address, network (CIDR) or host name"
+                ) from None
             self._names.add(entry)
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
-    """An IPv4 address in an IPv6 one counts as what it is."""
+    """An IPv4 address inside an IPv6 address counts as the IPv4 address."""
     try:
         address = ip_address(host)
     except ValueError:

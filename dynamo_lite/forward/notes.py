@@ -1,4 +1,4 @@
-"""What is noted of a request on its way, for `dynamo-lite explain`.
+"""Notes about a request in flight, for `dynamo-lite explain`.
 
 The parts that do the work are wrapped: `NotedClient` sees the answer, `NotedLegs` the legs.
 """
@@ -56,7 +56,7 @@ class AttemptNote:
     alone: str
     first_choice: int
     prompt_tokens: int
-    #: Also the id that its legs are paired by.
+    #: Unique id of the attempt, which also pairs its legs.
     unique: str = ""
     legs: list[LegNote] = field(default_factory=list[LegNote])
     failure: str = ""
@@ -88,12 +88,12 @@ class RequestNote:
 
     @property
     def ids(self) -> list[str]:
-        """Without that of the answer."""
+        """The ids of the request, except that of its answer."""
         found = [self.client_id, *(attempt.unique for attempt in self.attempts)]
         return [one for one in dict.fromkeys(found) if one and one != self.answer_id]
 
     def failed(self, why: Exception) -> None:
-        """The last attempt."""
+        """The last attempt has failed."""
         if self.attempts:
             self.attempts[-1].failure = str(why)
 

@@ -39,19 +39,19 @@ class EngineOptions:
     role: Role
     #: Where its side of the handover listens; None: the URL's host.
     transfer_host: str | None = None
-    #: Port of that: Mooncake's and SGLang's bootstrap server, KVT, MoRIIO's handshake; None: the
-    #: protocol's default.
+    #: Port of its side of the handover (Mooncake's and SGLang's bootstrap server, KVT, MoRIIO's
+    #: handshake); None: the protocol's default.
     transfer_port: Port | None = None
     #: MoRIIO's second port; None: its default.
     notify_port: Port | None = None
     #: PEM file of the authorities that may have signed its certificate; None: the system's.
     ca_file: str | None = None
-    #: Accept any certificate of it, also a forged one.
+    #: Whether any certificate of the engine is accepted, even a forged one.
     insecure_skip_verify: bool = False
-    #: `tcp://HOST:PORT` where it publishes its KV events (vLLM's `--kv-events-config`); None: what
-    #: it holds is assumed.
+    #: `tcp://HOST:PORT` where it publishes its KV events (vLLM's `--kv-events-config`); None: its
+    #: blocks are assumed.
     kv_events: str | None = None
-    #: As kv_events: where it replays them.
+    #: `tcp://HOST:PORT` where it replays its KV events; see kv_events.
     kv_replay: str | None = None
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class ForwarderConfig:
     #: PEM file of the authorities that may have signed the certificates of joined engines;
     #: None: the system's.
     joined_ca_file: str | None = None
-    #: Accept any certificate of engines that have joined, also a forged one.
+    #: Whether any certificate of joined engines is accepted, even a forged one.
     joined_insecure_skip_verify: bool = False
     #: How the engine of a prefill leg is chosen.
     prefill_choice: Strategy = "round-robin"
@@ -135,16 +135,16 @@ class ForwarderConfig:
     prefill_failure: Literal["decode-only", "error"] = "decode-only"
     #: Decode engines that one request may try before its first byte.
     max_attempts: Positive = 3
-    #: Of a connection to an engine.
+    #: Timeout of a connection to an engine.
     connect_timeout_s: Seconds = 2.0
-    #: Of a whole prefill leg.
+    #: Timeout of a whole prefill leg.
     prefill_timeout_s: Seconds = 120.0
-    #: Without any byte of an answer.
+    #: Timeout without any byte of an answer.
     idle_timeout_s: Seconds = 600.0
-    #: Between two checks of an engine's `/health`.
+    #: Time between two checks of an engine's `/health`.
     health_interval_s: Seconds = 1.0
     health_timeout_s: Seconds = 5.0
-    #: Between two readings of an engine's `/metrics`, for `least-load` and `prefix`.
+    #: Time between two readings of an engine's `/metrics`, for `least-load` and `prefix`.
     load_interval_s: Seconds = 1.0
     #: How long a prompt's tokens are waited for, where engines publish their KV events.
     tokenize_timeout_s: Seconds = 0.5

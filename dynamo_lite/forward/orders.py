@@ -19,13 +19,14 @@ from dynamo_lite.runtime.tasks import OwnedTasks, end_tasks
 
 logger = logging.getLogger(__name__)
 
-#: How long a decode engine gets to take over a request whose client is gone. It then tells the
-#: prefill engine that the KV is not needed; without that the blocks wait for the end of a lease.
+#: How long a decode engine gets to take over a request after its client has disconnected. The
+#: decode engine then tells the prefill engine that the KV is not needed. Otherwise the blocks stay
+#: reserved until a lease ends.
 LET_GO_S = 1.0
 
 
 class Orders:
-    """`close` ends what is still done for requests that are over.
+    """`close` ends the work that is still done for ended requests.
 
     answered: counts answers by how and why.
     """
@@ -69,14 +70,14 @@ class Orders:
                     response = await legs.open(sending(engine, leg), DecodeFailed)
                     await self._relay(job, engine, legs, response, counted, also=prompt)
                 except DecodeFailed:
-                    # It does not say which of the two engines has failed.
+                    # The answer does not tell which of the two engines has failed.
                     job.tried.prefill.add(prefill.number)
                     raise
         self._placer.sent(prefill, placement)
         self._placer.sent(engine, placement)
 
     async def serial(self, job: Job, placement: Placement, attempt: Attempt) -> None:
-        """The decode leg gets what the prefill leg has answered."""
+        """The decode leg gets the prefill leg's answer."""
         prefill, protocol = placement.prefill, self._protocol
         assert prefill is not None
         first = protocol.prefill(job.request.body, attempt)
@@ -96,8 +97,8 @@ class Orders:
         self._placer.sent(engine, placement)
 
     async def parallel(self, job: Job, placement: Placement, attempt: Attempt) -> None:
-        """Both legs at once. The decode engine's bytes are held until the prefill leg has
-        succeeded: without its KV they are worth nothing."""
+        """Both legs at once. The decode engine's bytes are held back until the prefill leg has
+        succeeded, because without its KV they are worthless."""
         prefill, engine = _pair(placement)
         body, protocol = job.request.body, self._protocol
         first = protocol.prefill(body, attempt)
@@ -129,7 +130,7 @@ class Orders:
         self._placer.sent(engine, placement)
 
     def _decode_engine(self, job: Job, placement: Placement) -> Engine:
-        """After a serial prefill leg. Raises DecodeFailed, NoWorkers."""
+        """Chooses the decode engine after a serial prefill leg. Raises DecodeFailed, NoWorkers."""
         engine = placement.decode
         if engine is not None and engine.usable:
             return engine
@@ -148,8 +149,8 @@ class Orders:
         self._placer.sent(engine, placement)
 
     async def _hand_over(self, legs: Legs, one: Sending) -> EngineAnswer:
-        """Opens the decode leg. If the client goes meanwhile, the engine still gets the request,
-        and a moment to take it over, before its connection is closed."""
+        """Opens the decode leg. If the client disconnects meanwhile, the engine still gets the
+        request, and some time to take it over, before its connection is closed."""
         opening = asyncio.create_task(legs.open(one, DecodeFailed), name="decode leg")
         try:
             return await asyncio.shield(opening)

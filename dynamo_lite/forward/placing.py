@@ -40,7 +40,7 @@ class CannotServe(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A choice. The engines are names: they may leave."""
+    """A choice. It names the engines, because they may leave."""
 
     leg: str
     engine: str
@@ -51,11 +51,11 @@ class Chosen:
 
 @dataclass(slots=True, kw_only=True)
 class Tried:
-    """What a request has met so far; the workflow fills it in."""
+    """The engines and choices that a request has tried so far; the workflow fills it in."""
 
     prefill: set[int] = field(default_factory=set[int])
     decode: set[int] = field(default_factory=set[int])
-    #: Why it gets no prefill leg any more.
+    #: Why the request gets no further prefill leg.
     alone: str = ""
     #: All choices so far, of all attempts.
     choices: list[Chosen] = field(default_factory=list[Chosen])
@@ -75,12 +75,12 @@ class Placement:
     #: None: estimated, from the text.
     tokens: PromptTokens | None = None
     prompt_tokens: int
-    #: Of the prompt, not assumed to be in the prefill engine's cache.
+    #: Tokens of the prompt that are not assumed to be in the prefill engine's cache.
     uncached_tokens: int
 
 
 class Places(Protocol):
-    """What the workflow asks for each attempt."""
+    """The interface that the workflow calls for each attempt."""
 
     #: Choices by leg and reason.
     choices: Counter[tuple[str, str]]
@@ -110,8 +110,8 @@ def why_alone(request: Request, protocol: ForwardProtocol) -> str:
 class Placer:
     """Chooses engines and remembers which prompts they were sent.
 
-    uniform: returns numbers in [0, 1). known: which blocks engines hold that publish it; of the
-    others it is assumed.
+    uniform: returns numbers in [0, 1). known: the blocks of engines that publish them; for other
+    engines they are assumed.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Placer:
             alone = "no_prefill_worker"
         decode = None
         if alone or not self._staged:
-            # What is passed on is the same at every engine.
+            # A request that is passed on unchanged may go to every engine.
             decode = self._choose_decode(
                 tried, matched, tokens, alone=bool(alone and request.route)
             )
@@ -170,12 +170,13 @@ class Placer:
             chain=chain,
             tokens=request.tokens,
             prompt_tokens=tokens,
-            # What was sent is known in pieces of an assumed length: it may seem more than all.
+            # The sent prompts are known in pieces of an assumed length, so the sum may exceed the
+            # prompt.
             uncached_tokens=max(0, tokens - (matched.get(prefill.number, 0) if prefill else 0)),
         )
 
     def place_decode(self, placement: Placement, tried: Tried) -> Engine:
-        """Staged: after the prefill leg. Raises NoWorkers."""
+        """For staged protocols, after the prefill leg. Raises NoWorkers."""
         without = Tried(prefill=tried.prefill, decode=set(tried.decode), choices=tried.choices)
         if placement.prefill is not None:
             without.decode.add(placement.prefill.number)
@@ -264,7 +265,7 @@ class Placer:
         return engine
 
     def _missing(self, tried: Tried, *, alone: bool) -> str:
-        """Without addresses: a client reads it."""
+        """The text contains no addresses, because a client reads it."""
         if not any(engine.usable for engine in self._engines.all if engine.decodes):
             return "no decode engine is healthy"
         if tried.decode:

@@ -17,13 +17,13 @@ class _Models(msgspec.Struct):
 
 
 class EngineProbe:
-    """within_s: of each question."""
+    """within_s: timeout of each question."""
 
     def __init__(self, upstream: Upstream, *, within_s: float):
         self._upstream, self._within_s = upstream, within_s
 
     async def check(self, engine: Engine) -> None:
-        """Returns if the engine is healthy; what it serves is read when it has become so.
+        """Returns if the engine is healthy. Its model names are read when it has become healthy.
 
         Raises LegFailed.
         """
@@ -33,11 +33,11 @@ class EngineProbe:
         if not engine.healthy:
             await self._read_models(engine)
         if engine.protocol.query_path and engine.prefills:
-            # Each time: the ids are new ones after a restart, however short.
+            # Read each time, because the ids change after every restart.
             await self._query(engine)
 
     async def load(self, engine: Engine) -> EngineLoad | None:
-        """None if its metrics do not say. Raises LegFailed."""
+        """None if its metrics do not contain the load. Raises LegFailed."""
         _, page = await self._fetch(engine, f"{engine.base}/metrics")
         return parse_load(page.decode(errors="replace"))
 
@@ -45,7 +45,7 @@ class EngineProbe:
         return await self._upstream.fetch(engine, url, within_s=self._within_s)
 
     async def _read_models(self, engine: Engine) -> None:
-        """Where the engine asks for a key, its record may know the model."""
+        """If the engine requires a key, its record may name the model."""
         status, page = await self._fetch(engine, f"{engine.base}/v1/models")
         try:
             found = msgspec.json.decode(page, type=_Models) if status == 200 else _Models([])

@@ -43,7 +43,7 @@ async def relay(
         await client.start(response.status, head)
         await client.write(data)
         return await client.finish()
-    # The head waits for the first bytes: without them, another engine can still be asked.
+    # The head is held back until the first bytes: until then, another engine can be asked.
     data = await legs.first(engine, response)
     if data.startswith(ERROR_EVENTS):
         raise DecodeFailed(engine, "event", answer=_as_answer(data))
@@ -59,7 +59,7 @@ async def relay(
 async def _unchanged(
     client: Client, legs: Legs, engine: Engine, response: EngineAnswer, data: bytes
 ) -> None:
-    """data: what has come; empty if that is all."""
+    """data: the bytes that have arrived; empty if the answer has ended."""
     last = data
 
     def push(data: bytes) -> bool:

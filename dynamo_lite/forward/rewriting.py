@@ -39,11 +39,11 @@ class EventCutter:
 class Changes:
     """What changes in an answer. The default changes nothing."""
 
-    #: For the usage.
+    #: Number of cached tokens for the usage; None: unchanged.
     cached_tokens: int | None = None
-    #: An id of ours with addresses in it, and what replaces it.
+    #: A request id of ours that contains addresses, and its replacement.
     hidden: tuple[bytes, bytes] | None = None
-    #: The prefill engine's.
+    #: The prefill engine's log probabilities.
     logprobs: InputLogprobs | None = None
 
     @property
@@ -51,7 +51,7 @@ class Changes:
         return not (self.cached_tokens is self.hidden is self.logprobs is None)
 
     def whole(self, data: bytes) -> bytes:
-        """Of an answer that is one JSON document."""
+        """Changes an answer that is one JSON document."""
         if self.hidden is not None:
             data = data.replace(*self.hidden)
         if self.cached_tokens is not None:
@@ -59,7 +59,7 @@ class Changes:
         return data if self.logprobs is None else self.logprobs.joined(data)
 
     def events(self, data: bytes) -> bytes:
-        """Of whole events."""
+        """Changes whole events."""
         if self.hidden is not None:
             data = data.replace(*self.hidden)
         cached, logprobs = self.cached_tokens, self.logprobs
@@ -88,7 +88,7 @@ def changes_for(
     answer: PrefillAnswer,
     logprobs: InputLogprobs | None = None,
 ) -> Changes:
-    """What has to change in the answer of this leg. answer, logprobs: of the prefill leg."""
+    """The changes for the answer of this leg. answer, logprobs: of the prefill leg."""
     cached, hidden = cached_by_prefill(answer), None
     if protocol.hides_ids:
         hidden = (leg.headers["x-request-id"].encode(), attempt.unique.encode())

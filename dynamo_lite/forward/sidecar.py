@@ -1,7 +1,7 @@
 """A server beside one decode engine: the client's headers name the prefill engine.
 
-The workflow is the Forwarder's; what differs is who chooses. A `Door` in front of it checks what
-the headers name; `HeaderPlacer` takes the engines that they name.
+The workflow is the Forwarder's; only the choice of engines differs. A `Door` in front of it checks
+the engines that the headers name, and `HeaderPlacer` chooses them.
 """
 
 import asyncio
@@ -40,8 +40,9 @@ MAX_PREFILLERS = 1024
 class Prefillers:
     """The prefill engines that headers have named, by HOST:PORT. `close` ends its checks.
 
-    check: asks one for what its protocol needs before the first leg. every_s: how long that holds.
-    first_number: of an engine; the decode engines have those below.
+    check: asks an engine for the data that its protocol needs before the first leg. every_s: how
+    long the data is valid. first_number: number of the first engine; decode engines have smaller
+    numbers.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Prefillers:
         await self._tasks.end()
 
     def get(self, name: str) -> Engine:
-        """The one named longest ago is forgotten when there are too many."""
+        """When there are too many engines, the one named longest ago is forgotten."""
         engine = self._engines.get(name)
         if engine is None:
             engine = Engine(self._number, self._options.engine(name), self._protocol)
@@ -80,8 +81,8 @@ class Prefillers:
     async def prepare(self, name: str) -> None:
         """Returns when the engine was asked for its ids lately, where legs need them.
 
-        One that did not answer has none, and gets no legs; it is asked again, but no request waits
-        for that.
+        An engine that did not answer has no ids, and gets no legs. It is asked again, but no
+        request waits for that.
         """
         if not self._protocol.query_path:
             return
@@ -141,11 +142,12 @@ class HeaderPlacer:
         )
 
     def place_decode(self, placement: Placement, tried: Tried) -> Engine:
-        """Only if the decode engine has become unhealthy meanwhile: there is no other one."""
+        """Called only if the decode engine has become unhealthy meanwhile. There is no other
+        one."""
         raise NoWorkers("the decode engine is not healthy")
 
     def sent(self, engine: Engine, placement: Placement) -> None:
-        """Nothing is chosen by it."""
+        """Does nothing: choices do not depend on sent prompts."""
 
     def _why_alone(self, request: Request) -> str:
         if not request.named.prefill:
@@ -202,7 +204,7 @@ class Door:
         await self._forwarding.generate(incoming, route, data, client)
 
     async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
-        """Routes that generate nothing: what the headers name does not concern them."""
+        """For routes that generate nothing, the engines that headers name are ignored."""
         named = Named(decode=self._ranks[self._own].name)
         incoming = dataclasses.replace(incoming, named=named)
         await self._forwarding.pass_on(incoming, data, client)
@@ -219,7 +221,7 @@ class Door:
         if port not in self._ranks:
             first, last = min(self._ranks), max(self._ranks)
             raise ValueError(
-                f"{RANK_HEADER}: port {port} is of no rank; they have {first} to {last}"
+                f"{RANK_HEADER}: port {port} belongs to no rank; the ranks have {first} to {last}"
             )
         return self._ranks[port].name
 

@@ -24,7 +24,7 @@ _NEED_HOST = ("moriio-read", "moriio-write")
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillerOptions:
-    """Of all prefill engines that headers name."""
+    """Options of all prefill engines that headers name."""
 
     https: bool = False
     ca_file: str | None = None
@@ -55,9 +55,9 @@ class SidecarConfig:
     prefillers: PrefillerOptions = PrefillerOptions()
     #: Hosts that headers may name.
     allowed: tuple[str, ...] = PRIVATE
-    #: Which one of several that a request names.
+    #: How one of several named prefill engines is chosen.
     choice: Literal["first", "random"] = "first"
-    #: Of the sidecar's own metrics, on the same address; 0: none.
+    #: Port of the sidecar's own metrics, on the same address; 0: none.
     metrics_port: int = 0
 
     def __post_init__(self) -> None:

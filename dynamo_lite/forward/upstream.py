@@ -1,7 +1,7 @@
 """HTTP requests to engines, over connections that are kept and used again.
 
-A client of its own, because a Forwarder's work is to pass pieces of answers on: with a general
-client, whose reader is a stream of its own, a token costs several times as much.
+This is a special client, because a Forwarder mainly passes on pieces of answers. With a general
+client, which has a stream reader of its own, a token costs several times as much.
 """
 
 import asyncio
@@ -21,12 +21,13 @@ from dynamo_lite.protocol.errors import DynamoLiteError
 #: Below uvicorn's default of 5 s: a connection must not be used while the engine closes it.
 _KEEP_ALIVE_S = 4.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: Sent again when a kept connection turns out to be closed.
+#: Methods that are sent again when a kept connection turns out to be closed.
 _REPEATED = frozenset({"GET", "HEAD", "OPTIONS"})
 
 Kind = Literal["refused", "timeout", "broken"]
 _Address = tuple[str, int]
-#: With how the certificate was checked: a connection is not used where it would be checked better.
+#: The key includes how the certificate was checked, so that a connection is not reused where a
+#: stricter check applies.
 _Place = tuple[_Address, ssl.SSLContext | None]
 
 
@@ -47,7 +48,7 @@ class Upstream:
     def __init__(self, *, connect_s: float, idle_s: float, left_s: float = 10.0):
         self._connect_s, self._idle_s, self._left_s = connect_s, idle_s, left_s
         self._open: dict[Connection, _Address] = {}
-        #: With the time since when; the last one is used first.
+        #: Idle connections, with the time when each became idle; the last one is used first.
         self._idle: dict[_Place, list[tuple[Connection, float]]] = {}
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -117,7 +118,7 @@ class Upstream:
             raise _lost(engine, exc) from exc
 
     async def read_some(self, engine: Engine, answer: EngineAnswer) -> bytes:
-        """What has come; empty at the end. Raises LegFailed."""
+        """The bytes that have arrived; empty at the end. Raises LegFailed."""
         try:
             return await answer.read_some()
         except (TimeoutError, ConnectionError) as exc:
@@ -195,7 +196,7 @@ class Upstream:
             self._sweep = loop.call_later(_KEEP_ALIVE_S, self._close_idle)
 
     def _close_idle(self) -> None:
-        """Closes what was not used for long; an engine might not do it."""
+        """Closes connections that were not used for long; an engine might not close them."""
         loop = asyncio.get_running_loop()
         self._sweep = None
         for place, idle in list(self._idle.items()):

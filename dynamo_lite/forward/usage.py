@@ -1,7 +1,7 @@
 """The cached tokens in an answer's usage.
 
 A decode engine that got its KV from a prefill engine may report nearly the whole prompt as cached.
-What counts is what the prefill engine had in its cache.
+The client gets the number of tokens that the prefill engine had in its cache.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ MARK = b'"cached_tokens"'
 
 
 def cached_by_prefill(answer: PrefillAnswer) -> int | None:
-    """What the decode leg's usage must say; None: it is right as it is.
+    """The cached tokens that the decode leg's usage must show; None: the usage is already right.
 
     vLLM 0.32 tells the decode engine by itself (`remote_prefill_cached_tokens`).
     """
@@ -28,7 +28,7 @@ def cached_by_prefill(answer: PrefillAnswer) -> int | None:
 
 
 def cached_tokens(usage: Any) -> int | None:
-    """None where it says nothing of them."""
+    """None if the usage does not contain them."""
     if not isinstance(usage, dict):
         return None
     for name in _DETAILS:

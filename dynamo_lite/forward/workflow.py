@@ -1,8 +1,8 @@
 """One workflow for all protocols: sanitize, choose, prefill, extract, decode, relay, settle.
 
-This module owns what is tried after a failure, until the first byte of the answer is on its way to
-the client; then nothing is repeated. `orders.py` runs one attempt, `placing.py` chooses its
-engines, and what a protocol adds is in `protocols/`.
+This module owns the retries after a failure. They end when the first byte of the answer is on its
+way to the client. `orders.py` runs one attempt, `placing.py` chooses its engines, and `protocols/`
+has the handover protocols.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 #: More sequences in one request than any engine runs.
 MAX_SEQUENCES = 4096
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
-#: Of an engine that is not chosen yet.
+#: Stands for an engine that is not chosen yet.
 _NO_PEER = Peer(address="", host="", port=0)
 
 
@@ -61,15 +61,15 @@ def _unique() -> str:
 class Stats:
     """Counts since the start."""
 
-    #: By how (`disaggregated`, `alone`, `passed`) and why.
+    #: Answers by how (`disaggregated`, `alone`, `passed`) and why.
     answered: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     #: Failed legs by leg and kind.
     failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    #: Errors that the client got, by status; not those of engines that it gets in any case.
+    #: Errors that the client got, by status, without errors of engines that are passed on.
     refused: Counter[int] = field(default_factory=Counter[int])
     #: Answers that broke off after their first byte.
     broken: int = 0
-    #: Clients that went before the end of their answer.
+    #: Clients that disconnected before the end of their answer.
     gone: int = 0
     #: Fields that clients must not set, and that were removed.
     removed_fields: int = 0
@@ -79,8 +79,8 @@ class Stats:
 class Forwarding:
     """Async context manager.
 
-    tokens: finds out the tokens of prompts; None: they are not needed. unique: returns 32
-    hexadecimal digits, new ones each time. rng: of rooms.
+    tokens: finds the tokens of prompts; None: they are not needed. unique: returns 32 new
+    hexadecimal digits each time. rng: draws the numbers of rooms.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Forwarding:
         try:
             request = bodies.read(route, data, incoming.named)
         except MalformedBody:
-            # It goes to an engine, which has the better text for it.
+            # It goes to an engine, whose error text is better.
             return await self.pass_on(incoming, data, client)
         self.stats.removed_fields += len(request.removed)
         if request.sequences > MAX_SEQUENCES:
@@ -135,13 +135,13 @@ class Forwarding:
         await self._run(job)
 
     async def pass_on(self, incoming: Incoming, data: bytes, client: Client) -> None:
-        """Any other request: to one decode engine as it is. Raises ClientGone."""
+        """Passes any other request unchanged to one decode engine. Raises ClientGone."""
         removed: tuple[str, ...] = ()
         if data:
             try:
                 _, data, removed = bodies.sanitized(data)
             except MalformedBody:
-                logger.debug("%s: the body is no JSON object", incoming.path)
+                logger.debug("%s: the body is not a JSON object", incoming.path)
         self.stats.removed_fields += len(removed)
         request = Request(route="", body={}, data=data, named=incoming.named)
         await self._run(noted(incoming, request, client))
@@ -228,14 +228,15 @@ class Forwarding:
         )
 
     def _after_prefill(self, job: Job, failure: PrefillFailed) -> Answer | None:
-        """The answer, if nothing else is to be tried."""
+        """Returns the answer if there is no retry."""
         self._note(job, failure, "prefill")
         if self._config.prefill_failure == "error":
             return failure_answer(failure)
         if self._protocol.decodes_alone:
             job.tried.alone = "prefill_failed"
         else:
-            # No decode engine could do it alone: the next prefill engine, if there is one.
+            # No decode engine could serve it alone, so the next prefill engine is tried, if there
+            # is one.
             job.tried.prefill.add(failure.engine.number)
         return None
 

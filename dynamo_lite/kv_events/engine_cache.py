@@ -1,4 +1,4 @@
-"""vLLM's KV events, as changes of chain hashes.
+"""Converts vLLM's KV events into changes of chain hashes.
 
 An engine publishes what its prefix cache stores and removes, a batch per step. Events name blocks
 by vLLM's hashes, which depend on vLLM's settings, and contain the tokens. They are converted to
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 #: vLLM's name of a block.
 Name = int | bytes
-#: The device's own blocks; others are those of an offloading store.
+#: Medium of blocks on the device. Blocks of other media are in an offloading store.
 _ON_DEVICE = (None, "GPU")
 
 
@@ -27,9 +27,9 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored", gc=False):
     """Consecutive blocks are in the cache."""
 
     block_hashes: list[Name]
-    #: None: the first one begins a prompt.
+    #: None if the first block begins a prompt.
     parent_block_hash: Name | None
-    #: Of all the blocks.
+    #: The tokens of all the blocks.
     token_ids: list[int]
     #: In tokens.
     block_size: int
@@ -37,7 +37,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored", gc=False):
     lora_name: str | None = None
     #: What each block's hash depends on beside its tokens.
     extra_keys: list[list[Any] | None] | None = None
-    #: Of layers, for a model with several groups of them.
+    #: Index of the group of layers, for a model with several groups.
     group_idx: int | None = None
 
 
@@ -65,7 +65,7 @@ _decode = msgspec.msgpack.Decoder(KvBatch).decode
 
 
 class EngineCache:
-    """What one engine holds, by its events.
+    """The blocks that one engine holds, according to its events.
 
     Blocks whose KV depends on more than tokens, cache salt and LoRA adapter (images, prompt
     embeddings) get no hash, and neither do the blocks behind them. For a model with several groups
@@ -73,13 +73,13 @@ class EngineCache:
     """
 
     def __init__(self, on_drop: Callable[[], None]):
-        #: In tokens: blocks of other sizes are not followed. 0: the first one's counts.
+        #: Block size in tokens; blocks of other sizes are ignored. 0: the size of the first block.
         self.block_size = 0
         self._on_drop = on_drop
         self._hashes = BlockHashes()
 
     def __len__(self) -> int:
-        """Blocks and cuts."""
+        """Number of blocks and cuts."""
         return len(self._hashes)
 
     def held(self) -> Sequence[int]:

@@ -68,7 +68,7 @@ class Seen:
     #: Lease id to the load that the process published for routers; stale ones are left out.
     loads: Mapping[int, Load] = field(default_factory=dict)
     links: Iterable[LinkRecord] = ()
-    #: Sentences about what cannot be seen now.
+    #: Sentences about what cannot be observed now.
     trouble: list[str] = field(default_factory=list)
 
 
@@ -182,7 +182,7 @@ def _kv_usage(facts: Mapping[str, Any], samples: Samples) -> float | None:
 
 
 def _natural(facts: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these facts that is a non-negative integer; None if none is."""
+    """The first of these facts that is a non-negative integer; None without one."""
     values = (facts.get(name) for name in names)
     return next((v for v in values if isinstance(v, int) and v >= 0), None)
 
@@ -284,7 +284,7 @@ def _transfers(latest: list[Samples], recent: Window) -> Transfers:
 
 
 def _planner(seen: Seen) -> Planned | None:
-    """As the planner that leads reports it; without a leader as any planner does."""
+    """The report of the planner that leads; without a leader that of any planner."""
     reports = [
         (record.lease_id, facts)
         for record in seen.members

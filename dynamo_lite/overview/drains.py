@@ -1,4 +1,4 @@
-"""What the workers of a graph run and what their removal would cost, from their /health."""
+"""The running work of a graph's workers and the cost of removing them, from their /health."""
 
 import asyncio
 import socket
@@ -35,7 +35,7 @@ class GraphSeen:
 
     #: By lease id.
     records: Mapping[int, EndpointRecord]
-    #: At /health; empty for a process that did not respond.
+    #: Facts at /health; empty for a process that did not respond.
     facts: Mapping[int, Facts]
 
     def workers(self, component: str) -> list[WorkerSeen]:
@@ -44,12 +44,12 @@ class GraphSeen:
         return [self._worker(record) for record in sorted(found, key=lambda r: r.started_at)]
 
     def moving(self, lease_id: int) -> int:
-        """Requests of this worker that are on their way to another one."""
+        """Number of this worker's requests that are migrating to another worker."""
         return sum(int(_number(load, "moving") or 0) for load in self._loads(lease_id))
 
     def writers(self, asked_at: float) -> Writers:
-        """What each decode worker said about its writers. asked_at: of these facts, by the clock
-        that `policy/drain.py` gets."""
+        """What each decode worker reported about its writers. asked_at: time of these facts, by
+        the clock that `policy/drain.py` gets."""
         return {
             lease_id: _writers(self.facts.get(lease_id, {}), asked_at)
             for lease_id, record in self.records.items()
@@ -73,7 +73,7 @@ class GraphSeen:
         )
 
     def _costs(self, record: EndpointRecord, facts: Facts) -> tuple[float | None, float]:
-        """Seconds of running work and of its cache."""
+        """Seconds of running work, and seconds that its cache saves."""
         if ROLES.get(record.component) == "prefill":
             return _number(facts, "busy_s"), 0.0
         loads = self._loads(record.lease_id)
@@ -81,13 +81,13 @@ class GraphSeen:
         known = sum(int(_number(load, "requests") or 0) for load in loads)
         busy = [_number(load, "busy_s") for load in loads]
         here = in_flight(facts)
-        # Requests of a Frontend that does not say are missing in the sum.
+        # The sum leaves out requests of Frontends that do not report them.
         if here is None or here > known or None in busy:
             return (0.0 if here == 0 else None), cache_s
         return sum(one for one in busy if one is not None), cache_s
 
     def _loads(self, lease_id: int) -> list[Facts]:
-        """What the Frontends say about this worker."""
+        """What the Frontends report about this worker."""
         found: list[Facts] = []
         for facts in self.facts.values():
             loads = facts.get("loads")
@@ -105,14 +105,15 @@ async def look(records: Iterable[EndpointRecord]) -> GraphSeen:
 
 
 def in_flight(facts: Facts) -> int | None:
-    """Requests of a decode worker, jobs of a prefill worker; None: it does not say."""
+    """Requests of a decode worker, jobs of a prefill worker; None if it does not report them."""
     number = _number(facts, "in_flight")
     number = _number(facts, "jobs") if number is None else number
     return None if number is None else int(number)
 
 
 async def listens(record: EndpointRecord) -> bool:
-    """Whether the process's status server is there, or may be: only a refusal says no."""
+    """Whether the process's status server is there, or may be: only a refused connection means
+    no."""
     parts = urlsplit(record.status_url)
     try:
         async with asyncio.timeout(TIMEOUT_S):

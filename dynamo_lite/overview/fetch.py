@@ -1,6 +1,6 @@
 """GET requests to status servers: bounded in time and size; redirects are not followed.
 
-A certificate must be of an authority that the system trusts, or one in the file that the
+A certificate must come from an authority that the system trusts, or from one in the file that the
 environment's SSL_CERT_FILE names.
 """
 

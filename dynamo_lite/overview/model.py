@@ -42,7 +42,7 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True):
     #: prefill, decode or prefill-decode.
     role: str
     known: int
-    #: Those that all Forwarders use.
+    #: Engines that all Forwarders use.
     usable: int
 
 
@@ -51,7 +51,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
 
     #: remote or local; of Forwarders disaggregated, alone or passed.
     verdict: str
-    #: Empty for most of a Forwarder's.
+    #: Empty for most verdicts of a Forwarder.
     reason: str
     per_s: float
     #: Since the live workers started.
@@ -86,9 +86,9 @@ class Transfers(msgspec.Struct, frozen=True, kw_only=True):
 class Regret(msgspec.Struct, frozen=True, kw_only=True):
     """How good the decisions between local and remote prefill were, by learned costs."""
 
-    #: Of the recent cost of prompts, what the other side would have saved.
+    #: Share of the recent cost of prompts that the other side would have saved.
     share: float
-    #: Of the decisions with an opinion, how many the costs would have taken the other way.
+    #: Share of the decisions with an opinion that the costs would have taken the other way.
     differing: int
     opinions: int
 

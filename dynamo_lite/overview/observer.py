@@ -129,7 +129,7 @@ class Observer:
             return await fetch_health(url)
 
     async def _first_samples(self, urls: Sequence[str]) -> Samples | None:
-        """Those of the first page that has any."""
+        """The samples of the first page that has any."""
         samples: Samples | None = None
         for url in urls:
             if samples := await self._samples(url):

@@ -49,7 +49,7 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 
 
 def known(samples: Samples, name: str) -> float | None:
-    """A gauge without labels; None when it is absent or not finite."""
+    """The value of a gauge without labels; None when it is absent or not finite."""
     value = samples.get((name, ()))
     return value if value is not None and math.isfinite(value) else None
 

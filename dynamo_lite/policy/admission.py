@@ -11,7 +11,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """None: no limit."""
+    """Limits on requests in flight. None: no limit."""
 
     #: Requests that have not ended.
     in_flight: int | None = None

@@ -15,7 +15,7 @@ from dynamo_lite.protocol.backlog import Backlog, Lane
 
 #: An engine without a message for this long is gone; engines send one every second.
 SILENCE_S = 3.0
-#: An engine that has nothing new sends a message after this long.
+#: An engine without changes sends a message after this long.
 IDLE_PERIOD_S = 1.0
 #: The shortest time between two messages of an engine, while there are few engines.
 _PERIOD_S = 0.02
@@ -30,16 +30,17 @@ _RATE_KEEPS_S = 60.0
 
 @dataclass(frozen=True)
 class BacklogTotals:
-    """Of one engine, or of all; see `Backlog`."""
+    """The backlog of one engine, or the sum over all engines; see `Backlog`."""
 
     queued_jobs: int = 0
     #: Lanes without tokens may be left out.
     queued_tokens: Mapping[Lane, int] = field(default_factory=dict[Lane, int])
     claimed_jobs: int = 0
     claimed_tokens: int = 0
-    #: Counters, which never decrease: what was asked of prefill workers, and what was not asked for
-    #: want of room. Of one engine: since its start. Of all: since the receiver began to listen,
-    #: without what an engine did before its first message.
+    #: Counters, which never decrease: tokens that were requested from prefill workers, and tokens
+    #: that were not requested because the queue had no room. One engine counts since its start.
+    #: The sum counts since the receiver began to listen, without tokens from before an engine's
+    #: first message.
     asked_tokens: int = 0
     overflow_tokens: int = 0
 
@@ -168,8 +169,8 @@ class Backlogs:
 def notice_period_s(engines: int) -> float:
     """The shortest time between two messages of one engine, when there are `engines` in all.
 
-    So an engine hears at most `_NOTICES_PER_S` messages in a second, up to the number of engines
-    whose idle messages alone are as many.
+    So an engine receives at most `_NOTICES_PER_S` messages per second, unless there are so many
+    engines that their idle messages alone exceed this.
     """
     return min(max(_PERIOD_S, engines / _NOTICES_PER_S), IDLE_PERIOD_S)
 
@@ -178,10 +179,10 @@ def reads_after_s(rank: int, max_age_s: float) -> float:
     """How long an engine waits for another one's reading of the queue's depth before it reads the
     depth itself.
 
-    rank: how many live engines come before it. The first one reads, and each of the others waits
-    longer than the one before it, so that one follows, or a few, when the first one is gone.
-    max_age_s: when a reading counts as unknown; an engine that hears no other reads twice in that
-    time.
+    rank: how many live engines come before it. The first engine reads. Each other engine waits
+    longer than the one before it, so that only one or a few take over when the first one is gone.
+    max_age_s: age from which a reading counts as unknown; an engine that receives no readings
+    reads twice in that time.
     """
     most = max(max_age_s / 2, _READING_PERIOD_S)
     return _READING_PERIOD_S + (most - _READING_PERIOD_S) * rank / (rank + 4)

@@ -32,7 +32,7 @@ class DecisionReason(enum.Enum):
     EXPLORED = "explored"  # the other side was as good, and is measured again
 
 
-#: Reasons of local verdicts that say that there are too few prefill workers for the prompts.
+#: Reasons of local verdicts which mean that there are too few prefill workers.
 WANT_OF_ROOM = frozenset(
     {
         DecisionReason.QUEUE_FULL,
@@ -64,9 +64,9 @@ Verdict = Local | Remote
 class QueueView:
     """What a decode worker knows of the queue."""
 
-    #: Waiting and in flight when the queue was read, plus this worker's own since then.
+    #: Jobs waiting and in flight when the queue was read, plus this worker's own jobs since then.
     jobs: int
-    #: Those that respond and whose link to this engine is not known to have failed.
+    #: Number of prefill workers that respond and have no known failed link to this engine.
     prefill_workers: int
     #: Monotonic seconds.
     read_at: float
@@ -76,13 +76,13 @@ class QueueView:
     wait_s: float | None = None
     #: Estimated seconds until its KV would be here; None without measured rates.
     takes_s: float | None = None
-    #: Those that respond.
+    #: Number of prefill workers that respond.
     prefill_workers_alive: int | None = None
-    #: Queued tokens that go before the prompt's job, those that go after it, and claimed ones.
+    #: Queued tokens before the prompt's job, queued tokens after it, and claimed tokens.
     earlier_tokens: int = 0
     later_tokens: int = 0
     claimed_tokens: int = 0
-    #: Counter of the tokens that all engines have asked for.
+    #: Counter of the tokens that all engines have requested.
     asked_tokens: int = 0
 
 

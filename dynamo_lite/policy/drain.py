@@ -1,4 +1,4 @@
-"""Which worker is the cheapest to remove, and from when on a draining one may be killed.
+"""Which worker is the cheapest to remove, and when a draining worker may be killed.
 
 Costs are seconds of computing. All times are monotonic seconds of the process that asks.
 """
@@ -16,13 +16,13 @@ class Candidate:
     """A worker that may be removed."""
 
     lease_id: int
-    #: Until what it runs is finished, or moved where that is cheaper; None: not known.
+    #: Seconds until its requests are finished, or moved where that is cheaper; None: not known.
     busy_s: float | None
-    #: To compute again what its prefix cache would have saved.
+    #: Seconds to compute again what its prefix cache would have saved.
     cache_s: float = 0.0
-    #: That its removal frees.
+    #: Devices that its removal frees.
     devices: int = 1
-    #: Whether it can work: it is ready, and its engine is well.
+    #: Whether it can work: it is ready, and its engine is healthy.
     serves: bool = True
     #: Seconds since the epoch.
     started_at: float = 0.0
@@ -47,7 +47,7 @@ class Victim:
 
 @dataclass(frozen=True, kw_only=True)
 class NoVictim:
-    """None may be removed."""
+    """No worker may be removed."""
 
     reason: str
 
@@ -64,9 +64,10 @@ def cost(candidate: Candidate) -> Cost:
 
 
 def victim(candidates: Sequence[Candidate], *, force: bool = False) -> Victim | NoVictim:
-    """One that cannot work, or else the cheapest one of a role; of equal ones the youngest.
+    """A worker that cannot work, or else the cheapest worker of a role; of equal ones the
+    youngest.
 
-    force: also the last one that can work.
+    force: allow even the last worker that can work.
     """
     if not candidates:
         return NoVictim(reason="there is no worker")
@@ -83,7 +84,7 @@ def victim(candidates: Sequence[Candidate], *, force: bool = False) -> Victim | 
     return Victim(lease_id=chosen.lease_id, cost=cost(chosen), reason=f"{how} of {len(ranked)}")
 
 
-# From when on it may be killed
+# When it may be killed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +95,18 @@ class Leaving:
     lease_id: int
     #: Whether its keys are in etcd.
     listed: bool
-    #: Since when they are not; None while they are.
+    #: When its keys were gone; None while they are in etcd.
     unlisted_at: float | None = None
-    #: Its process has ended.
+    #: Whether its process has ended.
     ended: bool = False
     #: Requests or jobs in flight; None: not known.
     in_flight: int | None = None
-    #: Since when there are none; None while there are, or it is not known.
+    #: When its last request or job had ended; None while there are any, or that is not known.
     idle_at: float | None = None
 
 
-#: By decode worker: the leases of the writers that its ledger names, and when that was so; None:
-#: it does not say.
+#: By decode worker: the leases of the writers that its ledger names, and the time of this report;
+#: None: it does not report them.
 Writers = Mapping[int, tuple[frozenset[int], float] | None]
 
 
@@ -124,20 +125,20 @@ class Unsafe:
 def safe(leaving: Leaving, writers: Writers, *, now: float, fence_s: float) -> Safe | Unsafe:
     """Whether a leaving worker may be killed.
 
-    A prefill worker that is idle may still have a write under way, into blocks that their owner
-    would then use again: its death ends no write that the network card has. So every decode
-    worker must have ended its attempts since, or the fence must have closed. A decode worker
-    must itself have no attempt: a late write would go to memory that another process has got.
+    An idle prefill worker may still have a write in flight, and its death does not stop a write
+    that the network card has. The owner of the blocks would use them again. So every decode worker
+    must have ended its attempts since, or the fence must have closed. A decode worker must itself
+    have no attempt, because a late write would go to memory that another process has got.
 
-    fence_s: so long after the end of a prefill worker's lease none of its writes starts or
-    lands any more: its grace and its time-to-live.
+    fence_s: time after the end of a prefill worker's lease from which none of its writes starts or
+    lands any more: its grace plus its time-to-live.
     """
     if leaving.ended:
         return Safe(reason="its process has ended")
     if leaving.listed:
         return Unsafe(reason="it is still listed: it may get work")
     if leaving.in_flight is None or leaving.idle_at is None:
-        return _after_ttl(leaving, now, fence_s, "it does not say what it runs")
+        return _after_ttl(leaving, now, fence_s, "it does not report its running work")
     if leaving.in_flight:
         what = "requests" if leaving.role == "decode" else "jobs"
         return _after_ttl(leaving, now, fence_s, f"{leaving.in_flight} {what} in flight")
@@ -160,7 +161,9 @@ def _all_ledgers(
     unknown = [lease for lease, said in writers.items() if said is None or said[1] < idle_at]
     if unknown:
         leases = ", ".join(f"{lease:x}" for lease in sorted(unknown))
-        return _after_ttl(leaving, now, fence_s, f"decode workers that do not say: {leases}")
+        return _after_ttl(
+            leaving, now, fence_s, f"decode workers that do not report their writers: {leases}"
+        )
     naming = [
         lease for lease, said in writers.items() if said is not None and leaving.lease_id in said[0]
     ]
@@ -182,15 +185,15 @@ def _after_ttl(leaving: Leaving, now: float, fence_s: float, why: str) -> Safe |
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Measured on the requests so far; None: not measured."""
+    """Speed of the requests so far; None: not measured."""
 
-    #: Between two tokens of a request.
+    #: Seconds between two tokens of a request.
     token_s: float | None = None
     #: Uncached prompt tokens per second, from the submission to the first token,
     prefill_tokens_per_s: float | None = None
-    #: and the part of that time that does not depend on their number.
+    #: and the seconds of that time that do not depend on their number.
     prefill_fixed_s: float = 0.0
-    #: Nine of ten answers are not longer.
+    #: Length, in tokens, that nine of ten answers do not exceed.
     output_tokens: int | None = None
 
 
@@ -199,13 +202,13 @@ class Running:
     """A request of a decode worker."""
 
     prompt_tokens: int
-    #: Generated so far.
+    #: Tokens generated so far.
     output_tokens: int
-    #: How many it may generate in all; None: no limit.
+    #: How many tokens it may generate in all; None: no limit.
     limit_tokens: int | None
     #: See `policy/migration.py`; "fresh": no token was sent.
     how: Literal["fresh", "continue", "replay", "stay"]
-    #: Between its own tokens; None: not measured.
+    #: Seconds between its own tokens; None: not measured.
     token_s: float | None = None
 
 
@@ -251,7 +254,8 @@ def move_or_finish(running: Running, pace: Pace) -> Move | Finish:
 
 
 def _left_tokens(running: Running, pace: Pace) -> int | None:
-    """The usual length is that of whole answers: one that is as long already may go on so."""
+    """The usual length is that of whole answers. An answer that is already as long may
+    continue."""
     limits = [] if pace.output_tokens is None else [pace.output_tokens]
     if running.limit_tokens is not None:
         limits.append(max(running.limit_tokens - running.output_tokens, 0))
@@ -259,7 +263,8 @@ def _left_tokens(running: Running, pace: Pace) -> int | None:
 
 
 def busy_s(running: Iterable[Running], pace: Pace) -> float | None:
-    """Until all these requests are finished or moved, one after the other; None: not known."""
+    """Seconds until all these requests are finished or moved, one after the other; None: not
+    known."""
     total = 0.0
     for one in running:
         found = move_or_finish(one, pace).cost_s

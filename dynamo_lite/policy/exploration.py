@@ -1,10 +1,10 @@
-"""Which decisions are tried the other way, so that both sides stay measured."""
+"""Which decisions take the other side as a trial, so that both sides stay measured."""
 
 import hashlib
 
-#: Share of the decisions in question.
+#: Share of the eligible decisions that become trials.
 SHARE = 0.02
-#: At most so many a second, and so many at once.
+#: Limits: trials per second, and trials at once.
 _PER_S, _MOST = 1.0, 1.0
 
 
@@ -21,11 +21,11 @@ class Exploration:
         self._trials, self._at = _MOST, 0.0
 
     def propensity(self, now: float) -> float:
-        """With which probability a decision in question is tried the other way."""
+        """The probability with which an eligible decision becomes a trial."""
         return SHARE if self._filled(now) >= 1 else 0.0
 
     def take(self, now: float) -> None:
-        """One was tried."""
+        """Counts one trial."""
         self._trials, self._at = max(self._filled(now) - 1, 0.0), now
 
     def _filled(self, now: float) -> float:

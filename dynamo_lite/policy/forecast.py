@@ -1,14 +1,14 @@
-"""What a planner expects of a load, and of a latency that grows with the load. Pure values."""
+"""A planner's forecast of a load, and of a latency that grows with the load. Pure values."""
 
 import math
 from dataclasses import dataclass, replace
 
-#: A rise counts as far as it exceeds so many standard deviations of the surprises. With fewer, a
-#: single step of the load is taken for a ramp.
+#: Only the part of a rise that exceeds this many standard deviations of the surprises counts. With
+#: a smaller number, a single step of the load would be taken for a ramp.
 _NOISE = 3
 #: Factor on the weight of all earlier surprises when a new one is added.
 _FADE = 0.9
-#: A slope says nothing of a time that is farther away, in seconds.
+#: Longest time in seconds for which a slope is extrapolated.
 _FARTHEST_S = 3600.0
 
 
@@ -16,7 +16,7 @@ _FARTHEST_S = 3600.0
 class Trend:
     """Level and slope of a series that is sampled now and then."""
 
-    #: Of the last sample; None before the first.
+    #: Time of the last sample; None before the first.
     at: float | None = None
     level: float = 0.0
     #: Per second.
@@ -29,7 +29,8 @@ class Trend:
     alpha: float = 0.25
 
     def add(self, value: float, now: float) -> "Trend":
-        """With one sample more. now: monotonic seconds, after the sample before."""
+        """Returns the trend with one more sample. now: monotonic seconds, after the sample
+        before."""
         if self.at is None or now <= self.at:
             return replace(self, at=now, level=value)
         seconds = now - self.at
@@ -45,10 +46,10 @@ class Trend:
         )
 
     def rise(self, seconds: float) -> float:
-        """By how much the value is expected to be higher in so many seconds; at least 0.
+        """By how much the value is expected to be higher in `seconds`; at least 0.
 
-        Small rises are noise. A fall is not expected: the load may stay. The level alone says
-        nothing of the present value: it lags behind.
+        Small rises are noise. No fall is forecast, because the load may stay. The level alone is
+        not the present value, because it lags behind.
         """
         rise = self.slope * min(seconds, _FARTHEST_S) - _NOISE * math.sqrt(self.variance)
         return max(rise, 0.0)
@@ -75,7 +76,7 @@ class Line:
 
     def fit(self) -> tuple[float, float] | None:
         """Intercept and slope; None with fewer than five samples, with all of them at about the
-        same x, and when y falls with x: such a line says nothing."""
+        same x, and when y falls with x: such a line is meaningless."""
         if self.weight < 4.5:
             return None
         mean_x, mean_y = self.x / self.weight, self.y / self.weight

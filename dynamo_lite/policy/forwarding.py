@@ -19,9 +19,9 @@ from dynamo_lite.protocol.options import DecisionThresholds, KvRoutingOptions
 
 Strategy = Literal["round-robin", "random", "least-load", "prefix"]
 
-#: About the average of English text and source code.
+#: Bytes per token: about the average of English text and source code.
 BYTES_PER_TOKEN = 4
-#: Of a prompt's JSON; about 64 tokens.
+#: Bytes of a prompt's JSON per block; about 64 tokens.
 BLOCK_BYTES = 256
 
 
@@ -35,7 +35,7 @@ def text_chain(prompt: bytes, root: ChainHash = 0) -> list[ChainHash]:
 
 
 def tokens_of(prompt: bytes) -> int:
-    """An estimate."""
+    """Estimates the number of tokens of a prompt."""
     return -(-len(prompt) // BYTES_PER_TOKEN)
 
 
@@ -44,12 +44,12 @@ class EngineView:
     """One engine that may take a leg. Amounts are tokens."""
 
     engine: int
-    #: Of the prompt, assumed to be in its prefix cache.
+    #: Tokens of the prompt that are assumed to be in its prefix cache.
     matched: int = 0
     #: What it computes before this prompt, with `request_load_tokens` for each request.
     load: int = 0
     kv_usage: float = 0.0
-    #: As of the router's candidates; unused here.
+    #: A field of the router's candidates; unused here.
     credit: int = 0
 
 
@@ -59,9 +59,9 @@ class Choice:
 
     view: EngineView
     reason: str
-    #: All that could be chosen.
+    #: All engines that could be chosen.
     views: Sequence[EngineView] = ()
-    #: By engine, of those that were weighed; larger is better.
+    #: Scores of the engines that were weighed; larger is better.
     scores: Mapping[int, float] = field(default_factory=dict[int, float])
 
 
@@ -72,7 +72,7 @@ class EngineChooser:
         self, strategy: Strategy, options: KvRoutingOptions, *, uniform: Callable[[], float]
     ):
         self._strategy: Strategy = strategy
-        # Without weight, what an engine holds does not count.
+        # Without weight, the tokens that an engine holds do not count.
         self._options = options if strategy == "prefix" else replace(options, kv_weight=0.0)
         self._uniform = uniform
         self._turn = 0

@@ -40,7 +40,7 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GrantWanted:
-    """What the grant of a job must say. Fields as in `Grant`."""
+    """The values that the grant of a job must have. Fields as in `Grant`."""
 
     engine_id: str
     attempt: str

@@ -69,7 +69,8 @@ class Ended:
     request_id: str
     attempt: str
     outcome: Outcome
-    #: The writer's own report, or why it was taken back; empty if something else ended it.
+    #: The writer's own report, or why the prefill was taken back; empty if something else ended
+    #: it.
     detail: str = ""
 
 

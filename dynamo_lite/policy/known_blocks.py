@@ -15,7 +15,7 @@ class KnownBlocks:
     """
 
     def __init__(self, max_blocks: int):
-        #: Batches by what became of them; see `KvSubscription`.
+        #: Number of batches by result; see `KvSubscription`.
         self.batches: Counter[str] = Counter()
         self._max_blocks = max_blocks
         self._indexes: dict[int, KvIndex] = {}
@@ -28,16 +28,16 @@ class KnownBlocks:
 
     @property
     def following(self) -> int:
-        """Of how many engines it is known what they hold."""
+        """Number of engines whose events are followed without a gap."""
         return len(self._sizes)
 
     def follow(self, engine: int) -> None:
-        """From now on all changes of the engine are reported; it holds nothing before."""
+        """The engine holds nothing now, and all its changes are reported from now on."""
         self.forget(engine)
         self._sizes[engine] = 0
 
     def forget(self, engine: int) -> None:
-        """What the engine holds is not known any more."""
+        """The blocks of the engine are not known any more."""
         self._sizes.pop(engine, None)
         for index in self._indexes.values():
             index.leave(engine)

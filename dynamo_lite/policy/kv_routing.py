@@ -27,7 +27,7 @@ REASONS = ("only", "session", "prefix", "load", "balance", "lot")
 
 _MAX_SESSIONS = 65_536
 
-#: Of a prompt: how many of its tokens are held, and who holds them.
+#: For one prompt: numbers of held tokens, and the workers that hold that many.
 _Levels = Sequence[tuple[int, Collection[int]]]
 
 
@@ -38,7 +38,7 @@ class Choice:
     worker: Candidate
     #: One of `REASONS`.
     reason: str
-    #: How many there were to choose from.
+    #: Number of candidates.
     candidates: int
 
 
@@ -55,9 +55,9 @@ class KvPicker:
     ):
         #: Placed requests by reason.
         self.choices: Counter[str] = Counter()
-        #: Of all placed requests.
+        #: Prompt tokens of all placed requests.
         self.prompt_tokens = 0
-        #: Those of them that the chosen workers held or were about to hold.
+        #: Prompt tokens that the chosen workers held or were about to hold.
         self.matched_tokens = 0
         #: May be replaced at any time.
         self.options = options
@@ -173,7 +173,7 @@ class KvPicker:
     def _choose_best(
         self, levels: _Levels, prompt_tokens: int, home: int | None, without: Set[int]
     ) -> tuple[Candidate, str]:
-        """Only the least loaded ones can win: of all, and of each level."""
+        """Only the least loaded workers can win: of all workers, and of each level."""
         order = self._loads.order
         full = not order.any_roomy(without)
         finalists = {order.first(full=full, without=without)}

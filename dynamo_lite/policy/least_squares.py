@@ -9,11 +9,11 @@ much.
 import math
 from collections.abc import Sequence
 
-#: Residuals count up to so many robust standard deviations.
+#: Residuals are clipped at this many robust standard deviations.
 _CLIP = 3.0
 #: A normal distribution's standard deviation over its median absolute deviation.
 _SIGMA_PER_MAD = 1.4826
-#: Before so many measurements nothing is clipped: there is no fit to clip by.
+#: Nothing is clipped before this many measurements, because there is no fit yet.
 _FEW = 8
 #: Measurements between two solutions, once there are some.
 _SOLVE_EVERY = 16
@@ -59,8 +59,8 @@ class LeastSquares:
     """value = sum of coefficient * feature.
 
     size: number of features. forgetting: weight of all earlier measurements of a kind when a new
-    one of that kind is added. kinds: so that many measurements of one kind do not displace the
-    few of another.
+    one of that kind is added. kinds: number of kinds. Each has moments of its own, so that many
+    measurements of one kind do not displace the few of another.
     """
 
     def __init__(self, size: int, *, forgetting: float, kinds: int = 1):
@@ -129,8 +129,8 @@ class LeastSquares:
             self._solve()
 
     def variance(self, row: Sequence[float]) -> float:
-        """Of the mean of what `predict` says: row' V row. Infinite where a feature of the row was
-        never measured."""
+        """Variance of the mean that `predict` returns: row' V row. Infinite where a feature of
+        the row was never measured."""
         if any(value and i not in self._known for i, value in enumerate(row)):
             return math.inf
         total = 0.0

@@ -24,9 +24,9 @@ class _PendingRequest:
 
     worker: int
     hashes: Sequence[ChainHash]
-    #: 0 after the first token.
+    #: Length of the prompt; 0 after the first token.
     prompt_tokens: int
-    #: Those of them that have to be computed; 0 after the first token.
+    #: Prompt tokens that have to be computed; 0 after the first token.
     prefill_tokens: int
 
 
@@ -35,9 +35,9 @@ class PendingWork:
     """The pending requests of one worker."""
 
     requests: int = 0
-    #: Of requests without a first token.
+    #: Prompt tokens of requests without a first token.
     prompt_tokens: int = 0
-    #: Those of them that have to be computed.
+    #: Tokens of these prompts that have to be computed.
     prefill_tokens: int = 0
     #: How many requests bring each block.
     expected: dict[ChainHash, int] = field(default_factory=dict[ChainHash, int])

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from dynamo_lite.policy.cost import FadingMean
 from dynamo_lite.policy.drain import Pace
 
-#: Lengths of so many ended answers are kept.
+#: For how many ended answers the length is kept.
 _LENGTHS = 256
-#: Below this number they say nothing.
+#: With fewer lengths than this no usual length is known.
 _FEW_LENGTHS = 8
 #: Weight of all earlier prompts when a new one is added: about the last fifty count.
 _FADE = 0.98
-#: The lengths of prompts must vary by this share of their mean, or a line says nothing.
+#: A line is fitted only if the lengths of prompts vary by this share of their mean.
 _SPREAD = 0.25
-#: Where the time does not grow with the length at all.
+#: The rate that is assumed where the time does not grow with the length at all.
 _FASTEST_TOKENS_PER_S = 1e9
 
 
@@ -61,7 +61,7 @@ class RequestPace:
     _lengths: deque[int] = field(default_factory=lambda: deque[int](maxlen=_LENGTHS))
 
     def first(self, uncached_tokens: int, took_s: float) -> None:
-        """A first token came so long after its request was submitted."""
+        """A first token came `took_s` after its request was submitted."""
         if took_s > 0:
             self._prefill.add(uncached_tokens, took_s)
 

@@ -20,15 +20,15 @@ _DRAIN_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """Seconds of both ways to another worker."""
+    """Duration, in seconds, of both ways to get another worker."""
 
-    #: Until a worker of the giving role has drained,
+    #: From now until a worker of the giving role has drained,
     drain_s: float
     #: and from then until the other one is ready in its place.
     switch_s: float
-    #: Until a device is free otherwise; None: none will be.
+    #: From now until a device becomes free otherwise; None: none will be.
     free_s: float | None
-    #: Of a start on such a device.
+    #: Duration of a start on such a device.
     start_s: float
 
 
@@ -51,7 +51,8 @@ def judge(
 ) -> SwitchWorker | Wait | Unfit:
     """What happens while `to` needs a worker and has no room for it.
 
-    removal: that the other role can bear, by its own check. need: why the worker is needed.
+    removal: a removal that the other role can afford, by its own check. need: why the worker is
+    needed.
     """
     switches = seen.switches
     if switches is None:

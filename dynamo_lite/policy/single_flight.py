@@ -1,4 +1,4 @@
-"""Single flight: ask for a prompt's KV, or wait for another request's remote prefill with a shared
+"""Single flight: request a prompt's KV, or wait for another request's remote prefill with a shared
 prefix?
 
 A follower waits until its leader's remote prefill is over, and is then decided again. By then the
@@ -51,10 +51,9 @@ class GoOn:
 class SingleFlightThresholds:
     """When a follower waits."""
 
-    #: Shared uncached tokens from which on waiting pays.
+    #: Smallest number of shared uncached tokens for which waiting pays.
     min_shared_tokens: int
-    #: How often one request waits at most. After one failed leader it waits again; after several it
-    #: does not.
+    #: Most waits of one request: it waits again after one failed leader, but not after several.
     max_waits: int = 2
 
 
@@ -69,10 +68,10 @@ def follow(
 ) -> Wait | GoOn:
     """Whether a prompt with this verdict waits for a remote prefill in flight.
 
-    shared_tokens: those of its uncached tokens that the leader's KV will bring. leader_tokens: all
+    shared_tokens: its uncached tokens that the leader's KV will bring. leader_tokens: all tokens
     that the leader waits for. waits: how often it has waited.
     """
-    # In all other cases the prompt is short, or the leader may wait for nothing as well.
+    # In all other cases the prompt is short, or the leader's wait may be in vain as well.
     if verdict.reason not in _LONG:
         return GoOn(FlightReason.NOT_LONG)
     if shared_tokens <= 0:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-#: What taking back must save at least, in seconds, and as a share of the local cost.
+#: Least saving for which a prefill is taken back, in seconds, and as a share of the local cost.
 MARGIN_S, MARGIN_SHARE = 0.1, 0.25
 #: A job counts as overdue this long after it was expected to be claimed: a claim, a reconnect or a
 #: slow step may take as long.
@@ -50,13 +50,13 @@ class QueuedPrefill:
     """A remote prefill that no worker has claimed. Times are seconds; None: not known."""
 
     attempt: str
-    #: Estimated time of the local prefill, beside nothing else.
+    #: Estimated time of the local prefill, if the engine computes nothing else.
     local_s: float | None
-    #: Since it was asked for.
+    #: Seconds since it was requested.
     waited_s: float
-    #: How long it was expected to wait for a claim when it was asked for.
+    #: How long it was expected to wait for a claim when it was requested.
     expected_s: float | None
-    #: Estimated time that workers need for the tokens before it.
+    #: Estimated seconds that workers need for the tokens before it.
     ahead_s: float | None
 
 

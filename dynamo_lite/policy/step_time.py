@@ -66,12 +66,12 @@ class StepTime:
         return self.fit.newest_at(_PREFILLS)
 
     def decode_s(self, load: StepLoad) -> float:
-        """A step with the decoding sequences of `load`, and no prompt."""
+        """Seconds of a step with the decoding sequences of `load`, and no prompt."""
         fixed, _, _, stream, kv = self.fit.coefficients
         return fixed + stream * load.streams + kv * load.kv_tokens
 
     def work_s(self, work: PromptWork) -> float:
-        """What these tokens add to the steps that compute them."""
+        """Seconds that these tokens add to the steps that compute them."""
         _, token, attention, _, _ = self.fit.coefficients
         return token * work.tokens + attention * work.attention
 

@@ -1,4 +1,4 @@
-"""What a router knows of the load of each worker, kept in the order of their loads.
+"""The load of each worker as a router knows it, and the workers in the order of their loads.
 
 A worker's load is the sum of our requests to it and those of other routers. It changes with a
 request, with a report, and when the last report becomes too old; each moves one worker only.
@@ -22,10 +22,10 @@ class LoadReport:
     """What a worker reported of its load."""
 
     requests: int
-    #: Of requests without a first token.
+    #: Prompt tokens of requests without a first token.
     prompt_tokens: int
     kv_usage: float
-    #: How long from now on it counts.
+    #: For how many seconds from now the report counts.
     fresh_for_s: float = math.inf
 
 
@@ -33,7 +33,7 @@ class LoadReport:
 class Shard:
     """Where a worker's blocks are indexed."""
 
-    #: In tokens.
+    #: Block size in tokens.
     block_size: int
     index: KvIndex
 
@@ -56,11 +56,11 @@ class Worker:
     """One member, as of now. Written by `WorkerLoads`."""
 
     member: EndpointRecord
-    #: In the sequence of the members.
+    #: Position in the sequence of the members.
     position: int
     report: LoadReport | None
     shard: Shard | None
-    #: Tokens that it computes before a new prompt.
+    #: Tokens that the worker computes before a new prompt.
     load: int = 0
     kv_usage: float = 0.0
 
@@ -88,7 +88,7 @@ class WorkerLoads:
 
     @property
     def shards(self) -> Iterable[Shard]:
-        """Those of all workers, each index once."""
+        """The shards of all workers, each index once."""
         return [shard for shard, _ in self._shards.values()]
 
     def update(self, members: Sequence[EndpointRecord], options: KvRoutingOptions) -> None:
@@ -158,7 +158,7 @@ class WorkerLoads:
             requests, tokens, usage = requests + others[0], tokens + others[1], report.kv_usage
         worker.load = load = tokens + requests * self._options.request_load_tokens
         worker.kv_usage = usage
-        # Without weight the load makes no difference, so equally good workers take turns.
+        # If load has no weight, all loads count as equal, and equally good workers take turns.
         rank = load if self._options.load_weight else 0, self.turn(lease_id), worker.position
         return rank, usage >= self._options.max_kv_usage
 

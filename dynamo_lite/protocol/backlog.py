@@ -1,5 +1,5 @@
-"""Messages between decode engines about the prefill queue: what each of them has on it, and what
-the broker says that all of them have.
+"""Messages between decode engines about the prefill queue: the jobs of each engine, and the
+broker's count of all jobs.
 
 Every message is complete, so the next one repairs a lost one.
 """
@@ -15,7 +15,7 @@ from dynamo_lite.protocol.records import Natural
 
 
 class Lane(Enum):
-    """Where on the queue a job waits, in the order of service; see `policy/lanes.py`."""
+    """The sub-queue of a job, in the order of service; see `policy/lanes.py`."""
 
     URGENT = "urgent"
     SHORT = "short"
@@ -40,7 +40,7 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True):
     claimed_tokens: Natural = 0
     #: Tokens of completed remote prefills since the engine started.
     done_tokens: Natural = 0
-    #: Tokens to compute of all remote prefills that it has asked for since it started.
+    #: Tokens to compute of all remote prefills that the engine has requested since it started.
     asked_tokens: Natural = 0
     #: Uncached tokens of prompts that it computed itself since it started, because the queue had no
     #: room or the wait would have been too long.
@@ -56,10 +56,10 @@ decode_demand: Decoder[Backlog] = Decoder(Backlog)
 
 
 class QueueReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What the broker has answered to one decode engine, for all others."""
+    """The broker's answer to one decode engine, sent to all others."""
 
     engine_id: EngineId
-    #: On the queue, waiting and in flight.
+    #: Jobs on the queue, waiting and in flight.
     jobs: Natural
     #: Which queue it was; changes when the broker has lost it and it was created again.
     identity: Annotated[str, msgspec.Meta(max_length=256)]

@@ -31,23 +31,23 @@ class QueueSeen(msgspec.Struct, frozen=True, kw_only=True):
     """The prefill queue as the decision saw it."""
 
     jobs: int
-    #: Those that respond and whose link to the engine is not known to have failed.
+    #: Number of workers that respond and have no known failed link to the engine.
     prefill_workers: int
-    #: Since the queue was read.
+    #: Seconds since the queue was read.
     age_s: float
-    #: Outstanding tokens.
+    #: Number of outstanding tokens.
     tokens: int = 0
     #: Estimated seconds until a job for this prompt would start, from measured rates.
     wait_s: float | None = None
     #: Estimated seconds until it would be complete.
     takes_s: float | None = None
-    #: All that respond; None from engines that do not report it.
+    #: Number of all workers that respond; None from engines that do not report it.
     prefill_workers_alive: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Version:
-    #: Of the live options; 0: nothing differs from the configuration file.
+    #: Version of the live options; 0: nothing differs from the configuration file.
     version: int
 
 
@@ -69,30 +69,31 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Word = ""
     #: Duration of each stage that was reached (see `disagg/decode/stages.py`).
     stages_s: dict[str, float] = {}
-    #: Why its writer did not write, as the writer reported it, or why it was taken back; empty if
-    #: something else ended it.
+    #: Why its writer did not write, as the writer reported it, or why the prefill was taken back;
+    #: empty if something else ended it.
     detail: str = ""
 
 
 class CostsSeen(msgspec.Struct, frozen=True, kw_only=True):
     """What the learned costs said, in seconds; see `docs/cost-policy.md`."""
 
-    #: What the thresholds said.
+    #: The side that the thresholds chose.
     thresholds: Literal["local", "remote"]
     #: local, remote, close, or why they could not be relied on.
     says: Word
-    #: Here: until the first token, and the pauses of others.
+    #: Costs here: until the first token, and the pauses of other requests.
     local_s: float
     pause_s: float
-    #: Elsewhere: until the first token, the wait of jobs behind it, and of what lacks its memory.
+    #: Costs elsewhere: until the first token, the wait of jobs behind it, and of requests that
+    #: lack the memory that it holds.
     remote_s: float
     queue_s: float
     memory_s: float
     #: Uncertainty of the difference; None: unknown.
     band_s: float | None = None
-    #: Probability of the side that was taken.
+    #: Probability with which this side was taken.
     propensity: float = 1.0
-    #: What the side that was taken has cost, and how much less the other one would have.
+    #: What the side that was taken has cost, and how much less the other side would have cost.
     cost_s: float | None = None
     regret_s: float | None = None
 

@@ -1,4 +1,4 @@
-"""What a Forwarder says of its past decisions. Asked with `Explain` of `decisions.py`.
+"""A Forwarder's report of its past decisions. It answers `Explain` of `decisions.py`.
 
 Times are durations, since the clocks of two hosts differ.
 """
@@ -19,9 +19,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     #: HOST:PORT.
     engine: Text
-    #: Of the prompt, assumed to be in its prefix cache.
+    #: Tokens of the prompt that are assumed to be in its prefix cache.
     matched_tokens: Natural = 0
-    #: What it computes before this prompt.
+    #: Tokens that it computes before this prompt.
     load_tokens: int = 0
     kv_usage: float = 0.0
     #: The larger, the better; None: the choice did not weigh it.
@@ -36,9 +36,9 @@ class LegChoice(msgspec.Struct, frozen=True, kw_only=True):
     engine: Text
     #: As in the metric `dynamo_lite_forward_choices_total`.
     reason: Word
-    #: The first ones, the chosen one among them.
+    #: The first candidates, with the chosen one among them.
     candidates: list[Candidate] = []
-    #: How many there were.
+    #: Number of all candidates.
     of: Natural = 0
 
 
@@ -47,15 +47,15 @@ class LegTaken(msgspec.Struct, frozen=True, kw_only=True):
 
     leg: Word
     engine: Text
-    #: Of its answer; 0: none.
+    #: HTTP status of its answer; 0: no answer.
     status: Natural = 0
     #: Why it failed; empty if it did not.
     failure: Text = ""
-    #: From the request's decision until it was sent.
+    #: Seconds from the request's decision until it was sent.
     after_s: float = 0.0
-    #: Until the head of the answer; None: it did not come.
+    #: Seconds until the head of the answer; None: it did not come.
     head_s: float | None = None
-    #: Until its end; None: it is under way.
+    #: Seconds until its end; None: it is in flight.
     took_s: float | None = None
 
 
@@ -73,9 +73,9 @@ class ForwardAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForwardDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one request to generate."""
+    """The course of one request to generate."""
 
-    #: Of the client's answer; empty if it is not known.
+    #: Id of the client's answer; empty if it is not known.
     request_id: Text
     #: Other ids by which it can be asked for: the client's X-Request-Id and those of its attempts.
     ids: list[Text]
@@ -83,7 +83,8 @@ class ForwardDecision(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     route: Text
     protocol: Word
-    #: Estimates: of the prompt, and of it at the decode engine that was chosen first.
+    #: Estimated tokens: of the prompt, and those cached at the decode engine that was chosen
+    #: first.
     prompt_tokens: Natural
     cached_tokens: Natural
     #: Up to this many uncached tokens a prompt gets no prefill leg; 0: each gets one.
@@ -93,13 +94,13 @@ class ForwardDecision(msgspec.Struct, frozen=True, kw_only=True):
     #: Why it was alone.
     reason: Word
     attempts: list[ForwardAttempt]
-    #: Of the client's answer; 0: none.
+    #: HTTP status of the client's answer; 0: no answer.
     status: Natural = 0
-    #: answered, broken or client gone; empty while it is under way.
+    #: answered, broken or client gone; empty while it is in flight.
     outcome: Word = ""
     #: Why no engine could be asked; empty if one could.
     error: Text = ""
-    #: Until the client's first byte, and until the end.
+    #: Seconds until the client's first byte, and until the end.
     first_byte_s: float | None = None
     took_s: float | None = None
 

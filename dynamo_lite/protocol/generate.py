@@ -25,7 +25,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate (`n > 1` is fanned out before)."""
 
     request_id: RequestId
-    #: From the `Hello` of the connection that takes the deltas.
+    #: Client id from the `Hello` of the connection that takes the deltas.
     client_id: str
     prompt_token_ids: list[TokenId]
     #: The engine's own sampling parameters, msgpack; opaque here.
@@ -44,8 +44,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: against the request's own limits. If nothing is left to generate, its only delta has the
     #: finish_reason and no token.
     output_token_ids: list[TokenId] = []
-    #: What was left of the request's time limit when it was sent. Relative, because the clocks of
-    #: two hosts differ.
+    #: Seconds that were left of the request's time limit when it was sent. Relative, because the
+    #: clocks of two hosts differ.
     timeout_s: Seconds | None = None
     #: The request is migrated: a worker had accepted it and is lost. Limits on new requests do not
     #: apply.
@@ -63,9 +63,9 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The worker did not take the request."""
 
     reason: str
-    #: Another worker may take it.
+    #: Whether another worker may take it.
     elsewhere: bool
-    #: The worker is at a limit of its own, and may have room in `retry_after_s` seconds.
+    #: Whether the worker is at a limit of its own, and may have room in `retry_after_s` seconds.
     busy: bool = False
     retry_after_s: Seconds = 1.0
 
@@ -111,9 +111,9 @@ class PrefillCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_tokens: Count
     local_cached_tokens: Count
     external_cached_tokens: Count
-    #: In the engine's queue.
+    #: Seconds in the engine's queue.
     waited_s: Seconds = 0.0
-    #: From scheduling to this delta.
+    #: Seconds from scheduling to this delta.
     prefill_s: Seconds = 0.0
 
 
@@ -136,7 +136,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 def halves(delta: TokenDelta) -> tuple[TokenDelta, TokenDelta] | None:
     """Splits a delta in two that are equal to it when applied in order; None if it cannot be split.
 
-    The first one has the counts of the prompt, the second one the end of the request.
+    The first half has the counts of the prompt, the second half the end of the request.
     """
     first, second = _nothing_of(delta), msgspec.structs.replace(delta, prefill=None)
     prompt, tokens, rows = delta.prompt_logprobs, delta.token_ids, delta.logprobs

@@ -1,8 +1,8 @@
 """The grant: what a decode engine answers to the claim that it grants.
 
-It names everything that the writer may do, so a writer that holds another one's grant, an old one
-or one for other blocks can see that it is not its own. Its commits name it, so the decode engine
-can see under which grant blocks were written. `policy/grants.py` has the writer's check.
+It names everything that the writer may do. So a writer can see when a grant is another worker's,
+is old, or is for other blocks. Its commits name it, so the decode engine can see under which grant
+blocks were written. `policy/grants.py` has the writer's check.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _DIGEST_BYTES = 16
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """One writer may write one attempt's blocks, and read those of its prefix."""
 
-    #: In the notifications of all writes under this grant.
+    #: Id of the grant, in the notifications of all writes under it.
     id: GrantId
     #: The decode engine; every start of an engine has another id.
     engine_id: EngineId
@@ -41,15 +41,16 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     claim: Natural
     #: `blocks_digest` of the job.
     blocks: Annotated[bytes, msgspec.Meta(max_length=_DIGEST_BYTES)]
-    #: The grant ends so many seconds after its writer sent the claim, by the writer's own clock.
-    #: By then the decode engine has given the attempt up, since the answer was made later.
+    #: The grant ends this many seconds after its writer sent the claim, by the writer's own clock.
+    #: The engine made the answer later than that, so its own deadline for the attempt is not
+    #: earlier.
     for_s: Seconds
     #: Tag of `sealed_part` with the graph's secret; empty without a secret.
     seal: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 def sealed_part(grant: Grant) -> bytes:
-    """What the seal covers: the grant without it."""
+    """The bytes that the seal covers: the grant without its seal."""
     return encode(msgspec.structs.replace(grant, seal=b""))
 
 

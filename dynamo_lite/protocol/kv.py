@@ -16,9 +16,9 @@ from dynamo_lite.protocol.records import LeaseId, Natural
 
 BlockHash = Annotated[int, msgspec.Meta(ge=0, lt=1 << 56)]
 
-#: Of one snapshot.
+#: Most parts of one snapshot.
 MAX_PARTS = 4096
-#: In each part of a snapshot, or in a notice; approximate.
+#: Most blocks in a part of a snapshot, or in a notice; approximate.
 HASHES_PER_MESSAGE = 32_768
 
 
@@ -32,7 +32,7 @@ class KvRemoved(msgspec.Struct, frozen=True, array_like=True, tag="r", gc=False)
     """The worker no longer holds these blocks."""
 
     hashes: list[BlockHash]
-    #: Not held either, but some of their descendants are.
+    #: Blocks that are not held either, but some of their descendants are.
     cut: list[BlockHash] = []
 
 
@@ -63,7 +63,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class KvNotice(msgspec.Struct, frozen=True, kw_only=True):
     """One worker. Sent on every change, and every second."""
 
-    #: Of the worker's incarnation.
+    #: Lease of the worker's incarnation.
     lease_id: LeaseId
     #: One more than in its previous notice.
     number: Natural
@@ -84,7 +84,7 @@ class KvSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks of one part that the worker holds."""
 
     lease_id: LeaseId
-    #: Of the last notice before the snapshot.
+    #: Number of the last notice before the snapshot.
     number: Natural
     part: Natural
     parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)]
@@ -92,7 +92,7 @@ class KvSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: Count
     load: Load
     held: list[BlockHash]
-    #: Not held, although some of their descendants are.
+    #: Blocks that are not held, although some of their descendants are.
     cut: list[BlockHash] = []
     wire_version: int = WIRE_VERSION
 

@@ -43,8 +43,9 @@ class DecisionThresholds:
     max_prefill_queue_tokens: Natural = 0
 
 
-#: Who decides between local and remote prefill: the thresholds; they, and what the learned costs
-#: would have said is recorded; or the costs, wherever their predictions are good.
+#: What decides between local and remote prefill. "thresholds": only the thresholds. "shadow": the
+#: thresholds, and the verdict of the learned costs is recorded. "cost": the learned costs,
+#: wherever their predictions are good.
 PrefillPolicy = Literal["thresholds", "shadow", "cost"]
 
 
@@ -56,7 +57,7 @@ class CostPolicyOptions:
     #: Where both sides cost about the same, one in fifty decisions tries the other one, unless a
     #: first token would then be later than this.
     ttft_target_s: Seconds = 2.0
-    #: Nothing is tried while the time between tokens is near this.
+    #: No trials are made while the time between tokens is near this.
     itl_target_s: Seconds = 0.05
 
 
@@ -94,7 +95,7 @@ class KvRoutingOptions:
     kv_weight: Weight = 2.0
     #: Cost of a token that a worker has to compute before this prompt.
     load_weight: Weight = 1.0
-    #: What a request in the engine counts for, beside its prompt.
+    #: Tokens that a request in the engine counts as, in addition to its prompt.
     request_load_tokens: Natural = 32
     #: 0 takes the best worker. Higher values draw one, the more evenly, relative to the prompt's
     #: length.

@@ -64,7 +64,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add", forbid_unknown_f
 
 
 class Remove(msgspec.Struct, frozen=True, kw_only=True, tag="remove", forbid_unknown_fields=True):
-    """Asks to drain one worker and not to start it again. The reply does not wait for its end."""
+    """Asks to drain one worker without a restart. The reply does not wait for its end."""
 
     component: Component
     #: The worker; 0: one that is restarted after a crash, or else one that was never ready. The
@@ -129,7 +129,7 @@ class SupervisorReply(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[Component, RoleCounts] = {}
     #: The highest version of any order so far; 0 before the first.
     version: Natural = 0
-    #: The last ones, oldest first.
+    #: The last switches, oldest first.
     switches: list[SwitchState] = []
 
 
@@ -158,7 +158,7 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     Replaced only by compare-and-swap, so two writers never have the same version. It has no lease.
     """
 
-    #: Of serving workers, by component.
+    #: Numbers of serving workers, by component.
     counts: dict[Component, Number]
     version: Version
     #: The planner's lease in hexadecimal, or USER@HOST.
@@ -190,9 +190,9 @@ class OperationRecord(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase
     #: Workers of the component, without draining ones, when the change is complete.
     count: Number
-    #: Of `add`: their number before. A withdrawal leaves so many.
+    #: For `add`: the number of workers before. A withdrawal leaves this many.
     before: Number = 0
-    #: Of `remove`: the victim; 0: a starting one.
+    #: For `remove`: lease of the victim; 0: a starting worker.
     lease_id: LeaseId = 0
     #: The victim's host, which is its pod's name under Kubernetes.
     host: Text = ""
@@ -254,11 +254,11 @@ class RoleDecision(msgspec.Struct, frozen=True, kw_only=True):
 class PlannerDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What a planner decided. Recorded when it acts, and when its view changes."""
 
-    #: Since the decision.
+    #: Seconds since the decision.
     age_s: float
     #: Why it may not act; empty if it may.
     hold: Text = ""
-    #: In words; while it may not act, what it would do.
+    #: The changes in words; while it may not act, the changes that it would make.
     actions: list[Text] = []
     roles: list[RoleDecision] = []
 

@@ -60,8 +60,8 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     trace_headers: dict[str, str] | None = None
-    #: None: the first token is not wanted. A worker that does not send it leaves it to the decode
-    #: engine, which computes it in any case.
+    #: None: the first token is not wanted. A worker need not send it: the decode engine computes
+    #: it in any case.
     first_token: FirstTokenWanted | None = None
     wire_version: int = WIRE_VERSION
 
@@ -71,7 +71,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     attempt: Attempt
     writer_lease_id: LeaseId
-    #: Since it pulled the job.
+    #: Seconds since the worker pulled the job.
     held_s: Seconds = 0.0
     #: Higher than in every earlier claim of this worker.
     number: Natural = 0
@@ -105,11 +105,11 @@ class WriterDone(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     #: The sender. Blocks that a writer holds are only freed by that writer's message.
     writer_lease_id: LeaseId = 0
-    #: Of a written attempt, from the granted claim to the end of the last write. Durations mean the
-    #: same on all hosts.
+    #: Seconds from the granted claim to the end of the last write, if the attempt was written.
+    #: Unlike times, durations can be compared between hosts.
     took_s: Seconds | None = None
-    #: Of the last claim that the message is about. Jobs are delivered again and messages overtake
-    #: each other: the end of an earlier claim says nothing about a later one.
+    #: Number of the last claim that the message is about. Jobs are delivered again and messages
+    #: overtake each other, so the end of an earlier claim does not end a later one.
     number: Natural = 0
 
 
@@ -140,7 +140,7 @@ class WriterStays(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Attempt
     writer_lease_id: LeaseId
     for_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
-    #: Of the claim that it is about.
+    #: Number of the claim that the promise is about.
     number: Natural = 0
 
 
@@ -240,7 +240,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An engine's answer to `describe`."""
 
     metadata: EngineMetadata
-    #: Of its KV pool. Prefix-cached blocks that no request uses count as free.
+    #: Blocks of its KV pool. Prefix-cached blocks that no request uses count as free.
     free_blocks: int
     total_blocks: int
     #: Requests that wait for remote KV.
@@ -249,11 +249,11 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int = 0
     #: Jobs on the prefill queue as this engine last saw it; None if that was too long ago.
     queue_jobs: int | None = None
-    #: Since its scheduler began its last step.
+    #: Seconds since its scheduler began its last step.
     last_step_age_s: float | None = None
     #: Prefill workers that are registered but unresponsive or unhealthy.
     unresponsive_writers: int = 0
-    #: Of the live options that its decisions use.
+    #: Version of the live options that its decisions use.
     options_version: int = 0
     #: Prefill workers that respond, but whose link to this engine has failed.
     unusable_writers: int = 0

@@ -36,7 +36,7 @@ class EndpointTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 class StockEngine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a Forwarder uses a stock engine that has joined.
 
-    Role and protocol are words that a reader may not know; it leaves such an engine alone.
+    A reader ignores an engine with a role or protocol that it does not know.
     """
 
     #: `http://HOST:PORT` of its OpenAI server.
@@ -74,7 +74,7 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str = ""
     #: Whether the process authenticates messages with a secret.
     authenticated: bool = False
-    #: Of dynamo-lite in that process, for display; empty before 0.2.0.
+    #: Version of dynamo-lite in that process, for display; empty before 0.2.0.
     version: str = ""
     #: The process's WIRE_VERSION; 0: not said, before 0.2.0.
     wire_version: Natural = 0
@@ -88,7 +88,7 @@ class KvArray(msgspec.Struct, frozen=True, kw_only=True):
     The strides are bytes.
     """
 
-    #: Of the first item, from the start of the block.
+    #: Offset of the first item from the start of the block.
     offset: Natural
     head_stride: Natural
     group_stride: Natural
@@ -208,7 +208,7 @@ class LinkRecord(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An EngineMetadata as it is stored."""
 
-    #: Of the exact bytes of `metadata`.
+    #: Checksum of the exact bytes of `metadata`.
     checksum: str
     metadata: msgspec.Raw
 

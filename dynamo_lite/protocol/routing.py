@@ -38,9 +38,9 @@ class RequestOutcomes(msgspec.Struct, frozen=True, kw_only=True):
     """Frontend to router: outcomes of requests that it was asked about."""
 
     client: LeaseId
-    #: Their first tokens have arrived.
+    #: Requests with a first token.
     answered: list[RequestId] = []
-    #: They have ended, or were not accepted.
+    #: Requests that have ended, or were not accepted.
     released: list[RequestId] = []
     wire_version: int = WIRE_VERSION
 

@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 class AuthenticatedQueue:
     """Implements PrefillQueue on another one, which it opens and closes.
 
-    subject: the queue's; a job is of no use in the queue of another namespace. A job that is not
-    authentic is removed from the queue, and counted as `unauthentic`.
+    subject: the queue's subject, to which each job is bound: the queue of another namespace
+    rejects it. A job that is not authentic is removed from the queue, and counted as
+    `unauthentic`.
     """
 
     def __init__(

@@ -24,14 +24,15 @@ class QueueOptions:
     ack_wait_s: Seconds = 10.0
     #: Deliveries before a job is used up; see `Job.deliveries_left`.
     max_deliver: Positive = 3
-    #: fifo, or short-first: short jobs and urgent requests before others (`policy/lanes.py`).
+    #: fifo: in order of arrival. short-first: short jobs and urgent requests before others
+    #: (`policy/lanes.py`).
     order: Literal["fifo", "short-first"] = "short-first"
     #: A job with at most this many tokens to compute is short.
     short_length: Natural = 2048
-    #: At least this many servers of a NATS cluster have the queue. With 3 it survives the loss of
-    #: one of them, with 5 of two.
+    #: At least this many servers of a NATS cluster store the queue. With 3 it survives the loss of
+    #: one server, with 5 the loss of two.
     replicas: Literal[1, 3, 5] = 1
-    #: Where the servers keep it. In a file it survives a restart of all of them.
+    #: Where the servers store the queue. In a file it survives a restart of all servers.
     storage: Literal["memory", "file"] = "memory"
 
 
@@ -39,10 +40,10 @@ class QueueOptions:
 class QueueConfig(QueueOptions):
     """The options and what users cannot change."""
 
-    #: How long a push waits for the broker's answer. It alone may differ between users.
+    #: How long a push waits for the broker's answer. Only this value may differ between users.
     push_timeout_s: float = 1.0
-    #: The broker drops older jobs, pulled or not. Otherwise those of dead engines, and those whose
-    #: push was ambiguous, would count against `max_jobs` for ever.
+    #: The broker drops older jobs, pulled or not. Otherwise jobs of dead engines, and jobs with an
+    #: ambiguous push, would count against `max_jobs` forever.
     max_age_s: float = 600.0
 
     @classmethod
@@ -106,8 +107,9 @@ class Job(Protocol):
     def deliveries_left(self) -> int:
         """How many deliveries may follow this one.
 
-        Below 0 the job is used up: the worker that pulls it does not run it, but reports its
-        end to the decode engine, and terminates it. Until then it is delivered again.
+        Below 0 the job is used up: the worker that pulls it does not run it, but reports its end
+        to the decode engine, and terminates it. Until it is terminated, the job is delivered
+        again.
         """
         ...
 

@@ -11,7 +11,8 @@ class Incarnations:
 
     def __init__(self) -> None:
         self.number = 0
-        #: Of the queue that the broker had at the last check; None before the first one.
+        #: Identity of the queue that the broker had at the last check; None before the first
+        #: check.
         self.identity: Hashable = None
         self._listeners = Listeners[[]]("the queue")
 

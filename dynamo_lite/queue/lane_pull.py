@@ -116,8 +116,8 @@ class LanePull:
         if self.requests:
             self.requests.popleft()
         status = message.headers.get("Status") if message.headers else None
-        # The sender of a job chooses its headers. Only the broker's own messages have no reply
-        # subject.
+        # The headers alone prove nothing, because the sender of a job chooses them. Only the
+        # broker's own messages have no reply subject.
         if message.reply or status is None:
             self._add_job(message)
         elif status not in ("404", "408"):

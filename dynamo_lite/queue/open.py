@@ -37,7 +37,7 @@ def open_queue(
 async def check_queue(messaging: NatsMessaging, namespace: str, options: QueueOptions) -> None:
     """Raises StartupError when a queue with these options could not be opened. Changes nothing.
 
-    What the broker does not tell now shows when the queue is opened.
+    Problems that the broker does not report now appear when the queue is opened.
     """
     stream, subject = names.prefill_stream(namespace), names.prefill_jobs_subject(namespace)
     topology = Topology(stream, subject, QueueConfig.of(options))

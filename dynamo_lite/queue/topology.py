@@ -41,7 +41,7 @@ _NO_PEERS = 10005
 #: How long the new leader of a stream may take until it has what was acknowledged before.
 _CATCH_UP_S = 1.0
 _DUPLICATE_WINDOW_S = 120.0
-#: Longest wait for one answer of JetStream's API.
+#: Timeout of one request to JetStream's API.
 API_TIMEOUT_S = 2.0
 
 
@@ -66,7 +66,8 @@ class ConsumerState(msgspec.Struct, frozen=True):
     """One consumer in the broker's answer to CONSUMER.LIST."""
 
     name: str
-    #: When it was created; identifies it. The text of the broker: it has nanoseconds.
+    #: When it was created, which identifies it. The broker's text is kept, because it has
+    #: nanoseconds.
     created: str
     #: Jobs that were never delivered.
     num_pending: int = 0
@@ -116,9 +117,10 @@ class Topology:
         newest: int = 0,
         counts_again: bool = False,
     ) -> "Found":
-        """Idempotent. known: the stream that was found before. newest: a sequence that it had
-        given then. counts_again: whether it has given a sequence twice since. If the broker has
-        lost its jobs, it is created again.
+        """Creates or checks stream and consumers; idempotent. known: the stream that was found
+        before. newest: a sequence that this stream had assigned. counts_again: whether the stream
+        has assigned a sequence twice since. If the broker has lost the jobs, the stream is created
+        again.
 
         Raises StartupError if the queue exists with another configuration, or needs a cluster.
         Errors of the client pass through.
@@ -201,10 +203,11 @@ class Topology:
     async def _unless_lost(
         self, js: JetStreamContext, stream: StreamInfo, newest: int, counts_again: bool
     ) -> StreamInfo | None:
-        """The stream; None if the broker has lost its jobs: then it is deleted.
+        """Returns the stream. If the broker has lost its jobs, deletes the stream and returns
+        None.
 
-        A cluster makes a stream that was in the memory of a killed server again by itself. It
-        looks like the old one, and counts from where that one began.
+        A cluster recreates a stream that was in the memory of a killed server. The new stream
+        looks like the old one, and counts from the same first sequence.
         """
         if not counts_again:
             if stream.state.last_seq >= newest:
@@ -221,7 +224,7 @@ class Topology:
 
     @contextlib.contextmanager
     def _placement(self) -> Iterator[None]:
-        """Says what is missing where the broker cannot place the replicas."""
+        """Turns JetStream's errors into errors that say what is missing to place the replicas."""
         wanted = self.config.replicas
         try:
             yield
@@ -280,7 +283,7 @@ class Topology:
 
 
 def identities(consumers: Mapping[Lane, ConsumerState]) -> dict[Lane, Hashable]:
-    """What `Found` compares of consumers."""
+    """The part of the consumers that `Found` compares."""
     return {lane: consumer.created for lane, consumer in consumers.items()}
 
 
@@ -299,7 +302,8 @@ def consumer_name(lane: Lane) -> str:
 
 
 def shared_settings(config: QueueConfig) -> dict[str, str]:
-    """The settings that all users of a queue must share, as text; JetStream has the others."""
+    """The settings that all users of a queue must share, as text; JetStream's configuration has
+    the others."""
     return {
         "max_depth": str(config.max_jobs),
         "ack_wait_s": f"{config.ack_wait_s:g}",

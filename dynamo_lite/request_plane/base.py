@@ -54,7 +54,7 @@ class GenerateClient(Protocol):
         ...
 
 
-#: Makes the transport of one owner, who takes its callbacks and enters it.
+#: Makes the transport of one owner. The owner gets the callbacks and enters the context.
 MakeTransport = Callable[[OnDeltas, OnLost], GenerateClient]
 
 

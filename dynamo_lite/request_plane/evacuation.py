@@ -1,7 +1,8 @@
-"""Moves requests off decode workers that leave, where that takes less time than their end.
+"""Migrates requests off decode workers that drain, where that is faster than finishing them.
 
-The worker goes on with a request until another one has accepted it; its deltas are held back
-meanwhile. So a request that no worker accepts loses nothing: it gets the held deltas and stays.
+The old worker continues a request until another worker has accepted it. Until then the deltas of
+the old worker are held back. If no worker accepts the request, the client gets the held deltas,
+and the request stays.
 """
 
 import asyncio
@@ -20,15 +21,16 @@ from dynamo_lite.runtime.tasks import OwnedTasks
 
 logger = logging.getLogger(__name__)
 
-#: Moves at a time off one worker: each computes a prompt on a worker that serves others.
+#: How many requests migrate off one worker at a time. Each migration computes a prompt on a worker
+#: that serves other requests.
 _AT_A_TIME = 4
-#: Longest try to move a request, whose client gets no token meanwhile.
+#: Timeout of one migration. The client gets no token during it.
 _MOVE_S = 5.0
 
 
 class Evacuation:
-    """tasks: owns the moves. abort: ends attempts at their workers. take: takes deltas as if they
-    came now. lose: handles a request whose worker is lost, with the reason."""
+    """tasks: owns the migrations. abort: ends attempts at their workers. take: handles deltas
+    as if they had just arrived. lose: handles the loss of a request's worker, with the reason."""
 
     def __init__(
         self,
@@ -59,7 +61,8 @@ class Evacuation:
             self._tasks.start(self._move_all(lease_id, waiting), name=name)
 
     def _judged(self, flight: MigratingRequest, lease_id: int) -> Move | None:
-        """None: it does not run at this worker, or should stay there."""
+        """Returns how the request moves; None if it does not run at this worker, or should
+        stay."""
         if flight.over or not flight.accepted or not flight.wire_id or flight.held is not None:
             return None
         if flight.member is None or flight.member.lease_id != lease_id:
@@ -89,7 +92,9 @@ class Evacuation:
             self._back(flight)
             return
         except Exception:
-            logger.exception("request %s: its move failed", flight.request_id)
+            logger.exception(
+                "request %s: migration off its draining worker failed", flight.request_id
+            )
             self._back(flight)
             return
         if flight.over:
@@ -98,13 +103,13 @@ class Evacuation:
         self._stats.moved[how] += 1
         self._stats.drained += 1
         logger.info(
-            "request %s: worker draining; moved (%s): %s", flight.request_id, how, why.reason
+            "request %s: worker draining; migrated (%s): %s", flight.request_id, how, why.reason
         )
         if self._placer.attempts.pop(held.wire_id, None) is not None:
             await self._abort([held.wire_id])
 
     def _back(self, flight: MigratingRequest) -> None:
-        """It stays where it was, unless that worker has been lost meanwhile."""
+        """The request stays at its worker, unless that worker has been lost meanwhile."""
         held = flight.held
         if flight.over or held is None:
             return

@@ -45,7 +45,7 @@ OnTokens = Callable[[int, bool], None]
 
 
 class FailoverClient:
-    """Async context manager; leaving it drops what runs, without `on_ended`.
+    """Async context manager; leaving it drops the running requests, without `on_ended`.
 
     make_transport: makes the connections to the workers, which live as long as this context.
     members: returns the workers that may be picked.
@@ -133,13 +133,13 @@ class FailoverClient:
             flight.wake.set()
 
     def worker_leaves(self, lease_id: int) -> None:
-        """The worker's keys are gone. Requests whose migration takes less time than their end go
-        to other workers, a few at a time; it finishes the others."""
+        """The worker's keys are gone. Requests that another worker finishes sooner migrate, a
+        few at a time. The leaving worker finishes the others."""
         self._leaving.leave(lease_id, self._flights.values())
 
     def load_facts(self) -> dict[str, dict[str, Any]]:
-        """By a worker's hexadecimal lease id: what this client's requests cost it, as the fields
-        of a `WorkerLoad`."""
+        """What this client's requests cost each worker: the fields of a `WorkerLoad`, by the
+        worker's hexadecimal lease id."""
         loads = self._costs.loads(self._flights.values())
         return {f"{lease_id:x}": asdict(load) for lease_id, load in loads.items()}
 
@@ -219,7 +219,7 @@ class FailoverClient:
                 self._costs.ended(flight)
                 self._attempts.pop(flight.wire_id, None)
                 flight.wire_id = ""
-                self._drop(flight)  # what is left runs where the request has moved away from
+                self._drop(flight)  # aborts an older attempt at the worker that the request left
         if taken:
             self._on_deltas(taken)
         for flight, error in ended:
@@ -230,7 +230,7 @@ class FailoverClient:
         worker = next(
             (f.member for f in flights if f and f.member is not None and f.held is None), None
         )
-        if worker is not None:  # one for all deltas: they came on one connection
+        if worker is not None:  # the same for all deltas: they came on one connection
             self._on_tokens(worker.lease_id, any(delta.prefill is not None for delta in deltas))
 
     def take_lost(self, request_ids: Sequence[str], why: str) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 class FailoverStats:
     """Counts since the start."""
 
-    #: Migrations by kind: "fresh" (it had given no token), "continue", "replay".
+    #: Migrations by kind: "fresh" (the request had no token yet), "continue", "replay".
     moved: Counter[str] = field(default_factory=Counter[str])
-    #: Those of them off workers that leave in order.
+    #: How many of these migrations were off draining workers.
     drained: int = 0
     #: Requests that ended with WorkerLost.
     lost: int = 0

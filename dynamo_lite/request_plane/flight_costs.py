@@ -12,9 +12,9 @@ from dynamo_lite.policy.request_pace import RequestPace
 from dynamo_lite.protocol.generate import GenerateRequest, TokenDelta
 from dynamo_lite.request_plane.migrating_request import MigratingRequest
 
-#: Fewer tokens say nothing about a request's pace.
+#: A request's pace is measured from this many tokens on.
 _FEW_TOKENS = 4
-#: Hits in a prefix cache are summed over the last ten of these.
+#: Prefix cache hits are summed over the last `_PERIODS` periods of this length.
 _PERIOD_S = 60.0
 _PERIODS = 10
 
@@ -33,11 +33,12 @@ class WorkerLoad:
     """What one Frontend's requests cost one worker."""
 
     requests: int = 0
-    #: Of these, on their way to other workers because this one leaves.
+    #: How many of these requests are migrating because this worker leaves.
     moving: int = 0
-    #: Until they are finished, or moved where that is cheaper; None: not known.
+    #: Seconds until each request is finished, or migrated where that is cheaper; None: not known.
     busy_s: float | None = 0.0
-    #: Computing that its prefix cache has saved in the last ten minutes; 0 if not known.
+    #: Seconds of computing that its prefix cache has saved in the last ten minutes; 0 if not
+    #: known.
     cache_s: float = 0.0
 
 
@@ -73,7 +74,7 @@ class FlightCosts:
         self._measured.ended(flight.output_tokens, flight.decoded_tokens, now - flight.first_at)
 
     def loads(self, flights: Iterable[MigratingRequest]) -> dict[int, WorkerLoad]:
-        """By lease id; workers without requests and hits are left out."""
+        """Returns the load by lease id; workers without requests and hits are left out."""
         now = asyncio.get_running_loop().time()
         self._forget_hits(int(now / _PERIOD_S))
         at: dict[int, list[MigratingRequest]] = {lease_id: [] for lease_id, _ in self._hits}

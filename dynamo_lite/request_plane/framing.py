@@ -232,7 +232,7 @@ class FrameConnection(asyncio.Protocol):
     def _unsent(self) -> int:
         transport = self._transport
         if transport is None or self._closed or (self._tls and transport.is_closing()):
-            return 0  # a TLS transport that is closing cannot say
+            return 0  # a closing TLS transport cannot report it
         return transport.get_write_buffer_size()
 
     def _watch_stall(self) -> None:

@@ -65,7 +65,7 @@ class _ConnectionSink:
             return self.deliver(deltas[:half]) + self.deliver(deltas[half:])
         fits = len(payload) <= min(MAX_DELTA_BYTES, self._connection.room_bytes * 3 // 4)
         if fits and (parts := halves(deltas[0])) is not None:
-            # The second half is of use only after the first one.
+            # The second half is sent only if the first half could be sent.
             return self.deliver([parts[0]]) or self.deliver([parts[1]])
         request_id = deltas[0].request_id
         logger.error(
@@ -114,7 +114,7 @@ class Listener:
                 self._bind_host,
                 0,
                 ssl=None if certificate is None else certificate.context,
-                # Not less strict than for the first frame.
+                # The same limit as for the first frame.
                 ssl_handshake_timeout=None if certificate is None else FIRST_FRAME_TIMEOUT_S,
                 ssl_shutdown_timeout=None if certificate is None else STALL_TIMEOUT_S,
             )
@@ -167,7 +167,7 @@ class Listener:
                 self._sessions.cancel(self._greeted(connection), request_ids)
 
     def _greeted(self, connection: FrameConnection) -> "Session":
-        """Raises ProtocolError before the Hello."""
+        """Returns the connection's session. Raises ProtocolError if there was no Hello yet."""
         session = self._connections.get(connection)
         if session is None:
             raise ProtocolError("a frame before the Hello")

@@ -23,7 +23,7 @@ class Held:
     member: EndpointRecord | None
     covered: int
     prompt_rows_covered: int
-    #: What it has given meanwhile.
+    #: The deltas that the held attempt has given meanwhile.
     deltas: list[TokenDelta] = field(default_factory=list[TokenDelta])
     #: Why its worker was lost meanwhile; empty if it was not.
     lost: str = ""
@@ -41,7 +41,7 @@ class MigratingRequest:
         self.wire_id = ""
         #: How often it was submitted again, because its worker was lost or leaves.
         self.moves = 0
-        #: How often of these because its worker leaves.
+        #: How many of `moves` were because its worker leaves.
         self.left = 0
         #: Whether a worker has accepted the current attempt.
         self.accepted = False
@@ -93,12 +93,12 @@ class MigratingRequest:
 
     @property
     def output_tokens(self) -> int:
-        """That the caller has got."""
+        """Tokens that the caller has got."""
         return len(self._sent)
 
     @property
     def decoded_tokens(self) -> int:
-        """Those after the current attempt's first delta, since `first_at`."""
+        """Tokens after the current attempt's first delta, since `first_at`."""
         return len(self._sent) - self._sent_at_first
 
     @property
@@ -126,7 +126,7 @@ class MigratingRequest:
         return held
 
     def holds_back(self, delta: TokenDelta) -> bool:
-        """Keeps a delta of the held attempt. Returns whether it is one."""
+        """Keeps the delta if it is of the held attempt. Returns whether it is."""
         if self.held is None or self.held.wire_id != delta.request_id:
             return False
         self.held.deltas.append(delta)

@@ -27,8 +27,8 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class WorkerSelector(ABC):
-    """The asynchronous form of `Picker`, see there; a remote router is one. A cancelled `choose`
-    books nothing."""
+    """The asynchronous form of `Picker`; the client of a Router process implements it. A
+    cancelled `choose` books nothing."""
 
     @abstractmethod
     async def choose(

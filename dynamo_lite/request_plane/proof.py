@@ -1,8 +1,8 @@
 """How the two ends of a connection prove that they have the graph's secret.
 
-Each proof is a tag (`runtime/secret.py`) of the client's id, bound to the worker's address and, for
-the worker's, to the client's proof. Client ids are random, so a proof is not of use twice while
-its connection is open; with TLS only the two processes see it.
+A proof is a tag (`runtime/secret.py`) that is bound to the worker's address. The client's proof is
+a tag of its client id, the worker's proof a tag of the client's proof. Client ids are random, so a
+proof cannot be used again while its connection is open. With TLS only the two processes see it.
 """
 
 from dynamo_lite.protocol.errors import ProtocolError
@@ -10,7 +10,7 @@ from dynamo_lite.runtime.secret import GraphSecret
 
 
 def client_proof(secret: GraphSecret | None, address: str, client_id: str) -> bytes:
-    """Of the client that connects to `address`; empty without a secret."""
+    """The proof of the client that connects to `address`; empty without a secret."""
     return b"" if secret is None else secret.tag(_hello(address), client_id.encode())
 
 

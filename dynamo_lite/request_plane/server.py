@@ -99,7 +99,8 @@ class GenerateServer:
 
     @property
     def in_flight(self) -> int:
-        """Requests that have arrived, and have no last delta, no cancel and no ended session."""
+        """Number of requests that have arrived and were not ended by a last delta, a cancel or
+        the end of their session."""
         return len(self._owners) + sum(i not in self._owners for i in self._submitting)
 
     @property
@@ -226,11 +227,11 @@ class GenerateServer:
         self._update_idle()
 
     def handed_over(self, request_id: str, failure: BaseException | None) -> None:
-        """The engine has accepted the request, or has not."""
+        """The engine has accepted the request, or failed to (`failure`)."""
         self._submitting.discard(request_id)
         if failure is not None:
             self._owned.release(request_id)
-        # Neither finished nor cancelled requests have an owner here; aborting a finished one does
+        # A request without an owner has finished or was cancelled. To abort a finished one does
         # nothing.
         ended = failure is None and request_id not in self._owners
         if ended or isinstance(failure, asyncio.CancelledError):

@@ -56,7 +56,7 @@ class _Kind:
     #: Scheme to whether it means TLS.
     schemes: Mapping[str, bool]
     default_port: int
-    #: What its URL's query may contain.
+    #: Parameters that the query of its URL may contain.
     query: tuple[str, ...]
 
 
@@ -164,7 +164,7 @@ def _query(query: str, url: str, kind: _Kind) -> dict[str, str]:
 def _login(
     written: tuple[str, str | None] | None, given: Mapping[str, str], url: str, kind: _Kind
 ) -> tuple[str, str | None] | None:
-    """User and password, from the URL or a file. There may be one kind of credentials only."""
+    """User and password, from the URL or a file. Only one kind of credentials is allowed."""
     ways = [name for name in ("login", "creds", "nkey") if name in given]
     if len(ways) + (written is not None) > 1:
         names = ", ".join(ways) + (" and those before the @" if written else "")

@@ -21,8 +21,9 @@ class OpenMessaging(Messaging, AbstractAsyncContextManager["Messaging"], Protoco
 class AuthenticatedMessaging:
     """Implements Messaging on another one, which it opens and closes.
 
-    A request is bound to its subject, and a reply to its request. What is not authentic is dropped
-    and counted as `unauthentic`; instead of such a reply, BrokerUnavailable is raised.
+    A request is bound to its subject, and a reply to its request. A message that is not authentic
+    is dropped and counted as `unauthentic`. For a reply that is not authentic, BrokerUnavailable
+    is raised.
     """
 
     def __init__(self, messaging: OpenMessaging, secret: GraphSecret, on_drop: OnDrop = uncounted):
@@ -86,7 +87,7 @@ class AuthenticatedMessaging:
 
 
 def message_context(subject: str) -> bytes:
-    """Of a message on this subject."""
+    """The context for the tag of a message on this subject."""
     return b"message " + subject.encode()
 
 

@@ -1,7 +1,7 @@
 """Files with the credentials of a client of NATS or etcd.
 
-Each must be readable by its owner only, as the graph's secret. No message contains what is in
-them.
+Each must be readable by its owner only, as the graph's secret. No log line or error contains their
+contents.
 """
 
 import os

@@ -134,11 +134,11 @@ def _decoded(answer: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(answer, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise ProtocolError(f"Kubernetes: the answer is no JSON object: {exc}") from exc
+        raise ProtocolError(f"Kubernetes: the answer is not a JSON object: {exc}") from exc
 
 
 def _message(answer: bytes) -> str:
-    """Of a `Status` object; empty for anything else."""
+    """The message of a `Status` object; empty for anything else."""
     try:
         return str(_decoded(answer).get("message", ""))[:500]
     except ProtocolError:

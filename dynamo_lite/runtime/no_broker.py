@@ -11,8 +11,8 @@ _WHY = "this process has no broker"
 
 
 class NoBroker:
-    """Implements `Messaging`. Nothing is missing, so `connected` is true; every call that would
-    need a broker raises BrokerUnavailable."""
+    """Implements `Messaging`. `connected` is true, because no connection is missing. Every call
+    that would need a broker raises BrokerUnavailable."""
 
     connected = True
 

@@ -1,7 +1,7 @@
 """A certificate that a process makes for itself.
 
 Its fingerprint is in the process's record in etcd, so its peers need no authority: they accept
-exactly this certificate. The key stays in this process, but for an instant in a file that only
+exactly this certificate. The key stays in this process, except for an instant in a file that only
 its user can read.
 """
 
@@ -26,7 +26,7 @@ _VALID = datetime.timedelta(days=36500)
 
 @dataclass(frozen=True)
 class OwnCertificate:
-    #: Of a server.
+    #: The TLS context of a server.
     context: ssl.SSLContext
     #: SHA-256 of the certificate, hexadecimal.
     fingerprint: str
@@ -51,7 +51,7 @@ def make_certificate() -> OwnCertificate:
 
 
 def self_signed(address: str) -> tuple[bytes, bytes]:
-    """A new certificate of this IP address, which is its own authority, and its key, as PEM.
+    """A new self-signed certificate of this IP address, and its key, as PEM.
 
     For a server and clients that share them: a process that has the key is accepted.
     """

@@ -27,7 +27,7 @@ class Cells(Protocol):
 
 
 class Permit(msgspec.Struct, frozen=True):
-    """Where the verdict is found; the default names none, and is refused."""
+    """Names the cell with the verdict. The default names no cell, and is refused."""
 
     #: Index of the verdict.
     cell: int = 0
@@ -60,7 +60,7 @@ class OpenPermit:
         self._set(0)
 
     def close(self) -> None:
-        """The permit is refused from now on, if it was granted too. Its cell is used again."""
+        """The permit is refused from now on, even if it was granted. Its cell is used again."""
         if not self._closed:
             self.refuse()
             self._closed = True
@@ -103,7 +103,7 @@ class Permits:
 
 
 def verdict(cells: Cells, permit: Permit) -> Verdict:
-    """The side that asks."""
+    """Reads the verdict; the side that asks calls it."""
     if permit.number == 0 or permit.cell >= len(cells):
         return Verdict.REFUSED
     found = cells[permit.cell]
@@ -118,12 +118,12 @@ def grant_of(cells: Cells, permit: Permit) -> int:
 
 
 def always_granted(_permit: Permit) -> Verdict:
-    """For ranks whose claims were granted before."""
+    """A verdict for ranks that get only jobs with a granted claim."""
     return Verdict.GRANTED
 
 
 def no_grant(_permit: Permit) -> int:
-    """For the same ranks, where grants are not looked at."""
+    """A grant id for the same ranks, which do not check grants."""
     return 0
 
 

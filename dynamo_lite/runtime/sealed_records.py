@@ -1,7 +1,8 @@
 """Records in the store that are sealed with the graph's secret.
 
 A sealed record is JSON: `seal`, a tag of `runtime/secret.py` in hexadecimal, and `record`, the
-bytes that it covers. It covers the key in the store, too: a record is of no use at another key.
+bytes that it covers. The seal covers the key in the store, too, so a record that was copied to
+another key is rejected.
 """
 
 from pathlib import Path

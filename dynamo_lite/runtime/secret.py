@@ -6,7 +6,7 @@ stop: write OLD, NEW everywhere; then NEW, OLD; then NEW. A running process sees
 within a second.
 
 An authenticated message is a tag of 16 bytes, keyed BLAKE2b (RFC 7693), and the message. The tag
-covers a context, too, such as the subject: a message is of no use in another place.
+covers a context, too, such as the subject, so a message is rejected in any other context.
 """
 
 import hashlib
@@ -83,7 +83,9 @@ class GraphSecret:
                 logger.info("the graph's secret was replaced: %d keys", len(self._keys))
         except (OSError, StartupError) as exc:
             if self._log_limit.allow() is not None:
-                logger.warning("the graph's secret stays as it was: %s", exc)
+                logger.warning(
+                    "the secret file cannot be read again, the old secret stays in use: %s", exc
+                )
 
 
 def _tag(key: bytes, context: bytes, message: bytes | memoryview) -> bytes:

@@ -80,8 +80,9 @@ class SupervisorClient:
     async def ask(self, request: SupervisorRequest) -> SupervisorReply:
         """The reply, also when it is a refusal.
 
-        Raises Unavailable when the supervisor has gone, DeadlineExceeded, or ProtocolError. Then
-        the connection cannot be used any more, and an order may or may not have been taken.
+        Raises Unavailable when the supervisor has disconnected, DeadlineExceeded, or
+        ProtocolError. Then the connection cannot be used any more, and an order may or may not
+        have been taken.
         """
         if self._streams is None:
             raise Unavailable("not connected to the supervisor")
@@ -94,11 +95,11 @@ class SupervisorClient:
         except TimeoutError as exc:
             raise DeadlineExceeded("the supervisor", self._timeout_s) from exc
         except OSError as exc:
-            raise Unavailable(f"the supervisor has gone: {exc}") from exc
+            raise Unavailable(f"the supervisor has disconnected: {exc}") from exc
         except ValueError as exc:  # asyncio's error for a line over the limit
             raise ProtocolError(f"the supervisor's reply is too long: {exc}") from exc
         if not line.endswith(b"\n"):
-            raise Unavailable("the supervisor has gone")
+            raise Unavailable("the supervisor has disconnected")
         try:
             return _decode_reply(line)
         except msgspec.DecodeError as exc:

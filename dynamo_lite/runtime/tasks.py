@@ -105,7 +105,7 @@ class OwnedTasks:
         """Ends all tasks; see `end_tasks`."""
         while self._tasks:
             await end_tasks(*self._tasks)
-            if self._tasks:  # the callbacks of those that have ended are still to be called
+            if self._tasks:  # the callbacks of ended tasks have not been called yet
                 await asyncio.sleep(0)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:

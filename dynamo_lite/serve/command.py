@@ -45,17 +45,18 @@ _MARKER = ".dynamo-lite-embedded"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
-    """What one `dynamo-lite serve` was asked to run."""
+    """The arguments of one `dynamo-lite serve`."""
 
     graph_name: str
     graph: Graph
     config: GraphConfig
     state_dir: Path
-    #: None: an embedded server, or with `only` that of the running graph.
+    #: None: start an embedded server, or with `only` use the server of the running graph.
     nats_url: str | None = None
-    #: As `nats_url`.
+    #: See `nats_url`.
     etcd_url: str | None = None
-    #: None: one that is made for an embedded nats-server, or with `only` that of the running graph.
+    #: None: make a secret for an embedded nats-server, or with `only` use that of the running
+    #: graph.
     secret_file: Path | None = None
     #: The one service to start; None: the whole graph.
     only: str | None = None
@@ -230,7 +231,8 @@ def _empty_folder(directory: Path) -> None:
                     " may hold foreign data; nothing was removed; choose another --state-dir"
                 ]
             )
-        # Written first and never removed: the next start knows the folder of a killed one.
+        # The marker is written first and never removed, so that the next start recognises the
+        # folder of a killed server.
         marker.touch()
         for path in content:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -21,7 +21,7 @@ from dynamo_lite.serve.fields import field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.options import GraphOptions, ServiceArgs
 from dynamo_lite.services.services import Graph, Service
 
-#: Sections and keys with a meaning of their own.
+#: Sections and keys that are not a service or its options.
 _SHARED_SECTIONS = ("Graph", "Common")
 _SERVICE_KEYS = ("ServiceArgs", "common-configs")
 
@@ -51,9 +51,9 @@ class ServiceConfig:
     env: tuple[Mapping[str, str], ...]
     #: See `ServiceArgs`.
     status_port: int = 0
-    #: Of processes that are added while the graph runs.
+    #: Environment variables of processes that are added while the graph runs.
     later_env: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: Why none can be added; empty if they can.
+    #: Why no process can be added; empty if processes can be added.
     fixed_env: str = ""
     #: Devices that each process occupies.
     devices: int = 0

@@ -27,7 +27,8 @@ class Devices:
         return len(self._free)
 
     def take(self, count: int) -> tuple[str, ...] | None:
-        """Occupies the first free ones; None, and no change, when fewer than `count` are free."""
+        """Occupies the first `count` free devices. Returns None, and changes nothing, when
+        fewer are free."""
         if count > len(self._free):
             return None
         taken, self._free = tuple(self._free[:count]), self._free[count:]
@@ -38,5 +39,5 @@ class Devices:
         self._free = [name for name in self._all if name in free]
 
     def environment(self, taken: tuple[str, ...]) -> dict[str, str]:
-        """What a process that occupies these devices has in its environment."""
+        """The environment variables of a process that occupies these devices."""
         return {DEVICE_VARIABLE: ",".join(taken)} if self._named and taken else {}

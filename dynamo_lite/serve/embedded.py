@@ -169,7 +169,7 @@ class _EmbeddedServer(ABC):
 class EmbeddedNats(_EmbeddedServer):
     """nats-server with JetStream.
 
-    token: what clients must present, letters and digits; empty: they need nothing.
+    token: letters and digits that clients must present; empty: clients need no token.
     """
 
     name = "nats-server"
@@ -180,7 +180,7 @@ class EmbeddedNats(_EmbeddedServer):
 
     @property
     def url(self) -> str:
-        """With the token."""
+        """The server's URL, with the token."""
         return f"nats://{self._token}{'@' if self._token else ''}127.0.0.1:{self.port}"
 
     def _command(self) -> list[str]:
@@ -202,8 +202,8 @@ class EmbeddedEtcd(_EmbeddedServer):
     """A single etcd without disk syncs.
 
     private: it answers only clients with the key that is in `directory`, over TLS. etcd's own
-    users would not do: without one anybody may list and revoke leases that have no keys yet, and
-    raise the alarm that makes etcd refuse to write.
+    users are not enough: without a user anybody may list and revoke leases that have no keys yet,
+    and raise the alarm that makes etcd refuse writes.
     """
 
     name = "etcd"
@@ -215,7 +215,7 @@ class EmbeddedEtcd(_EmbeddedServer):
 
     @property
     def url(self) -> str:
-        """With the names of a client's files."""
+        """The server's URL, with the names of a client's files."""
         if not self._private:
             return self.listening
         cert, key = (quote(str(path)) for path in self._files)
@@ -228,7 +228,7 @@ class EmbeddedEtcd(_EmbeddedServer):
 
     @property
     def _files(self) -> tuple[Path, Path]:
-        """Certificate, which is its own authority, and key: of the server and of its clients."""
+        """Self-signed certificate and key, which the server and its clients share."""
         directory = self.directory.resolve()
         return directory / "cert.pem", directory / "key.pem"
 
@@ -243,7 +243,8 @@ class EmbeddedEtcd(_EmbeddedServer):
         return await super().__aenter__()
 
     def _command(self) -> list[str]:
-        # No port for other members, who would need no key: a socket in its working directory.
+        # Other members would need no key. So etcd has no port for them, but a socket in its
+        # working directory.
         peer = "unix://peer:0"
         command = [
             _program("etcd"),

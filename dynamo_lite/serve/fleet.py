@@ -18,9 +18,10 @@ MAX_INSTANCES = 1000
 
 
 class Keep(Protocol):
-    """Makes the keeper of one process from its service, number and device variables.
+    """Makes the supervisor of one process from its service, number and device variables.
 
-    first_start: None: as the graph's state says. Raises OSError when its files cannot be written.
+    first_start: None: depends on the graph's state. Raises OSError when its files cannot be
+    written.
     """
 
     def __call__(
@@ -44,7 +45,7 @@ class Fleet:
         self._tiers: dict[str, list[InstanceSupervisor]] = {}
         self._launches = {tier.service.service.name: tier for tier in tiers}
         self._occupied: dict[InstanceSupervisor, tuple[str, ...]] = {}
-        #: Workers to those that get their devices when they have ended.
+        #: Maps workers to the processes that get their devices when the workers have ended.
         self._successors: dict[InstanceSupervisor, InstanceSupervisor] = {}
         for name, launches in self._launches.items():
             self._tiers[name] = []
@@ -63,12 +64,12 @@ class Fleet:
         return [one.launch.name for one in (self if instances is None else instances)]
 
     def counts(self) -> dict[str, RoleCounts]:
-        """Of the scalable services."""
+        """The numbers of processes of the scalable services."""
         self._free_devices()
         return {name: self._counts(name) for name in self._scalable()}
 
     def add(self, component: str) -> InstanceSupervisor:
-        """Enters one more process. Raises Refused with what is accepted."""
+        """Enters one more process. Raises Refused, which says what is accepted."""
         launches = self._scalable_one(component)
         self._free_devices()
         number = self._free_number(component, launches)
@@ -83,7 +84,8 @@ class Fleet:
     def promise(
         self, component: str, lease_id: int, to: str
     ) -> tuple[InstanceSupervisor, InstanceSupervisor]:
-        """A worker, and the one of another component that gets its devices when it has ended.
+        """Returns a worker, and the process of another component that gets its devices when it has
+        ended.
 
         Until `hand_over` or `break_promise` no other process gets them. Raises Refused.
         """

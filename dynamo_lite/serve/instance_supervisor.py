@@ -17,8 +17,8 @@ from dynamo_lite.serve.run_state import ProcessState
 
 _LOG_TAIL_LINES = 12
 
-#: When it cannot be started for the first time: the graph ends; the graph goes on without it; or it
-#: is tried again.
+#: What happens when it cannot be started for the first time: the graph ends ("needed"), the graph
+#: goes on without it ("once"), or it is tried again.
 FirstStart = Literal["needed", "once", "again"]
 
 
@@ -62,7 +62,7 @@ class InstanceSupervisor:
         self._first_start: FirstStart = first_start
         self._stopping = asyncio.Event()
         self._forced = False
-        # It drains by itself, to end for good: its lease was revoked, or it got a signal.
+        # It drains by itself and will not be restarted: its lease was revoked, or it got a signal.
         self._leaves = False
         self._child: ChildProcess | None = None
         self._error = ""
@@ -72,7 +72,8 @@ class InstanceSupervisor:
 
     @property
     def phase(self) -> Literal["starting", "ready", "draining", "ended"]:
-        """As `RoleCounts` counts it: one that is restarted after a crash is "ready"."""
+        """The phase that `RoleCounts` counts. A process that is restarted after a crash is
+        "ready"."""
         if self.done.is_set():
             return "ended"
         if self._stopping.is_set() or self._leaves:
@@ -81,14 +82,15 @@ class InstanceSupervisor:
 
     @property
     def lease_id(self) -> int:
-        """Of the process, or of the last one if it has ended; 0 while it is not known."""
+        """Lease of the process, or of the last process if it has ended; 0 while it is not
+        known."""
         return int(self.state.lease or "0", 16)
 
     async def keep(self) -> None:
         """Runs until the instance exits with 0 or `stop` was called and it has ended.
 
-        Raises StartupError when it ends before it was ready for the first time and its first start
-        is "needed"; after one that is tried "once" its state is "failed".
+        If it ends before it was ready for the first time: raises StartupError if its first start
+        is "needed"; its state becomes "failed" if the first start is tried "once".
         """
         failures = 0
         failed = False
@@ -97,7 +99,7 @@ class InstanceSupervisor:
                 began = time.monotonic()
                 code = await self._run_once()
                 if code != 0 and self.state.lease:
-                    # A process that was killed has not revoked it itself.
+                    # A killed process has not revoked its lease itself.
                     await self._leases.revoke(int(self.state.lease, 16))
                 if self._stopping.is_set():
                     return
@@ -116,7 +118,9 @@ class InstanceSupervisor:
                 raise
             failed = True
             self.state.error = str(exc).partition("\n")[0]
-            self._progress.line(self.launch.name, f"cannot be started; the graph goes on\n{exc}")
+            self._progress.line(
+                self.launch.name, f"cannot be started; the graph continues without it\n{exc}"
+            )
         finally:
             self.drained.set()
             self.done.set()

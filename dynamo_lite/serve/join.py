@@ -28,7 +28,7 @@ _BACKOFF = Backoff(longest_s=5.0)
 
 @dataclass(frozen=True, kw_only=True)
 class JoinRequest:
-    """What one `dynamo-lite join` was asked to do."""
+    """The arguments of one `dynamo-lite join`."""
 
     options: JoinOptions
     namespace: str
@@ -62,8 +62,8 @@ def run(request: JoinRequest) -> int:
 
 
 async def _join(spec: ProcessSpec, options: JoinOptions) -> int:
-    """A lease that expired while etcd was out of reach is followed by a new one: no other process
-    would register the engine again."""
+    """If the lease expired while etcd was out of reach, a new lease is granted: no other
+    process would register the engine again."""
     report = _reporter(Progress())
     # A closed terminal ends it in order, too.
     loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ async def _join(spec: ProcessSpec, options: JoinOptions) -> int:
 
 
 async def _stopped(within_s: float) -> bool:
-    """Whether a signal has come."""
+    """Returns whether a stop signal came within this time."""
     stop = StopRequest()
     with stop_on_signals(stop):
         try:

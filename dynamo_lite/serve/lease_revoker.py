@@ -14,12 +14,12 @@ from dynamo_lite.runtime.address import ServerAddress, host_port, parse_etcd_url
 
 logger = logging.getLogger(__name__)
 
-#: Of each step of a request: connect, send, receive. A lease that is not revoked expires.
+#: Timeout of each step of a request: connect, send, receive. A lease that is not revoked expires.
 _TIMEOUT_S = 2.0
 
 
 class LeaseRevoker:
-    """etcd_url: see `parse_etcd_url`. timeout_s: of each step of a request."""
+    """etcd_url: see `parse_etcd_url`. timeout_s: timeout of each step of a request."""
 
     def __init__(self, etcd_url: str, timeout_s: float = _TIMEOUT_S):
         self._address = parse_etcd_url(etcd_url)

@@ -12,8 +12,8 @@ from dynamo_lite.serve.run_state import RunState, write_private
 def made_secret(state_dir: Path, *, keep: bool = False) -> Path:
     """Makes the secret of a graph with its own nats-server.
 
-    keep: use the one of an earlier start, if there is one, because records that are sealed with it
-    have outlived that start.
+    keep: use the secret of an earlier start, if there is one, because records that are sealed with
+    it still exist.
     """
     path = state_dir.resolve() / "secret"
     if keep:
@@ -27,26 +27,27 @@ def made_secret(state_dir: Path, *, keep: bool = False) -> Path:
 def given_secret(path: Path) -> Path:
     """Raises StartupError for a secret file that cannot be used.
 
-    Links are not followed: a Secret of Kubernetes is replaced by another target of a link.
+    Links are not resolved: Kubernetes replaces a mounted Secret by changing the target of a link.
     """
     GraphSecret(path)
     return path.absolute()
 
 
 def running_secret(running: RunState | None, url: str) -> Path | None:
-    """That of the graph that runs on the same state directory and uses this NATS or etcd, if
-    any."""
+    """The secret of the graph that runs on the same state directory and uses this NATS or etcd;
+    None without one."""
     same = running is not None and url in (running.nats, running.etcd) and running.secret
     return Path(running.secret) if running is not None and same else None
 
 
 def check_exposure(bind_host: str, secret: Path | None) -> None:
-    """Raises ConfigError where other hosts could reach processes that authenticate nothing."""
+    """Raises ConfigError if other hosts could reach processes that do not authenticate
+    messages."""
     if secret is None and not is_loopback(bind_host):
         raise ConfigError(
             [
                 f"Graph.bind-host: {bind_host} is reachable from other hosts, and without a secret"
-                " whoever reaches it can send requests; make one (openssl rand -hex 32 > FILE;"
+                " anyone who reaches it can send requests; make one (openssl rand -hex 32 > FILE;"
                 " chmod 600 FILE) and name it on every host with --secret-file FILE"
             ]
         )

@@ -1,4 +1,4 @@
-"""`dynamo-lite sidecar`: runs one until it is told to stop, and returns an exit code."""
+"""`dynamo-lite sidecar`: runs a sidecar until it is stopped, and returns an exit code."""
 
 import asyncio
 import logging

@@ -1,6 +1,6 @@
 """Checks before any process starts: ports, servers, models, vLLM's arguments.
 
-Each failure is one StartupError; nothing has to be undone.
+A failed check raises StartupError. Nothing has been started by then.
 """
 
 import asyncio
@@ -114,8 +114,8 @@ async def check_servers(
     authenticated: bool,
     queue: QueueOptions | None,
 ) -> None:
-    """Raises StartupError unless the servers are reachable and accept the credentials, have or can
-    have the queue, and the processes that run in the namespace can be joined.
+    """Raises StartupError unless the servers are reachable and accept the credentials, the queue
+    exists or can be created, and new processes can work with those that run in the namespace.
 
     authenticated: whether the processes to be started have a secret. queue: see `queue_options`.
     """

@@ -59,8 +59,8 @@ class Supervisor:
         tiers: services in drain order: a tier is drained after the one before it.
         grace_s: longest drain of one process. Each process enforces it itself; one that
             takes much longer is killed.
-        leases: revokes the leases of processes that died.
-        devices: those that its processes occupy.
+        leases: revokes the leases of dead processes. devices: the devices that its processes
+        occupy.
 
     Raises StartupError when the devices do not suffice.
     """
@@ -126,7 +126,7 @@ class Supervisor:
     def add(self, component: str) -> str:
         """Starts one more process, and returns its name. The graph survives its failure.
 
-        Raises Refused when that is not possible, with what is accepted.
+        Raises Refused when that is not possible; the error says what is accepted.
         """
         tasks = self._running_tasks()
         instance = self._fleet.add(component)
@@ -141,7 +141,8 @@ class Supervisor:
         lease_id: 0: one without a lease, as in `Fleet.to_retire`. Of a worker that was switched to
             this component: its successor, unless that was ready.
 
-        Raises Refused if there is none. One that is leaving or has ended is not refused.
+        Raises Refused if there is no such process. A process that is leaving or has ended is
+        accepted as well.
         """
         tasks = self._running_tasks()
         if cancelled := self._switches.cancel(component, lease_id):
@@ -156,8 +157,8 @@ class Supervisor:
         return instance.launch.name
 
     def switch(self, component: str, lease_id: int, to: str) -> str:
-        """Begins to drain a process in whose place one of another component starts, and returns
-        the successor's name. Raises Refused. The same switch again is carried out once."""
+        """Begins to drain a process, which a process of another component replaces. Returns the
+        successor's name. Raises Refused. A repeated switch is carried out once."""
         tasks = self._running_tasks()
         switch = self._switches.begun(component, lease_id, to)
         if switch is None:
@@ -166,7 +167,7 @@ class Supervisor:
         return switch.successor.launch.name
 
     def switches(self) -> list[SwitchState]:
-        """The last ones, oldest first."""
+        """The last switches, oldest first."""
         return self._switches.states()
 
     async def _carry_out(self, switch: RoleSwitch, tasks: asyncio.TaskGroup) -> None:
@@ -203,7 +204,7 @@ class Supervisor:
         )
 
     async def _end(self, instance: InstanceSupervisor) -> None:
-        """Kills a retired process that takes much longer than its drain may."""
+        """Kills a retired process that takes much longer than the limit of its drain."""
         limit_s = self._grace_s + _DRAIN_MARGIN_S + _CLOSE_MARGIN_S
         await all_of([instance.done], limit_s)
         if not instance.done.is_set():

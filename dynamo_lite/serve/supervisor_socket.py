@@ -41,7 +41,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Scaled(Supervised, Protocol):
-    """What the orders are carried out on; see `Supervisor`."""
+    """The interface that carries out orders; see `Supervisor`."""
 
     def add(self, component: str) -> str: ...
 
@@ -86,7 +86,8 @@ class SupervisorSocket:
         try:
             while line := await _line(reader):
                 writer.write(_encode(self._answer(line)) + b"\n")
-                # A client that has gone or reads nothing only loses its connection.
+                # If the client has disconnected or reads nothing, only its own connection is
+                # closed.
                 try:
                     async with asyncio.timeout(_WRITE_TIMEOUT_S):
                         await writer.drain()
@@ -114,7 +115,7 @@ class SupervisorSocket:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Empty when the client has gone, stays silent, or has sent too long a line."""
+    """Empty when the client has disconnected, sends nothing, or has sent too long a line."""
     with contextlib.suppress(OSError, TimeoutError, ValueError):
         async with asyncio.timeout(_IDLE_S):
             return await reader.readline()
@@ -122,7 +123,8 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 def _bound(path: Path) -> socket.socket:
-    """A socket that only its owner can open. One that a killed supervisor has left is replaced."""
+    """A socket that only its owner can open. It replaces the socket that a killed supervisor
+    has left."""
     path.unlink(missing_ok=True)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

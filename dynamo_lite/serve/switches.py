@@ -1,7 +1,7 @@
 """Workers that change their role: one drains, and one of another component gets its devices.
 
-The devices belong to the switch from its order until the successor has them, so nothing else can
-take them, and both processes never run at the same time. One switch at a time.
+The devices belong to the switch from its order until the successor has them, so no other process
+can take them. Both processes never run at the same time. There is one switch at a time.
 """
 
 import time

@@ -36,21 +36,22 @@ TransferThread = Literal["auto", "always", "never"]
 class KvRouterOptions(KvRoutingOptions):
     """The KV-aware router."""
 
-    #: Most different blocks that are remembered.
+    #: Largest number of different blocks that are remembered.
     max_index_blocks: Positive = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryOptions:
-    """Requests of the Frontend's own, to idle workers."""
+    """Canaries: requests that the Frontend sends to idle workers, to test them."""
 
     #: A worker that has answered no request for this long is sent a canary; 0: never.
     interval_s: Annotated[float, at.Ge(0)] = 0.0
-    #: Timeout of the answer. Then the canary is aborted, and the worker leaves the rotation.
+    #: Timeout of the canary's answer. After it the canary is aborted, and the worker leaves the
+    #: rotation.
     timeout_s: Seconds = 10.0
-    #: Of the answer.
+    #: Length of the answer, in tokens.
     max_tokens: Annotated[int, at.Gt(0), at.Le(64)] = 1
-    #: Of all workers together.
+    #: Limit on the canaries of all workers together.
     max_per_minute: Annotated[int, at.Gt(0), at.Le(600)] = 30
 
 
@@ -77,7 +78,7 @@ class FrontendConfig(AdmissionOptions):
     #: Time limit of a request, from its headers to its last token, unless it has the header
     #: `x-request-timeout: SECONDS`.
     default_request_timeout_s: Seconds = 600.0
-    #: Most that `x-request-timeout` grants.
+    #: Upper limit on the value of `x-request-timeout`.
     max_request_timeout_s: Seconds = 3600.0
     #: Lost workers that one request survives. Few, because the request itself may be what kills
     #: its workers.
@@ -87,8 +88,8 @@ class FrontendConfig(AdmissionOptions):
     #: Prompt tokens of sequences without a first token. A larger backlog would be a minute's work
     #: for several GPUs.
     max_queued_tokens: Positive = 1_000_000
-    #: Of a request's body; None: 2 MiB and 64 bytes for each token of the model's length, at most
-    #: 32 MiB.
+    #: Size limit of a request's body; None: 2 MiB and 64 bytes for each token of the model's
+    #: length, at most 32 MiB.
     max_body_bytes: Positive | None = None
     #: What a request's `priority` may do.
     client_priority: ClientPriority = "lower-only"
@@ -116,8 +117,7 @@ class ProcessorConfig:
 class VllmWorkerConfig(AdmissionOptions, DisaggOptions):
     """The decode worker.
 
-    Beyond its admission limits requests are refused for a while, so that the engine's own
-    queue stays about that short.
+    It refuses requests beyond its admission limits, so that the engine's own queue stays short.
     """
 
     #: Whether prompts may be prefilled by prefill workers at all.
@@ -141,9 +141,9 @@ class PrefillWorkerConfig(PrefillOptions):
 
     #: Jobs that it holds at a time.
     concurrency: Positive = 2
-    #: Beside these, short and urgent ones (`queue.order: short-first`).
+    #: Number of short and urgent jobs beside these (`queue.order: short-first`).
     short_slots: Natural = 1
-    #: As of a decode worker.
+    #: See the same option of the decode worker.
     step_timeout_s: Seconds = 120.0
     transfer_thread: TransferThread = "auto"
     queue: QueueOptions = field(default_factory=QueueOptions)
@@ -174,7 +174,7 @@ class KubernetesOptions:
     url: str = "https://kubernetes.default.svc"
     #: Folder with the files `token`, `ca.crt` and `namespace` of a service account.
     service_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
-    #: Of one request.
+    #: Timeout of one request.
     timeout_s: Seconds = 5.0
 
 
@@ -182,7 +182,7 @@ class KubernetesOptions:
 class PlannerConfig(PlannerOptions):
     """Changes the numbers of prefill and decode workers with the load."""
 
-    #: Only say what would be done.
+    #: Whether decisions are only reported, not carried out.
     dry_run: bool = False
     #: Who starts and removes workers: the supervisor of the graph on this host, or Kubernetes.
     connector: Literal["local", "kubernetes"] = "local"

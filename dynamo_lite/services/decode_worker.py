@@ -61,10 +61,10 @@ class VllmWorker:
         self._heartbeat: HeartbeatPublisher | None = None
         self._options: ComponentOptions | None = None
         self._publisher: KvPublisher | None = None
-        #: Of the requests' connections; None for plain TCP.
+        #: Certificate of the requests' connections; None for plain TCP.
         self._certificate: OwnCertificate | None = None
         self._backlog: BacklogFollower | None = None
-        #: Leases of those that may write into its blocks.
+        #: Leases of the prefill workers that may write into its blocks.
         self._writers: list[int] = []
 
     async def start(self, host: Host) -> dict[str, Any]:
@@ -150,7 +150,8 @@ class VllmWorker:
     def _writer_facts(
         self, engine: DecodeEngine, probe: EngineProbe, host: Host | None
     ) -> Mapping[str, Any]:
-        """The leases of those that may write into its blocks, and how old this knowledge is."""
+        """The leases of the prefill workers that may write into its blocks, and the age of this
+        information."""
         if engine.metadata is None:
             return {"writers": [], "writers_age_s": 0.0}
         if probe.asked_at is None or host is None:
@@ -204,8 +205,8 @@ class VllmWorker:
             host.spawn(_publish_changes(engine.kv_events, publisher), "kv-events")
 
     async def _stop_remote_prefills(self, host: Host, engine: DecodeEngine) -> None:
-        """So that the engine asks for no more remote prefills. It cannot derive that from the keys:
-        the store may have lost them."""
+        """Orders the engine to ask for no more remote prefills. The engine cannot derive that
+        from missing keys, because the store may have lost them."""
         if engine.metadata is None:
             return
         subject = names.leave_subject(self._spec.namespace, engine.metadata.engine_id)
@@ -216,12 +217,12 @@ class VllmWorker:
                 return
             except (DeadlineExceeded, Unavailable) as exc:
                 logger.warning(
-                    "the engine did not take the order to ask for no more remote prefills: %s", exc
+                    "the engine did not accept the order to stop remote prefills: %s", exc
                 )
 
     async def _register(self, host: Host, engine: DecodeEngine, server: GenerateServer) -> None:
-        """Metadata first: other processes may write into the worker's blocks as soon as they see
-        it."""
+        """Publishes the metadata, then registers the worker: other processes may write into its
+        blocks as soon as they see the worker."""
         namespace, lease = self._spec.namespace, host.lease
         if engine.metadata is not None:
             engine_id = engine.metadata.engine_id
@@ -292,7 +293,7 @@ class VllmWorker:
             raise
 
     def _send(self, deltas: list[TokenDelta]) -> None:
-        """To the Frontends."""
+        """Sends deltas to the Frontends."""
         assert self._server is not None
         if self._traced is not None:
             self._traced.delivered(deltas)

@@ -64,7 +64,7 @@ class EngineProbe:
         self._stepped_at = self._now()
         self._load = engine.load
         self.closing = False
-        #: When the last question was asked that the engine has answered; None: none yet.
+        #: When the last probe that the engine answered was sent; None before the first answer.
         self.asked_at: float | None = None
 
     async def run(self) -> None:
@@ -79,7 +79,8 @@ class EngineProbe:
                     raise EngineDied(trouble)
 
     def verdict(self) -> Verdict:
-        """For the heartbeats, about once a second: it also notes when there is nothing to do."""
+        """The health for heartbeats. Must be called about once a second, because it also notes
+        when the engine has nothing to do."""
         self._note_steps()
         silent, stalled = self._silent_s(), self._stalled_s()
         if silent > _SILENT_S:

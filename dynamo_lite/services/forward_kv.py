@@ -1,4 +1,4 @@
-"""What a Forwarder knows of its engines' KV blocks, and its metrics."""
+"""What a Forwarder knows about its engines' KV blocks, and its metrics."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineKv:
-    """What engines publish of their KV blocks, and what it is compared with."""
+    """The KV blocks that engines publish, and the tokeniser of the prompts that are compared
+    with them."""
 
     known: KnownBlocks
     tokens: Tokens
@@ -33,7 +34,8 @@ class EngineKv:
 async def kv_events(
     engines: Engines, upstream: Upstream, config: ForwarderConfig, registry: CollectorRegistry
 ) -> AsyncIterator[EngineKv | None]:
-    """Follows engines that publish KV events. None where no engine does or could."""
+    """Follows engines that publish KV events. Gives None if no engine publishes or could
+    publish any."""
     if not config.discovers and not any(engine.options.kv_events for engine in engines.all):
         yield None
         return

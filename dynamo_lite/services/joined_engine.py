@@ -35,19 +35,20 @@ ROLES: tuple[Role, ...] = get_args(Role)
 _CONNECT_S = 2.0
 #: Between two readings of the engine's metrics, for displays.
 _LOAD_INTERVAL_S = 2.0
-#: While it drains. A Forwarder may have sent a leg just before it saw that the record is gone, and
-#: the other engine may still read the KV of a prefill leg that has ended: so an idle engine is
-#: looked at for a while.
+#: How long an engine must stay idle during a drain. A Forwarder may have sent a leg just before it
+#: saw that the record is gone. The other engine may still read the KV of a prefill leg that has
+#: ended.
 _DRAIN_INTERVAL_S = 0.25
 _IDLE_READINGS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions(EngineOptions):
-    """What `dynamo-lite join` says of the engine."""
+    """How `dynamo-lite join` describes the engine."""
 
     protocol: ProtocolName
-    #: For engines whose `/v1/models` needs a key; empty: what they say there.
+    #: Name of the model, for engines whose `/v1/models` requires a key; empty: the name listed
+    #: there.
     model: str = ""
     health_interval_s: float = 1.0
     health_timeout_s: float = 5.0

@@ -27,8 +27,8 @@ from dynamo_lite.services.config import (
 class ComponentOptions:
     """`following` is the context in which this process follows its live options.
 
-    config: of the configuration file. nothing: the component's options, all unset. apply: called
-    with the values on every change.
+    config: the options of the configuration file. nothing: the component's options, all unset.
+    apply: called with the values on every change.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ComponentOptions:
         }
 
     def _in_file(self, option: str, field: str) -> Any:
-        """option: as in the file, with its section."""
+        """option: name as in the file, with its section."""
         section, dot, _ = option.rpartition(".")
         holder = getattr(self._config, section.replace("-", "_")) if dot else self._config
         return getattr(holder, field)

@@ -26,12 +26,12 @@ from dynamo_lite.runtime.process.readiness import Probes
 from dynamo_lite.runtime.process.status import StatusServer, bind
 from dynamo_lite.services.forwarder import ForwardMetrics, server_tls, server_url
 
-#: What it answers itself. `/metrics` is the engine's.
+#: Paths that the sidecar answers itself. `/metrics` is the engine's.
 _OWN = frozenset({"/health", "/live", "/ready"})
 
 
 class Sidecar:
-    """`start`, then `drain`, then `close`, which is due in any case."""
+    """Call `start`, then `drain`, then `close`. `close` must be called in any case."""
 
     def __init__(self, config: SidecarConfig):
         self._config = config
@@ -44,7 +44,7 @@ class Sidecar:
         own = config.forwarder
         protocol = PROTOCOLS[own.protocol]
         tls = server_tls(own)
-        # Read now: a mistake in it must not wait for the first request.
+        # Read at the start, so that a mistake in it is reported before the first request.
         engine_tls(config.prefillers.engine("localhost:1"))
         sockets = [
             bind(own.host, own.port + rank if own.port else 0) for rank in range(config.ranks)

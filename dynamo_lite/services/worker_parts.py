@@ -1,4 +1,4 @@
-"""What both kinds of workers do beside their engines' work: heartbeats, and the queue's backlog."""
+"""What decode and prefill workers have in common: heartbeats, and the queue's backlog."""
 
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack

@@ -17,7 +17,7 @@ class CancelWatch:
 
     #: Virtual time.
     now: Callable[[], float]
-    #: When the caller of a request has cancelled it; None if it has not.
+    #: Returns when the caller of a request has cancelled it, or None.
     began_at: Callable[[SimRequest], float | None]
     counts: Counter[str]
     #: Longest time of a cancel from a caller to a prefill worker.

@@ -57,8 +57,8 @@ class Story:
 
 
 class _EagerCosts(FlightCosts):
-    """Moving costs nothing: every request that can move off a leaving worker does. Measured
-    costs would let nearly all of these short answers stay."""
+    """Migration has no cost here, so every request that can migrate off a leaving worker does.
+    With measured costs nearly all of these short answers would stay."""
 
     @property
     def pace(self) -> Pace:

@@ -8,7 +8,7 @@ from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 from dynamo_lite.simulation.planner_draw import has_planner, with_planner
 from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Scenario
 
-#: In one run of five etcd is slow to say that it has done what it was asked for.
+#: In one run of five etcd is slow to answer calls that it has applied.
 _SLOW_STORE_S = 0.5
 
 #: Kinds by profile; the most of them in one run.
@@ -125,7 +125,7 @@ def _fault(scenario: Scenario, kind: Kind, bursts: Sequence[float], rng: random.
 
 
 def _zombie(scenario: Scenario, at_s: float, rng: random.Random) -> Fault:
-    """A writer stands still with its job half done, until everybody has given it up."""
+    """A writer is paused with its job half done, until all others count it as lost."""
     writers = [slot for slot in scenario.slots if slot.startswith("prefill")]
     for_s = _until_given_up(scenario.lease_ttl_s, rng)
     return Fault(at_s=at_s, kind=Kind.PAUSE, target=rng.choice(writers), for_s=for_s)
@@ -159,7 +159,7 @@ def _with_load(scenario: Scenario, bursts: Sequence[float], rng: random.Random) 
         at_s = rng.choice(bursts) + abs(rng.gauss(0, 0.2))
         asks.append(ask := _ask(scenario, rng, f"r{number}", prompt(), at_s))
         if ask.cancel_after_s is not None and rng.random() < 0.4:
-            # Its client has lost patience, and asks again under the same id.
+            # Its client has timed out, and retries with the same id.
             again_s = at_s + ask.cancel_after_s + 10 ** rng.uniform(-3, 0)
             tokens = ask.prompt if rng.random() < 0.5 else prompt()
             asks.append(
@@ -170,8 +170,8 @@ def _with_load(scenario: Scenario, bursts: Sequence[float], rng: random.Random) 
 
 
 def _siblings(asks: Sequence[Ask], rng: random.Random) -> list[Ask]:
-    """What `n > 1` makes of a request, or a crowd with one question: the same prompt at
-    about the same time. Some go away early."""
+    """Requests with the same prompt at about the same time, as from `n > 1` or from many
+    clients. Some are cancelled early."""
     chosen = rng.sample(asks, rng.randint(0, 2))
     return [
         replace(

@@ -11,7 +11,7 @@ from dynamo_lite.simulation.network.network import Network, Weather
 from dynamo_lite.simulation.scenario import Fault, Kind
 from dynamo_lite.simulation.supervisor import Slot
 
-#: How long a killed server is away at least.
+#: Shortest time for which a killed server is down.
 _SERVER_RESTART_S = 0.3
 
 

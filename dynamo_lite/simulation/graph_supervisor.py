@@ -51,7 +51,7 @@ class Watcher(Protocol):
     def switching(self, who: str, worker: Worker, to: str) -> None: ...
 
     def switched(self, switch: SimSwitch) -> None:
-        """Its successor was started; nobody orders that."""
+        """The switch's successor was started; there is no order for that."""
         ...
 
     def cancelling(self, who: str, switch: SimSwitch) -> None: ...
@@ -61,7 +61,7 @@ class Cluster(Protocol):
     """Where the workers run."""
 
     def open_slot(self, name: str, *, alone: bool) -> Slot:
-        """Starts its process, in the context of no process. alone: as of `Slot`."""
+        """Starts its process, in the context of no process. alone: see `Slot`."""
         ...
 
     def keeper_of(self, name: str) -> asyncio.Task[None]:
@@ -98,7 +98,7 @@ class SimSupervisor:
         """A worker that runs from the start."""
         worker = Worker(component, slot, self._cluster.lease_of)
         self._workers[component].append(worker)
-        # Also when a planner's call has caused it: it outlives the planner.
+        # The worker outlives the planner, even if a planner's call has started it.
         until_ended = self._until_ended(worker)
         self._tasks.start(until_ended, name=f"keeps {slot.name}", context=contextvars.Context())
         return worker
@@ -197,7 +197,7 @@ class SimSupervisor:
         worker.slot.stop()
 
     def kill(self, who: str, worker: Worker) -> None:
-        """At once."""
+        """Kills the worker at once."""
         if self.watcher is not None:
             self.watcher.killing(who, worker)
         worker.retired = True
@@ -213,7 +213,7 @@ class SimSupervisor:
                 await asyncio.wait([keeper])
         worker.ended = True
         self._cluster.close_slot(name)
-        # At once, so that nobody else gets its device.
+        # At once, so that no other process gets its device.
         if (switch := self._switches.ended(worker)) is not None:
             switch.successor = self._start(switch.to, alone=False)
             if self.watcher is not None:

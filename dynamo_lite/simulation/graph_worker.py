@@ -7,7 +7,7 @@ from dynamo_lite.simulation.supervisor import Slot
 
 
 class Worker:
-    """One that the supervisor keeps."""
+    """A worker that the supervisor keeps running."""
 
     def __init__(self, component: str, slot: Slot, lease_of: Callable[[str], int]):
         self.component, self.slot, self._lease_of = component, slot, lease_of

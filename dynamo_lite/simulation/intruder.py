@@ -1,8 +1,8 @@
-"""Somebody on the network of a graph without a secret, who sends again what was sent before.
+"""An attacker in the network of a graph without a secret, who replays messages.
 
-It hears everything. It answers claims with the grants of other claims, puts the blocks of one job
-into another, and sends commits of writers that are done for attempts that are still written. It
-never uses a grant that holds: whoever can do that is not kept out by grants.
+It receives all messages. It answers claims with the grants of other claims, puts the blocks of one
+job into another, and sends commits of writers that are done for attempts that are still written.
+It never uses a valid grant: grants do not protect against an attacker who can.
 """
 
 import random
@@ -23,7 +23,7 @@ from dynamo_lite.protocol.prefill import (
 )
 from dynamo_lite.simulation.engine.mover import Fabric, SimMover
 
-#: How many of all claims, jobs and grants it uses.
+#: Share of all claims, jobs and grants that it uses.
 _SHARE = 0.15
 #: How long after a grant, or after a commit, its own commit arrives.
 _FASTEST_S, _SLOWEST_S = 0.002, 0.02
@@ -32,7 +32,7 @@ _KEPT = 32
 
 
 class Intruder:
-    """counts: receives what it has done."""
+    """counts: receives counts of its actions."""
 
     def __init__(self, rng: random.Random, fabric: Fabric, counts: Counter[str]):
         self._rng, self._fabric, self._counts = rng, fabric, counts

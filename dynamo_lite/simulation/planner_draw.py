@@ -12,9 +12,9 @@ from dynamo_lite.simulation.engine.model import VOCABULARY, Sampling
 from dynamo_lite.simulation.planner_scenario import BadStarts, PlannerScenario, Step, Wish
 from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Scenario
 
-#: One seed of so many has a planner; the others are what they would be without it.
+#: One seed of this many has a planner. All other seeds are the same as without planners.
 EVERY = 10
-#: In one of so many a worker is lost for long.
+#: In one of this many seeds a worker is lost for long.
 _LOST_EVERY = 100
 #: At these, of as many, additions are resumed, and workers leave whose writes go on.
 _RESUMED, _LEFT = 39, 99
@@ -34,7 +34,7 @@ _SWITCH_STEPS = (
     Step("switch", "asked"),
     Step("switch", "withdrawing"),
 )
-#: What happens to planners, and to what they need.
+#: Faults of planners, and of the servers that they need.
 _KINDS = (
     Kind.CRASH,
     Kind.CRASH,
@@ -219,7 +219,7 @@ def _with_full_budget(
 
 
 def _options(scenario: Scenario, rng: random.Random) -> PlannerOptions:
-    """As usual, but in seconds instead of minutes."""
+    """The usual options, in seconds instead of minutes."""
     return PlannerOptions(
         budget_devices=max(scenario.decode + scenario.prefill, rng.choice((3, 4, 5, 6))),
         prefill_min=1,

@@ -22,7 +22,7 @@ from dynamo_lite.simulation.planner_scenario import PlannerScenario
 from dynamo_lite.simulation.supervisor import Slot
 from dynamo_lite.simulation.switch_invariants import SwitchJudge
 
-#: An order may be this old when it arrives: the numbers and members that it is based on are.
+#: How old an order may be when it arrives: its numbers and members are this old.
 _ORDER_S = 3.0
 #: A planner that ticks sees each outage of NATS that lasts for two ticks and this time.
 _SEEN_S = 1.5
@@ -40,8 +40,8 @@ class Reign:
 
 @dataclass
 class PlannerJudge:
-    """Implements Watcher. To be told of each revision of etcd (`committed`) and of the broker's
-    outages. slots: of all processes by name; a planner orders under its slot's name."""
+    """Implements Watcher. The caller reports each revision of etcd (`committed`) and the
+    broker's outages. slots: of all processes by name; a planner orders under its slot's name."""
 
     judge: Judge
     scenario: PlannerScenario
@@ -113,7 +113,7 @@ class PlannerJudge:
         counts = self.supervisor.counts()[worker.component]
         least = bounds(self.scenario.options, _role(worker.component))[0]
         own = counts.starting + counts.ready - 1
-        # A start that is withdrawn was none of the minimum.
+        # A withdrawn start did not count for the minimum.
         if worker.phase == "ready" and own < least and self._settled(self.changed_at):
             self._violate(f"{worker.slot.name} is removed, and {own} are fewer than {least}")
         if worker.lease_id:
@@ -160,7 +160,7 @@ class PlannerJudge:
             self._switches.cancelled(switch)
 
     def _check_not_last(self, worker: Worker) -> None:
-        """Another one serves, or did when the planner has looked."""
+        """Checks that another worker serves, or did when the planner looked."""
         now = self.judge.now()
         seen_s = self.lease_ttl_s + _ORDER_S
         for one in self.supervisor.workers:
@@ -182,7 +182,7 @@ class PlannerJudge:
             self._violate(f"{worker.slot.name} is killed, and {why}")
 
     def _unsafe(self, slot: Slot, lease_id: int) -> str:
-        """Why its end would cost something; empty if it would not."""
+        """Why its end would be unsafe; empty if it is safe."""
         for engine in self.judge.engines():
             halves = engine.halves
             if not isinstance(halves, DecodeHalves):
@@ -251,8 +251,8 @@ class PlannerJudge:
             self.on_step(record)
 
     def _check_known(self, record: OperationRecord) -> None:
-        """Nobody was removed for a load that was unknown: each outage that a planner sees begins
-        the window again."""
+        """Checks that no worker was removed while the load was unknown: each outage that a
+        planner sees restarts the window."""
         if record.kind != "remove" or record.component != COMPONENTS[Role.PREFILL]:
             return
         if not _ENOUGH.match(record.reason):
@@ -263,14 +263,15 @@ class PlannerJudge:
             if min(ended, now) - max(began, now - options.down_window_s) > seen_s:
                 self._violate(f"a removal was decided without NATS: {record.reason}")
 
-    # The rest
+    # Ends
 
     def left(self, name: str) -> None:
         """A worker's process has ended."""
         self._left_at[name] = self.judge.now()
 
     def unsettled(self) -> str | None:
-        """What planners still have to do; None if the numbers are those of an idle graph."""
+        """What planners still have to do, as text; None if the numbers are those of an idle
+        graph."""
         if self.operations:
             return f"operations under way: {[r for r, _ in self.operations.values()]}"
         if why := self._switches.unsettled():

@@ -1,4 +1,4 @@
-"""Planners without one of their safeguards, which the simulation must detect."""
+"""Planners that lack one of their safeguards. The simulation must detect each."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -91,7 +91,7 @@ class _WetRun(_Usurper):
 
 
 class ActsInDryRun(Shipped):
-    """A planner that should only say what it would do does it."""
+    """A planner in a dry run acts."""
 
     def planner(
         self, config: dict[str, Any], spec: ProcessSpec, connector: Connector | None
@@ -101,7 +101,7 @@ class ActsInDryRun(Shipped):
 
 
 class _Sees(Planner):
-    """A planner that sees its workers otherwise than they are."""
+    """A planner with wrong facts about its workers."""
 
     def _seen(self, observed: Observed, number: Counted | None) -> Seen:
         seen = super()._seen(observed, number)
@@ -172,7 +172,7 @@ class _StaleIsZero(Planner):
 
 
 class StaleCountsAsZero(_Mutant):
-    """A load that is not known is no load."""
+    """An unknown load counts as no load."""
 
     kind = _StaleIsZero
 
@@ -192,7 +192,7 @@ class _DoesItAgain(Planner):
 
 
 class DoneTwice(_Mutant):
-    """An addition that is resumed begins anew, whatever was ordered before the crash."""
+    """A resumed addition starts from the beginning, whatever was ordered before the crash."""
 
     kind = _DoesItAgain
 

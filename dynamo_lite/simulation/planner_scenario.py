@@ -53,12 +53,12 @@ class Wish:
 class PlannerScenario:
     """Its planners, and what happens to them."""
 
-    #: With the one that only says what it would do.
+    #: Number of planners, including the one in a dry run.
     planners: int
-    #: Whether the last one does nothing else.
+    #: Whether the last planner is in a dry run.
     one_is_dry: bool
-    #: Whether whoever starts workers chooses which one ends, and ends it at once, as Kubernetes
-    #: may. If not, it is the supervisor of `serve`.
+    #: Whether the connector chooses which worker ends, and ends it at once, as Kubernetes may. If
+    #: not, the supervisor of `serve` runs the workers.
     pods: bool
     options: PlannerOptions
     #: Of the host; a worker has one.

@@ -121,7 +121,7 @@ class Planning:
         return component
 
     def unsettled(self) -> str | None:
-        """Asked again and again at the end of a run."""
+        """What is not settled yet; called repeatedly at the end of a run."""
         target = self._target()
         if target is not None and target.manual:
             if self._unset is None or self._unset.done():
@@ -219,7 +219,7 @@ class Planning:
         await asyncio.sleep(_RETRY_S)
 
     async def _on_target(self, work: Callable[[Target], Any]) -> None:
-        """Nothing is done while etcd is away."""
+        """Does nothing while etcd is unavailable."""
         try:
             async with asyncio.timeout(5.0), self._world.open_store() as store:
                 await work(Target(store, NAMESPACE, "operator", self._operator.clock))

@@ -14,8 +14,8 @@ from dynamo_lite.simulation.shipped import Shipped
 from dynamo_lite.simulation.tally import Played, Waits
 from dynamo_lite.simulation.world import World
 
-#: Everything must be settled within this time after the last fault and the last request's
-#: deadline: leases and quarantines expire, backoffs end.
+#: The graph must be settled within this time after the last fault and the last request's deadline:
+#: leases and quarantines expire, backoffs end.
 _SETTLE_S = 60.0
 _LOOK_S = 0.25
 _STOP_S = 40.0

@@ -33,8 +33,8 @@ class SimPods:
         await self._way()
 
     async def prefer(self, order: Order) -> None:
-        """It is the pod's process that is remembered: when the container was restarted, the pod is
-        still the one."""
+        """Remembers the pod by its process. When the container was restarted, the pod is still
+        the preferred one."""
         await self._way()
         worker = self._supervisor.find(order.component, order.lease_id)
         worker.last_lease = order.lease_id

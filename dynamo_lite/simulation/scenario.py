@@ -1,4 +1,4 @@
-"""What one seed stands for: the cluster, the requests, and what goes wrong when.
+"""The scenario of one seed: the cluster, the requests, and the times of the faults.
 
 All of it is drawn from the seed before anything runs (`draw.py`), as plain data; times are
 seconds after the start.
@@ -37,7 +37,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """for_s: how long it lasts, where it lasts. amount: of what it does, where that has one.
+    """for_s: duration, of faults that last. amount: strength, of faults that have one.
 
     target, other: names of slots ("decode-0"), "nats" or "etcd".
     """
@@ -93,7 +93,7 @@ class Scenario:
     quiet_at_s: float
     #: Longest time between etcd's application of a call and its answer.
     slowest_store_answer_s: float = 0.0
-    #: Whether somebody sends again what was sent before (`intruder.py`).
+    #: Whether an attacker replays messages (`intruder.py`).
     intruded: bool = False
     #: Hosts with a wrong wall clock, and by how many seconds it is ahead.
     clock_skews: tuple[tuple[str, float], ...] = ()
@@ -114,7 +114,7 @@ class Scenario:
 
     @property
     def only_broker_fails(self) -> bool:
-        """Also where nothing fails."""
+        """True as well if nothing fails."""
         return all(fault.kind in (Kind.BROKER_CRASH, Kind.BROKER_PAUSE) for fault in self.faults)
 
     @property

@@ -1,4 +1,4 @@
-"""Workers that start and end as real ones do at their worst."""
+"""Workers that start and end badly, as real ones may."""
 
 import asyncio
 import math
@@ -9,7 +9,7 @@ from dynamo_lite.runtime.process.component import Component, Host
 
 
 class NeverReady:
-    """Component. Its start fails after a time, which may be for ever."""
+    """Component. Its start fails after a time, or hangs forever."""
 
     def __init__(self, after_s: float):
         self._after_s = after_s
@@ -24,14 +24,15 @@ class NeverReady:
         """It is never ready."""
 
     async def close(self) -> None:
-        """It has nothing."""
+        """Nothing to close."""
 
     def health(self) -> Any:
         return {"ok": False}
 
 
 class SlowEnd:
-    """A component that is there for a while after its drain, as one whose engine ends slowly."""
+    """A component that stays for a while after its drain, like one with an engine that ends
+    slowly."""
 
     def __init__(self, inner: Component, after_s: float):
         self._inner, self._after_s = inner, after_s

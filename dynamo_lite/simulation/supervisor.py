@@ -65,7 +65,7 @@ class Slot:
         alone: bool = False,
     ):
         self.name = name
-        #: When it was ready first; None: never so far. Written by the world.
+        #: When it was ready for the first time; None: never so far. Written by the world.
         self.ready_at: float | None = None
         self.process: SimProcess | None = None
         self.engine: SimProcess | None = None

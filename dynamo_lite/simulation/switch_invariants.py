@@ -40,7 +40,7 @@ class SwitchJudge:
 
     def _check_followed(self, before: SwitchRecord, after: SwitchRecord | None) -> None:
         if after is None:
-            # Nothing has come of it.
+            # The switch was not carried out.
             if (before.lease_id, before.to) in self._taken:
                 self.violate(f"a switch is under way, and its record is deleted: {before}")
         elif before.id != after.id:

@@ -13,7 +13,7 @@ _CONTEXT = b"notification"
 class AuthenticatedMover:
     """Implements Mover on another one. A notification that is not authentic arrives empty.
 
-    The data itself is not authenticated: UCX has nothing for that.
+    The data itself is not authenticated, because UCX does not support that.
     """
 
     def __init__(self, mover: Mover, secret: GraphSecret):

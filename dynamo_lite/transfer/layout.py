@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from dynamo_lite.protocol.records import KvArray, KvRegion
 
-#: Of vLLM's views of an attention layer: [blocks, heads, tokens, values].
+#: Dimension in vLLM's views of an attention layer: [blocks, heads, tokens, values].
 _DIMENSIONS = 4
 
 

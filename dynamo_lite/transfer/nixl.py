@@ -190,7 +190,7 @@ class NixlMover:
             self._confirming[peer] = handle
             self._agent.transfer(handle)
         except Exception as exc:
-            # The write has ended well: only time is lost. Other transfers detect a dead peer.
+            # The write has succeeded, so only time is lost. Other transfers detect a dead peer.
             logger.debug("could not request a confirmation from engine %s: %s", peer, exc)
 
     def _release(self, handle: Any) -> None:

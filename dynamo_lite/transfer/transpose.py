@@ -23,7 +23,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True)
 class Place:
-    """Where an array lies, as a start and strides in bytes."""
+    """The location of an array, as a start and strides in bytes."""
 
     #: An address, or a position in a slot.
     start: int
@@ -39,9 +39,9 @@ class Place:
 class Move:
     """One array of one lane; each unit has heads x groups x items of item_bytes."""
 
-    #: In this rank's KV.
+    #: Location in this rank's KV.
     source: Place
-    #: In a slot.
+    #: Location in a slot.
     target: Place
     heads: int
     groups: int
@@ -55,7 +55,7 @@ class Layout:
 
     #: Blocks of the peer per slot.
     capacity: int
-    #: Where these blocks lie in a slot at address 0, by lane.
+    #: Location of these blocks in a slot at address 0, by lane.
     regions: list[KvRegion]
     moves: list[Move]
     #: Tokens per block of this rank.
@@ -80,7 +80,7 @@ class Units:
 
     #: This rank's block of each unit.
     blocks: npt.NDArray[np.int64]
-    #: Its number within that block.
+    #: Number of each unit within that block.
     units: npt.NDArray[np.int64]
     #: Further units after the end of the prompt; their bytes become zero.
     padding: int

@@ -1,8 +1,8 @@
 """Which requests' first tokens a prefill engine can sample for a decode engine, exactly.
 
-Both engines compute the same logits of the last prompt token. The sampled token is the same one if
-nothing else takes part in its choice but what `FirstTokenSampling` carries. A request with more
-gets its first token from the decode engine.
+Both engines compute the same logits of the last prompt token. The sampled token is the same if it
+depends on nothing but the parameters in `FirstTokenSampling`. A request with other parameters gets
+its first token from the decode engine.
 """
 
 from importlib.metadata import entry_points
@@ -30,7 +30,7 @@ class FirstTokenRules:
     """The rules of one engine."""
 
     def __init__(self, config: VllmConfig):
-        #: vLLM may reduce its length while it loads the model.
+        #: The model's configuration; vLLM may reduce its length while it loads the model.
         self._model = model = config.model_config
         #: vLLM's CPU kernels for MLA give the last token of a prompt other values than a decoded
         #: one, and the decode engine decodes it.
@@ -40,8 +40,8 @@ class FirstTokenRules:
             model.logits_processors or list(entry_points(group=LOGITSPROCS_GROUP))
         )
         self._draws = config.speculative_config is None
-        #: vLLM samples after each chunk of a prompt and sets the random generator back. It cannot
-        #: set back a CPU's, and its engine dies of that.
+        #: vLLM samples after each chunk of a prompt and then resets the random generator. It
+        #: cannot reset a CPU's generator, and the engine crashes.
         self._chunked_draws = self._draws and not current_platform.is_cpu()
 
     def sampling(self, params: SamplingParams, prompt_tokens: int) -> FirstTokenSampling | None:
@@ -49,7 +49,8 @@ class FirstTokenRules:
         cannot."""
         if not self._plain or not _is_plain(params):
             return None
-        # The first token must not be the last one: that has the end of the answer with it.
+        # The first token must not be the last one, because the last one carries the end of the
+        # answer.
         if params.max_tokens is None or params.max_tokens < 2:
             return None
         if prompt_tokens + 1 >= self._model.max_model_len:
@@ -69,9 +70,9 @@ class FirstTokenRules:
             return None
 
     def samples(self, wanted: FirstTokenSampling, prompt_tokens: int) -> bool:
-        """Whether this engine, a prefill engine, can sample a first token so.
+        """Whether this prefill engine can sample a first token with these parameters.
 
-        prompt_tokens: of the whole prompt.
+        prompt_tokens: length of the whole prompt.
         """
         if not self._plain or prompt_tokens >= self._model.max_model_len:
             return False
@@ -94,8 +95,8 @@ def first_token_params(wanted: FirstTokenSampling) -> SamplingParams:
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether nothing but temperature, top_p, top_k, min_p and seed chooses the first token, and
-    nothing but the token is wanted of it."""
+    """Whether the first token depends only on temperature, top_p, top_k, min_p and seed, and
+    only the token itself is wanted."""
     return not (
         depends_on_output(params)
         # Parameters of custom logits processors and samplers.

@@ -40,8 +40,8 @@ def depends_on_output(params: SamplingParams) -> bool:
     """Whether the next token depends on where the prompt ends and the output begins, by vLLM's own
     parameters.
 
-    It does not with `repetition_penalty`, which treats both alike, `logit_bias`,
-    `allowed_token_ids`, stops and `min_tokens` (its rest is sent along).
+    It does not depend on it with `repetition_penalty`, which treats both alike, `logit_bias`,
+    `allowed_token_ids`, stops and `min_tokens` (the number that is left is sent along).
     """
     words = params.bad_words_token_ids
     return (

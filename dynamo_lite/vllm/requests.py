@@ -49,7 +49,7 @@ def generate_request(
         raise VLLMValidationError(f"Not served here: {exc}") from exc
     message = GenerateRequest(
         request_id=request.request_id,
-        client_id="",  # the transport's to fill in
+        client_id="",  # filled in by the transport
         prompt_token_ids=request.prompt_token_ids or [],
         sampling=sampling,
         arrival_time=request.arrival_time,
@@ -71,7 +71,7 @@ def canary(request_id: str, timeout_s: float, *, max_tokens: int) -> GenerateReq
     )
     return GenerateRequest(
         request_id=request_id,
-        client_id="",  # the transport's to fill in
+        client_id="",  # filled in by the transport
         prompt_token_ids=[1, 2, 3],
         sampling=sampling_to_bytes(params),
         arrival_time=time.time(),
@@ -188,9 +188,9 @@ def prefill(
 ) -> EngineCoreRequest:
     """Converts a job to a one-token request with parameters for the connector.
 
-    forget: decode engines that have left. first_token: its token is the first one of the answer,
-    as the job wants it; otherwise it means nothing. permit: see `PrefillJobParams`.
-    Raises Refused.
+    forget: decode engines that have left. first_token: the request samples the first token of the
+    answer, as the job asks; otherwise its token is ignored. permit: see `PrefillJobParams`. Raises
+    Refused.
     """
     prompt, wanted = job.prompt_token_ids, job.first_token if first_token else None
     if wanted is None:

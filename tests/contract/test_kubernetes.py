@@ -185,7 +185,7 @@ async def test_a_change_by_somebody_else_is_a_conflict(server: ApiServer, accoun
         (500, Unavailable, "500 told to"),
         (503, Unavailable, "503 told to"),
         ("hang", DeadlineExceeded, "no answer within 0.3 s"),
-        ("garbage", ProtocolError, "no JSON object"),
+        ("garbage", ProtocolError, "not a JSON object"),
     ],
 )
 @pytest.mark.parametrize("step", [0, 1])

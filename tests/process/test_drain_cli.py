@@ -62,7 +62,7 @@ def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(tmp_path: P
         graph.signal(signal.SIGINT)
         assert graph.end() == 0
         text = (state / "logs" / "Caller-0.log").read_text()
-        assert text.count("worker draining; moved (continue)") >= 1
+        assert text.count("worker draining; migrated (continue)") >= 1
 
 
 def test_the_last_worker_stays_unless_it_is_forced(tmp_path: Path):

@@ -140,7 +140,7 @@ async def test_it_takes_llmds_command_line(certificates: Certificates, tmp_path:
         (["--protocol", "moriio-read"], "--transfer-host"),
         (["--decode", "ftp://x"], "expected http://HOST:PORT or https://"),
         (["--decode", "http://127.0.0.1:1", "--vllm-port", "2"], "--decode is given twice"),
-        (["--allow-prefiller", "10.0.0.0/99"], "is no address, network (CIDR) or host name"),
+        (["--allow-prefiller", "10.0.0.0/99"], "is not an address, network (CIDR) or host name"),
         (["--tls-cert", "none.pem"], "tls-cert and tls-key go together"),
         (["--tls-cert", "none.pem", "--tls-key", "none.pem"], "tls-cert=none.pem cannot be read"),
         (["--prefiller-https", "--ca-file", "none.pem"], "ca-file=none.pem cannot be read"),

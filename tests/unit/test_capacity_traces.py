@@ -120,7 +120,7 @@ def test_a_large_sharegpt_file_is_read_in_parts(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"timestamp": 0, "input_length": 3, "output_length": 1}\n{oops', ":2: no JSON"),
+        ('{"timestamp": 0, "input_length": 3, "output_length": 1}\n{oops', ":2: not JSON"),
         ('{"timestamp": 0, "output_length": 1}', ":1: input_length is missing"),
         (
             '{"timestamp": 0, "input_length": -3, "output_length": 1}',
@@ -138,14 +138,14 @@ def test_a_large_sharegpt_file_is_read_in_parts(tmp_path: Path):
             '{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": 4}',
             ":1: hash_ids is 4; accepted: a list",
         ),
-        ('{"timestamp": 0, "input_length": 3, "output_length": 1}\n[1]', ":2: no JSON object"),
+        ('{"timestamp": 0, "input_length": 3, "output_length": 1}\n[1]', ":2: not a JSON object"),
         (AZURE.replace("3180", "3180.5"), ":3: ContextTokens is 3180.5; accepted: a whole"),
         (AZURE.replace("2023-11-16 18:17:05", "yesterday"), ":3: TIMESTAMP is 'yesterday"),
         (AZURE.replace(",3180,8", ",3180"), ":3: 2 columns; accepted: 3"),
         (BURSTGPT.replace("1087", "many"), ":3: Request tokens is 'many'; accepted"),
         ('[{"id": 1}]', ":1: a conversation without"),
         ('[{"conversations": [{"from": "human"}]}]', ":1: a turn without a text"),
-        ('[{"conversations": []},\n {"conver', ":2: no JSON"),
+        ('[{"conversations": []},\n {"conver', ":2: not JSON"),
         ("a,b,c\n1,2,3\n", ":1: unknown format; accepted: JSON lines with timestamp"),
         ("", "is empty"),
         (BURSTGPT.splitlines()[0] + "\n", "no request"),

@@ -97,7 +97,7 @@ def test_a_spoilt_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
         spoil()
         clock.now += 1.0
         assert secret.open(b"", before) == b"m"
-    assert "stays as it was" in caplog.text and OLD.hex() not in caplog.text
+    assert "the old secret stays in use" in caplog.text and OLD.hex() not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class BacklogExchange:
         return self._queue.lane_of(tokens, priority)
 
     def view(self, seen: QueueView, tokens: int, priority: int) -> QueueView:
-        """`seen`, with the wait that a prompt with this many tokens has to expect. Any thread."""
+        """Returns `seen` with the expected wait of a prompt with this many tokens. Any thread."""
         totals, rate = self._totals(), self._drain.tokens_per_s(self._now())
         jobs = max(seen.jobs, totals.jobs)
         lane = self._queue.lane_of(tokens, priority)
@@ -92,7 +92,7 @@ class BacklogExchange:
         )
 
     def place(self, lane: Lane) -> Place:
-        """Of a job that is queued now. Any thread."""
+        """Returns the place of a job that is queued now. Any thread."""
         return Place(self._totals().ahead_of(lane), self._all_done_tokens)
 
     def ahead_s(self, queued: RemotePrefill) -> float | None:
@@ -102,7 +102,8 @@ class BacklogExchange:
         if not rate or not workers:
             return None
         before = queued.place.ahead_tokens - (self._all_done_tokens - queued.place.done_tokens)
-        # Others may have been withdrawn. The present total has later ones, and the job itself.
+        # `before` still counts jobs that were withdrawn since. The present total counts later jobs
+        # instead, and the job itself.
         others = self._totals().ahead_of(queued.lane) - queued.job_tokens
         return max(min(before, others), 0) / (rate * workers)
 
@@ -134,7 +135,8 @@ class BacklogExchange:
         self._changed.set()
 
     def _totals(self) -> BacklogTotals:
-        """Of all engines: the exact backlog of this one, the last messages of the others."""
+        """Returns the totals of all engines: this one's exact backlog and the others' last
+        messages."""
         return self._prefills.backlog()[0] + self._others
 
     def _measure_drain(self, done_tokens: int) -> None:

@@ -69,7 +69,8 @@ class CostLearning:
         now: float,
         time_left_s: float,
     ) -> tuple[Verdict, Opinion | None, float]:
-        """The verdict, what the costs say, and the probability with which it is this side.
+        """Returns the verdict, what the costs say, and the probability with which the verdict
+        takes this side.
 
         usual: the thresholds' verdict.
         """
@@ -83,7 +84,7 @@ class CostLearning:
         return verdict, opinion, propensity
 
     def decided(self, prefill: RemotePrefill, now: float) -> None:
-        """The decision holds."""
+        """The decision is final."""
         decided = prefill.decided
         if decided.opinion is not None:
             side = side_of(decided.usual or decided.verdict)
@@ -92,11 +93,12 @@ class CostLearning:
             self.policy.exploration.take(now)
 
     def step(self, load: StepLoad | None, scheduled: Mapping[str, int], now: float) -> None:
-        """A step is scheduled: the one before it ends, or with overlapping steps an earlier one.
+        """A step is scheduled, so the step before it has ended (with overlapping steps, an earlier
+        one).
 
         load: None while nothing is to be learned. Call it before the prompts' left tokens are
-        counted down. A time counts only if the engine had work without a break: then a request of
-        the step before is in this one as well.
+        counted down. A step's time counts only if the engine was never idle: then this step has a
+        request of the step before.
         """
         took_s, self._stepped_at = now - self._stepped_at, now
         if load is None:

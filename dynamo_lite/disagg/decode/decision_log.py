@@ -1,4 +1,4 @@
-"""The decisions that a decode engine has made lately, and what came of them.
+"""The decisions that a decode engine has made lately, and their outcomes.
 
 An entry is the record of a prompt; it becomes a message when `explain` asks for it.
 """
@@ -40,7 +40,7 @@ class DecisionLog:
         return len(self._kept)
 
     def append(self, prefill: RemotePrefill) -> None:
-        """The decision about a prompt holds. Forgets those that are too old."""
+        """Adds the final decision about a prompt, and forgets those that are too old."""
         oldest = prefill.decided.at - LONGEST_S
         with self._lock:
             self._kept.append(prefill)

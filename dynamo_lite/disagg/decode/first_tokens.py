@@ -116,7 +116,8 @@ class FirstTokens:
         return TokenDelta(
             request_id=caller,
             token_ids=[token],
-            # As the engine counts a remote prefill. It has not scheduled the request yet.
+            # The engine would report these counts for a remote prefill, but has not scheduled the
+            # request yet.
             prefill=PrefillCounts(
                 prompt_tokens=prompt_tokens,
                 local_cached_tokens=first.cached_tokens,
@@ -155,7 +156,7 @@ class FirstTokens:
         assert token is not None
         logger.warning(
             "request %s: its first token from the prefill worker is %d, the decode engine's %d:"
-            " it goes on from the first one, which the client has",
+            " it continues from the prefill worker's token, which the client has",
             request.request_id,
             token,
             other,

@@ -8,7 +8,7 @@ from dynamo_lite.policy.attempt import Refusal
 from dynamo_lite.protocol.grant import Grant
 from dynamo_lite.protocol.prefill import Claim
 
-#: No grant holds longer; attempts end within seconds or minutes.
+#: Longest validity of a grant, in seconds. Attempts end within seconds or minutes.
 _LONGEST_S = 86400.0
 
 
@@ -34,8 +34,8 @@ class Granting:
             if refusal is not None:
                 return refusal
             terms = ledger.granted(claim.attempt, now)
-            # Before the writer knows its grant: so the ranks learn it before its first commit, or
-            # in the step after.
+            # Done before the writer gets its grant, so that the ranks learn the grant before the
+            # first commit, or in the step after it.
             self._book.leave_grant(claim.attempt, terms.grant)
         grant = Grant(
             id=terms.grant,

@@ -14,7 +14,7 @@ from dynamo_lite.protocol.records import KvRegion
 from dynamo_lite.transfer.block_slices import hole, regions_of_parts
 from dynamo_lite.transfer.digest import ReadMemory, checksum
 
-#: Grants of one attempt that are not its grant (yet) and whose notifications are kept.
+#: For how many grants of an attempt, besides its own, notifications are kept.
 _MAX_OTHER_GRANTS = 4
 
 
@@ -26,7 +26,7 @@ class PartialCommits:
     commits: dict[int, Committed] = field(default_factory=dict)
     #: By writing rank and first block.
     landed: dict[int, dict[int, Landed]] = field(default_factory=dict)
-    #: How many came, with duplicates.
+    #: Number of notifications, including duplicates.
     notices: int = 0
 
     def add(self, notice: Committed | Landed) -> None:
@@ -43,10 +43,10 @@ class PartialCommits:
 
 
 class GrantedCommits:
-    """The notifications of one attempt, by the grant under which they were written.
+    """The notifications of one attempt, by the grant of their write.
 
-    Those of the attempt's grant count. Others are kept while the grant is not known, or may be
-    followed by a new one: a notification may be there before the step that names its grant.
+    Only notifications of the attempt's grant count. Others are kept as well, because a
+    notification may arrive before the step that names its grant.
     """
 
     def __init__(self) -> None:
@@ -70,13 +70,14 @@ class GrantedCommits:
             self._drop(others[0])
 
     def granted(self, grant: int) -> None:
-        """The attempt has this grant. An earlier one, if it is another, does not count any more."""
+        """The attempt has this grant. Notifications of an earlier, different grant do not
+        count."""
         if self.grant is not None and self.grant != grant:
             self._drop(self.grant)
         self.grant = grant
 
     def close(self) -> None:
-        """The attempt has ended: what was not written under its grant is dropped."""
+        """The attempt has ended: drops the notifications of all other grants."""
         for other in [other for other in self._by_grant if other != self.grant]:
             self._drop(other)
 

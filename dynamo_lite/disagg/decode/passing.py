@@ -15,8 +15,8 @@ MAX_PASSED = 32
 #: How many prompts are skipped in one step. The engine looks at each of them in every step.
 MAX_SKIPPED = 16
 
-#: Every so many steps the first skipped prompt is tried although it may need more blocks than
-#: are free: some of its blocks may be cached by now, and in use.
+#: The first skipped prompt is tried again after this many steps, even if it may need more blocks
+#: than are free: some of its blocks may be cached by now, and in use.
 RETRY_STEPS = 16
 
 

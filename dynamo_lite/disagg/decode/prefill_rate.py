@@ -16,7 +16,7 @@ class PrefillRate:
     """Runs on the engine's thread; `now` is monotonic.
 
     overlapping_steps: how many steps may be in flight, including the one being scheduled.
-    costs: is told what prompts took.
+    costs: gets how long prompts took.
     """
 
     def __init__(

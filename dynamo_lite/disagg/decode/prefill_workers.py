@@ -65,16 +65,16 @@ class PrefillWorkers:
         return self._roster is not None and self._roster.get(lease_id) is not None
 
     def show_life(self, lease_id: int) -> None:
-        """It has sent a message."""
+        """The worker has sent a message, so it responds."""
         if self._health is not None:
             self._health.shows_life(lease_id)
 
     def trouble(self, lease_id: int) -> str:
-        """Why it cannot work; empty if it responds and is healthy."""
+        """Why the worker cannot work; empty if it responds and is healthy."""
         return "" if self._health is None else self._health.trouble(lease_id)
 
     def link_trouble(self, lease_id: int) -> str:
-        """Why it cannot write into this engine; empty if its link has not failed."""
+        """Why the worker cannot write into this engine; empty if its link has not failed."""
         return self._links.trouble(lease_id)
 
     def forget_links(self, lease_ids: frozenset[int]) -> None:
@@ -90,16 +90,16 @@ class PrefillWorkers:
 
     @property
     def usable(self) -> Members:
-        """Those that respond and have no failed link to this engine."""
+        """The workers that respond and have no failed link to this engine."""
         return self._links.usable(self.responsive)
 
     @property
     def unusable(self) -> int:
-        """How many respond, but have a failed link to this engine."""
+        """How many workers respond, but have a failed link to this engine."""
         responsive = self.responsive
         return len(responsive) - len(self._links.usable(responsive))
 
     @property
     def unresponsive(self) -> int:
-        """How many are registered, but do not respond."""
+        """How many workers are registered, but do not respond."""
         return 0 if self._roster is None else len(self._roster.members) - len(self.responsive)

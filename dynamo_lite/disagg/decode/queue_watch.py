@@ -1,8 +1,9 @@
 """What this engine knows of the prefill queue: the queue view.
 
-One engine asks the broker for the depth, and tells all others; the one with the smallest id does.
-An engine that hears no reading for a while asks by itself. So the broker answers a few questions in
-a second, however many engines there are. The broker itself holds the hard cap.
+The engine with the smallest id reads the queue depth from the broker and publishes it to all
+others. An engine that gets no reading for a while asks the broker itself. So the broker answers
+only a few requests per second, however many engines there are. The broker itself enforces the hard
+cap.
 """
 
 import asyncio
@@ -73,8 +74,8 @@ class QueueWatch:
         self._on_news()
 
     def doubt(self) -> None:
-        """A push has failed: others may reach the queue when this engine does not. Their readings
-        count again when one of its own has succeeded."""
+        """A push has failed. Other engines may still reach the queue, so their readings are
+        ignored until this engine has read the depth itself."""
         self._in_doubt = True
 
     async def _watch(self, queue: PrefillQueue, messaging: Messaging) -> None:
@@ -114,7 +115,7 @@ class QueueWatch:
         )
 
     def _on_reading(self, reading: QueueReading, queue: PrefillQueue) -> None:
-        """Its time on the way is not known; it is some milliseconds."""
+        """The reading's transport time is unknown, and neglected: it is some milliseconds."""
         if reading.engine_id == self._engine_id or reading.wire_version != WIRE_VERSION:
             return
         queue.heard(reading.identity)
@@ -122,7 +123,7 @@ class QueueWatch:
             self._heard.set()
 
     def _see(self, jobs: int, read_at: float) -> bool:
-        """Whether the reading is newer than the last one."""
+        """Updates `view` if the reading is not older than the last one. Returns whether it did."""
         if self.view is not None and read_at < self.view.read_at:
             return False
         self.view = self._with_workers(QueueView(jobs, 0, read_at))

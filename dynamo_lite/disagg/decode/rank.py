@@ -4,7 +4,7 @@ It registers the KV pool and turns commit notifications into finished receives. 
 decides whether an attempt's data arrived or was given up, and reports exactly one of the
 two for each attempt. Several prefill ranks may write into it, each one its own heads and
 layers: the data is complete when all of them have committed, under the grant of the attempt's
-claim. What names another grant does not count.
+claim. Notifications that name another grant do not count.
 """
 
 import logging
@@ -24,9 +24,9 @@ from dynamo_lite.transfer.digest import ReadMemory, read_dram
 
 logger = logging.getLogger(__name__)
 
-#: Unknown attempts whose notifications are kept: the step that names them may still come.
+#: For how many unknown attempts notifications are kept: the step that names them may still come.
 _MAX_EARLY = 1024
-#: Attempts remembered as ended, so that their late notifications are counted.
+#: How many ended attempts are remembered, so that their late notifications are counted.
 _MAX_ENDED = 1024
 
 

@@ -26,11 +26,11 @@ class Decided(NamedTuple):
     tuned: EffectiveThresholds
     #: Prefill rates as they were measured by then.
     rates: Rates
-    #: The thresholds' verdict; None where the costs were not asked.
+    #: The thresholds' verdict; None where the learned costs were not used.
     usual: Verdict | None = None
     #: What the learned costs said.
     opinion: Opinion | None = None
-    #: Probability with which the verdict is the side that it is.
+    #: Probability with which this side was chosen.
     propensity: float = 1.0
 
 
@@ -64,7 +64,7 @@ class PrefixWait:
 
 @dataclass(slots=True, eq=False)
 class RemotePrefill:
-    """One decision about a prompt, and the remote prefill that came of it.
+    """One decision about a prompt, and the remote prefill that follows from it.
 
     A prompt that is computed here has a record as well, without an attempt. A prompt that
     is decided again after a lost remote prefill gets a second record, which takes over the
@@ -88,8 +88,8 @@ class RemotePrefill:
     #: Tokens that are still to be scheduled for a prompt that is computed here.
     #: `PrefillRate` counts it down.
     left_tokens: int = 0
-    #: All of its tokens that are computed here, and since when it waits for that: since the
-    #: decision, or since the end of a remote prefill. Read by `PrefillRate`.
+    #: Number of the prompt's tokens that are computed here, and since when it waits for them:
+    #: since the decision, or since the end of a remote prefill. Read by `PrefillRate`.
     here_tokens: int = 0
     here_at: float = 0.0
     #: Steps scheduled since the last prompt token was. Written and read by `PrefillRate`.
@@ -97,25 +97,26 @@ class RemotePrefill:
     #: How long the prompt was computed here, in seconds. Read by `explain`, also on the
     #: bridge's thread.
     computed_s: float | None = None
-    #: Seconds by which its local prefill made others wait, summed over them. `CostLearning`
+    #: Seconds by which its local prefill delayed other requests, summed over these. `CostLearning`
     #: writes this one and the next two; None: not known yet. Read by `explain`.
     pause_s: float = 0.0
     cost_s: float | None = None
     regret_s: float | None = None
 
-    #: How many remote prefills the prompt has asked for, with this one. `Resumes` takes one
-    #: back where the worker could not try at all.
+    #: Number of remote prefills that were requested for the prompt, including this one. `Resumes`
+    #: subtracts one if the worker could not try at all.
     tries: int = 0
-    #: The limit of `tries`. Set when the prompt asks first.
+    #: The limit of `tries`. Set with the prompt's first remote prefill.
     max_tries: int = 0
-    #: When the prompt asked first.
+    #: When the prompt's first remote prefill was requested.
     since: float = 0.0
-    #: When the prompt stops waiting, however often it asks. None until it has asked.
+    #: Deadline of the prompt's wait for all its remote prefills. None before the first one.
     until: float | None = None
 
     #: Id of the attempt; empty until the engine asks for a remote prefill.
     attempt: str = ""
-    #: The engine's request; None once no rest of it can be asked for again. Read by `Resumes`.
+    #: The engine's request; None once no other remote prefill can be requested for its rest. Read
+    #: by `Resumes`.
     prompt: Prompt | None = None
     #: Number of the prompt's first block that is awaited. Read by `Resumes`.
     first_block: int = 0
@@ -125,7 +126,7 @@ class RemotePrefill:
     job_tokens: int = 0
     #: Lane of the job. Read by the backlog on any thread.
     lane: Lane = Lane.LONG
-    #: Of the job in the queue. Read by the backlog on any thread.
+    #: Place of the job in the queue. Read by the backlog on any thread.
     place: Place = _NOWHERE
     #: Whether the engine still waits for the KV: until it hears that the KV came or will
     #: not come. Read by `SingleFlight`.
@@ -153,7 +154,7 @@ class RemotePrefill:
     ended_at: float | None = None
     #: How it ended; None until then. Read by `explain`, also on the bridge's thread.
     outcome: Outcome | None = None
-    #: What its writer reported of a failure, or why it was taken back.
+    #: What its writer reported about a failure, or why the prefill was taken back.
     detail: str = ""
     #: When its KV came.
     received_at: float | None = None
@@ -163,7 +164,7 @@ class RemotePrefill:
     #: Blocks from `first_block` on whose KV is here on all ranks that have reported; None
     #: without a report. Read by `Resumes`.
     landed_blocks: int | None = None
-    #: Whether another remote prefill may be asked for after this one. Written by `Resumes`.
+    #: Whether another remote prefill may be requested after this one. Written by `Resumes`.
     may_retry: bool = False
     #: Blocks on which the engine holds references because the writer may still write.
     held: Sequence[Block] = ()

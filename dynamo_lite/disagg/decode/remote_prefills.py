@@ -32,20 +32,20 @@ class RemotePrefills:
     def __init__(self, stats: Counters, decisions: DecisionLog, now: Callable[[], float]):
         self.decisions = decisions
         self._stats, self._now = stats, now
-        # Others read the next three; only this class writes them.
+        # Other classes read the next three fields; only this class writes them.
         #: The last record of each request, from its first verdict until it has finished.
         self.by_request: dict[str, RemotePrefill] = {}
         #: Records that are parked, by block hash and request.
         self.by_hash: dict[Hashable, dict[str, RemotePrefill]] = {}
         #: Prompts that are computed here, by request.
         self.computing: dict[str, RemotePrefill] = {}
-        #: From the request for a remote prefill until it has ended and no blocks are held.
-        #: Written under the lock.
+        #: By attempt, from the request for a remote prefill until it has ended and no blocks are
+        #: held. Written under the lock.
         self._by_attempt: dict[str, RemotePrefill] = {}
         self._reports = WriterReports(stats, now)
-        #: When remote prefills were asked for, since the last reading of the queue.
+        #: When remote prefills were requested, since the last reading of the queue.
         self._asked_at: deque[float] = deque()
-        #: Of the attempts that have not ended. Under the lock.
+        #: Totals of the attempts that have not ended. Under the lock.
         self._backlog = RunningBacklog()
         #: Prompt tokens whose KV has come so far. Written under the lock.
         self._received_tokens = 0
@@ -131,7 +131,7 @@ class RemotePrefills:
         return prefill.until
 
     def landed(self, request_id: str, blocks: int) -> None:
-        """A rank has this many of the blocks; the prompt has what all ranks have."""
+        """One rank has this many of the blocks. Only blocks that all ranks have count."""
         if (prefill := self.by_request.get(request_id)) is not None:
             known = prefill.landed_blocks
             prefill.landed_blocks = blocks if known is None else min(known, blocks)
@@ -150,7 +150,7 @@ class RemotePrefills:
         self._computes(prefill, self._now(), prefill.decided.cached_tokens)
 
     def looked_up(self, prefill: RemotePrefill, cached: int) -> None:
-        """The engine is about to compute the prompt itself, without the `cached` tokens."""
+        """The engine is about to compute the prompt itself, except for the `cached` tokens."""
         if prefill.request_id in self.computing and prefill.left_tokens == prefill.here_tokens:
             self._computes(prefill, prefill.here_at, cached)
 
@@ -207,7 +207,7 @@ class RemotePrefills:
         return prefill
 
     def stepped(self) -> None:
-        """A step begins. It carries what was counted and noted so far."""
+        """A step begins. It carries the counts and notes up to now."""
         self._reports.stepped()
 
     # Events of the control session, on the bridge's thread
@@ -239,13 +239,13 @@ class RemotePrefills:
     # Questions
 
     def asked_since(self, read_at: float) -> int:
-        """How many remote prefills were asked for after `read_at`, which never decreases."""
+        """How many remote prefills were requested after `read_at`, which never decreases."""
         while self._asked_at and self._asked_at[0] <= read_at:
             self._asked_at.popleft()
         return len(self._asked_at)
 
     def queued(self) -> list[RemotePrefill]:
-        """Those that no writer has claimed, oldest first."""
+        """Remote prefills that no writer has claimed, oldest first."""
         with self._lock:
             attempts = self._by_attempt.values()
             return [one for one in attempts if one.claimed_at is None and one.outcome is None]
@@ -275,7 +275,7 @@ class RemotePrefills:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must make steps, for what writers report."""
+        """Whether the engine must keep stepping, because only a step can carry writers' reports."""
         return self._reports.busy
 
     def _computes(self, prefill: RemotePrefill, at: float, cached: int) -> None:

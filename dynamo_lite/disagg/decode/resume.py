@@ -1,4 +1,4 @@
-"""What stays of a remote prefill that was lost half-way, and whether the rest is asked for.
+"""What is kept of a remote prefill that was lost half-way, and whether its rest is requested.
 
 The blocks that a lost writer had finished are given to the engine's prefix cache before
 the engine takes the prompt's blocks back. So the engine finds them when it looks at the
@@ -32,7 +32,8 @@ class Resumes:
         self.cache: CacheBlocks | None = None
 
     def lost(self, prefill: RemotePrefill, now: float) -> bool:
-        """The engine is about to take the blocks back. Returns whether it may ask again."""
+        """The engine is about to take the blocks back. Returns whether another remote prefill
+        may be requested."""
         prompt, until = prefill.prompt, prefill.until
         if prompt is None or until is None or prefill.outcome is None:
             return False

@@ -1,6 +1,6 @@
 """The backlog of this decode engine as running totals.
 
-With a sum over all records, a decision would take longer the more prompts wait.
+If the totals were summed over all records, decisions would get slower the more prompts wait.
 """
 
 from dynamo_lite.disagg.decode.remote_prefill import RemotePrefill

@@ -53,7 +53,7 @@ class SingleFlight:
         return False
 
     def joins(self, request: Prompt, prefill: RemotePrefill) -> bool:
-        """Whether the request waits from now on, rather than do what its verdict says."""
+        """Whether the request waits from now on, instead of following its verdict."""
         if not self._prefills.by_hash:
             return False
         decided, cached = prefill.decided, prefill.decided.cached_tokens

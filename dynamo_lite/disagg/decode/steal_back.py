@@ -1,8 +1,9 @@
 """Looks at the queued remote prefills of a decode engine, and takes one back where that pays.
 
-A look follows news: a reading of the queue, another engine's backlog, a change of the prefill
-workers. The rule is in `policy/steal_back.py`. A prompt that was taken back is computed here and
-never asked for remotely again, as after every remote prefill that no other worker can repeat.
+It looks when something has changed: a new reading of the queue, another engine's backlog, the
+prefill workers. The rule is in `policy/steal_back.py`. A prompt that was taken back is computed
+here and gets no other remote prefill, as after every remote prefill that no other worker can
+repeat.
 """
 
 import logging
@@ -21,10 +22,10 @@ from dynamo_lite.policy.steal_back import QueuedPrefill, StealReason, TakeBack, 
 
 logger = logging.getLogger(__name__)
 
-#: The shortest time between two looks: what other engines did at theirs is known by then. With many
-#: engines it is longer; see `notice_period_s`.
+#: The shortest time between two looks: by then the results of other engines' looks are known. With
+#: many engines it is longer; see `notice_period_s`.
 _PERIOD_S = 0.1
-#: The longest time, where no news comes.
+#: The longest time between two looks, if nothing changes.
 _QUIET_PERIOD_S = 1.0
 
 
@@ -47,7 +48,7 @@ class StealBack:
         self._looked_at = 0.0
         #: The most requests that decoded in one step since the last look.
         self._streams = 0
-        #: The last one that was taken back.
+        #: The remote prefill that was taken back last.
         self._taken: RemotePrefill | None = None
 
     def step(self, scheduled: Mapping[str, int], now: float) -> list[Instruction]:

@@ -204,8 +204,8 @@ class Claims:
         if self._log_limit.allow() is not None:
             logger.warning(
                 "the clock of the host of engine %s is %.1f s %s this host's: check that both"
-                " hosts synchronise their clocks (NTP); prefills go on, but logs and traces of"
-                " the two do not line up",
+                " hosts synchronise their clocks (NTP); prefills continue, but logs and traces"
+                " of the two hosts are not aligned",
                 engine_id,
                 abs(ahead_s),
                 "ahead of" if ahead_s > 0 else "behind",

@@ -77,8 +77,8 @@ class FenceUpdater:
     async def _promise(self, request: RemotePrefillRequest, number: int) -> bool:
         """Returns whether the decode engine accepted the promise; if not, abandons the attempt.
 
-        Its blocks may hold other requests' KV by then, so only an acceptance counts. The empty
-        reply of engines before wire version 5, the same for every attempt, is none.
+        Its blocks may hold other requests' KV by then, so only an acceptance counts. Engines
+        before wire version 5 give every attempt the same empty reply, which is no acceptance.
         """
         stays = WriterStays(
             attempt=request.attempt,

@@ -145,7 +145,8 @@ class JobRunner:
                 on_first_token=partial(self._claims.send_first_token, request),
             ) as computation:
                 self._computations[request.attempt] = computation
-                # The engine gets the job first: the claim has as long as the computing takes.
+                # The engine gets the job first, so that the claim may take as long as the
+                # computation.
                 await asyncio.sleep(0)
                 asked = self._now()
                 answer = await self._claims.ask(
@@ -169,7 +170,7 @@ class JobRunner:
             logger.warning("request %s: attempt %s: not claimed: %s", *_ids(request), exc)
             return JobEnd("retry", f"not claimed: {exc}")
         except ProtocolError as exc:
-            # Its record or its reply is malformed, or the grant is not one for this claim; the
+            # The engine's record or reply is malformed, or the grant is not for this claim. The
             # claim may have been granted.
             logger.warning(
                 "request %s: attempt %s: engine %s: %s", *_ids(request), request.engine_id, exc
@@ -216,7 +217,7 @@ class JobRunner:
         self, request: RemotePrefillRequest, computation: Computation, grant: HeldGrant
     ) -> AttemptOutcome:
         """The job is claimed: has it written, unless it was cancelled or is malformed. No write
-        starts when the grant has expired: its engine has given the attempt up by then."""
+        starts after the grant has expired, because its engine gives the attempt up."""
         claimed = self._now()
         expiry = asyncio.get_running_loop().call_later(grant.left_s, computation.stop_writing)
         try:

@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 _PULL_S = 2.0
 #: Delay before a job that could not be claimed is delivered again; doubles up to the limit.
 _RETRY_DELAY_S, _LONGEST_RETRY_DELAY_S = 0.5, 4.0
-#: Delay before a job that was left to other workers is delivered again. The first time there is
-#: none, as others may be waiting for a job. A later delivery here shows that none is.
+#: Delay before a job that was left to other workers is delivered again. The first time there is no
+#: delay, because other workers may be waiting for a job. If this worker gets it again, no other
+#: one was waiting.
 _LEFT_DELAY_S = 0.25
 _BROKER_PAUSE_S = 0.2
 _UNFIT_PAUSE_S = 0.2
@@ -202,7 +203,7 @@ class PrefillJobs:
 
 
 def _tokens(job: RemotePrefillRequest) -> int:
-    """Those that the decode engine does not have."""
+    """Prompt tokens that the decode engine does not have."""
     return len(job.prompt_token_ids) - job.num_computed_tokens
 
 

@@ -37,7 +37,8 @@ class OpenAttempt:
 
 
 class OpenAttempts:
-    """Until the engine has reported how they ended. Used on the component's event loop."""
+    """Attempts, until the engine has reported how they ended. Used on the component's event
+    loop."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenAttempt] = {}

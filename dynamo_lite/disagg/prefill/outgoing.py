@@ -32,7 +32,7 @@ class InFlightWrite:
 
 @dataclass
 class OutgoingAttempt:
-    """Filled by `BlockWrites` where nothing else is said."""
+    """`BlockWrites` writes the fields, except where a field says otherwise."""
 
     #: Engine id of the decode engine.
     target: str

@@ -3,8 +3,8 @@
 Each remote prefill runs as an ordinary one-token request. A long prefix that only the
 decode engine holds is read from there first. Every step names the blocks that it completes,
 and the worker halves write them while the next chunk is computed. A request's blocks stay
-reserved until no write reads from them. All methods but those of the session, which is the
-bridge's, run on the engine's thread.
+reserved until no write reads from them. All methods run on the engine's thread, except those of
+the session, which run on the bridge's.
 """
 
 import contextlib
@@ -167,7 +167,8 @@ class PrefillScheduler:
         return True
 
     def worker_output(self, results: RankResults, report: WorkerReport | None) -> None:
-        """Handles the reads and writes that the worker halves have finished, well or not."""
+        """Handles the reads and writes that have ended in the worker halves, with or without
+        success."""
         if report is not None:
             self._failures.update(report.failures)
             self._introductions.forget(report.unknown)

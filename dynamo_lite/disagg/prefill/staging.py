@@ -17,7 +17,7 @@ from dynamo_lite.transfer.digest import Span
 from dynamo_lite.transfer.sharding import ShardMapping
 from dynamo_lite.transfer.transpose import Layout, Units, slot_layout, units_of
 
-#: One is filled while others are written; more would only help with more peers at once.
+#: One slot is filled while others are written. More slots would only help with more peers at once.
 SLOTS = 4
 #: Some thousand tokens of one rank's share of a large model: for a write of this size the
 #: transfer takes far longer than its start.

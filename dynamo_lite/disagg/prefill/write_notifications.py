@@ -41,7 +41,8 @@ class WriteNotifications:
     def _direct(
         self, write: BlockWrite, peer: RemoteRank, local_ids: Mapping[int, int]
     ) -> dict[str, Any]:
-        """Without staging. The last one covers the whole attempt: its blocks are all still held.
+        """The part without staging. The last notification covers the whole attempt, because all
+        its blocks are still held.
 
         local_ids: by position in the attempt.
         """
@@ -53,7 +54,8 @@ class WriteNotifications:
     def _staged(
         self, write: BlockWrite, peer: RemoteRank, slot: Slot, checksums: MutableMapping[str, int]
     ) -> dict[str, Any]:
-        """With staging: of the staged bytes. Those of earlier writes are gone by now.
+        """The part with staging: the checksum covers the staged bytes. The bytes of earlier writes
+        are gone by now.
 
         checksums: by peer, the checksum of the attempt's writes before this one.
         """

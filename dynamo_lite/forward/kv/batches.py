@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dynamo_lite.kv_events.engine_cache import EngineCache
 from dynamo_lite.protocol.kv import KvChange
 
-#: Of one engine: more than fit into any device.
+#: Limit on the blocks of one engine: more than fit into any device.
 MAX_BLOCKS = 1 << 23
 
 
 class Batches:
-    """What one process of an engine holds, by the batches so far."""
+    """The blocks that one process of an engine holds, according to its batches so far."""
 
     def __init__(self) -> None:
         #: Number of the next batch.
@@ -25,7 +25,7 @@ class Batches:
         self._cache = EngineCache(self._on_drop)
 
     def __len__(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return len(self._cache)
 
     @property
@@ -34,8 +34,8 @@ class Batches:
         return self._cache.block_size
 
     def heard(self, number: int) -> bool:
-        """A batch of the subscription. Returns whether another process begins with it: numbers
-        only grow. Then everything before it must be forgotten."""
+        """Takes the number of a batch of the subscription. Returns whether another process
+        begins with it, because numbers only grow. Then everything before it must be forgotten."""
         restarted = number <= self._heard
         self._heard = number
         return restarted
@@ -47,8 +47,8 @@ class Batches:
     def take(self, number: int, payload: bytes) -> Sequence[KvChange] | None:
         """The changes of a batch; None if it is known already.
 
-        After missing batches, or a malformed one, the changes begin with `KvCleared`: what was
-        removed meanwhile is not known.
+        After missing or malformed batches the changes begin with `KvCleared`, because the removed
+        blocks are not known.
         """
         if number < self.next:
             return None

@@ -1,8 +1,8 @@
 """Follows the KV events that one stock vLLM engine publishes (`--kv-events-config`).
 
-ZeroMQ connects again by itself. Each time it has, what the engine holds is replayed, where the
-engine has a replay endpoint; when it has lost the connection, nothing is known of the engine.
-Source of the frames: vLLM 0.32, `distributed/kv_events.py`, `ZmqEventPublisher`.
+ZeroMQ reconnects by itself. After each connect the engine's blocks are replayed, if it has a
+replay endpoint. After a disconnect the engine's blocks are unknown. Source of the frames: vLLM
+0.32, `distributed/kv_events.py`, `ZmqEventPublisher`.
 """
 
 import asyncio
@@ -24,14 +24,15 @@ _MAX_WAITING = 100_000
 _MAX_BATCH_BYTES = 64 << 20
 #: vLLM looks for requests ten times a second.
 _REPLAY_S = 5.0
-#: An engine whose host is gone is noticed after this time.
+#: A connection to a lost host is detected after this time.
 _HEARTBEAT_MS = 5000
 _END = b"\xff" * 8
 _LINK = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class KvSubscription:
-    """number, name: of the engine. endpoint: where it publishes. replay: None: nowhere."""
+    """number, name: of the engine. endpoint: where it publishes. replay: where it replays;
+    None: nowhere."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class KvSubscription:
         self._malformed = LogLimit()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Follows the events until it is cancelled."""
         socket = self._context.socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.RCVHWM, _MAX_WAITING)
@@ -105,7 +106,7 @@ class KvSubscription:
         self._take(number, payload)
 
     def _begin(self) -> None:
-        """Nothing is known of the engine."""
+        """Starts over: the blocks of the engine are unknown."""
         self._batches, self._followed = Batches(), False
         self._known.forget(self._number)
 

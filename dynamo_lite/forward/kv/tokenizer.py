@@ -25,15 +25,15 @@ _MIN_BYTES = 256
 #: Prompts and tokens that are remembered.
 _MAX_PROMPTS = 512
 _MAX_TOKENS = 4 << 20
-#: After an engine did not answer, none is asked for this long.
+#: After an engine did not answer, no engine is asked for this long.
 _PAUSE_S = 5.0
-#: What a chat's tokens depend on.
+#: Fields on which a chat's tokens depend.
 _CHAT_FIELDS = (
     *("model", "messages", "tools", "add_generation_prompt", "continue_final_message"),
     *("add_special_tokens", "chat_template", "chat_template_kwargs"),
 )
 _COMPLETION_FIELDS = ("model", "prompt", "add_special_tokens")
-#: Their tokens say nothing of what their KV depends on.
+#: Fields of requests whose KV depends on more than tokens.
 _MEDIA = (b'"image_url"', b'"video_url"', b'"audio_url"', b'"input_audio"', b'"image_embeds"')
 
 
@@ -42,8 +42,7 @@ class _Tokenized(msgspec.Struct):
 
 
 class Tokenizer:
-    """timeout_s: how long a request waits for its tokens. results: counts prompts by what became
-    of them."""
+    """timeout_s: how long a request waits for its tokens. results: counts prompts by result."""
 
     def __init__(self, upstream: Upstream, engines: Engines, known: KnownBlocks, timeout_s: float):
         self.results: Counter[str] = Counter()
@@ -54,7 +53,7 @@ class Tokenizer:
         self._asks_again_at = 0.0
 
     async def tokens(self, incoming: Incoming, request: Request) -> PromptTokens | None:
-        """None if they are of no use, or not known in time."""
+        """None if the tokens are not needed, or not known in time."""
         if not self._known.following or len(request.prompt) < _MIN_BYTES:
             return None
         asked = _question(request)
@@ -106,7 +105,7 @@ class Tokenizer:
             return None
 
     async def _ask_one(self, engine: Engine, incoming: Incoming, body: bytes) -> list[int] | None:
-        """None: it refuses the prompt. Raises LegFailed."""
+        """Returns None if the engine refuses the prompt. Raises LegFailed."""
         own = CIMultiDict({"content-type": "application/json"})
         if (key := incoming.headers.get("authorization")) is not None:
             own["authorization"] = key
@@ -133,7 +132,7 @@ def _made(ids: list[int], salt: str | None) -> PromptTokens | None:
 
 
 def _question(request: Request) -> list[int] | Body | None:
-    """The tokens, or what to ask an engine; None for what cannot be asked."""
+    """The tokens, or the request for `/tokenize`; None if the prompt cannot be tokenized."""
     body = request.body
     if request.route == CHAT:
         if any(medium in request.prompt for medium in _MEDIA):

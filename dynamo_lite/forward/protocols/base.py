@@ -40,7 +40,7 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What a protocol may know of an engine."""
+    """The facts about an engine that a protocol may use."""
 
     #: HOST:PORT of its HTTP server.
     address: str
@@ -49,7 +49,7 @@ class Peer:
     port: int
     #: A second port, of MoRIIO only.
     notify_port: int = 0
-    #: What the engine itself has said: constant for one of its processes.
+    #: The engine's own identity, which is constant for one of its processes.
     identity: Mapping[str, Any] | None = None
     #: Ids of its data-parallel ranks.
     engine_ids: Mapping[int, str] = field(default_factory=dict[int, str])
@@ -71,13 +71,13 @@ class Attempt:
 
     @property
     def request_id(self) -> str:
-        """As the client's, but unique."""
+        """Like the client's id, but unique."""
         return f"{self.client_id}-{self.unique}" if self.client_id else self.unique
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """What one engine is sent. headers: beside the client's own, in lower case."""
+    """The request to one engine. headers: in addition to the client's own, in lower case."""
 
     body: Body
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -85,13 +85,13 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """What the prefill leg's answer says for the decode leg."""
+    """The part of the prefill leg's answer that the decode leg needs."""
 
     params: Any
 
 
 class PrefillAnswer(msgspec.Struct):
-    """What is read of a prefill leg's answer."""
+    """The parts of a prefill leg's answer that are read."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     usage: msgspec.Raw = msgspec.Raw(b"null")
@@ -123,9 +123,9 @@ class ForwardProtocol:
     prefill: Callable[[Body, Attempt], Leg]
     #: The last argument is None in every order but SERIAL.
     decode: Callable[[Body, Attempt, Handoff | None], Leg]
-    #: None: the answer has nothing for the decode leg, which then computes the prompt itself.
+    #: Returns None if the answer has no handoff; then the decode leg computes the prompt itself.
     extract: Callable[[PrefillAnswer], Handoff | None] = _no_handoff
-    #: What an answer says about the engine (`Peer.identity`); None: nothing.
+    #: The engine's identity in an answer (`Peer.identity`); None: it has none.
     learn: Callable[[PrefillAnswer], Mapping[str, Any] | None] = _nothing_learned
     #: PARALLEL only: until the identity of the prefill engine is known, its legs are SERIAL.
     needs_identity: bool = False

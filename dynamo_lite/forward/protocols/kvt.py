@@ -22,7 +22,7 @@ _PORT_OFFSET = 20_000
 
 
 def _prefill(body: Body, attempt: Attempt) -> Leg:
-    """Not streamed, other than Llumnix' own: the answer is only waited for."""
+    """Not streamed, unlike Llumnix' own leg: only the end of the answer matters."""
     one = one_token(body, attempt.route)
     one["kv_transfer_params"] = {"do_remote_decode": True}
     return Leg(one, {"x-request-id": attempt.request_id})
@@ -38,7 +38,7 @@ def _where(attempt: Attempt) -> dict[str, Any]:
 
 
 def _with_params(body: Body, attempt: Attempt, params: dict[str, Any]) -> Leg:
-    """Nothing but the request id names the prefill leg, so both legs have the same one."""
+    """Both legs have the same request id, because only the id identifies the prefill leg."""
     return Leg({**body, "kv_transfer_params": params}, {"x-request-id": attempt.request_id})
 
 

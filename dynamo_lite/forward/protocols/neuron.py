@@ -19,7 +19,7 @@ from dynamo_lite.forward.protocols.base import (
 
 
 def bare_id(attempt: Attempt) -> str:
-    """What the client sees in place of both engines' ids, which may contain addresses."""
+    """The id that the client sees in place of both engines' ids, which may contain addresses."""
     return f"cmpl-{attempt.unique}"
 
 

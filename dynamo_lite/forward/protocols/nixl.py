@@ -19,7 +19,7 @@ from dynamo_lite.forward.protocols.base import (
 )
 from dynamo_lite.forward.protocols.one_token import object_of, one_token
 
-#: What a prefill leg says in both modes. The nulls are those of vLLM's own examples.
+#: Parameters of a prefill leg in both modes. The nulls are those of vLLM's own examples.
 ASK_FOR_PREFILL: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -28,7 +28,7 @@ ASK_FOR_PREFILL: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-#: What a decode engine must know of a prefill engine that writes.
+#: Parameters that a decode engine needs of a prefill engine that writes.
 _IDENTITY = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 
 
@@ -45,7 +45,8 @@ def returned_params(answer: PrefillAnswer) -> Handoff | None:
 
 
 def hand_over(body: Body, attempt: Attempt, handoff: Handoff | None) -> Leg:
-    """The client's own id stays: nothing is paired by it, and the client sees it in its answer."""
+    """The client's own id stays: legs are not paired by it, and the client sees it in its
+    answer."""
     assert handoff is not None
     headers = {} if attempt.client_id else {"x-request-id": attempt.request_id}
     return Leg({**body, "kv_transfer_params": handoff.params}, headers)
@@ -62,7 +63,7 @@ PULL = ForwardProtocol(
 
 
 def identity(answer: PrefillAnswer) -> Mapping[str, Any] | None:
-    """Of the prefill engine's process."""
+    """The identity of the prefill engine's process."""
     params = object_of(answer.kv_transfer_params)
     if params is None or any(params.get(key) is None for key in _IDENTITY):
         return None

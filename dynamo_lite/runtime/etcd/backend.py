@@ -17,12 +17,12 @@ from anyio.from_thread import start_blocking_portal
 from dynamo_lite.runtime.address import ServerAddress, host_port
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK, Clock
 
-#: The defaults need 5 s to come back after an outage, and never notice a server that
-#: hangs: the keepalive alone does not fire without the ping timeout.
+#: gRPC's defaults need 5 s to reconnect after an outage, and never detect a server that hangs:
+#: without the ping timeout the keepalive does not fire.
 _CHANNEL_OPTIONS = {
     "grpc.initial_reconnect_backoff_ms": 100,
-    # In spite of its name: the longest that one try may take. A server that hangs
-    # accepts connections, and goes on with the handshake when it wakes.
+    # In spite of its name, this is the timeout of one try. A server that hangs accepts
+    # connections, and continues the handshake when it resumes.
     "grpc.min_reconnect_backoff_ms": 1000,
     "grpc.max_reconnect_backoff_ms": 400,
     "grpc.keepalive_time_ms": 5000,
@@ -36,7 +36,7 @@ _CHANNEL_OPTIONS = {
 
 
 class Portal(Protocol):
-    """Runs functions in an event loop that may be another thread's; as anyio's BlockingPortal."""
+    """Runs functions in an event loop, possibly of another thread, like anyio's BlockingPortal."""
 
     def start_task_soon(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
         """Calls `func` there. The future has its result, awaited if it is awaitable."""

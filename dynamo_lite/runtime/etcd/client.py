@@ -18,7 +18,7 @@ from dynamo_lite.runtime.etcd.backend import SYSTEM_BACKEND, EtcdBackend
 
 T = TypeVar("T")
 
-#: Codes of a member that is away, hangs, or has no leader.
+#: Codes of a member that is unreachable, hangs, or has no leader.
 UNREACHABLE = (rpc.StatusCode.UNAVAILABLE, rpc.StatusCode.DEADLINE_EXCEEDED)
 #: The token is unknown or expired, the users have changed since, or no token was sent.
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
@@ -90,7 +90,7 @@ class EtcdClient(aetcd.Client):
         self.maintenancestub = rpc.MaintenanceStub(channel)
 
     def _leave(self, channel: Any) -> None:
-        """Goes on to the member after that of `channel`, unless another call did so."""
+        """Switches to the member after that of `channel`, unless another call did so."""
         if channel is self.channel and len(self._channels) > 1:
             following = self._channels.index(channel) + 1
             self._use(self._channels[following % len(self._channels)])

@@ -23,7 +23,8 @@ from dynamo_lite.runtime.store import LeaseLoss
 
 logger = logging.getLogger(__name__)
 
-#: So often that an outage of nearly the whole time-to-live does not lose the lease.
+#: Refreshes are so frequent that an outage of nearly the whole time-to-live does not lose the
+#: lease.
 _REFRESHES_PER_TTL = 10
 _RETRY_S = 0.2
 
@@ -31,8 +32,8 @@ _OUT_OF_REACH = (aetcd.ClientError, rpc.AioRpcError, TimeoutError)
 
 
 class EtcdLease:
-    """granted: etcd's answer to the grant; granted_at: the `boottime` just before it
-    was asked for. timeout_s: longest wait for one answer. boottime: see `Clock`."""
+    """granted: etcd's answer to the grant; granted_at: the `boottime` just before the request.
+    timeout_s: timeout of one request. boottime: see `Clock`."""
 
     def __init__(
         self,

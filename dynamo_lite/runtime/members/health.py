@@ -110,7 +110,8 @@ class HealthMonitor:
         return self._messaging.connected
 
     def is_known_unwell(self, lease_id: int) -> bool:
-        """Whether the member's last heartbeat or a canary says so, regardless of missing ones."""
+        """Whether the member's last heartbeat or a canary reports it as unhealthy, regardless
+        of missing heartbeats."""
         member = self._members.get(lease_id)
         return member is not None and not member.well
 

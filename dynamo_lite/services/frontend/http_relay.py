@@ -1,6 +1,6 @@
 """An ASGI app that passes a request on to an HTTP server on this host.
 
-For the Processor, whose requests are few, have one body each and are not streamed.
+The Processor uses it: its requests are few, have one body each and are not streamed.
 """
 
 import asyncio

@@ -106,7 +106,7 @@ class RemoteRouter(WorkerSelector):
     def _candidates(
         self, members: Sequence[EndpointRecord], without: Set[int]
     ) -> Mapping[int, EndpointRecord]:
-        """By lease id. Most requests have all members as candidates."""
+        """The candidates by lease id. Most requests have all members as candidates."""
         if members is not self._members or not isinstance(members, tuple):
             self._members, self._by_lease = members, {m.lease_id: m for m in members}
         if not without:
@@ -114,8 +114,8 @@ class RemoteRouter(WorkerSelector):
         return {k: member for k, member in self._by_lease.items() if k not in without}
 
     def _fail(self, router: EndpointRecord, why: str) -> None:
-        """A killed router stays registered until its lease expires, before its replacement in the
-        order."""
+        """A killed router stays registered until its lease expires, and precedes its
+        replacement in the order."""
         if router.lease_id in self._failed:
             return
         logger.warning("router %x failed, it is probed until it answers: %s", router.lease_id, why)
@@ -133,7 +133,8 @@ class RemoteRouter(WorkerSelector):
             del self._failed[router.lease_id]
 
     async def _answers(self, router: EndpointRecord) -> bool:
-        """Whether it replies to a request without candidates, for which it books nothing."""
+        """Whether the router replies to a request without candidates. It counts no request for
+        it."""
         self._sent += 1
         probe = PickRequest(
             client=self._lease_id,

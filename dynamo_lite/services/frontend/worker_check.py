@@ -19,7 +19,7 @@ class WorkerCheck:
 
     #: Why no request can be answered; empty if some worker can be reached.
     trouble: str = ""
-    #: How requests are served without NATS; empty while it is connected, or if they are not.
+    #: How requests are served without NATS; empty while NATS is connected, or if none are served.
     without_broker: str = ""
 
 

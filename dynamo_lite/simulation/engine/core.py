@@ -42,7 +42,7 @@ class SimModelConfig:
     token_s: float = 0.0005
     poll_s: float = 0.02
     load_s: float = 0.2
-    #: Whether an idle engine tells of its load once more.
+    #: Whether an idle engine reports its load once more.
     tells_load: bool = False
 
 
@@ -78,7 +78,7 @@ class SimCore:
         )
         self.steps = 0
         self._gave_tokens = False
-        #: The load that was told last.
+        #: The load that was reported last.
         self._told = EngineLoad()
         #: Called after each step with the time at which it was scheduled.
         self.on_step: Callable[[float], None] = lambda scheduled_at: None

@@ -111,7 +111,7 @@ class DecodeHalves:
         return entry is not None and entry.writer is not None and not entry.writer_done
 
     def writers(self) -> frozenset[int]:
-        """Leases of those that may write into its blocks."""
+        """Leases of the workers that may write into its blocks."""
         return self.scheduler._book.ledger.writers
 
     def unsettled(self) -> str | None:

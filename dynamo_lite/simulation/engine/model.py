@@ -25,7 +25,7 @@ _CHANCE = 0xFF
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
-#: What makes the KV of the planes differ.
+#: Constants that make the KV of the planes differ.
 _PLANE_SALTS = np.array([[0x0], [0xA5A5A5A5A5A5A5A5], [0x3C3C3C3C3C3C3C3C]], np.uint64)
 PLANES = len(_PLANE_SALTS)
 

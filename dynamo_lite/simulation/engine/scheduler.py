@@ -162,7 +162,7 @@ class Scheduler:
     def _schedule_running(self, plan: Plan) -> None:
         for request in list(self._running):
             if request not in self._running:
-                continue  # lost its blocks to one before it
+                continue  # it lost its blocks to an earlier request
             count = min(
                 request.num_tokens - request.num_computed_tokens, self._budget - plan.tokens
             )
@@ -230,7 +230,7 @@ class Scheduler:
             self.cache(request, request.num_computed_tokens)
 
     def _admit(self, request: SimRequest, plan: Plan, now: float) -> bool | None:
-        """Whether it is computed or parked now. None: not asked for yet, others may go first."""
+        """Whether it is computed or parked now. None: not decided yet, others may go first."""
         cached = external = 0
         park = False
         fresh = request.num_computed_tokens == 0
@@ -246,7 +246,7 @@ class Scheduler:
             request.blocks = known
         computed = cached + external if fresh else request.num_computed_tokens
         count = 0 if park else min(request.num_tokens - computed, self._budget - plan.tokens)
-        # As much as the whole sequence needs must be free, or it would only be preempted.
+        # The blocks of the whole sequence must be free, or it would only be preempted.
         wanted = -(-request.num_tokens // self._size) - len(request.blocks)
         if wanted > self.pool.get_num_free_blocks() or not self._reserve(
             request, computed + count, cache=not park

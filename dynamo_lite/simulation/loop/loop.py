@@ -56,7 +56,7 @@ class VirtualLoop(Scheduler):
         self.seed = seed
         self.trace = trace or Trace()
         self.trace.loop = self
-        self.network: Network | None = None  # set by the one that is made for this loop
+        self.network: Network | None = None  # set by the network that is made for this loop
         #: What asyncio would have logged: callbacks that raised, exceptions of tasks that were
         #: never retrieved.
         self.failures: list[str] = []

@@ -82,8 +82,8 @@ class End:
     # Called by the network
 
     def owner_died(self) -> None:
-        """What it has sent still arrives. Then its kernel closes, or resets if it had unread
-        data."""
+        """Items that it has sent still arrive. Then its kernel closes the connection, or resets
+        it if there was unread data."""
         unread = self.network.random() < 0.5
         self._close("", fin=_Fin("connection reset by peer" if unread else ""))
 

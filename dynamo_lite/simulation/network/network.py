@@ -20,7 +20,7 @@ from dynamo_lite.simulation.network.stream import StreamServer, StreamTransport
 T = TypeVar("T")
 
 _FIRST_PORT = 20_000
-#: Most that a message may be late which others overtake.
+#: Longest delay of a message that others overtake.
 _REORDER_S = 0.05
 
 
@@ -247,7 +247,7 @@ class Network:
         return self._listeners.get(port)
 
     def call_at(self, when: float, function: Callable[..., Any], *args: Any) -> SimHandle:
-        """For what belongs to no process: kernels and cables."""
+        """Runs events that belong to no process: those of kernels and cables."""
         return self.loop.call_at(when, function, *args, context=self._nobody)
 
     def add_end(self, end: End) -> None:

@@ -50,7 +50,7 @@ class EtcdData:
     _uncommitted: list[Any] = field(default_factory=list[Any])
 
     def wiped(self, *, same_cluster: bool = True) -> "EtcdData":
-        """What is there after the disk was lost.
+        """The data after the disk was lost.
 
         same_cluster: etcd derives the id from its members' addresses, so a member that is
         started again without its data, and nothing else changed, has the id of before.

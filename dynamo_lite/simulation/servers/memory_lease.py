@@ -62,7 +62,7 @@ class MemoryLease:
         return self.loss
 
     def refresh(self) -> None:
-        """Starts the time-to-live anew, if the store is there and the lease is not lost.
+        """Restarts the time-to-live, if the store is available and the lease is not lost.
 
         A store that was wiped is given the lease again.
         """

@@ -62,7 +62,8 @@ def _shared(config: QueueConfig) -> QueueConfig:
 
 
 class MemoryJob:
-    """Implements Job. answered: its holder is done with it, even if the broker has not heard."""
+    """Implements Job. answered: its holder is done with it, even if the broker did not get the
+    answer."""
 
     def __init__(self, broker: MemoryBroker, stream: Stream, entry: Entry):
         self._broker = broker
@@ -156,7 +157,7 @@ class MemoryQueue:
         return self._incarnations.watch(callback)
 
     def look(self) -> None:
-        """The broker is connected: is the queue still the one that was known?"""
+        """Called when the broker is connected: checks whether the queue was lost."""
         self._incarnations.seen(self._stream.number)
 
     async def push(self, payload: bytes, *, message_id: str, lane: Lane = Lane.LONG) -> int:

@@ -88,7 +88,7 @@ class MemoryStore:
             self._resync()
 
     def admit(self, lease: MemoryLease) -> None:
-        """Knows `lease` from here on, also if it has forgotten it."""
+        """Stores `lease`, even if it was forgotten."""
         self._leases[lease.id] = lease
 
     def expire_due(self) -> None:

@@ -58,7 +58,7 @@ class Stream:
         return entry is not None
 
     def lose(self) -> None:
-        """All jobs are gone, and what is known of earlier ones; sequences go on."""
+        """Loses all jobs, and all facts about earlier jobs. Sequences continue."""
         for sequence in list(self.entries):
             self.remove(sequence)
         for order in self.order.values():

@@ -11,7 +11,7 @@ OK = b"+OK\r\n"
 
 
 class BrokenProtocol(Exception):
-    """The client sent something that is no command. The text is the one of the -ERR line."""
+    """The client sent an invalid command. The text is that of the -ERR line."""
 
 
 class Connect(msgspec.Struct, frozen=True):

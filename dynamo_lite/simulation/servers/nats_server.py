@@ -22,9 +22,9 @@ class NatsServer:
     """Runs as `process` until that dies, and with it every subscription and stream.
 
     As with NATS every subscriber of a subject gets every message, once per subscription. A
-    request to a subject without subscribers is answered at once. Messages from and to clients
-    may be lost, late or duplicated, as the network's weather is. What the server sends on its own
-    (PONG, a status, an answer of JetStream's API) is always delivered.
+    request to a subject without subscribers is answered at once. Messages from and to clients may
+    be lost, late or duplicated, depending on the network's weather. What the server sends on its
+    own (PONG, a status, an answer of JetStream's API) is always delivered.
     """
 
     def __init__(self, network: Network, process: SimProcess, port: int = PORT):
@@ -95,7 +95,7 @@ class _Subscription:
         self.delivered = 0
 
     def deliver(self, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        """As the weather is."""
+        """Delivers a message, subject to the network's weather."""
         self.client.network.as_the_weather_is(self.tell, subject, reply, headers, payload)
 
     def tell(self, subject: str, reply: str, headers: bytes, payload: bytes) -> None:

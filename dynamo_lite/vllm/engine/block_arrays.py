@@ -13,7 +13,7 @@ from dynamo_lite.transfer.layout import plain_array
 
 #: Backends that index [block, head, token, K and V] by the strides of the cache.
 _PLAIN_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"}
-#: Types with one value per element, and nothing else in a block.
+#: Cache types whose blocks contain nothing but one value per element.
 _PLAIN_DTYPES = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 
 #: AMX packs this many tokens and values per tile.

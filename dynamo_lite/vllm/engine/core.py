@@ -62,9 +62,9 @@ class EngineContext:
 
     #: Flags of `vllm serve`.
     args: list[str]
-    #: None for an engine without remote prefills.
+    #: Configuration of the connector; None for an engine without remote prefills.
     engine_config: EngineConfig | None
-    #: Its file, for the engine's processes.
+    #: File with `engine_config`, for the engine's processes.
     engine_config_path: Path
     messaging: Messaging
     registry: CollectorRegistry
@@ -101,7 +101,7 @@ class VllmEngine:
             write_engine_config(self._context.engine_config_path, self._engine_config)
         loop = asyncio.get_running_loop()
         try:
-            # In a thread: loading takes many seconds, and the event loop must go on.
+            # In a thread: loading takes many seconds, and the event loop must keep running.
             self._client = await loop.run_in_executor(self._starter, self._load)
             if self._engine_config is not None:
                 described = (await self.describe()).metadata

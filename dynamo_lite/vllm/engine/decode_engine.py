@@ -50,7 +50,8 @@ class VllmDecodeEngine(VllmEngine):
         except Exception:
             self._leave([request.request_id])
             raise
-        # After a cancel the engine's process may have the request: `abort` needs its name there.
+        # After a cancel the engine's process may already have the request, and `abort` needs its
+        # name.
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._abort(self._leave(request_ids))
@@ -112,7 +113,7 @@ class VllmDecodeEngine(VllmEngine):
             if self._ids.running(own) is not None:
                 await self._add(made)
         except Refused as exc:
-            logger.error("request %s: cannot go on from its first token: %s", caller, exc)
+            logger.error("request %s: cannot continue from its first token: %s", caller, exc)
             self._leave([caller])
             return [TokenDelta(request_id=caller, token_ids=[], finish_reason="error")]
         if self._ids.running(own) is None:  # aborted, perhaps before the engine had it

@@ -30,7 +30,8 @@ class VllmPrefillEngine(VllmEngine):
         """Reads the engine's outputs for `prefill`. Raises EngineDied."""
         try:
             while (outputs := await self._next()) is not None:
-                # Before the outcomes of attempts, which come with the statistics.
+                # First tokens are taken before the outcomes of attempts, which come with the
+                # statistics.
                 for output in outputs.outputs:
                     self._attempts.sampled(output.request_id, output.new_token_ids)
                 stats = outputs.scheduler_stats

@@ -17,7 +17,7 @@ from dynamo_lite.transfer.polled import LISTEN_S, PolledMover
 def open_mover(
     config: EngineConfig, rank: int, device: torch.device, alive: Callable[[], bool]
 ) -> Mover:
-    """rank: this process's index. device: that of its KV. alive: whether the fence is open.
+    """rank: this process's index. device: where its KV is. alive: whether the fence is open.
 
     Without a GPU there is no thread by default: a write to shared memory is over when it was
     posted, and a thread would only take time from the engine.

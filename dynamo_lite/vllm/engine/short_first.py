@@ -94,7 +94,7 @@ class _ShortFirstMixin(Scheduler):
 
     def _passes(self, request: Request) -> bool:
         job = unpack(request, PrefillLength)
-        # As the decode engine counts when it chooses the lane.
+        # The decode engine counts the same way when it chooses the lane.
         tokens = (
             request.num_prompt_tokens if job is None else job.num_tokens - job.num_computed_tokens
         )

@@ -152,12 +152,12 @@ def _check_layer_hook(config: VllmConfig) -> None:
     if config.parallel_config.use_ubatching:
         raise StartupError(
             "PrefillWorker.stream-layers does not go with batches that overlap (enable-dbo,"
-            " ubatch-size): a layer has run when it has for each of them"
+            " ubatch-size): a layer has run only when it has run for each batch"
         )
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    """Raises StartupError for kinds of parallelism that transfers do not support."""
+    """Raises StartupError for parallelism that transfers do not support."""
     if parallel.data_parallel_size > 1:
         raise StartupError(
             f"data-parallel-size: {parallel.data_parallel_size} is not supported with remote"

@@ -113,7 +113,7 @@ class Bodies:
             large = body.size >= self._limits.large_bytes
             return whole, await self._wait_for_turn(receive) if large else None
         finally:
-            # Free the memory before reading on from a client that is refused.
+            # Free the memory before more is read from a refused client.
             body.chunks.clear()
             self._held -= body.held
 

@@ -62,9 +62,8 @@ def http_error(error: DynamoLiteError) -> VLLMError:
 
 def late_message(after_s: float) -> str:
     """The error message for a request with a timeout of `after_s`."""
-    return (
-        f"The request was not done within its {math.ceil(after_s * 10) / 10:g} s ({TIMEOUT_HEADER})"
-    )
+    seconds = math.ceil(after_s * 10) / 10
+    return f"The request did not finish within its {seconds:g} s ({TIMEOUT_HEADER})"
 
 
 class Edge:

@@ -23,7 +23,7 @@ from vllm.v1.serial_utils import bytestr
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 16
-#: As vLLM writes it: two bytes, little-endian.
+#: The engine's rank as vLLM encodes it: two bytes, little-endian.
 _IDENTITY = (0).to_bytes(2, "little")
 
 

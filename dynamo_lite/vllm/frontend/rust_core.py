@@ -105,8 +105,8 @@ class RustCore:
         if request.abort_immediately:
             return
         if request.sampling_params is not None:
-            # It says that it wants a watermark in each request, whether or not the client does.
-            # vLLM's Python frontend resolves this to False where none is configured.
+            # The Rust frontend asks for a watermark in each request, whether or not the client
+            # does. vLLM's Python frontend resolves this to False where none is configured.
             request.sampling_params.watermarking = False
         try:
             await self._intake.submit(request, self._context(request), causal=self._causal)
@@ -195,4 +195,4 @@ def _error(request_id: str) -> EngineCoreOutput:
 
 
 def _drop(frames: Sequence[bytestr]) -> None:
-    """There is no Rust frontend any more, or not yet."""
+    """Drops the message: the Rust frontend has ended or has not started yet."""

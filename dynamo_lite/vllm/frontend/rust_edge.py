@@ -29,7 +29,7 @@ from dynamo_lite.vllm.frontend.rust_process import RustProcess
 from dynamo_lite.vllm.migratable import is_causal
 
 _BACKLOG = 2048
-#: Of the Rust frontend's own wait for its engine, which is this process.
+#: Timeout of the Rust frontend's wait for its engine, which is this process.
 _CONNECT_S = 60
 
 
@@ -38,7 +38,7 @@ class RustEdge:
     """The running Rust frontend."""
 
     process: RustProcess
-    #: Passes its requests to the core.
+    #: The task that passes the Rust frontend's requests to the core.
     requests: "asyncio.Task[None]"
     core: RustCore
     #: The first name under which the model is served.
@@ -57,7 +57,8 @@ class RustEdge:
 
     @property
     def unhealthy(self) -> str:
-        """Why its process does not serve requests now; it may recover, or is replaced soon."""
+        """Why the Rust frontend's process does not serve requests now. It may recover, or is
+        replaced soon."""
         return self.process.unhealthy
 
     @property
@@ -116,8 +117,8 @@ def rust_arguments(args: Namespace, config: VllmConfig, grace_s: float) -> dict[
 
 
 def as_engine(config: VllmConfig) -> EngineCoreReadyResponse:
-    """What an engine says of itself. There are no blocks here; the Rust frontend shows these
-    numbers and takes only the model's length from them."""
+    """The description that an engine sends of itself. This process has no blocks: the Rust
+    frontend shows these numbers, and uses only the model's length."""
     model, scheduler = config.model_config, config.scheduler_config
     return EngineCoreReadyResponse(
         max_model_len=model.max_model_len,

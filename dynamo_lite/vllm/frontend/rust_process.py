@@ -177,7 +177,7 @@ class RustProcess:
                 logger.info("vllm-rs is healthy again")
 
     async def drain(self, grace_s: float) -> None:
-        """It accepts no connection; open answers may finish within `grace_s`."""
+        """Stops accepting connections; open answers may finish within `grace_s`."""
         assert self._process is not None
         self._draining = True
         if self.ended:
