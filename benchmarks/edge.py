@@ -21,16 +21,13 @@ from benchmarks.graph import (
     running_graph,
     running_server,
 )
-from benchmarks.runtime import Meter, load
+from benchmarks.runtime import TOKENS, Meter, load
 from dynamo_lite.protocol.errors import StartupError
 from dynamo_lite.vllm.args import vllm_version
 from dynamo_lite.vllm.edge_choice import PROGRAM, check_version, find_program
 
 MAX_RATIO = 1.5
-TOKENS = 64
 KEPT = ROOT / ".dynamo-lite" / PROGRAM
-
-_IDLE_S = 5.0
 
 _ABOUT = f"""\
 Three HTTP servers answer the same streamed chat requests of {TOKENS} tokens, in turn:
@@ -60,16 +57,16 @@ class Round:
 
 @dataclass(frozen=True)
 class Server:
-    """dispatcher: the Python process; rust: vllm-rs. One of them may be missing."""
+    """python: its Python processes; rust: its vllm-rs."""
 
     name: str
     port: int
-    dispatcher: Meter | None
-    rust: Meter | None
+    python: tuple[Meter, ...] = ()
+    rust: tuple[Meter, ...] = ()
 
     @property
-    def meters(self) -> list[Meter]:
-        return [meter for meter in (self.dispatcher, self.rust) if meter is not None]
+    def meters(self) -> tuple[Meter, ...]:
+        return self.python + self.rust
 
 
 def main() -> None:
@@ -82,24 +79,27 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10, help="per round and connection")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--step-ms", type=float, default=10.0, help="engine step (default 10)")
+    parser.add_argument("--idle-s", type=float, default=5.0, help="idle time seen (default 5)")
     parser.add_argument("--binary", help=f"{PROGRAM} (default: beside vLLM, or {KEPT})")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     os.chdir(ROOT)
     interrupt_on_sigterm()
-    rounds = measure(options, _program(options.binary))
+    try:
+        program = find_vllm_rs(options.binary)
+    except StartupError as exc:
+        sys.exit(f"{exc}; run scripts/get_vllm_rs first")
+    rounds = measure(options, program)
     report(rounds)
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1))
 
 
-def _program(given: str | None) -> Path:
-    try:
-        program = find_program(given) or find_program(str(KEPT))
-        assert program is not None
-        check_version(program, vllm_version())
-    except StartupError as exc:
-        sys.exit(f"{exc}; run scripts/get_vllm_rs first")
+def find_vllm_rs(given: str | None) -> Path:
+    """Raises StartupError when it is not there, or is another version's."""
+    program = find_program(given) or find_program(str(KEPT))
+    assert program is not None
+    check_version(program, vllm_version())
     return program
 
 
@@ -109,23 +109,26 @@ def measure(options: argparse.Namespace, program: Path) -> list[Round]:
     with ExitStack() as stack:
         servers = [
             alone(stack, program, step_s),
-            graph(
-                stack, "rust", step_s, "--Frontend.edge=rust", f"--Frontend.edge-binary={program}"
-            ),
+            rust_edge(stack, program, step_s),
             graph(stack, "python", step_s),
         ]
         for server in servers:
             asyncio.run(load(server.port, 64, 16))
-        for meter in (meter for server in servers for meter in server.meters):
-            meter.start()
-        time.sleep(_IDLE_S)
-        for meter in (meter for server in servers for meter in server.meters):
-            meter.note_idle()
+        note_idle(servers, options.idle_s)
         for number in range(options.rounds):
             for concurrency in options.concurrency:
                 for server in servers if number % 2 else reversed(servers):
                     rounds.append(one_round(server, concurrency, options.requests))
     return rounds
+
+
+def note_idle(servers: Sequence[Server], seconds: float) -> None:
+    """Nothing is asked of the servers meanwhile."""
+    for meter in (meter for server in servers for meter in server.meters):
+        meter.start()
+    time.sleep(seconds)
+    for meter in (meter for server in servers for meter in server.meters):
+        meter.note_idle()
 
 
 def one_round(server: Server, concurrency: int, each: int) -> Round:
@@ -136,8 +139,8 @@ def one_round(server: Server, concurrency: int, each: int) -> Round:
     events = asyncio.run(load(server.port, requests, concurrency))
     seconds = time.monotonic() - began
     python, rust = (
-        0.0 if meter is None else meter.used_ms() / requests
-        for meter in (server.dispatcher, server.rust)
+        sum(meter.used_ms() for meter in meters) / requests
+        for meters in (server.python, server.rust)
     )
     speed = requests * TOKENS / seconds
     print(
@@ -157,16 +160,21 @@ def graph(stack: ExitStack, name: str, step_s: float, *options: str) -> Server:
             *options,
         )
     )
-    pid = running.process("Frontend").pid
-    children = [child for child in psutil.Process(pid).children() if child.name() == PROGRAM]
-    rust = Meter(children[0].pid) if children else None
-    return Server(name, running.port, Meter(pid), rust)
+    pids = [process.pid for process in running.run.processes if process.service == "Frontend"]
+    children = [child for pid in pids for child in psutil.Process(pid).children()]
+    rust = tuple(Meter(child.pid) for child in children if child.name() == PROGRAM)
+    return Server(name, running.port, tuple(Meter(pid) for pid in pids), rust)
+
+
+def rust_edge(stack: ExitStack, program: Path, step_s: float) -> Server:
+    edge = "--Frontend.edge=rust", f"--Frontend.edge-binary={program}"
+    return graph(stack, "rust", step_s, *edge)
 
 
 def alone(stack: ExitStack, program: Path, step_s: float) -> Server:
     arguments = str(program), f"{step_s:g}"
     pid, port = stack.enter_context(running_server("benchmarks.rust_alone", *arguments))
-    return Server("alone", port, None, Meter(pid))
+    return Server("alone", port, rust=(Meter(pid),))
 
 
 def report(rounds: Sequence[Round]) -> None:
@@ -179,10 +187,10 @@ def report(rounds: Sequence[Round]) -> None:
             mine = _of(rounds, name, concurrency)
             ratios = [a.cpu_ms / b.cpu_ms for a, b in zip(mine, base, strict=True)]
             print(
-                f"{concurrency:9} {name:8}{_spread([one.cpu_ms for one in mine]):>26}"
+                f"{concurrency:9} {name:8}{spread([one.cpu_ms for one in mine]):>26}"
                 f"{statistics.median(one.dispatcher_ms for one in mine):12.2f}"
                 f"{statistics.median(one.tokens_per_s for one in mine):10.0f}"
-                f"{statistics.median(one.events for one in mine):8.1f}{_spread(ratios):>28}",
+                f"{statistics.median(one.events for one in mine):8.1f}{spread(ratios):>28}",
                 end="",
             )
             met = statistics.median(ratios) <= MAX_RATIO
@@ -193,7 +201,7 @@ def _of(rounds: Sequence[Round], name: str, concurrency: int) -> list[Round]:
     return [one for one in rounds if (one.server, one.concurrency) == (name, concurrency)]
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 

@@ -42,7 +42,7 @@ class NullWorker:
     async def start(self, host: Host) -> dict[str, Any]:
         enter = self._stack.enter_async_context
         engine = await enter(NullEngine(token_id=TOKEN_ID))
-        server = await enter(GenerateServer(host.messaging, engine))
+        server = await enter(GenerateServer(host.messaging, engine, secret=host.secret))
         host.spawn(self._deliver(engine, server), "engine-steps")
         name = (self._spec.namespace, self._spec.component, "generate", host.lease.id)
         await enter(server.serve(names.endpoint_subject(*name)))

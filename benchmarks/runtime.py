@@ -21,19 +21,19 @@ from benchmarks.null_worker import BUSY_WORKER
 MAX_RATIO = 1.3
 MAX_WORKER_MS = 0.3
 
-_IDLE_S = 5.0
+TOKENS = 64
+BODY = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Tell me what a token costs."}],
+    "max_tokens": TOKENS,
+}
+
 _SAME_EVENTS = 2.0
 #: More requests where each costs little: the system counts in steps of 10 ms.
 _BUSY_TIMES = 5
-_TOKENS = 64
-_BODY = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "Tell me what a token costs."}],
-    "max_tokens": _TOKENS,
-}
 
 _ABOUT = f"""\
-Two HTTP servers answer the same streamed chat requests of {_TOKENS} tokens, in turn:
+Two HTTP servers answer the same streamed chat requests of {TOKENS} tokens, in turn:
 
   graph  the real Frontend, and a worker process with the real generate endpoint
          over NATS and TCP; its engine computes nothing
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200, help="per round (default 200)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default 8)")
     parser.add_argument("--step-ms", type=float, default=4.0, help="engine step (default 4)")
+    parser.add_argument("--idle-s", type=float, default=5.0, help="idle time seen (default 5)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     os.chdir(ROOT)
@@ -107,7 +108,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, flo
         await load_directly(direct, 4 * options.concurrency, options.concurrency)
         for meter in meters:
             meter.start()
-        await asyncio.sleep(_IDLE_S)
+        await asyncio.sleep(options.idle_s)
         for meter in meters:
             meter.note_idle()
         rows: list[Row] = []
@@ -132,7 +133,7 @@ async def load_directly(client: DirectClient, requests: int, concurrency: int) -
 
     async def one_after_the_other() -> None:
         for _ in left:
-            await client.generate(_TOKENS)
+            await client.generate(TOKENS)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -173,7 +174,7 @@ async def load(port: int, requests: int, concurrency: int) -> float:
         nonlocal events
         async with connect(port) as connection:
             for _ in left:
-                answer = await connection.stream("/v1/chat/completions", _BODY)
+                answer = await connection.stream("/v1/chat/completions", BODY)
                 events += len(answer.events)
 
     async with asyncio.TaskGroup() as group:
@@ -183,7 +184,7 @@ async def load(port: int, requests: int, concurrency: int) -> float:
 
 
 def report(rows: list[Row], events: dict[str, float], options: argparse.Namespace) -> None:
-    print(f"CPU per streamed {_TOKENS}-token chat request, {options.concurrency} at a time,")
+    print(f"CPU per streamed {TOKENS}-token chat request, {options.concurrency} at a time,")
     print(f"{options.rounds} rounds of {options.requests}; median (lowest to highest)\n")
     frontend = line("Frontend", [row.frontend_ms for row in rows], "ms")
     plain = line("vLLM's app alone", [row.plain_ms for row in rows], "ms")

@@ -1,0 +1,126 @@
+"""The benchmarks that need no engine, each started as a command with its smallest sizes: they end
+well, print their rows, and no request fails."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.edge import find_vllm_rs
+from benchmarks.scripted_engines import TOKENS
+from dynamo_lite.protocol.errors import StartupError
+from tests.process.command import ROOT
+
+_LIMIT_S = 100.0
+
+
+def bench(name: str, *arguments: str) -> str:
+    """What the benchmark prints."""
+    with subprocess.Popen(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends what it has started
+            raise
+    assert process.returncode == 0, output + errors
+    assert "Traceback" not in errors
+    return output
+
+
+@pytest.fixture
+def vllm_rs() -> None:
+    try:
+        find_vllm_rs(None)
+    except StartupError as exc:
+        pytest.skip(f"{exc}: scripts/get_vllm_rs could not get it")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "rows"),
+    [
+        ("decision", (), ["a decision by thresholds", "the costs beside it", "learning"]),
+        ("router", ("--blocks=50000", "--questions=300", "--rounds=1"), ["prefixes matched"]),
+        ("scale", ("--calls=100",), ["sum, us", "notice, CPU us", "pick, us", "place, us"]),
+        ("capacity", ("--requests=1000", "--workers=4P6D"), ["10 workers, 1,000 requests, kv"]),
+        ("regret", ("--seconds=5", "--samples=1", "--loads=constant"), ["constant"]),
+    ],
+)
+def test_the_ones_within_one_process(name: str, sizes: tuple[str, ...], rows: list[str]):
+    lines = bench(name, *sizes).splitlines()
+    for row in rows:
+        [line] = [line for line in lines if line.lstrip().startswith(row)]
+        assert re.search(r"\d", line.replace(row, ""))
+
+
+def test_runtime(tmp_path: Path):
+    found = tmp_path / "found.json"
+    sizes = ("--rounds=1", "--requests=8", "--concurrency=4", "--idle-s=1", f"--json={found}")
+    lines = bench("runtime", *sizes).splitlines()
+    for row in ("Frontend ", "vLLM's app alone", "Frontend / app alone", "worker, busy"):
+        assert len([line for line in lines if line.startswith(row)]) == 1
+    [events] = [line for line in lines if line.startswith("events per answer")]
+    graph, plain = re.findall(r"[\d.]+", events)
+    assert float(graph) > 1 and float(plain) > 1
+    [row] = json.loads(found.read_text())
+    assert row["frontend_ms"] > 0 and row["plain_ms"] > 0
+
+
+def test_edge(tmp_path: Path, vllm_rs: None):
+    found = tmp_path / "found.json"
+    sizes = ("--rounds=1", "--requests=4", "--concurrency", "2", "--idle-s=1", f"--json={found}")
+    lines = bench("edge", *sizes).splitlines()
+    assert [line.split()[1] for line in lines[-3:]] == ["python", "rust", "alone"]
+    for row in json.loads(found.read_text()):
+        assert row["events"] > 1 and row["tokens_per_s"] > 0
+
+
+def test_edge_load(tmp_path: Path):
+    found = tmp_path / "found.json"
+    loads = ("--seconds=1", "--first-load=640", "--most-load=1280", "--precision=1")
+    sizes = ("--systems=python", "--rounds=1", *loads, "--idle-s=1", f"--json={found}")
+    lines = bench("edge_load", *sizes).splitlines()
+    assert len([line for line in lines if line.startswith("python ")]) == 1
+    [steps] = json.loads(found.read_text())
+    assert {step["offered"] for step in steps} >= {640.0}
+    for step in steps:
+        assert step["failed"] == 0, step["why"]
+        assert step["tokens_per_s"] > 0 and step["first_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (("--systems", "rust", "--binary", "nowhere"), 1, "--binary: there is no file"),
+        (("--first-load", "0"), 2, "--first-load: '0' is not a number above 0"),
+        (("--rounds", "many"), 2, "--rounds: 'many' is not a whole number above 0"),
+    ],
+)
+def test_edge_load_says_what_is_wrong(arguments: tuple[str, ...], code: int, why: str):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.edge_load", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
+    assert done.returncode == code
+    assert why in done.stderr
+
+
+def test_forward(tmp_path: Path):
+    found = tmp_path / "found.json"
+    sizes = ("--rounds=1", "--requests=8", "--concurrency", "4", "--step-ms=1", "--router=")
+    lines = bench("forward", *sizes, f"--json={found}").splitlines()
+    assert [line.split()[1] for line in lines[-2:]] == ["forwarder", "engine"]
+    for row in json.loads(found.read_text()):
+        assert row["first_ms"] > 0
+        assert row["events"] == pytest.approx(TOKENS, rel=0.1)
