@@ -13,7 +13,7 @@ from tests.hosts.kv import at_rest
 from tests.hosts.load import Clients, Jobs, Known
 from tests.hosts.network import Host
 from tests.hosts.program import Program
-from tests.hosts.rig import Rig
+from tests.hosts.rig import LEASE_TTL_S, Rig
 
 #: How long until everybody has answers again, on a machine that is busy with other things.
 _AGAIN_S = 120.0
@@ -50,10 +50,10 @@ class Stage:
 
     async def outlast_lease(self) -> None:
         """Also the time until its end is noticed, and a request has left."""
-        await asyncio.sleep(2 * self.rig.kind.lease_ttl_s + 2)
+        await asyncio.sleep(2 * LEASE_TTL_S + 2)
 
     async def half_a_lease(self) -> None:
-        await asyncio.sleep(self.rig.kind.lease_ttl_s / 2)
+        await asyncio.sleep(LEASE_TTL_S / 2)
 
     @property
     def worker(self) -> Program:
