@@ -24,6 +24,10 @@ _HEADER_BYTES = 4
 MAX_UNSENT_BYTES = 64 << 20
 #: A connection whose peer reads nothing for this long, while bytes are unsent, is closed.
 STALL_TIMEOUT_S = 20.0
+#: A connection whose peer's host acknowledges nothing for this long is closed by the kernel. While
+#: bytes are under way it sends no keep-alive probes, and would repeat the bytes for 15 minutes. Not
+#: shorter than STALL_TIMEOUT_S: the time in which a living peer has no room counts, too.
+UNACKNOWLEDGED_TIMEOUT_S = STALL_TIMEOUT_S
 #: The first frame must arrive within this time.
 FIRST_FRAME_TIMEOUT_S = 5.0
 
@@ -181,7 +185,7 @@ class FrameConnection(asyncio.Protocol):
         self._tls = transport.get_extra_info("ssl_object") is not None
         peer = transport.get_extra_info("peername")
         self.peer = host_port(peer[0], peer[1]) if peer else "?"
-        _keep_alive(transport.get_extra_info("socket"))
+        _notice_a_lost_host(transport.get_extra_info("socket"))
         self._timer = asyncio.get_running_loop().call_later(
             self._first_frame_timeout_s,
             self.abort,
@@ -257,11 +261,18 @@ class FrameConnection(asyncio.Protocol):
             self._timer = None
 
 
-def _keep_alive(sock: socket.socket | None) -> None:
-    """Detects within about 15 s that the peer's host is gone."""
+def _notice_a_lost_host(sock: socket.socket | None) -> None:
+    """The kernel closes the connection UNACKNOWLEDGED_TIMEOUT_S after the peer's last sign of life,
+    whether bytes are under way or not: the limit also replaces the number of keep-alive probes.
+    """
     if sock is None or sock.family == getattr(socket, "AF_UNIX", None):
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
+    timeout_ms = round(UNACKNOWLEDGED_TIMEOUT_S * 1000)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 3),
+        ("TCP_USER_TIMEOUT", timeout_ms),
+    ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -66,14 +66,14 @@ class Failed(Exception):
         self.kind, self.begun = kind, begun
 
 
-async def ask(port: int, body: dict[str, Any]) -> Answer:
+async def ask(port: int, body: dict[str, Any], host: str = "127.0.0.1") -> Answer:
     """Raises Refused, Broken, Failed, or TimeoutError after PATIENCE_S.
 
     Cancelling it closes the connection at once, as a client that has left.
     """
     async with asyncio.timeout(PATIENCE_S):
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+            reader, writer = await asyncio.open_connection(host, port, limit=1 << 24)
         except OSError as exc:
             raise Refused("connect", 0.5, str(exc)) from exc
         begun = False

@@ -86,9 +86,10 @@ class Load:
         pause_s: float = 0.25,
         cancels: float = 0.15,
         excuse: Excuse = lambda began, begun: "",
+        host: str = "127.0.0.1",
     ):
         self.tally = Tally()
-        self._port = port
+        self._host, self._port = host, port
         self._asked = asked
         self._right = right
         self._rng = random.Random(seed)
@@ -111,6 +112,10 @@ class Load:
         self._stopping.set()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_END_S)
+        await self.abandon()
+
+    async def abandon(self) -> None:
+        """All clients leave at once. Their requests under way do not end."""
         for task in self._tasks:
             task.cancel()
         ends = await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -145,7 +150,7 @@ class Load:
             began = time.monotonic()
             try:
                 async with asyncio.timeout(leaves_s):
-                    answer = await ask(self._port, body)
+                    answer = await ask(self._port, body, self._host)
             except Refused as exc:
                 tally.refused[exc.kind] += 1
                 if time.monotonic() - first > PATIENCE_S:

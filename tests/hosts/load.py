@@ -2,12 +2,10 @@
 
 import asyncio
 import itertools
-import json
 import secrets
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Self
 
 from dynamo_lite.protocol import names
@@ -16,47 +14,95 @@ from dynamo_lite.queue.base import QueueConfig
 from dynamo_lite.queue.jetstream import JetStreamQueue
 from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
+from tests.chaos.client import Answer
+from tests.chaos.load import Load
+from tests.chaos.questions import Question
+from tests.hosts.program import Program
+from tests.hosts.rig import HTTP_PORT
+from tests.process.switch_graph import told
+from tests.vllm.asking import prompt_ids
 
 _PAUSE_S = 0.05
 
 
-class Results:
-    """What the Callers have written, of which the last line may not be complete yet."""
+@dataclass(frozen=True)
+class Known:
+    """What is asked, and what is right. free_blocks: of all decode engines at rest; None: they have
+    none."""
 
-    def __init__(self, files: list[Path]):
-        self._files = files
-        self._before = {file: len(list(_lines(file))) for file in files}
-
-    def counts(self) -> dict[str, int]:
-        """How many requests of each Caller have ended."""
-        return {file.stem: len(list(_lines(file))) for file in self._files}
-
-    def ended(self) -> int:
-        """How many requests have ended since this was made."""
-        return sum(self.counts().values()) - sum(self._before.values())
-
-    def wrong(self) -> list[str]:
-        """Those that were refused, lost, or answered with other tokens since this was made."""
-        ends = (end for file in self._files for end in list(_lines(file))[self._before[file] :])
-        return [str(end) for end in ends if end["end"] != "length" or not end["exact"]]
-
-    async def more(self, number: int, within_s: float) -> None:
-        """Returns after so many more of each Caller."""
-        before = self.counts()
-
-        def enough() -> bool:
-            return all(now >= before[name] + number for name, now in self.counts().items())
-
-        try:
-            await eventually(enough, within_s)
-        except TimeoutError as exc:
-            raise AssertionError(f"no {number} more: {before}, now {self.counts()}") from exc
+    asked: list[Question]
+    right: dict[str, Answer]
+    free_blocks: int | None = None
 
 
-def _lines(file: Path) -> Iterator[dict[str, object]]:
-    text = file.read_text() if file.exists() else ""
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        yield json.loads(line)
+def told_questions() -> Known:
+    """For null engines, which say how they answer: short answers, and some of 12 s."""
+    asked: list[Question] = []
+    right: dict[str, Answer] = {}
+    for number, tokens in enumerate((30, 60, 60, 120, 120, 600)):
+        one = streamed(f"told-{number}", prompt_ids(20, seed=number), tokens)
+        wanted = [told(one.body["prompt"], position) for position in range(tokens)]
+        asked.append(one)
+        right[one.name] = Answer(tokens={0: wanted}, finish={0: "length"}, usage=tokens)
+    return Known(asked, right)
+
+
+def streamed(name: str, prompt: list[int], tokens: int) -> Question:
+    """A greedy completion of so many tokens."""
+    body = {
+        **{"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0},
+        **{"ignore_eos": True, "return_token_ids": True},
+        **{"stream": True, "stream_options": {"include_usage": True}},
+    }
+    return Question(name, body)
+
+
+class Clients:
+    """Async context manager: those who ask one Frontend over HTTP."""
+
+    def __init__(self, frontend: Program, known: Known, clients: int):
+        self.frontend = frontend
+        self._known, self._clients = known, clients
+        self._loads: list[Load] = []
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self.arrive()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def right(self) -> int:
+        """How many answers there were; all of these are right."""
+        return sum(load.tally.right for load in self._loads)
+
+    async def arrive(self) -> None:
+        load = Load(
+            HTTP_PORT,
+            self._known.asked,
+            self._known.right,
+            seed=len(self._loads),
+            clients=self._clients,
+            pause_s=_PAUSE_S,
+            cancels=0.0,
+            host=self.frontend.host.address,
+        )
+        self._loads.append(await self._stack.enter_async_context(load))
+
+    async def leave(self) -> None:
+        """At once, in the middle of their answers."""
+        await self._loads[-1].abandon()
+
+    def trouble(self) -> list[str]:
+        """What was wrong, lost or refused."""
+        return [
+            f"{self.frontend.name}: {tally.wrong} wrong, lost {dict(tally.lost)},"
+            f" refused {dict(tally.refused)}: {tally.examples}"
+            for tally in (load.tally for load in self._loads)
+            if tally.wrong or tally.lost or tally.refused
+        ]
 
 
 class Jobs:

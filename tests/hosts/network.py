@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from dynamo_lite.runtime.process.death_signal import death_signal_hook
+
 #: Nobody has it: the bridge floods what goes there, and no host takes it.
 _NOBODY = "02:00:00:00:00:01"
 _NAMES = re.compile(r"\bdl(\d+)[a-z](?:-\d+)?\b")
@@ -57,7 +59,8 @@ class Host:
         *,
         env: dict[str, str] | None = None,
     ) -> "subprocess.Popen[bytes]":
-        """Runs a command on this host, in a session of its own. It ends with the network."""
+        """Runs a command on this host, in a session of its own. It ends with the network, and with
+        the thread that calls this."""
         with contextlib.ExitStack() as stack:
             stream = stack.enter_context(output.open("ab")) if isinstance(output, Path) else output
             return subprocess.Popen(
@@ -66,6 +69,7 @@ class Host:
                 stdout=stream,
                 stderr=stream,
                 start_new_session=True,
+                preexec_fn=death_signal_hook(signal.SIGKILL),
                 env=None if env is None else {**os.environ, **env},
             )
 
@@ -81,6 +85,13 @@ class Host:
     def heal(self, *others: "Host") -> None:
         for other in others:
             self._ip("neigh", "del", other.address, "dev", "eth0", check=False)
+
+    def sends_to(self, other: "Host", port: int) -> bool:
+        """Whether a server at this port has a connection with the other host that its kernel
+        has not given up."""
+        wanted = ["state", "established", f"( sport = :{port} and dst {other.address} )"]
+        namespace = f"--net=/run/netns/{self.name}"
+        return bool(_output("nsenter", namespace, "ss", "--no-header", "--tcp", "-n", *wanted))
 
     def kill(self) -> None:
         """Kills every process of this host, as a power cut would."""
@@ -171,6 +182,8 @@ def _free_net() -> str:
 
 
 def _ip(*arguments: str, check: bool = True) -> str:
-    return subprocess.run(
-        ["ip", *arguments], check=check, capture_output=True, text=True, timeout=20
-    ).stdout
+    return _output("ip", *arguments, check=check)
+
+
+def _output(*command: str, check: bool = True) -> str:
+    return subprocess.run(command, check=check, capture_output=True, text=True, timeout=20).stdout

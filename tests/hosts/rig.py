@@ -1,9 +1,6 @@
 """A graph on hosts of its own: three NATS servers, three etcd members, Frontends and workers."""
 
-import os
-import re
-import signal
-import subprocess
+import asyncio
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -11,108 +8,73 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import decode_json
+from dynamo_lite.protocol.errors import DynamoLiteError
+from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.serve import embedded
+from dynamo_lite.serve.run_state import read_run
 from tests.builders import eventually, graph_secret
 from tests.clusters import EtcdCluster, NatsCluster, etcd_arguments, nats_config
+from tests.hosts import wall
 from tests.hosts.network import Host, heal, hosts, partition
+from tests.hosts.program import Program
+from tests.vllm.graph import CACHE
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "hosts"
 HTTP_PORT = 8000
+#: A process that loads vLLM's modules on a busy machine must not lose it.
+LEASE_TTL_S = 10
 _NATS_PORT, _ETCD_PORT, _ROUTE_PORT, _PEER_PORT = 4222, 2379, 6222, 2380
 _READY_S = 400.0
-_ENDED_S = 60.0
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What runs on the hosts. options: of every command. services: how many hosts of each."""
+    """What runs on the hosts. options: of every command. services: how many hosts of each.
+    clients: of each Frontend."""
 
     graph: str
     options: tuple[str, ...]
     services: dict[str, int]
+    clients: int
 
 
 NULL = Kind(
-    graph="tests.process.fleet_graph:Decoding",
-    options=("--Graph.lease-ttl-s=6", "--Graph.grace-s=10", "--Graph.restart-max-s=1"),
-    services={"Caller": 2, "VllmWorker": 2},
+    graph="tests.process.switch_graph:Served",
+    options=(
+        *("-f", "configs/agg.yaml", "--VllmWorker.step-s=0.02"),
+        *("--Graph.grace-s=10", "--Graph.restart-max-s=1"),
+    ),
+    services={"Frontend": 2, "VllmWorker": 2},
+    clients=4,
 )
-"""Decode workers whose engines compute nothing, and Frontends without HTTP that call them."""
+"""Decode workers whose engines compute nothing."""
 
 VLLM = Kind(
     graph="graphs.disagg:Frontend",
-    options=("-f", "configs/chaos.yaml", "--Graph.lease-ttl-s=10", "--Common.queue.replicas=3"),
-    services={"Frontend": 1, "VllmWorker": 1, "PrefillWorker": 1},
+    options=("-f", "configs/chaos.yaml", "--Common.queue.replicas=3"),
+    services={"Frontend": 2, "VllmWorker": 2, "PrefillWorker": 2},
+    clients=1,
 )
 """vLLM with the tiny model; KV goes over TCP from host to host."""
-
-_ENVIRONMENT = {
-    "UCX_TLS": "tcp,self",
-    "UCX_NET_DEVICES": "eth0",
-    "PYTHONPATH": str(ROOT),
-    "TORCH_COMPILE_DISABLE": "1",
-}
-
-
-@dataclass(eq=False)
-class Program:
-    """A command on a host, which may be killed and started again. log: grows over restarts."""
-
-    host: Host
-    name: str
-    command: Sequence[str]
-    log: Path
-    url: str = ""
-    #: What its output has when it is ready; empty: nothing.
-    ready_line: str = ""
-    _process: "subprocess.Popen[bytes] | None" = None
-    _seen: int = 0
-
-    @property
-    def answers(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> None:
-        self._seen = self.log.stat().st_size if self.log.exists() else 0
-        self._process = self.host.start(self.command, self.log, env=_ENVIRONMENT)
-
-    async def ready(self) -> None:
-        """Raises AssertionError when it has ended instead."""
-
-        def said() -> bool:
-            text = self.log.read_bytes()[self._seen :].decode(errors="replace")
-            assert self.answers, f"{self.name} has ended: {text[-2000:]}"
-            return re.search(self.ready_line, text, re.MULTILINE) is not None
-
-        await eventually(said, _READY_S)
-
-    async def end(self, sig: int = signal.SIGTERM) -> int:
-        """Ends it, with all its processes if they do not end by themselves. The exit code."""
-        process = self._process
-        assert process is not None
-        if process.poll() is None:
-            os.killpg(process.pid, sig)  # `unshare` does not pass signals on
-        await eventually(lambda: process.poll() is not None, _ENDED_S)
-        return process.returncode
-
-    async def kill(self) -> None:
-        await self.end(signal.SIGKILL)
-
-    def reap(self) -> None:
-        """Waits for its end, after its host was killed."""
-        if self._process is not None:
-            self._process.wait(timeout=_ENDED_S)
 
 
 def _own_clock(number: int) -> list[str]:
     """Runs a command on a host that was started at another time than the others: CLOCK_MONOTONIC
-    and CLOCK_BOOTTIME differ by 40 s and more. The wall clock is the machine's."""
+    and CLOCK_BOOTTIME differ by 40 s and more."""
     if not Path("/proc/self/ns/time").exists():
         return []
     offset = str(40 * number)
     clocks = ["--monotonic", offset, "--boottime", offset]
     return ["unshare", "--time", *clocks, "--fork", "--kill-child", "--"]
+
+
+def _wall_shift_s(number: int) -> int:
+    """How far the wall clock of a host is ahead: no two are closer than a minute."""
+    return 60 * number * (-1) ** number
 
 
 @dataclass
@@ -125,10 +87,14 @@ class Rig:
     etcd: EtcdCluster[Program] = field(init=False)
     #: By service.
     services: dict[str, list[Program]] = field(init=False, default_factory=dict)
+    #: The library that shifts wall clocks; None without a compiler.
+    _wall: Path | None = field(init=False, default=None)
     _started: list[Program] = field(init=False, default_factory=list)
     _stack: AsyncExitStack = field(init=False, default_factory=AsyncExitStack)
 
     async def __aenter__(self) -> Self:
+        if not wall.no_compiler():
+            self._wall = wall.build(self.directory)
         async with AsyncExitStack() as stack:
             stack.callback(self._reap)  # after the hosts have killed what runs there
             made = stack.enter_context(hosts(3 + sum(self.kind.services.values())))
@@ -153,10 +119,6 @@ class Rig:
         await self._stack.aclose()
 
     @property
-    def frontends(self) -> list[str]:
-        return [f"http://{one.host.address}:{HTTP_PORT}" for one in self.services["Frontend"]]
-
-    @property
     def programs(self) -> list[Program]:
         return [one for group in self.services.values() for one in group]
 
@@ -164,14 +126,48 @@ class Rig:
     def server_hosts(self) -> list[Host]:
         return [server.host for server in self.nats.members.values()]
 
+    async def members(self) -> list[EndpointRecord]:
+        """The endpoints in etcd. Raises DynamoLiteError."""
+        async with EtcdStore(self.etcd.url) as store:
+            found = await store.get_prefix(names.components_prefix(NAMESPACE))
+        return [decode_json(value, EndpointRecord) for value in found.values()]
+
+    async def whole(self) -> None:
+        """Returns when exactly the processes that run now are members: none is being restarted, and
+        none of the dead is still there. Raises AssertionError if that takes too long."""
+        seen: dict[str, set[int]] = {}
+
+        async def all_joined() -> bool:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                seen["members"] = {member.lease_id for member in await self.members()}
+            except DynamoLiteError:
+                return False
+            seen["running"] = {self._lease_of(program) for program in self.programs}
+            return seen["members"] == seen["running"] and 0 not in seen["running"]
+
+        try:
+            await eventually(all_joined, _READY_S)
+        except TimeoutError as exc:
+            raise AssertionError(f"not all processes are members: {seen}") from exc
+
+    def _lease_of(self, program: Program) -> int:
+        """Of its process; 0 if there is none, or it has none yet."""
+        service = program.name.rpartition("-")[0]
+        run = read_run(self.directory / program.name / "lone" / f"{service}-0")
+        leases = [process.lease for process in run.processes] if run else []
+        return int(leases[0] or "0", 16) if leases else 0
+
     @contextmanager
-    def unplugged(self, host: Host) -> Iterator[None]:
-        """The host has vanished: packets to and from it are lost."""
-        host.link(up=False)
+    def unplugged(self, *vanished: Host) -> Iterator[None]:
+        """The hosts have vanished: packets to and from them are lost."""
+        for host in vanished:
+            host.link(up=False)
         try:
             yield
         finally:
-            host.link(up=True)
+            for host in vanished:
+                host.link(up=True)
 
     @contextmanager
     def parted(self, one: Sequence[Host], other: Sequence[Host]) -> Iterator[None]:
@@ -197,8 +193,7 @@ class Rig:
             program.reap()
 
     def _servers(self, made: list[Host]) -> tuple[NatsCluster[Program], EtcdCluster[Program]]:
-        names = [f"n{number}" for number in range(len(made))]
-        at = dict(zip(names, made, strict=True))
+        at = {f"n{number}": host for number, host in enumerate(made)}
         routes = {name: (host.address, _ROUTE_PORT) for name, host in at.items()}
         peers = {name: f"http://{host.address}:{_PEER_PORT}" for name, host in at.items()}
         nats: dict[str, Program] = {}
@@ -223,24 +218,27 @@ class Rig:
         return NatsCluster(nats), EtcdCluster(etcd)
 
     def _service(self, service: str, index: int, host: Host) -> Program:
-        name = f"{service}-{index}"
+        name, number = f"{service}-{index}", int(host.name.rpartition("-")[2])
+        state = self.directory / name
+        state.mkdir()
+        CACHE.mkdir(parents=True, exist_ok=True)
+        (state / "cache").symlink_to(CACHE.resolve())
         command = [
-            *_own_clock(int(host.name.rpartition("-")[2])),
+            *_own_clock(number),
             *(sys.executable, "-m", "dynamo_lite.cli.cli", "serve", self.kind.graph),
-            *("--service-name", service, "--state-dir", str(self.directory / name)),
+            *("--service-name", service, "--state-dir", str(state)),
             *("--nats-url", self.nats.url, "--etcd-url", self.etcd.url),
             *("--namespace", NAMESPACE, "--secret-file", str(self.directory / "secret")),
             *(f"--Graph.bind-host={host.address}", *self.kind.options),
+            f"--Graph.lease-ttl-s={LEASE_TTL_S}",
         ]
         if service == "Frontend":
             command += [f"--Frontend.host={host.address}", f"--Frontend.port={HTTP_PORT}"]
-        elif service == "Caller":
-            command += [f"--Caller.results={self.directory / f'{name}.results'}"]
-            command += ["--Caller.tokens=60"]
         else:
             command += [f"--{service}.ServiceArgs.workers=1"]
+        env = wall.shifted(self._wall, _wall_shift_s(number)) if self._wall else {}
         log = self.directory / f"{name}.log"
-        return Program(host, name, command, log, ready_line=r" ready$|^ready ")
+        return Program(host, name, command, log, ready_line=r" ready$|^ready ", env=env)
 
     async def _start_services(self) -> None:
         for program in self.programs:

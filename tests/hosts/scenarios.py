@@ -1,38 +1,67 @@
 """What happens to the hosts while they are under load."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from dynamo_lite.protocol import names
-from tests.hosts.load import Jobs, Results
+from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S, parse_address
+from tests.builders import eventually
+from tests.hosts.kv import at_rest
+from tests.hosts.load import Clients, Jobs, Known
 from tests.hosts.network import Host
-from tests.hosts.rig import Program, Rig
+from tests.hosts.program import Program
+from tests.hosts.rig import LEASE_TTL_S, Rig
 
 #: How long until everybody has answers again, on a machine that is busy with other things.
-_AGAIN_S = 90.0
+_AGAIN_S = 120.0
 _SOME = 3
+#: Longer than it takes until requests leave a worker that cannot be reached.
+_PARTED_S = 12.0
+#: How late the kernel may notice, and `ss` may show, that a host is lost.
+_LATE_S = 8.0
+_LOOK_S = 0.5
 
 
 @dataclass
 class Stage:
-    """A rig under load."""
+    """A rig under load. clients: of each Frontend."""
 
     rig: Rig
-    results: Results
+    clients: list[Clients]
     jobs: Jobs
 
-    async def goes_on(self) -> None:
-        """Every Caller has answers, and nobody waits for what is broken."""
-        await self.results.more(_SOME, _AGAIN_S)
+    async def goes_on(self, *without: Clients) -> None:
+        """All clients but `without` have answers, and nobody waits for what is broken."""
+        asking = [one for one in self.clients if one not in without]
+        before = [one.right for one in asking]
+
+        def enough() -> bool:
+            answers = zip(asking, before, strict=True)
+            return all(one.right >= had + _SOME for one, had in answers)
+
+        try:
+            await eventually(enough, _AGAIN_S)
+        except TimeoutError as exc:
+            now = [one.right for one in asking]
+            raise AssertionError(f"not {_SOME} more answers: {before}, now {now}") from exc
+
+    async def outlast_lease(self) -> None:
+        """Also the time until its end is noticed, and a request has left."""
+        await asyncio.sleep(2 * LEASE_TTL_S + 2)
+
+    async def half_a_lease(self) -> None:
+        await asyncio.sleep(LEASE_TTL_S / 2)
 
     @property
     def worker(self) -> Program:
         return self.rig.services["VllmWorker"][0]
 
     @property
-    def callers(self) -> list[Host]:
-        return [program.host for program in self.rig.services["Caller"]]
+    def frontends(self) -> list[Host]:
+        return [one.host for one in self.rig.services["Frontend"]]
 
 
 Scenario = Callable[[Stage], Awaitable[None]]
@@ -41,63 +70,99 @@ Scenario = Callable[[Stage], Awaitable[None]]
 async def worker_host_vanishes(stage: Stage) -> None:
     """No packet of a decode worker arrives for two leases; its streams go on elsewhere."""
     with stage.rig.unplugged(stage.worker.host):
-        await asyncio.sleep(12)
+        await stage.outlast_lease()
         await stage.goes_on()
-    await stage.worker.ready()
+
+
+async def frontend_host_vanishes(stage: Stage) -> None:
+    """With its clients, so it goes on asking for their tokens. The workers, who send to it all the
+    time, notice that nothing is acknowledged; the other Frontend's clients notice nothing."""
+    gone = stage.clients[0]
+    host = gone.frontend.host
+    ports = await _stream_ports(stage.rig)
+    assert all(worker.host.sends_to(host, port) for worker, port in ports)
+    with stage.rig.unplugged(host):
+        began = time.monotonic()
+        await gone.leave()
+        await stage.goes_on(gone)
+
+        async def given_up() -> bool:
+            await asyncio.sleep(_LOOK_S)
+            return not any(worker.host.sends_to(host, port) for worker, port in ports)
+
+        try:
+            left_s = UNACKNOWLEDGED_TIMEOUT_S + _LATE_S - (time.monotonic() - began)
+            await eventually(given_up, left_s)
+        except TimeoutError as exc:
+            raise AssertionError("workers still send to a host that is lost") from exc
+        await stage.goes_on(gone)
+    await stage.rig.whole()
+    await gone.arrive()
 
 
 async def server_host_vanishes(stage: Stage) -> None:
     """One NATS server and one etcd member at once."""
     leader = await stage.rig.etcd.leader()
     with stage.rig.unplugged(stage.rig.etcd.members[leader].host):
-        await asyncio.sleep(12)
+        await stage.outlast_lease()
         await stage.goes_on()
+
+
+async def server_hosts_vanish_shortly(stage: Stage) -> None:
+    """All NATS servers and etcd members, for less than a lease: nobody ends, nobody leaves."""
+    before = _restarts(stage)
+    with stage.rig.unplugged(*stage.rig.server_hosts):
+        await stage.half_a_lease()
+    await stage.goes_on()
+    assert _restarts(stage) == before
 
 
 async def worker_parted_from_servers_shortly(stage: Stage) -> None:
     """For less than a lease: nobody ends, nobody leaves."""
+    before = _restarts(stage)
     with stage.rig.parted([stage.worker.host], stage.rig.server_hosts):
-        await asyncio.sleep(3)
+        await stage.half_a_lease()
     await stage.goes_on()
-    assert "ended (" not in stage.worker.log.read_text()
+    assert _restarts(stage) == before
 
 
 async def worker_parted_from_servers(stage: Stage) -> None:
     """For longer than a lease: the process ends, and a new one joins when it can."""
     with stage.rig.parted([stage.worker.host], stage.rig.server_hosts):
-        await asyncio.sleep(14)
+        await stage.outlast_lease()
         await stage.goes_on()
 
 
 async def worker_hears_no_server(stage: Stage) -> None:
     """What it sends arrives, so the servers still see its refreshes; the answers are lost."""
     with stage.rig.deaf([stage.worker.host], stage.rig.server_hosts):
-        await asyncio.sleep(14)
+        await stage.outlast_lease()
         await stage.goes_on()
 
 
 async def worker_reaches_no_server(stage: Stage) -> None:
     with stage.rig.deaf(stage.rig.server_hosts, [stage.worker.host]):
-        await asyncio.sleep(14)
+        await stage.outlast_lease()
         await stage.goes_on()
 
 
-async def worker_parted_from_callers(stage: Stage) -> None:
+async def worker_parted_from_frontends(stage: Stage) -> None:
     """All see it alive, and nobody who has requests can reach it."""
-    with stage.rig.parted([stage.worker.host], stage.callers):
-        await asyncio.sleep(10)
+    with stage.rig.parted([stage.worker.host], stage.frontends):
+        await asyncio.sleep(_PARTED_S)
         await stage.goes_on()
 
 
-async def worker_hears_no_caller(stage: Stage) -> None:
-    with stage.rig.deaf([stage.worker.host], stage.callers):
-        await asyncio.sleep(10)
+async def worker_hears_no_frontend(stage: Stage) -> None:
+    with stage.rig.deaf([stage.worker.host], stage.frontends):
+        await asyncio.sleep(_PARTED_S)
         await stage.goes_on()
 
 
-async def callers_hear_no_worker(stage: Stage) -> None:
-    with stage.rig.deaf(stage.callers, [stage.worker.host]):
-        await asyncio.sleep(10)
+async def frontends_hear_no_worker(stage: Stage) -> None:
+    """One of the workers."""
+    with stage.rig.deaf(stage.frontends, [stage.worker.host]):
+        await asyncio.sleep(_PARTED_S)
         await stage.goes_on()
 
 
@@ -142,36 +207,56 @@ SCENARIOS: dict[str, Scenario] = {
     scenario.__name__.replace("_", "-"): scenario
     for scenario in (
         worker_host_vanishes,
+        frontend_host_vanishes,
         worker_parted_from_servers_shortly,
         worker_parted_from_servers,
         worker_hears_no_server,
         worker_reaches_no_server,
-        worker_parted_from_callers,
-        worker_hears_no_caller,
-        callers_hear_no_worker,
+        worker_parted_from_frontends,
+        worker_hears_no_frontend,
+        frontends_hear_no_worker,
         nats_leader_killed,
         etcd_leader_killed,
         server_host_vanishes,
+        server_hosts_vanish_shortly,
         rolling_restart,
     )
 }
 
 
-async def play(rig: Rig, scenario: Scenario, say: Callable[[str], None]) -> list[str]:
+def _restarts(stage: Stage) -> dict[str, int]:
+    return {program.name: program.restarts for program in stage.rig.programs}
+
+
+async def _stream_ports(rig: Rig) -> list[tuple[Program, int]]:
+    """Of each decode worker: the port of its connections to Frontends."""
+    streams = [member.transport.stream for member in await rig.members()]
+    ports = dict(parse_address(stream) for stream in streams if stream)
+    return [(worker, ports[worker.host.address]) for worker in rig.services["VllmWorker"]]
+
+
+async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], None]) -> list[str]:
     """Runs it under load. What went wrong; empty if nothing did. say: gets what was asked."""
-    callers = [rig.directory / f"{one.name}.results" for one in rig.services["Caller"]]
-    results = Results(callers)
-    async with Jobs(rig.nats.url) as jobs:
-        stage = Stage(rig, results, jobs)
-        try:
+    clients = [Clients(one, known, rig.kind.clients) for one in rig.services["Frontend"]]
+    trouble: list[str] = []
+    try:
+        await rig.whole()
+        async with AsyncExitStack() as stack:
+            jobs = await stack.enter_async_context(Jobs(rig.nats.url))
+            for one in clients:
+                await stack.enter_async_context(one)
+            stage = Stage(rig, clients, jobs)
             await stage.goes_on()
             await scenario(stage)
+            await rig.whole()
             await stage.goes_on()
-        except AssertionError as exc:
-            return [str(exc), *results.wrong()]
-        missing = await jobs.missing(_AGAIN_S)
-    say(f"{results.ended()} requests, {jobs}")
-    trouble = [f"{len(missing)} jobs never came: {jobs}"] if missing else []
-    if not jobs.pushed:
-        trouble.append("no job was pushed")
-    return trouble + results.wrong()
+            if missing := await jobs.missing(_AGAIN_S):
+                trouble.append(f"{len(missing)} jobs never came: {jobs}")
+        if known.free_blocks is not None:
+            await at_rest(rig, known.free_blocks)
+        say(f"{sum(one.right for one in clients)} answers, {jobs}")
+        if not jobs.pushed:
+            trouble.append("no job was pushed")
+    except (AssertionError, TimeoutError) as exc:
+        trouble.append(repr(exc))
+    return trouble + [problem for one in clients for problem in one.trouble()]

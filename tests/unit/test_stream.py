@@ -1,6 +1,7 @@
 """The token plane's frames and connections, fed with good and bad bytes."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from dynamo_lite.request_plane.framing import (
     parse_address,
 )
 from dynamo_lite.runtime.address import host_port
+from dynamo_lite.runtime.own_certificate import make_certificate, pinning_context
 
 
 class Receiver:
@@ -116,6 +118,44 @@ async def test_frames_travel_in_both_directions():
             assert await reader.read() == b""
             assert await receiver.closed.get() == "enough"
     assert "closed" in repr(receiver.connection)
+
+
+class Watched(FrameConnection):
+    """Puts its socket into a queue."""
+
+    def __init__(self, receiver: Receiver, sockets: "asyncio.Queue[socket.socket]"):
+        super().__init__(receiver)
+        self._sockets = sockets
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._sockets.put_nowait(transport.get_extra_info("socket"))
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_both_ends_give_up_a_host_that_acknowledges_nothing_for_20_s(encrypted: bool):
+    loop, receiver = asyncio.get_running_loop(), Receiver()
+    sockets: asyncio.Queue[socket.socket] = asyncio.Queue()
+    server = await loop.create_server(
+        lambda: Watched(receiver, sockets),
+        "127.0.0.1",
+        0,
+        ssl=make_certificate().context if encrypted else None,
+    )
+    async with asyncio.timeout(5), server:
+        port = server.sockets[0].getsockname()[1]
+        transport, _ = await loop.create_connection(
+            lambda: Watched(receiver, sockets),
+            "127.0.0.1",
+            port,
+            ssl=pinning_context() if encrypted else None,
+        )
+        for end in [await sockets.get() for _ in range(2)]:
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        transport.abort()
+        for _ in range(2):
+            await receiver.closed.get()
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", bytes(8), b"\x16\x03\x01\x02\x00"])

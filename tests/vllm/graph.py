@@ -52,7 +52,8 @@ TOOL_FLAGS = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
 #: Else the first request for logprobs waits some ten seconds for a C++ compiler.
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
 
-_CACHE = Path(".dynamo-lite/cache")
+#: Of vLLM's verdicts on arguments, whose parsers take seconds.
+CACHE = Path(".dynamo-lite/cache")
 _READY_S = 180.0
 _STOP_S = 90.0
 _POLL_S = 0.05
@@ -183,9 +184,8 @@ class Graph(Command):
         self.stop()
 
     def start(self) -> None:
-        """vLLM's verdicts on arguments are kept: its parsers take seconds."""
-        _CACHE.mkdir(parents=True, exist_ok=True)
-        (self.directory / "cache").symlink_to(_CACHE.resolve())
+        CACHE.mkdir(parents=True, exist_ok=True)
+        (self.directory / "cache").symlink_to(CACHE.resolve())
         super().start()
 
     def stop(self) -> None:

@@ -1,0 +1,80 @@
+"""A command on a host, which may be killed and started again."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.builders import eventually
+from tests.hosts.network import Host
+
+_ROOT = Path(__file__).resolve().parents[2]
+_READY_S = 400.0
+_ENDED_S = 60.0
+
+_ENVIRONMENT = {
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "eth0",
+    "PYTHONPATH": str(_ROOT),
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+@dataclass(eq=False)
+class Program:
+    """log: grows over restarts."""
+
+    host: Host
+    name: str
+    command: Sequence[str]
+    log: Path
+    url: str = ""
+    #: What its output has when it is ready; empty: nothing.
+    ready_line: str = ""
+    #: Besides what all have.
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    _process: "subprocess.Popen[bytes] | None" = None
+    _seen: int = 0
+
+    @property
+    def answers(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        self._seen = self.log.stat().st_size if self.log.exists() else 0
+        self._process = self.host.start(self.command, self.log, env={**_ENVIRONMENT, **self.env})
+
+    async def ready(self) -> None:
+        """Raises AssertionError when it has ended instead."""
+
+        def said() -> bool:
+            text = self.log.read_bytes()[self._seen :].decode(errors="replace")
+            assert self.answers, f"{self.name} has ended: {text[-2000:]}"
+            return re.search(self.ready_line, text, re.MULTILINE) is not None
+
+        await eventually(said, _READY_S)
+
+    async def end(self, sig: int = signal.SIGTERM) -> int:
+        """Ends it, with all its processes if they do not end by themselves. The exit code."""
+        process = self._process
+        assert process is not None
+        if process.poll() is None:
+            os.killpg(process.pid, sig)  # `unshare` does not pass signals on
+        await eventually(lambda: process.poll() is not None, _ENDED_S)
+        return process.returncode
+
+    async def kill(self) -> None:
+        await self.end(signal.SIGKILL)
+
+    @property
+    def restarts(self) -> int:
+        """How often its supervisor has started its process again."""
+        return self.log.read_text(errors="replace").count("restarting in")
+
+    def reap(self) -> None:
+        """Waits for its end, after its host was killed."""
+        if self._process is not None:
+            self._process.wait(timeout=_ENDED_S)
