@@ -1,4 +1,4 @@
-"""The store on a cluster of three etcd members, of which one is lost: nothing else is."""
+"""The store on a cluster of three etcd members: the loss of one member loses nothing else."""
 
 import asyncio
 import contextlib
@@ -139,7 +139,7 @@ async def until_applied(store: EtcdStore, key: str, value: bytes) -> None:
 
 
 async def test_a_lost_follower_fails_no_reading(cluster: EtcdCluster[PrivateServer]) -> None:
-    """Not even the one that is under way on its connection."""
+    """Not even a call that is in flight on its connection."""
     leader = await cluster.leader()
     follower, *others = (name for name in cluster.members if name != leader)
     order = [follower, *others, leader]

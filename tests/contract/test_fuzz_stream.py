@@ -135,7 +135,7 @@ CLIENT_FRAMES = [
 
 
 def is_refused(sent: bytes) -> bool:
-    """Whether a worker, to whom `ITS_ID` is connected, hangs up on a client that sends this."""
+    """Whether a worker, to which `ITS_ID` is connected, disconnects a client that sends this."""
     greeted = False
     try:
         for payload in FrameParser().feed(sent):
@@ -309,7 +309,8 @@ REPLIES = [
 
 
 class HostileWorker:
-    """Writes to whoever connects, and replies to requests, as `rng` says; then hangs up."""
+    """Writes to each client that connects, and replies to requests, as drawn from `rng`; then
+    disconnects."""
 
     def __init__(self, rng: Random):
         self._rng, self._spoiler = rng, Spoiler(rng)

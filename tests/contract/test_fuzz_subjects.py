@@ -203,7 +203,7 @@ class Attack:
         return self.rng.choice((*self.attempts[-3:], *self.attempts, "none"))
 
     def _foreign(self) -> tuple[str, bytes]:
-        """About a true attempt, from somebody who has nothing to do with it."""
+        """A message about a real attempt, from a process that is not its writer."""
         attempt = self._attempt()
         where, word = self.rng.choice(
             (
@@ -258,7 +258,8 @@ class Attack:
 
 
 async def ask(pair: Pair, rng: Random) -> dict[str, list[int]]:
-    """Requests of all lengths, some of which are given up; the others' prompts are returned."""
+    """Sends requests of all lengths and cancels some of them. Returns the prompts of the
+    others."""
     asked: dict[str, list[int]] = {}
     for number in range(12):
         name = f"r{number}"

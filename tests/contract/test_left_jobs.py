@@ -1,4 +1,4 @@
-"""Prefill workers of one queue, some of which have no way to the decode engine: on JetStream."""
+"""Prefill workers of one queue, some without a usable link to the decode engine: on JetStream."""
 
 import asyncio
 import time

@@ -172,7 +172,7 @@ async def test_links_are_followed(cluster: Cluster):
 
 @contextlib.asynccontextmanager
 async def answering(answer: bytes | None) -> AsyncIterator[str]:
-    """A server that says this, or nothing, whatever it is asked."""
+    """A server that gives the same answer, or none, to every request."""
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()

@@ -269,7 +269,7 @@ async def others_write(url: str, puts: int) -> None:
 
 
 async def test_a_wiped_server_that_is_ahead_is_no_revocation(etcd_server: PrivateServer) -> None:
-    """Its revision alone would say that nothing was lost."""
+    """From its revision alone it would seem that nothing was lost."""
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await store.put("n/own", b"1", lease=lease)
         await etcd_server.kill()

@@ -315,7 +315,7 @@ async def test_an_engine_with_the_secret_seals_its_grants(decode: Decode, tmp_pa
 
 
 class Ranked:
-    """A decode rank that is told notices as they come."""
+    """A decode rank that gets notifications as they come."""
 
     def __init__(self) -> None:
         self.mover = MemoryMover(MemoryFabric(), "d")

@@ -1,4 +1,4 @@
-"""What `ps` says of a member, as its process answers or does not, and of pairs of workers."""
+"""What `ps` shows for a member, whether its process answers or not, and for pairs of workers."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from tests.builders import endpoint_record, engine_metadata
 
 @contextlib.asynccontextmanager
 async def raw(answer: bytes | None) -> AsyncIterator[str]:
-    """A server that says this, or nothing, whatever it is asked."""
+    """A server that gives the same answer, or none, to every request."""
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()

@@ -1,4 +1,5 @@
-"""Who waits for whose remote prefill: the policy, and a decode engine's scheduler half."""
+"""Which requests wait for another request's remote prefill: the policy, and a decode engine's
+scheduler half."""
 
 import logging
 import random

@@ -198,7 +198,7 @@ async def test_a_look_follows_news_and_comes_at_last_without(decode: Decode, clo
 
 @virtual
 async def test_readings_of_the_queue_and_notices_of_others_are_news():
-    """The queue is read four times a second; another engine says something every 0.1 s."""
+    """The queue is read four times a second; another engine sends a message every 0.1 s."""
     async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
         await scene.ask("r1")
 

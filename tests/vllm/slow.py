@@ -1,4 +1,4 @@
-"""What the shared graph `slow` is told, and what is done to its prefill worker."""
+"""Options of the shared graph `slow`, and actions on its prefill worker."""
 
 import asyncio
 import contextlib
