@@ -53,7 +53,7 @@ class Blows:
         pid = member.engine_pid if engine else member.state.pid
         if not pid:
             raise NotNow
-        # The Frontend takes what it was answering along; nobody else may.
+        # A killed Frontend loses the answers that it was sending; no other fault may.
         excuse = self.cluster.excusing("Frontend killed")
         with excuse if member.service == FRONTEND else contextlib.nullcontext():
             state = member.state.state

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 PATIENCE_S = 110.0
-#: What the server is told: a little less, so that its error arrives.
+#: The timeout that the server gets: a little less, so that its error arrives.
 _TIMEOUT_HEADER_S = 100
 
 

@@ -15,7 +15,7 @@ _PROMPT_TOKENS = 7000
 _PROMPTS = 2
 #: Beyond the end of the lease.
 _LONGER_S = 2.0
-#: The engine goes on this long before its component can hear what it counted.
+#: The engine continues for this long before its component can get its counts.
 _ALONE_S = 1.5
 
 FENCED = "dynamo_lite_fenced_writes_total"

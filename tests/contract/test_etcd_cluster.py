@@ -108,7 +108,7 @@ async def test_a_lost_leader_costs_nothing(
             await stop(cluster, leader)
             await load.goes_on()
             assert await cluster.leader() != leader
-            # Longer than a time-to-live: whoever was not refreshed is gone.
+            # Longer than a time-to-live: a lease that was not refreshed is gone.
             await asyncio.sleep(_TTL_S + 1.0)
             assert lease.loss is None and other.loss is None
             if stop is freeze:

@@ -221,7 +221,8 @@ def test_hostile_requests_are_refused_or_end_with_everything(rng: Random):
                     decode_generate_reply(reply)
             await graph.finish("a")
             assert graph.drops["generate"] == broken
-            # What the engine was given in the true client's name goes on unseen, until it ends.
+            # Requests that the engine got in the real client's name continue unseen, until they
+            # end.
             others = [i for i in graph.engine.taken if i != "a"]
             assert graph.engine.taken.count("a") == 1 and graph.got.keys() == {"a"}
             graph.server.deliver(

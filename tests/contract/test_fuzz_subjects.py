@@ -56,7 +56,7 @@ def _done(attempt: str, outcome: Any, lease_id: int) -> WriterDone:
     return WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=lease_id)
 
 
-#: What somebody else's graph might send: well-formed and sealed, and about nothing here.
+#: Messages as another graph might send them: well-formed and sealed, but about nothing here.
 FOREIGN: tuple[tuple[str, Any], ...] = (
     ("claim", Claim(attempt="foreign", writer_lease_id=2)),
     ("writer_done", _done("foreign", "failed", 2)),

@@ -163,7 +163,7 @@ async def test_a_job_is_not_written_under_another_grant(wrong, what):
         await refused(rig, what)
         await rig.answered("ack")
         assert rig.counted("bad_grant") == 1
-        # The worker goes on.
+        # The worker continues.
         rig.grant_changes = {}
         await rig.push(prefill_job("a2"))
         await rig.answered("ack", "ack")

@@ -86,7 +86,7 @@ class Stage:
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.stop()
-            # In the log of a graph whose processes were killed there are errors.
+            # The log of a graph with killed processes contains errors.
             whole = self._options[: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
             assert not (whole and shared.errors()), shared.errors()
 

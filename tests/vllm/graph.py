@@ -40,7 +40,7 @@ MODEL = Path(".dynamo-lite/models/tiny")
 DISAGG = ("graphs.disagg:Frontend", "configs/disagg.yaml")
 AGG = ("graphs.agg:Frontend", "configs/agg.yaml")
 NAMESPACE = "dynamo"
-#: Two decode workers and one prefill worker, whose leases outlast what is done to them.
+#: Two decode workers and one prefill worker. Their leases outlast the tests' pauses.
 PAIR_OPTIONS = (
     "--VllmWorker.ServiceArgs.workers=2",
     "--Graph.lease-ttl-s=60",

@@ -28,7 +28,7 @@ SLOW_OPTIONS = (
     "--PrefillWorker.kv-checksum-rate=1",
     "--VllmWorker.remote-prefill-timeout-s=20",
     f"--VllmWorker.max-prefill-queue-size={QUEUE_SIZE}",
-    # What is queued must stay there while the worker stands still.
+    # Queued jobs must stay on the queue while the worker is stopped.
     "--VllmWorker.steal-back=false",
 )
 
