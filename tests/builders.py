@@ -24,7 +24,7 @@ from dynamo_lite.runtime.secret import GraphSecret, new_secret
 from dynamo_lite.runtime.store import Lease, Store
 from dynamo_lite.serve.run_state import write_private
 
-#: The namespace and the engine id of everything here that is not told another one.
+#: The default namespace and engine id here.
 NAMESPACE, ENGINE = "t", "e1"
 
 

@@ -81,7 +81,7 @@ class TlsEtcd(EmbeddedEtcd):
             subprocess.run,
             [
                 *(_ETCDCTL, "--endpoints", self.url, "--cacert", folder / "ca.pem"),
-                # A test may want a server whose certificate is wrong.
+                # A test may need a server with a wrong certificate.
                 "--insecure-skip-tls-verify",
                 *("--cert", folder / "client.pem", "--key", folder / "client-key.pem"),
                 *(("--user", user) if user else ()),

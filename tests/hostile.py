@@ -21,7 +21,8 @@ _ODD: tuple[Any, ...] = (
 
 
 class Spoiler:
-    """Tampers with messages, as `rng` says. pool: other true messages to take parts from."""
+    """Tampers with messages, as drawn from `rng`. pool: other valid messages to take parts
+    from."""
 
     def __init__(self, rng: Random, pool: list[bytes] | None = None):
         self._rng = rng

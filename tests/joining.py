@@ -188,7 +188,7 @@ class Cluster:
         return found
 
     async def counts(self, running: Running, prefill: int, decode: int) -> dict[str, Any]:
-        """Waits until so many engines are usable."""
+        """Waits until this many engines are usable."""
         return await self.healthy(
             running,
             lambda h: (h.get("prefill_engines"), h.get("decode_engines")) == (prefill, decode),

@@ -1,4 +1,4 @@
-"""Engines of several ranks in memory, with KV whose every byte says where it belongs."""
+"""Engines of several ranks in memory. Every byte of their KV identifies its place."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Shape:
     """How an engine lies over its ranks.
 
     planes: K and V apart, as (2, blocks, ...). heads_first: heads are outermost in a
-    block, else tokens. dtype: raw bits of bf16 or fp8. tokens: per block. opaque: whether
-    it does not say where the bytes of each token are.
+    block, else tokens. dtype: raw bits of bf16 or fp8. tokens: per block. opaque: whether the
+    metadata leaves out where the bytes of each token are.
     """
 
     tensor: int = 1

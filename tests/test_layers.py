@@ -25,7 +25,7 @@ ROWS = (
 )
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 
-#: Foreign packages with a home: nobody else may import them.
+#: Foreign packages with a home: no other package may import them.
 HOMES = {
     "vllm": ("vllm",),
     "nixl": ("transfer",),

@@ -1,7 +1,5 @@
-"""What is done to the processes of a cluster, one coroutine per kind of blow.
-
-A blow ends when what it has broken works again. It is counted when it has hit.
-"""
+"""Faults that are injected into the processes of a cluster, one coroutine per kind. A fault ends
+when the process that it hit works again. It is counted when it has hit."""
 
 import asyncio
 import contextlib
@@ -23,7 +21,7 @@ _MOST_AGAIN = 3
 
 
 class NotNow(Exception):
-    """This blow would leave nobody to serve, or has no victim at present."""
+    """This fault would leave no worker to serve, or has no target at present."""
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Blows:
         pid = member.engine_pid if engine else member.state.pid
         if not pid:
             raise NotNow
-        # The Frontend takes what it was answering along; nobody else may.
+        # A killed Frontend loses the answers that it was sending; no other fault may.
         excuse = self.cluster.excusing("Frontend killed")
         with excuse if member.service == FRONTEND else contextlib.nullcontext():
             state = member.state.state
@@ -74,7 +72,7 @@ class Blows:
         )
 
     async def hold(self, pids: list[int], seconds: float) -> None:
-        """SIGSTOP, and SIGCONT after a while. Whoever is gone by then is left alone."""
+        """SIGSTOP, and SIGCONT after a while. Processes that have ended by then are ignored."""
         try:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
@@ -114,8 +112,8 @@ def killing(service: str, *, engine: bool = False, spare: int = 0, again: float 
 
 
 def holding(service: str, shortest_s: float, longest_s: float, *, spare: int = 0) -> Blow:
-    """Stops a component, its engine, or both for a while, then lets them go on.
-    Who finds its lease gone then leaves and is started anew."""
+    """Stops a component, its engine, or both for a while, then lets them continue. A process
+    that finds its lease gone then leaves and is restarted."""
 
     async def blow(blows: Blows, kind: str) -> None:
         victim = blows.pick(service, spare=spare)

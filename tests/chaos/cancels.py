@@ -1,7 +1,7 @@
 """Scenario: clients leave at every moment of a remote prefill.
 
-Nothing may leak, those who stay get the right tokens (the content of blocks
-that were freed too early would show in them), and the writer is told soon.
+Nothing may leak, the remaining clients get the right tokens (which would show blocks that were
+freed too early), and the writer gets the cancel soon.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ async def _body(scene: Scene) -> None:
 
 
 async def leave_often(scene: Scene, cancels: int) -> None:
-    """Long prompts whose clients leave early, in the queue, amid computing and
+    """Long prompts with clients that disconnect early: in the queue, during computing and
     writing, and while their attempt's blocks are in quarantine."""
     tally, rng = scene.load.tally, scene.blows.rng
     until = tally.cancelled + cancels
@@ -95,7 +95,7 @@ async def reach_times(scene: Scene, wanted: int) -> list[float]:
 
 
 async def _leave_amid_work(scene: Scene, http: httpx.AsyncClient, url: str, number: int) -> float:
-    """Asks something long, leaves when the prefill worker works, and says when."""
+    """Sends a long prompt, disconnects when the prefill worker works on it, and returns when."""
     rng = random.Random(number)
     prompt = prompt_ids(_LONG_TOKENS, seed=rng.getrandbits(30))
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": True}

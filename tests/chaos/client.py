@@ -1,8 +1,8 @@
 """One completion request over a connection of its own, and how it ended.
 
-A light client: it shares two cores with the engines. It tells apart what a
-client can tell apart: an answer, a refusal before anything began, a
-connection that nobody takes, and everything else, which is a lost request.
+A light client: it shares two cores with the engines. It distinguishes what a client can
+distinguish: an answer, a refusal before anything began, a refused connection, and everything else,
+which is a lost request.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 PATIENCE_S = 110.0
-#: What the server is told: a little less, so that its error arrives.
+#: The timeout that the server gets: a little less, so that its error arrives.
 _TIMEOUT_HEADER_S = 100
 
 
@@ -42,7 +42,7 @@ class Answer:
 
 
 class Refused(Exception):
-    """Not begun: 429 or 503, or nobody takes connections. Ask again later."""
+    """Not begun: 429 or 503, or the connection was refused. Retry later."""
 
     def __init__(self, kind: str, retry_after_s: float, text: str = ""):
         super().__init__(f"{kind}: {text}")

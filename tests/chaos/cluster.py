@@ -111,7 +111,7 @@ class Cluster:
     async def join(self, service: str) -> None:
         """Starts one more worker, alone, and waits until it is ready.
 
-        A start that finds a server frozen or down says so, and is made again.
+        A start that finds a server frozen or down is logged and repeated.
         """
         for tries_left in reversed(range(_JOIN_TRIES)):
             self._joined += 1

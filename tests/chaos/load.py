@@ -27,7 +27,7 @@ Excuse = Callable[[float, bool], str]
 
 @dataclass
 class Wait:
-    """A longest wait, and whose it was."""
+    """A longest wait, and the request that waited."""
 
     seconds: float = 0.0
     whose: str = ""

@@ -45,7 +45,8 @@ class Meters:
         return sum(self._last.values(), Counter[str]())
 
     async def ask(self) -> None:
-        """Now, once. Whoever does not answer in time keeps its last numbers."""
+        """Reads the metrics once, now. A process that does not answer in time keeps its last
+        numbers."""
         states = [member.state for member in self._cluster.members()]
         await asyncio.gather(*(self._ask(p.pid, p.status_url) for p in states if p.status_url))
 

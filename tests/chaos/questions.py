@@ -22,7 +22,7 @@ _AT_A_TIME = 4
 
 @dataclass(frozen=True)
 class Question:
-    """body: of a completion request. family: whom it shares its prompt's beginning with.
+    """body: of a completion request. family: requests with the same beginning of the prompt.
 
     Prefix caches are kept apart by a salt: with a fresh one nothing of the
     prompt is known to any engine, and a long prompt is prefilled remotely again.

@@ -27,8 +27,8 @@ class Scene:
 
 @dataclass(frozen=True)
 class Scenario:
-    """what: one line for people. calm: nobody's process may have ended by it.
-    clients: how many ask meanwhile."""
+    """what: one line of description. calm: no process may end because of it. clients: how many
+    clients send requests meanwhile."""
 
     name: str
     what: str

@@ -78,7 +78,8 @@ async def look(cluster: Cluster) -> Standing:
 
 
 async def _writers(cluster: Cluster) -> dict[str, tuple[int, int]]:
-    """As each prefill worker has heard from its engine within the last second."""
+    """Free and total blocks of each prefill worker, as its engine has reported them within the
+    last second."""
     found: dict[str, tuple[int, int]] = {}
     for member in cluster.ready(PREFILL):
         with contextlib.suppress(httpx.HTTPError):
@@ -103,8 +104,8 @@ async def _jobs(messaging: NatsMessaging) -> int | None:
 async def at_rest(
     cluster: Cluster, free_blocks: int | None = None, *, timeout_s: float = 90.0
 ) -> tuple[Standing, str]:
-    """Waits until all members are ready and nothing is under way; says what is
-    still not at rest then, or ""."""
+    """Waits until all members are ready and nothing is in flight. Returns what is not at rest
+    after that, or ""."""
     deadline = time.monotonic() + timeout_s
     standing, trouble = Standing(), "not looked at yet"
     while True:

@@ -1,4 +1,4 @@
-"""Stock engines behind a Forwarder: how they stand, as they and the Forwarder say."""
+"""Stock engines behind a Forwarder: their state, as they and the Forwarder report it."""
 
 import asyncio
 import os
@@ -44,8 +44,8 @@ class StockCluster:
         return int(self.running.graph.url.rpartition(":")[2])
 
     def excuse(self, began: float, begun: bool) -> str:
-        """An answer of which something had come breaks with its decode engine. Before that nothing
-        may fail, because another decode engine always lives."""
+        """An answer that has begun breaks off with its decode engine. Before its first byte no
+        request may fail, because another decode engine is always alive."""
         return "decode engine killed" if begun and any(at >= began for at in self.kills) else ""
 
     async def counters(self) -> Counter[str]:

@@ -142,7 +142,7 @@ class Storm:
 
     @property
     def early(self) -> int:
-        """Blows that hit somebody who was starting."""
+        """Faults that hit a process that was starting."""
         return sum(blows.early.total() for blows in self._lanes.values())
 
     def stop(self) -> None:

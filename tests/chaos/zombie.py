@@ -1,4 +1,4 @@
-"""Scenario: a prefill worker wakes up amid its writes when its lease is gone."""
+"""Scenario: a prefill worker resumes during its writes when its lease is gone."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ _PROMPT_TOKENS = 7000
 _PROMPTS = 2
 #: Beyond the end of the lease.
 _LONGER_S = 2.0
-#: The engine goes on this long before its component can hear what it counted.
+#: The engine continues for this long before its component can get its counts.
 _ALONE_S = 1.5
 
 FENCED = "dynamo_lite_fenced_writes_total"
@@ -41,7 +41,7 @@ async def _body(scene: Scene) -> None:
 
 
 async def _ask_long(scene: Scene, number: int) -> None:
-    """Nobody's fault is the client's: it gets its answer, computed locally."""
+    """The client gets its answer in any case, computed locally."""
     prompt = prompt_ids(_PROMPT_TOKENS, seed=900 + number)
     async with httpx.AsyncClient(timeout=120) as http:
         url = f"http://127.0.0.1:{scene.arena.cluster.port}/v1/completions"
@@ -51,8 +51,8 @@ async def _ask_long(scene: Scene, number: int) -> None:
 
 
 async def _sleep_past_lease(blows: Blows, victim: Member) -> int:
-    """Stops component and engine amid a job; the engine wakes first. Returns how many
-    writes were refused, as far as the component lives to tell it."""
+    """Stops component and engine during a job; the engine resumes first. Returns how many
+    writes were refused, if the component lives long enough to report it."""
     state, engine = victim.state, victim.engine_pid
     async with httpx.AsyncClient(timeout=5) as http:
         while not (await http.get(f"{state.status_url}/health")).json().get("jobs"):

@@ -24,7 +24,7 @@ SUBJECT = "generate-test.generate-1"
 
 
 class FakeEngine:
-    """Takes what it is given; says what it was told to abort."""
+    """Accepts all requests, and records the aborts."""
 
     def __init__(self) -> None:
         self.running: dict[str, GenerateRequest] = {}

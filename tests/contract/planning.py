@@ -217,7 +217,7 @@ class Bench:
         await self.target.set_manual(manual, "a test")
 
     async def until_settled(self, within_s: float = 20.0, **ready: int) -> None:
-        """Until there are so many workers, and nothing is under way."""
+        """Waits until there are this many workers and no operation is in progress."""
 
         async def settled() -> bool:
             return self.supervisor.ready == {P: 1, D: 1, **ready} and not await self.operations()
@@ -225,7 +225,7 @@ class Bench:
         await eventually(settled, within_s)
 
     async def overflow(self, tokens: int, number: int) -> None:
-        """A decode engine tells of prompts that found no room."""
+        """A decode engine reports prompts for which the queue had no room."""
         self._overflow += tokens
         backlog = Backlog(engine_id="e", number=number, overflow_tokens=self._overflow)
         await self.messaging.publish(names.demand_subject(self.namespace), encode(backlog))

@@ -38,7 +38,7 @@ def reached(own_tokens: int, tokens: int) -> list[int]:
 def write(
     ranks: Sequence[PrefillRank], own: bytes, engine_id: str, target: bytes, sizes: tuple[int, int]
 ) -> list[object]:
-    """By rank: the requests that it says it has sent, and what failed.
+    """By rank: the requests that it reports as sent, and the failures.
 
     sizes: of blocks here and there, in tokens.
     """
@@ -79,7 +79,7 @@ def write(
 def preflight(
     ranks: Sequence[PrefillRank], own: bytes, engine_id: str, target: bytes
 ) -> list[object]:
-    """By rank: what it has found."""
+    """By rank: the result of its link test."""
     step = PrefillStep(
         preflights=[LinkTestOrder("1.1", engine_id)], targets={engine_id: target}, own=own
     )

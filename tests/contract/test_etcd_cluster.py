@@ -1,4 +1,4 @@
-"""The store on a cluster of three etcd members, of which one is lost: nothing else is."""
+"""The store on a cluster of three etcd members: the loss of one member loses nothing else."""
 
 import asyncio
 import contextlib
@@ -109,7 +109,7 @@ async def test_a_lost_leader_costs_nothing(
             await stop(cluster, leader)
             await load.goes_on()
             assert await cluster.leader() != leader
-            # Longer than a time-to-live: whoever was not refreshed is gone.
+            # Longer than a time-to-live: a lease that was not refreshed is gone.
             await asyncio.sleep(_TTL_S + 1.0)
             assert lease.loss is None and other.loss is None
             if stop is freeze:
@@ -132,7 +132,7 @@ async def test_a_lost_leader_costs_nothing(
 
 
 async def test_a_lost_follower_fails_no_reading(cluster: EtcdCluster[PrivateServer]) -> None:
-    """Not even the one that is under way on its connection."""
+    """Not even a call that is in flight on its connection."""
     leader = await cluster.leader()
     follower, *others = (name for name in cluster.members if name != leader)
     order = [follower, *others, leader]

@@ -134,7 +134,7 @@ class Cluster:
                 await self._changed.wait()
 
     async def have(self, count: int, requests: int) -> None:
-        """Each of so many requests has at least `count` tokens."""
+        """Waits until each of these requests has at least `count` tokens."""
         await self.until(lambda: sum(len(ids) >= count for ids in self.tokens.values()) == requests)
 
     async def ended(self, request_id: str) -> None:
@@ -325,7 +325,7 @@ async def test_requests_start_and_stream_without_the_broker(
 async def test_without_the_broker_a_dead_worker_costs_a_request_no_more_than_its_connecting(
     nats_server: PrivateServer, namespace: str, dead: str
 ):
-    """No heartbeat tells the two apart, and both stay registered."""
+    """Without heartbeats both workers look alike, and both stay registered."""
     async with NatsMessaging(nats_server.url) as messaging, AsyncExitStack() as stack:
         cluster = Cluster(messaging, namespace)
         client = await cluster.open(stack, 2)

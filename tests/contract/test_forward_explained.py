@@ -1,4 +1,4 @@
-"""What a Forwarder says of its decisions when it is asked."""
+"""A Forwarder's answers about its decisions."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What nobody should have put into the store, what a writer makes of it, and the status server."""
+"""Invalid records in the store, how a writer handles them, and the status server."""
 
 import asyncio
 import contextlib
@@ -106,7 +106,8 @@ class Engines:
         self.rank = PrefillRank(mover, own, 0, lambda: True)
 
     def write(self, target: EngineMetadata) -> bool:
-        """Has blocks 3 and 4 written. Returns whether the writer says that it has."""
+        """Lets the writer write blocks 3 and 4. Returns whether the writer reports them as
+        written."""
         write = BlockWrite(
             attempt="a",
             request_id="r",

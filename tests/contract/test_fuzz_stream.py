@@ -135,7 +135,7 @@ CLIENT_FRAMES = [
 
 
 def is_refused(sent: bytes) -> bool:
-    """Whether a worker, to whom `ITS_ID` is connected, hangs up on a client that sends this."""
+    """Whether a worker, to which `ITS_ID` is connected, disconnects a client that sends this."""
     greeted = False
     try:
         for payload in FrameParser().feed(sent):
@@ -221,7 +221,8 @@ def test_hostile_requests_are_refused_or_end_with_everything(rng: Random):
                     decode_generate_reply(reply)
             await graph.finish("a")
             assert graph.drops["generate"] == broken
-            # What the engine was given in the true client's name goes on unseen, until it ends.
+            # Requests that the engine got in the real client's name continue unseen, until they
+            # end.
             others = [i for i in graph.engine.taken if i != "a"]
             assert graph.engine.taken.count("a") == 1 and graph.got.keys() == {"a"}
             graph.server.deliver(
@@ -309,7 +310,8 @@ REPLIES = [
 
 
 class HostileWorker:
-    """Writes to whoever connects, and replies to requests, as `rng` says; then hangs up."""
+    """Writes to each client that connects, and replies to requests, as drawn from `rng`; then
+    disconnects."""
 
     def __init__(self, rng: Random):
         self._rng, self._spoiler = rng, Spoiler(rng)

@@ -56,7 +56,7 @@ def _done(attempt: str, outcome: Any, lease_id: int) -> WriterDone:
     return WriterDone(attempt=attempt, outcome=outcome, writer_lease_id=lease_id)
 
 
-#: What somebody else's graph might send: well-formed and sealed, and about nothing here.
+#: Messages as another graph might send them: well-formed and sealed, but about nothing here.
 FOREIGN: tuple[tuple[str, Any], ...] = (
     ("claim", Claim(attempt="foreign", writer_lease_id=2)),
     ("writer_done", _done("foreign", "failed", 2)),
@@ -203,7 +203,7 @@ class Attack:
         return self.rng.choice((*self.attempts[-3:], *self.attempts, "none"))
 
     def _foreign(self) -> tuple[str, bytes]:
-        """About a true attempt, from somebody who has nothing to do with it."""
+        """A message about a real attempt, from a process that is not its writer."""
         attempt = self._attempt()
         where, word = self.rng.choice(
             (
@@ -258,7 +258,8 @@ class Attack:
 
 
 async def ask(pair: Pair, rng: Random) -> dict[str, list[int]]:
-    """Requests of all lengths, some of which are given up; the others' prompts are returned."""
+    """Sends requests of all lengths and cancels some of them. Returns the prompts of the
+    others."""
     asked: dict[str, list[int]] = {}
     for number in range(12):
         name = f"r{number}"

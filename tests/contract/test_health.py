@@ -278,7 +278,7 @@ async def test_members_of_before_are_watched_too(messaging: Messaging) -> None:
 
 @pytest.mark.parametrize("held_up_s", [0.25, 0.35, 0.6])
 async def test_whoever_was_held_up_itself_listens_before_it_judges(held_up_s: float) -> None:
-    """What came while the loop stood still is heard first, whichever timer is overdue."""
+    """Messages that came while the event loop was blocked are handled before overdue timers."""
     async with Graph(MemoryMessaging()).open() as graph, graph.beating(A):
         await graph.join(A)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Prefill workers of one queue, some of which have no way to the decode engine: on JetStream."""
+"""Prefill workers of one queue, some without a usable link to the decode engine: on JetStream."""
 
 import asyncio
 import time
@@ -92,7 +92,7 @@ async def test_idle_fit_workers_get_each_job_soon(nats_url: str, namespace: str,
             async with asyncio.timeout(10):
                 await came.wait()
             slowest_s = max(slowest_s, time.monotonic() - began)
-    # One that only the unfit worker has pulled is told to the engine, and asked for anew.
+    # A job that only the unfit worker has pulled is reported to the engine, and requested again.
     assert {writer for _, writer, outcome in told if outcome == "written"} == {FIT}
     assert {writer for _, writer, outcome in told if outcome == "failed"} <= {UNFIT}
     assert len(told) == JOBS

@@ -227,7 +227,7 @@ async def test_where_the_victim_is_not_chosen_no_starting_one_is_removed(bench: 
 async def test_one_that_stays_pending_is_removed_where_such_ones_go_first(
     bench: Bench, unready_first: bool
 ):
-    """Nobody waits for it: it was not the planner that has started it."""
+    """The planner does not wait for it, because it has not started it."""
     bench.supervisor.chooses_victim = False
     bench.supervisor.unready_first = unready_first
     bench.supervisor.starting[D] = 1

@@ -325,7 +325,7 @@ async def test_only_the_first_end_of_a_job_counts(open_queue: Opener):
 
 
 async def test_a_used_up_job_comes_until_somebody_terminates_it(open_queue: Opener):
-    """Whoever gets it can tell those who wait for it."""
+    """The worker that gets it can report its end to the decode engine."""
     queue = await open_queue(QueueConfig(max_jobs=1, max_deliver=2))
     await push(queue, b"poison")
     for delivery, left in ((1, 1), (2, 0), (3, -1), (4, -2)):
@@ -516,7 +516,7 @@ async def test_who_opens_a_queue_has_lost_nothing(rig: MemoryRig | NatsRig, name
 
 
 async def test_timers_of_the_twin_do_not_run_in_the_context_of_a_user(namespace: str):
-    """Each process of a simulation has a context; what it set in motion outlives it."""
+    """Each process of a simulation has a context. The timers that it started outlive it."""
     user: contextvars.ContextVar[str] = contextvars.ContextVar("user", default="")
     seen: list[str] = []
     broker = MemoryBroker()

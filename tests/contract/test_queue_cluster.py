@@ -190,7 +190,7 @@ async def test_the_cap_is_exact_also_when_the_leader_is_killed(
             with pytest.raises(QueueFull):
                 while True:
                     await push_again(one, b"after")
-            # A server that is killed may not have told the others of its last delivery.
+            # A killed server may not have replicated its last delivery.
             found = {held.sequence}
             while len(found) < 10 or not confirmed <= found:
                 if (job := await other.pull(timeout_s=1.0)) is not None:

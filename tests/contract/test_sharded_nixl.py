@@ -38,7 +38,7 @@ ORDERS = {True: "heads", False: "tokens"}
 
 
 class Peer:
-    """The process with the prefill engines. said: what it says, as it comes."""
+    """The process with the prefill engines. said: the lines of its output, as they come."""
 
     def __init__(self):
         self._process = subprocess.Popen(
@@ -75,8 +75,8 @@ class Peer:
         tokens: int = 0,
         preflight: bool = False,
     ) -> None:
-        """Its last engine writes into this one, whose blocks have so many tokens, or tries
-        the way there."""
+        """Its last engine writes into this one, which has `tokens` tokens per block, or tests
+        the link to it."""
         described = {"own": own.hex(), "target": target.hex(), "tokens": tokens}
         self.tell(engine_id=engine_id, preflight=preflight, **described)
 

@@ -246,7 +246,7 @@ async def test_a_hung_event_loop_does_not_keep_its_lease(etcd_server) -> None:
 
 
 async def test_a_suspended_host_has_lost_its_lease(etcd_server) -> None:
-    """CLOCK_MONOTONIC stands still in a suspend; CLOCK_BOOTTIME does not."""
+    """CLOCK_MONOTONIC stops during a suspend; CLOCK_BOOTTIME does not."""
     suspended_s = 0.0
     backend = EtcdBackend(clock=Clock(boottime=lambda: boottime() + suspended_s))
     async with EtcdStore(etcd_server.url, backend=backend) as store, store.lease(30) as lease:

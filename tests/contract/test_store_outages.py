@@ -155,7 +155,7 @@ async def test_an_outage_shorter_than_the_lease_costs_nobody_anything(
         assert time.monotonic() - back_at < 1.0
         await put_when_back(watcher, "n/end", b"")
         assert await take(events) == Put("n/end", b"")
-        # A lease that etcd had not prolonged would end in this time, and be told.
+        # A lease that etcd had not prolonged would end in this time, and be reported.
         await asyncio.sleep(2.0)
         for member in members:
             assert member.lease.loss is None
@@ -246,7 +246,7 @@ async def others_write(url: str, puts: int) -> None:
 
 
 async def test_a_wiped_server_that_is_ahead_is_no_revocation(etcd_server: PrivateServer) -> None:
-    """Its revision alone would say that nothing was lost."""
+    """From its revision alone it would seem that nothing was lost."""
     async with EtcdStore(etcd_server.url) as store, store.lease(60) as lease:
         await store.put("n/own", b"1", lease=lease)
         await etcd_server.kill()

@@ -70,7 +70,7 @@ class Scene:
             await self.stack.enter_async_context(messaging.serve(subject, handler))
 
     async def work(self) -> ScriptedEngine:
-        """Starts a prefill worker, whose engine computes as fast as it is told to."""
+        """Starts a prefill worker. The returned engine ends attempts when the test lets it."""
         cells = [0, 0]
         engine = ScriptedEngine(cells)
         jobs = PrefillJobs(

@@ -96,7 +96,7 @@ class Target:
 
 
 class Writer:
-    """`zombie_peer.py`. fence: its own, which tells how long its lease lives."""
+    """`zombie_peer.py`. fence: its own fence, with the deadline of its lease."""
 
     def __init__(self, directory: Path):
         fence_path = directory / "fence"
@@ -140,7 +140,7 @@ class Writer:
             time.sleep(0.01)
 
     def wake(self, target: Target) -> Ended:
-        """The word to go on is there before it wakes. Returns how the attempt ended."""
+        """The order to continue is sent before it resumes. Returns how the attempt ended."""
         self._tell({})
         self.process.send_signal(signal.SIGCONT)
         return Ended(**self._hear(target))
@@ -179,7 +179,7 @@ class Writer:
 
 
 class GrantingTarget(Target):
-    """A decode rank with this memory; it is told which grant an attempt has."""
+    """A decode rank with this memory. `poll` passes it the grants of attempts."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,7 @@ class GrantingTarget(Target):
         self.lost += results.lost
 
     def hear(self, count: int) -> None:
-        """Polls until so many notifications have come since the beginning."""
+        """Polls until this many notifications have come since the beginning."""
         deadline = time.monotonic() + WAIT_S
         while self.heard < count:
             assert time.monotonic() < deadline, f"{self.heard} notifications, not {count}"

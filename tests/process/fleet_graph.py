@@ -1,4 +1,4 @@
-"""A graph whose decode workers have null engines, with a client of them in a process of its own.
+"""A graph with null engines in its decode workers, and with a client in a process of its own.
 
 The prefill workers are stand-ins that only report what a file tells them.
 """
@@ -69,8 +69,8 @@ class NullWorker(VllmWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class CallerConfig:
-    """requests: so many run at a time, of `tokens` each. results: file with a line for each that
-    has ended. port: none; without it a graph has no URL to announce."""
+    """requests: how many run at a time, of `tokens` each. results: file with a line for each
+    that has ended. port: none; without it a graph has no URL to announce."""
 
     requests: int = 4
     tokens: int = 300

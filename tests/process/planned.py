@@ -1,4 +1,4 @@
-"""A graph with a planner and workers that only say how busy they are: what a file tells them."""
+"""A graph with a planner and workers that only report a load, which they read from a file."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ class LoadedWorker:
         }
 
     async def _tell(self, host: Host) -> None:
-        """The decode worker with the lowest lease tells what all of them ask for."""
+        """The decode worker with the lowest lease reports the backlog of all of them."""
         engine, number, asked, done = f"e{host.lease.id:x}", 0, 0.0, 0.0
         while True:
             load = self._load()

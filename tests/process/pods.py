@@ -126,7 +126,7 @@ class Cluster:
         return await self._count(session, "dynamo_lite_requests_moved_total{")
 
     async def _count(self, session: aiohttp.ClientSession, start: str) -> float:
-        """The sum of the metrics whose lines begin so, over all Frontends."""
+        """The sum of the metrics with lines that begin like this, over all Frontends."""
         total = 0.0
         for run in self.state_dir.glob("lone/Frontend-*/run.json"):
             [process] = json.loads(run.read_text())["processes"]
@@ -137,7 +137,7 @@ class Cluster:
         return total
 
     async def more_answers(self, number: int) -> None:
-        """Returns after so many more answers."""
+        """Returns after this many more answers."""
         wanted = self.answers + number
         while self.answers < wanted:
             await asyncio.sleep(0.02)

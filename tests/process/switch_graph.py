@@ -37,7 +37,7 @@ class TellingConfig(NullConfig):
 
 
 class TellingWorker(NullWorker):
-    """Also tells a planner that no prompt goes to prefill workers."""
+    """Also reports to the planner that no prompt goes to prefill workers."""
 
     def __init__(self, config: dict[str, Any], spec: Any):
         own = dict(config)

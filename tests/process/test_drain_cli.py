@@ -38,7 +38,8 @@ def phases(output: str) -> list[str]:
 
 
 def test_a_decode_worker_is_drained_under_load_and_no_answer_changes(tmp_path: Path):
-    """Its requests of six seconds go on at the other worker, and it ends long before they do."""
+    """Its requests of six seconds continue at the other worker, and it ends long before they
+    do."""
     answers, state = tmp_path / "answers", tmp_path / "state"
     load = (f"--Caller.results={answers}", "--Caller.requests=6", "--Caller.tokens=300")
     with serving(state, *load, "--VllmWorker.ServiceArgs.workers=3", graph=DECODING) as graph:

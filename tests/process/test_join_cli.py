@@ -94,7 +94,7 @@ async def test_a_lost_lease_is_followed_by_a_new_one(c: Cluster, etcd_server: Pr
         first = await process.joined()
         await etcd_server.kill()
         async with asyncio.timeout(PATIENCE_S):
-            # Its status server goes with the run whose lease has expired.
+            # Its status server ends with the run that lost its lease.
             while await _answers(c, first["status"]):
                 await asyncio.sleep(0.05)
         await etcd_server.restart(wiped=True)

@@ -270,7 +270,8 @@ def test_vllm_judges_its_own_arguments_once(tmp_path: Path):
 
 
 def test_a_state_directory_s_own_folders_are_left_alone(tmp_path: Path):
-    """As in /var/lib, or a checkout: folders of these names are somebody else's."""
+    """For example in /var/lib or a checkout: folders of these names may belong to other
+    programs."""
     foreign = [tmp_path / name / "member" / "db" for name in ("etcd", "nats")]
     for file in foreign:
         file.parent.mkdir(parents=True)

@@ -65,7 +65,7 @@ async def test_it_serves_and_drains():
             ) as answer:
                 assert (await answer.json())["choices"][0]["text"] == TEXT
             assert len(prefill.legs) == len(decode.legs) == 1
-            # A stream that is open when it is told to stop is finished.
+            # A stream that is open at SIGTERM is finished.
             hold = asyncio.Event()
             decode.faults.append(Fault(hold=hold))
             body = {**COMPLETION, "stream": True}

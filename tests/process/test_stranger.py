@@ -36,7 +36,7 @@ def untrusting() -> ssl.SSLContext:
 
 
 def tell(port: int, message: bytes, *, tls: bool) -> bytes:
-    """What the server says to it until it hangs up, or is silent for half a second."""
+    """The server's output until it disconnects, or sends nothing for half a second."""
     heard = b""
     with contextlib.suppress(OSError):
         plain = socket.create_connection(("127.0.0.1", port), timeout=5)

@@ -55,7 +55,8 @@ async def test_no_request_fails_while_every_pod_is_replaced(
             await pods.more_answers(2 * CLIENTS)
             assert await pods.moved(session) > 0
 
-            # A Frontend finishes its streams; its hook keeps it serving until nobody asks it.
+            # A Frontend finishes its streams; its hook keeps it serving until no client sends
+            # requests.
             assert await pods.terminate(frontends[0], pre_stop_s=1, grace_period_s=60) == 0
             await pods.more_answers(CLIENTS)
             for client in clients:

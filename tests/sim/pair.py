@@ -213,7 +213,7 @@ class Pair:
                 await asyncio.sleep(0.05)
 
     def check_idle(self) -> None:
-        """Every block of both pools is free, and nobody waits for anything."""
+        """Checks that every block of both pools is free, and that nothing is waiting."""
         for engine in self.engines.values():
             assert engine.core.pool.taken() == []
             assert not engine.core.scheduler.has_work

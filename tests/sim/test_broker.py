@@ -10,7 +10,7 @@ from dynamo_lite.simulation.play import play_scenario
 from dynamo_lite.simulation.scenario import LOAD_FROM_S, Ask, Fault, Kind, Sampling, Scenario
 
 ASKS, EACH_S = 40, 0.1
-#: The load begins when all workers are up and before the fault, and goes on after it.
+#: The load begins when all workers are up and before the fault, and continues after it.
 ASKS_FROM_S = LOAD_FROM_S + 2.0
 FAULT_AT_S, FAULT_S = ASKS_FROM_S + 0.5, 3.0
 #: A decode engine's `max_local_prefill_length` in the simulation.

@@ -10,7 +10,7 @@ from dynamo_lite.simulation.planner_draw import has_planner
 from dynamo_lite.simulation.planner_mutants import FOUND_BY, PLANNER_MUTANTS
 from dynamo_lite.simulation.play import play
 
-#: Within so many seeds; most need ten, one needs a hundred.
+#: Each is found within this many seeds; most need ten, one needs a hundred.
 BOUND = 1000
 #: Seeds with a planner are one of ten, and slower.
 PLANNER_BOUND = 2000

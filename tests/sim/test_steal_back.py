@@ -1,4 +1,4 @@
-"""A whole cluster whose prefill worker stands still in a burst of long prompts."""
+"""A whole cluster with a prefill worker that hangs during a burst of long prompts."""
 
 import random
 from collections.abc import Mapping

@@ -90,7 +90,7 @@ def test_a_fit_worker_does_what_is_asked_for_whoever_pulls_it(seed: int):
     assert played.violations == []
     assert counts["request length"] == counts["remote/committed"] == 20
     assert counts["attempt written"] == 20, "none was begun in vain"
-    # Those that nobody else had pulled in time were asked for anew, and are no tries.
+    # Jobs that no other worker had pulled in time were requested again, and do not count as tries.
     again = counts.get("remote/writer_unusable", 0)
     assert counts["decision/remote/long"] == 20 + again
     assert counts.get("resume/writer_lost", 0) == again

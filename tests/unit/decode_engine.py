@@ -258,7 +258,7 @@ class Decode:
         await self.writer_events._on_done(encode_sealed(done))
 
     async def cancels(self, *attempts: str) -> None:
-        """Waits until the writer has been told to stop these, in this order."""
+        """Waits until the writer has got cancels for these attempts, in this order."""
         await self.network()
         async with asyncio.timeout(10):
             while [cancel.attempt for cancel in self.cancelled] != list(attempts):

@@ -126,7 +126,7 @@ class Scene:
         return attempt
 
     async def given_up_within(self, seconds: float, *attempts: str) -> float:
-        """Returns after how long the engine was told to go on without these."""
+        """Waits until the engine has given these attempts up. Returns after how long."""
         began = loop_time()
         while not set(attempts) <= set(self.given_up):
             await asyncio.sleep(0.01)
@@ -135,7 +135,7 @@ class Scene:
 
 
 class OtherEngine:
-    """Another decode engine, as this one hears it."""
+    """Another decode engine, as this one sees its messages."""
 
     def __init__(self, scene: Scene):
         self._messaging, self._number = scene.decode.messaging, 0

@@ -88,7 +88,7 @@ class Worker:
 
 
 class FakeWorkers:
-    """A GenerateClient. ends: (request id, how), as the client under test told them.
+    """A GenerateClient. ends: (request id, how), as the client under test reported them.
 
     finished: attempts that a worker ran to their end, for a client that had not
     given it up.
@@ -176,7 +176,7 @@ class FakeWorkers:
         return member.lease_id in self.workers
 
     def drop(self, member: EndpointRecord, why: str) -> None:
-        """What it runs it goes on with: it hears of nothing."""
+        """The worker continues its requests, because it gets no message."""
         self._lose(self.workers[member.lease_id], why)
 
     # What happens to workers
@@ -190,7 +190,7 @@ class FakeWorkers:
         self.changed()
 
     def leave(self, lease_id: int) -> None:
-        """Its lease was revoked: it takes nothing new, and goes on with what it has."""
+        """Its lease was revoked: it takes nothing new, and continues its requests."""
         worker = self.workers[lease_id]
         worker.listed, worker.refusal = False, Refused("draining", elsewhere=True)
         self.changed()

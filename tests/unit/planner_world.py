@@ -48,7 +48,7 @@ class Pool:
 
 
 class World:
-    """`tick` lets time pass, asks the planner and does what it says."""
+    """`tick` lets time pass, asks the planner and carries out its decision."""
 
     def __init__(
         self, limits: PlannerOptions, prefill: Pool | None = None, decode: Pool | None = None
@@ -148,7 +148,7 @@ class World:
         return proposal
 
     def tick_soon(self, after_s: float) -> Proposal:
-        """Another tick, so many seconds after the one before."""
+        """Another tick, this many seconds after the one before."""
         self.now += after_s - self.limits.tick_s
         return self.tick()
 

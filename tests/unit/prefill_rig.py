@@ -86,7 +86,7 @@ class NotedQueue(MemoryQueue):
 
 
 class ScriptedEngine:
-    """A Prefiller that ends an attempt as told: when it may be written, or when it is let go.
+    """A Prefiller that ends an attempt when it may be written, or when the test releases it.
 
     cells: those of its permits. attempts: begun. written: those that it was allowed to write.
     """
@@ -274,7 +274,7 @@ async def working(
 
 
 class ScriptedLinks:
-    """why_not: what every engine's link is refused with, so many times."""
+    """why_not: why every engine's link is refused, `times` times."""
 
     def __init__(self, why_not: str | None, times: int = 1000):
         self.why_not, self.times, self.doubted = why_not, times, list[str]()

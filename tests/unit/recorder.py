@@ -1,4 +1,4 @@
-"""A Tracer that keeps what it is told."""
+"""A Tracer that keeps all spans."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -48,7 +48,7 @@ PREFILL = engine_config(
 
 
 class Rank:
-    """Whose KV arrives at the given look, counted from 1."""
+    """A rank with KV that arrives at the given look, counted from 1."""
 
     def __init__(self, arrives_at: int):
         self.looks, self.arrives_at, self.now = 0, arrives_at, 0.0

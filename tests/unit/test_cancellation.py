@@ -1,4 +1,5 @@
-"""A request whose owner is cancelled at any await leaves nothing behind, and the next one works.
+"""When the owner of a request is cancelled at any await, nothing is left behind, and the next
+request works.
 
 Each test cancels one owner of the request path at its first suspension, its second and so on,
 until it ends by itself: as it begins to wait, and when what it waits for has just come.
@@ -89,7 +90,7 @@ def network() -> Network:
 
 
 async def delivered() -> None:
-    """Every message that is on its way arrives."""
+    """Delivers all messages in flight."""
     await asyncio.sleep(0.1)
 
 

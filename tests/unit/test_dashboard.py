@@ -27,7 +27,7 @@ PATIENCE_S = 20.0
 
 
 class Counting:
-    """Says of each look which one it is."""
+    """Numbers the looks."""
 
     def __init__(self) -> None:
         self.opened = self.closed = self.looks = 0

@@ -1,4 +1,4 @@
-"""What a decode engine remembers of its decisions, and says when it is asked."""
+"""What a decode engine remembers of its decisions, and its answers about them."""
 
 import time
 from typing import Any, cast

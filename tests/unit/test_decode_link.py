@@ -241,7 +241,7 @@ async def test_received_kv_commits_the_prefill(decode: Decode):
 async def test_a_writer_that_is_heard_after_its_requests_end_is_counted_all_the_same(
     decode: Decode,
 ):
-    """What is counted leaves with a step: until then the engine goes on, without requests."""
+    """Only a step carries the counts: until then the engine keeps stepping, without requests."""
     attempt = await decode.ask("r1", claimed=True)
     decode.output("r1")
     decode.finish("r1")

@@ -1,4 +1,4 @@
-"""Deltas that are larger than a frame: the parts say what the whole said, once."""
+"""Deltas that are larger than a frame: their parts together contain everything once."""
 
 import msgspec
 from hypothesis import given

@@ -14,7 +14,7 @@ from tests.builders import engine_metadata, rank_metadata
 
 
 class SlowStore(MemoryStore):
-    """Counts reads, and answers them only when told to."""
+    """Counts reads, and answers them only when the test releases them."""
 
     def __init__(self):
         super().__init__()

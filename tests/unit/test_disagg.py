@@ -42,7 +42,7 @@ def verdict(prompt, cached=0, *, jobs=0, workers=1, age=0.0, queue=True, limits=
         (verdict(101, age=2.0), Remote(DecisionReason.LONG)),
         (verdict(101, age=2.001), Local(DecisionReason.QUEUE_UNKNOWN)),
         (verdict(101, queue=False), Local(DecisionReason.QUEUE_UNKNOWN)),
-        # Which reason is told when several hold.
+        # The reason that is given when several conditions hold.
         (verdict(50, jobs=9, workers=0, age=9), Local(DecisionReason.SHORT)),
         (verdict(101, jobs=9, workers=0, age=9), Local(DecisionReason.QUEUE_UNKNOWN)),
         (verdict(101, jobs=9, workers=0), Local(DecisionReason.NO_PREFILL_WORKER)),

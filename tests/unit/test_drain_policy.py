@@ -86,7 +86,7 @@ def test_the_choice_does_not_depend_on_the_order_and_costs_least():
 # safe
 
 P, D = 7, 5
-#: It was idle at 10; the decode worker said at 11 that it waits for nobody.
+#: It was idle at 10; the decode worker reported at 11 that it waits for no writer.
 IDLE_P = Leaving(role="prefill", lease_id=P, listed=False, unlisted_at=8, in_flight=0, idle_at=10)
 IDLE_D = Leaving(role="decode", lease_id=D, listed=False, unlisted_at=8, in_flight=0, idle_at=10)
 NOBODY = {D: (frozenset[int](), 11.0)}

@@ -1,4 +1,5 @@
-"""What a worker says of its engine, and when it gives it up; in virtual time."""
+"""What a worker reports about its engine, and when the engine counts as failed; in virtual
+time."""
 
 import asyncio
 
@@ -61,7 +62,8 @@ class Worker:
         return self.probe.verdict()[0]
 
     async def until(self, ok: bool, *, between: tuple[float, float]) -> None:
-        """The verdict turns to `ok` in so many seconds; asked once a second, as by beats."""
+        """The verdict becomes `ok` within these seconds; it is asked once a second, as by
+        heartbeats."""
         began = loop_time()
         while self.ok is not ok:
             assert loop_time() - began < 1000

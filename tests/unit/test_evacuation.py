@@ -51,7 +51,7 @@ def exact(fake: FakeWorkers, request: GenerateRequest) -> None:
 
 
 def client_pace(client: Any, token_s: float) -> None:
-    """As if an answer of so many seconds per token had ended before."""
+    """As if an answer with this many seconds per token had ended before."""
     client._costs._measured.ended(ANSWER_TOKENS, ANSWER_TOKENS, ANSWER_TOKENS * token_s)
 
 

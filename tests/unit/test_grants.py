@@ -163,7 +163,7 @@ async def test_a_job_is_not_written_under_another_grant(wrong, what):
         await refused(rig, what)
         await rig.answered("ack")
         assert rig.counted("bad_grant") == 1
-        # The worker goes on.
+        # The worker continues.
         rig.grant_changes = {}
         await rig.push(prefill_job("a2"))
         await rig.answered("ack", "ack")
@@ -315,7 +315,7 @@ async def test_an_engine_with_the_secret_seals_its_grants(decode: Decode, tmp_pa
 
 
 class Ranked:
-    """A decode rank that is told notices as they come."""
+    """A decode rank that gets notifications as they come."""
 
     def __init__(self) -> None:
         self.mover = MemoryMover(MemoryFabric(), "d")

@@ -148,7 +148,7 @@ async def test_a_certificate_that_is_replaced_is_served_without_a_restart(
     async with serving(HttpOptions(tls=replace(issued.server, refresh=True))) as url:
         first = await certificate_of(url)
         assert first == cert.read_bytes()
-        # Half of a pair: what was served goes on.
+        # Half of a pair: the previous certificate stays in use.
         replace_with(later.certfile, cert)
         async with asyncio.timeout(PATIENCE_S):
             while "cannot reload the TLS certificate" not in caplog.text:

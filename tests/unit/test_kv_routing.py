@@ -1,4 +1,4 @@
-"""The KV-aware picker: what it weighs, what it remembers, what it says."""
+"""The KV-aware picker: its scores, its memory, its reasons."""
 
 import itertools
 import random

@@ -45,7 +45,7 @@ class View:
 
 
 class Pair:
-    """The picker and its oracle, which are told the same. They have one view and one index."""
+    """The picker and its oracle, which get the same calls. They share one view and one index."""
 
     def __init__(self, seed: int):
         self.rng, self.view = random.Random(seed), View()

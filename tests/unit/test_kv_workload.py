@@ -18,7 +18,7 @@ BLOCK = 16
 CACHE_BLOCKS = 600
 CHATS, TURNS, AT_A_TIME = 40, 6, 12
 SYSTEM_TOKENS, TURN_TOKENS = 512, 160
-#: A request is under way while so many others begin.
+#: A request is in flight while this many others begin.
 RUNNING = 6
 
 

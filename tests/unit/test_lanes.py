@@ -1,4 +1,4 @@
-"""Which jobs go first, and that nobody is passed over for ever."""
+"""Which jobs go first, and that no job is passed over forever."""
 
 import pytest
 from hypothesis import given
@@ -33,7 +33,7 @@ def test_a_queue_in_order_of_arrival_has_one_lane():
 
 @given(st.lists(st.sets(st.sampled_from(Lane), min_size=1), min_size=1, max_size=60))
 def test_a_lane_with_jobs_is_passed_over_a_few_times_only(rounds: list[set[Lane]]):
-    """rounds: which lanes have jobs when somebody pulls."""
+    """rounds: the lanes that have jobs at each pull."""
     turns, passed = LaneTurns(), dict.fromkeys(Lane, 0)
     for waiting in rounds:
         order = turns.order(tuple(Lane))

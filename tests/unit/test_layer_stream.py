@@ -48,7 +48,7 @@ class Wire(MemoryMover):
 
     @property
     def told(self) -> list[bool]:
-        """Of each write that was started, whether it tells something."""
+        """For each write that was started, whether it carries a notification."""
         return [bool(write.notice) for write in self.started]
 
 
@@ -78,7 +78,7 @@ class Pair:
         self.targets = {"e1": encode(metadata)}
 
     def run(self, step: PrefillStep, layers: list[str] = NAMES) -> None:
-        """One step: each layer leaves its KV, and then says so, if it is in `layers`."""
+        """One step: each layer writes its KV, and then reports it, if it is in `layers`."""
         for shard in self.own.shards[0]:
             for write in step.writes:
                 shard.blocks[write.local_ids] = kv_of(shard)[write.local_ids]

@@ -26,12 +26,12 @@ GONE = Refusal("the writer's lease is gone", elsewhere=True)
 
 
 def withdrawn(outcome):
-    """What a withdrawal tells the engine."""
+    """The instructions of a withdrawal for the engine."""
     return [GiveUp("r", "a"), Ended("r", "a", outcome)]
 
 
 def held(outcome, *, sequence=9):
-    """What a withdrawal under a claim tells everybody."""
+    """All instructions of a withdrawal under a claim."""
     job = [DeleteJob(sequence)] if sequence is not None else []
     return [Hold("a", BLOCKS), CancelWriter(WRITER, "a"), *job, *withdrawn(outcome)]
 
@@ -237,7 +237,7 @@ def test_no_claim_after_withdrawal(quarantined):
 
 
 def test_no_claim_after_the_writer_has_written(claimed):
-    """A second grant would let writes into blocks whose request already decodes."""
+    """A second grant would allow writes into blocks of a request that already decodes."""
     assert claimed.writer_done("a", WRITER, written=True) == []
     assert claimed.claim("a", WRITER, now=2.0) == Refusal("written already")
 
@@ -372,7 +372,7 @@ def test_a_leaving_writer_that_stays_is_waited_for(claimed):
 
 
 def test_a_leaving_writer_that_falls_silent_is_lost_and_given_the_grace(claimed):
-    """Its promise says when it starts its last write, not when that lands."""
+    """Its promise limits when it starts its last write, not when that write lands."""
     claimed.writer_gone(WRITER, now=2.0)
     claimed.writer_stays("a", WRITER, 3.0, now=2.5)
     assert claimed.tick(5.5) == held(Outcome.WRITER_LOST)
@@ -640,7 +640,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(which=YOUNG)
     def steal(self, which):
-        """Only what nobody may write."""
+        """Only attempts that no writer may write."""
         fact = self.pick(which)
         free = fact.wanted and fact.writer is None
         out = self.ledger.steal(fact.attempt, "slow")
@@ -666,7 +666,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(which=YOUNG, written=st.booleans())
     def writer_done(self, which, written):
-        """Only a writer that was granted the claim says so; its word may come twice."""
+        """Only a writer with a granted claim sends it; the message may come twice."""
         fact = self.pick(which)
         if fact.writer is not None:
             fact.writer_ended = True
@@ -709,7 +709,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(whose=YOUNG)
     def writer_ended(self, whose):
-        """Its process is known to have ended: nothing is waited for but what it had sent."""
+        """Its process is known to have ended: only its sent writes are waited for."""
         writer = self.writers[whose]
         self.lose(writer)
         for fact in self.facts:
@@ -719,7 +719,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(whose=YOUNG)
     def writer_silent(self, whose):
-        """It may live, and write: only nobody waits for it."""
+        """It may be alive and write, but its attempt is not waited for any more."""
         writer = self.writers[whose]
         theirs = [
             fact

@@ -1,4 +1,4 @@
-"""What `ps` says of a member, as its process answers or does not, and of pairs of workers."""
+"""What `ps` shows for a member, whether its process answers or not, and for pairs of workers."""
 
 import msgspec
 import pytest

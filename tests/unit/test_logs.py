@@ -1,4 +1,4 @@
-"""Log lines as text and as JSON, and whom they are about."""
+"""Log lines as text and as JSON, and the requests that they are about."""
 
 import ast
 import io

@@ -1,4 +1,4 @@
-"""How a request may go on elsewhere, from what is known of its sampling."""
+"""How a request may migrate, depending on its sampling."""
 
 import pytest
 

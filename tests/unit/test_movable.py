@@ -1,4 +1,4 @@
-"""Which vLLM sampling parameters can go on elsewhere, and how."""
+"""Which vLLM sampling parameters allow a migration, and how."""
 
 import re
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_which_models_are_causal():
 
 
 def test_every_architecture_with_prefix_lm_layers_is_known():
-    """Nothing but the source of vLLM's models says which these are."""
+    """Only the source of vLLM's models shows which these are."""
     root = Path(vllm.__file__).parent
     found = set()
     for folder in ("model_executor/models", "models"):

@@ -63,7 +63,7 @@ class Engine:
         self._count = 0
 
     def add(self, name: str, blocks: int) -> None:
-        """A prompt that needs so many blocks."""
+        """A prompt that needs this many blocks."""
         self._count += 1
         tokens = [self._count * 7 % 256] * (blocks * BLOCK - BLOCK // 2)
         request = Request(
@@ -139,7 +139,7 @@ def engine(
 
 
 def test_one_that_is_admitted_although_it_was_skipped_harms_nobody():
-    """vLLM goes on with a prompt that must not read the prefix cache, whatever it is told."""
+    """vLLM continues with a prompt that must not read the prefix cache, whatever the answer is."""
     passing = Passing()
     passing.answered("a", 5)
     passing.end_step(0)

@@ -1,4 +1,4 @@
-"""Every subject and key has those who need it among the permissions, and nobody has all."""
+"""Every subject and key is permitted to the components that need it, and no component has all."""
 
 import inspect
 from collections.abc import Callable

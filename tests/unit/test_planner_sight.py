@@ -1,4 +1,4 @@
-"""What the planner's process makes of what it sees: loads, changes, workers that leave."""
+"""How the planner's process interprets its observations: loads, changes, workers that leave."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -224,7 +224,7 @@ def test_owner_and_thread_are_never_in_the_wrapped_mover_at_once(open_mover):
 
 
 def test_a_dead_thread_fails_what_is_in_flight_and_what_comes(open_mover, caplog):
-    """What it fails has ended: a write that may still land must not be called over."""
+    """A failed transfer must have ended: a write that may still land must not count as over."""
     wire = Wire(polls=1 << 30)
     mover = open_mover(wire)
     transfer = write(mover)

@@ -267,7 +267,8 @@ async def test_a_lease_that_expires_while_its_worker_leaves_lowers_the_fence(wor
 
 
 async def test_a_fence_that_closed_stays_closed_when_promises_are_heard_again(worker):
-    """It accepts what it still holds for this worker, but its own fence has closed for all."""
+    """The engine accepts promises for attempts that it still holds for this worker, but the
+    worker's own fence stays closed."""
     await eventually(lambda: worker.fence.deadlines)
     worker.work("a1")
     async with worker.decode_engine():

@@ -346,7 +346,7 @@ async def test_a_job_that_comes_again_while_it_is_worked_on_is_not_told():
     async with working(runners=2, ack_wait_s=0.3, redeliver_s=0.05) as rig:
         rig.engine.holds = True
         await rig.push(prefill_job())
-        # However often it comes: until its claim is granted nobody else may take it for over.
+        # However often it is delivered, it does not count as over before its claim is granted.
         await eventually(lambda: rig.answers.count("nak") > 4)
         assert (rig.told, rig.engine.attempts) == ([], ["a1"])
         rig.engine.ends["a1"].set_result("written")

@@ -409,7 +409,7 @@ def test_the_block_of_the_token_to_sample_from_is_not_written():
     assert written(half.step(a1=9)) == [([0, 1], 0, [60, 61], 0, True)]
 
 
-# Whom the ranks are told of
+# Which engines the ranks know
 
 
 def told_of(half: Half, name: str, **more: Any) -> PrefillStep:

@@ -1,4 +1,4 @@
-"""The queue's depth is read by one engine for all, and by each one that hears nobody."""
+"""The queue's depth is read by one engine for all, and by each engine that gets no readings."""
 
 import asyncio
 import contextlib
@@ -187,7 +187,7 @@ async def test_without_the_broker_the_queue_is_unknown_to_all():
 
 @virtual
 async def test_who_cannot_push_believes_only_what_it_has_read_itself():
-    """Otherwise it would go on asking for remote prefills that it cannot queue."""
+    """Otherwise it would keep asking for remote prefills that it cannot queue."""
     async with Cluster(5).open() as cluster:
         cut_off = cluster.engines[3]
         cut_off.queue.broken = True

@@ -186,7 +186,8 @@ def test_commits_that_come_before_the_attempt_is_known_wait_for_each_other():
 
 
 def test_a_given_up_attempt_is_lost_on_the_ranks_that_have_not_received_it():
-    """Each rank reports once; the engine goes on when all have, and computes if one lost it."""
+    """Each rank reports once. The engine continues when all have reported, and computes if one
+    has lost the KV."""
     prefill, decode = pair(Shape(pipeline=2), Shape(pipeline=2))
     decode.expect()
     prefill.write(decode.metadata(), ranks=[0])
@@ -315,7 +316,8 @@ class Lost:
         self.judged = {r for r, written in enumerate(self.written) if written == len(REMOTE)}
 
     def cached_blocks(self, *, last_first: bool = False) -> int:
-        """What the scheduler half gives to the prefix cache, however late it hears of what."""
+        """The blocks that the scheduler half gives to the prefix cache, however late the
+        messages arrive."""
         tokens: list[int] = []
         engine = Engine(ManualClock())
         engine.half.bind_block_pool(engine.pool, lambda _, upto: tokens.append(upto))

@@ -1,4 +1,4 @@
-"""What a process says of itself at `/live` and `/ready`."""
+"""What a process reports at `/live` and `/ready`."""
 
 import asyncio
 from collections.abc import Mapping

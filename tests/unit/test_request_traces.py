@@ -1,4 +1,4 @@
-"""Which spans workers tell of a traced request, and that nothing is told of others."""
+"""The spans that workers record for a traced request, and that other requests have none."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -182,7 +182,7 @@ def test_writes_of_jobs_that_are_not_traced_are_not_told():
 
 
 async def one_job(headers: Any, tracer: Recorder | None) -> tuple[Any, WriterDone]:
-    """The job as the engine got it, and what the decode engine was told."""
+    """The job as the engine got it, and the messages to the decode engine."""
     given: list[Any] = []
     async with working(tracer=tracer) as rig:
         prefill = rig.engine.prefill

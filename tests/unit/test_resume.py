@@ -174,7 +174,7 @@ class Caching(Engine):
         self.pool.free_blocks(self.taken.pop("r1"))
 
     async def again(self, tokens: int) -> RemotePrefillRequest | None:
-        """The engine looks at r1 anew, with the prefix that it finds in its cache."""
+        """The engine looks at r1 again, with the prefix that it finds in its cache."""
         if not self.admit(prompt("r1", tokens), self.cached.get("r1", 0)):
             return None
         return await self.job_of_step()

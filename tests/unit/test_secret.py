@@ -73,7 +73,7 @@ def test_a_key_is_replaced_while_both_ends_run(tmp_path: Path):
 
 
 def test_a_secret_that_is_a_link_may_get_another_target(tmp_path: Path):
-    """As a Secret of Kubernetes does, whose old target is removed."""
+    """Kubernetes does this with a Secret, and removes the old target."""
     for folder, key in (("1", OLD), ("2", NEW)):
         (tmp_path / folder).mkdir()
         graph_secret(tmp_path / folder / "secret", key)

@@ -30,8 +30,8 @@ def request(
 
 
 class Engine(ShortFirst):
-    """Its steps take whoever runs first, by 10 tokens, and admit one who waits, unless it is
-    full."""
+    """Its steps compute the running requests in order, 10 tokens each, and admit one waiting
+    request, unless the step is full."""
 
     def __init__(self, running: list[Any], waiting: list[Any]):
         self.running, self.waiting = running, deque(waiting)  # type: ignore[assignment]

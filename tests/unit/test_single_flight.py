@@ -1,4 +1,5 @@
-"""Who waits for whose remote prefill: the policy, and a decode engine's scheduler half."""
+"""Which requests wait for another request's remote prefill: the policy, and a decode engine's
+scheduler half."""
 
 import logging
 import random
@@ -47,7 +48,7 @@ def follows(verdict=LONG, uncached=1000, shared=1000, leader=1000, waits=0):
     ("asked", "expected"),
     [
         (follows(), Wait(FlightReason.SHARED)),
-        # What would stay here only for want of room on the queue waits as well.
+        # A prompt that would stay here only because the queue is full waits as well.
         (follows(FULL), Wait(FlightReason.SHARED)),
         (follows(Local(disagg.DecisionReason.SHORT)), GoOn(FlightReason.NOT_LONG)),
         (follows(Local(disagg.DecisionReason.CACHED)), GoOn(FlightReason.NOT_LONG)),
@@ -192,7 +193,7 @@ async def test_after_a_failed_leader_one_follower_leads(decode: Decode):
     assert (asks(decode, second), asks(decode, third)) == (WAITS, WAITS)
     await decode.done(attempt, "failed")
     decode.half.build_step()
-    # The engine has not heard of it yet: the leader goes first, and may cache its prefix.
+    # The engine does not know it yet: the leader goes first, and may cache its prefix.
     assert asks(decode, second) == WAITS
     decode.output(failed=["r1"])
     assert decode.admit(second) == 39
@@ -204,7 +205,7 @@ async def test_after_a_failed_leader_one_follower_leads(decode: Decode):
     await decode.done(attempt, "failed")
     decode.half.build_step()
     decode.output(failed=["r2"])
-    # It has waited often enough, whoever leads.
+    # It has waited often enough, for any leader.
     assert decode.admit(sibling("r4")) == 39
     assert decode.admit(third) == 39
     assert decode.counted("remote/writer_failed") == 2

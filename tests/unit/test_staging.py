@@ -189,7 +189,8 @@ def test_a_preempted_attempt_does_not_wait_for_writes_that_read_no_blocks():
 
 
 def test_what_is_written_again_follows_what_was_under_way():
-    """Computed anew, its bits may differ: the last ones must be those that are vouched for."""
+    """Recomputed KV may differ in its bits. The bits that are written last must match the
+    checksum."""
     pair = Pair()
     pair.expect()
     pair.mover.stuck = True
@@ -224,7 +225,7 @@ def test_slots_come_back_however_an_attempt_ends(stopped):
 
 
 def test_a_write_that_waits_for_its_copy_is_not_started(monkeypatch):
-    """On a GPU the copy is queued, and its slot says later that it is filled."""
+    """On a GPU the copy is queued, and its slot is reported as filled later."""
     pair, filled = Pair(), []
     pair.expect()
     pair.step()

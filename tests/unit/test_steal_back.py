@@ -18,7 +18,7 @@ from dynamo_lite.policy.steal_back import (
     look,
 )
 
-#: One that nobody has claimed for long.
+#: A prefill that was not claimed for a long time.
 LATE = QueuedPrefill(attempt="a", local_s=0.4, waited_s=60.0, expected_s=1.0, ahead_s=0.0)
 #: One with much before it.
 BEHIND = replace(LATE, waited_s=0.1, ahead_s=100.0)

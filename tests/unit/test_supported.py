@@ -1,4 +1,4 @@
-"""Which engines take part in remote prefills, and what the others are told."""
+"""Which engines support remote prefills, and the reasons for which the others are refused."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The devices of a worker that changes its role: kept for its successor, and for nobody else."""
+"""The devices of a worker that changes its role are reserved for its successor only."""
 
 import asyncio
 from types import SimpleNamespace

@@ -198,7 +198,7 @@ async def test_a_look_follows_news_and_comes_at_last_without(decode: Decode, clo
 
 @virtual
 async def test_readings_of_the_queue_and_notices_of_others_are_news():
-    """The queue is read four times a second; another engine says something every 0.1 s."""
+    """The queue is read four times a second; another engine sends a message every 0.1 s."""
     async with Scene().open(WRITER) as scene, OtherEngine(scene).listening() as other:
         await scene.ask("r1")
 
@@ -219,7 +219,7 @@ async def test_a_claim_that_comes_first_is_not_touched(decode: Decode, clock: Ma
     attempt = await decode.ask("r1", 100)
     clock.now += LONG_S
     ledger = decode.half._book.ledger
-    # The bridge's thread is between the grant and what it tells the records.
+    # The bridge's thread is between the grant and its report to the records.
     assert ledger.claim(attempt, WRITER, clock.now) is None
     assert looks(decode) == []
     assert looked(decode)["gone"] > 0
@@ -331,7 +331,7 @@ async def test_followers_of_a_leader_that_was_taken_back_are_served(
     clock.now += LONG_S
     [(_, leader)] = looks(decode)
     assert leader == "r1"
-    # Until the ranks have heard of it, its blocks are taken, and they wait.
+    # Until the ranks know of it, its blocks are reserved, and they wait.
     assert [asks(decode, one) for one in followers] == [WAITS] * 2
     decode.output(failed=["r1"])
     assert asks(decode, sibling("r1", 100)) == (0, False)

@@ -1,4 +1,4 @@
-"""What a `traceparent` says, and what is none."""
+"""Valid and invalid `traceparent` headers."""
 
 import pytest
 from hypothesis import given

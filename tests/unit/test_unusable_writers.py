@@ -1,6 +1,6 @@
 """Prefill workers that live but cannot write into this decode engine; in virtual time.
 
-A prompt that only they could prefill stays local: it is not queued, and waits for nobody.
+A prompt that only they could prefill stays local: it is not queued, and waits for no worker.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ THIRD = 0xC
 
 
 async def tried(scene: Scene, writer: int, *, ok: bool) -> None:
-    """The prefill worker has found its way here good or bad."""
+    """Stores that the prefill worker's link test to this engine has passed or failed."""
     link = LinkRecord(
         prefill_lease_id=writer, engine_id=ENGINE, decode_lease_id=1, ok=ok, detail="no way"
     )
@@ -142,7 +142,8 @@ async def test_the_wait_is_that_behind_usable_workers():
 
 @virtual
 async def test_a_job_that_only_unusable_workers_pulled_is_no_try_of_the_prompt():
-    """The queue would deliver it no more, so one of them gives it back: it is asked for anew."""
+    """The queue would not deliver it again, so one of them gives it back, and the prefill is
+    requested again."""
     async with Scene().open(WRITER, OTHER) as scene:
         await tried(scene, OTHER, ok=False)
         for number in range(4):  # more than max-remote-prefills

@@ -1,4 +1,4 @@
-"""Members of other versions: which are taken, and what the refusal of the others says."""
+"""Members of other versions: which are accepted, and the texts with which others are refused."""
 
 from dynamo_lite import __version__
 from dynamo_lite.protocol.codec import WIRE_VERSION, decode_json, encode_json

@@ -1,4 +1,4 @@
-"""What a decode worker says of its load."""
+"""What a decode worker reports about its load."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -86,7 +86,7 @@ class Stage:
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.stop()
-            # In the log of a graph whose processes were killed there are errors.
+            # The log of a graph with killed processes contains errors.
             whole = self._options[: len(_DISAGG_OPTIONS)] == _DISAGG_OPTIONS
             assert not (whole and shared.errors()), shared.errors()
 
@@ -127,7 +127,7 @@ def stage(
 
 @pytest.fixture
 def disagg(stage: Stage, collector: Collector) -> Iterator[Graph]:
-    """The shared graph. Whoever uses it leaves it whole."""
+    """The shared graph. Each test that uses it must leave it complete."""
     graph = stage.shared((*_DISAGG_OPTIONS, f"--Graph.otlp-endpoint={collector.url}"))
     pids = {p.service: p.pid for p in graph.processes()}
     yield graph
@@ -143,6 +143,6 @@ def slow(stage: Stage) -> Graph:
 
 @pytest.fixture
 def pair(stage: Stage) -> Graph:
-    """Two decode workers and one prefill worker. Whoever takes one away for good is marked
-    `takes_workers`; all others leave as many as there were."""
+    """Two decode workers and one prefill worker. A test that removes a worker for good is
+    marked `takes_workers`; all others leave as many as there were."""
     return stage.shared(PAIR_OPTIONS)

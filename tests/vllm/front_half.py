@@ -129,7 +129,7 @@ class Workers:
         """`close` ends what runs."""
 
     def release(self) -> None:
-        """Whoever is held goes on."""
+        """Lets held requests continue."""
         self._released.set()
 
     def lose(self, request_ids: Sequence[str], why: str) -> None:

@@ -40,7 +40,7 @@ MODEL = Path(".dynamo-lite/models/tiny")
 DISAGG = ("graphs.disagg:Frontend", "configs/disagg.yaml")
 AGG = ("graphs.agg:Frontend", "configs/agg.yaml")
 NAMESPACE = "dynamo"
-#: Two decode workers and one prefill worker, whose leases outlast what is done to them.
+#: Two decode workers and one prefill worker. Their leases outlast the tests' pauses.
 PAIR_OPTIONS = (
     "--VllmWorker.ServiceArgs.workers=2",
     "--Graph.lease-ttl-s=60",
@@ -121,7 +121,8 @@ class Command:
             time.sleep(_POLL_S)
 
     def end(self) -> int:
-        """SIGINT, then patience, then SIGKILL. Returns the exit code; nothing may be left."""
+        """Sends SIGINT, waits, then sends SIGKILL. Returns the exit code; no process may be
+        left."""
         assert self._process is not None
         family = descendants_of(self.pid)
         if self._process.poll() is None:
@@ -289,10 +290,8 @@ class Graph(Command):
 
     @contextlib.asynccontextmanager
     async def asking_pools(self) -> AsyncIterator[Callable[[], Awaitable[list[EngineStatus]]]]:
-        """To ask the decode engines themselves, as quickly as they answer.
-
-        Not killed ones, whose keys live as long as their lease.
-        """
+        """For questions to the decode engines themselves. Leaves out killed engines, whose keys
+        live as long as their lease."""
         async with EtcdStore(self.etcd_url) as store, self.messaging() as messaging:
 
             async def ask() -> list[EngineStatus]:
@@ -345,8 +344,8 @@ class PlainServer(Command):
     """Stock `vllm serve` with the engine arguments of a configuration's VllmWorker.
 
     It is started as vLLM's module: the `vllm` program asks for the version of a
-    package of that name, which the CPU build is not. Whoever asks for its `url` waits until it
-    is ready, so that it may start beside a graph. flags: more of them.
+    package of that name, which the CPU build is not. `url` waits until it is ready, so that it may
+    start while a graph starts. flags: more of them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What `dynamo-lite` commands say about a running graph, and do to it."""
+"""Output and effects of `dynamo-lite` commands on a running graph."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the shared graph `slow` is told, and what is done to its prefill worker."""
+"""Options of the shared graph `slow`, and actions on its prefill worker."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ SLOW_OPTIONS = (
     "--PrefillWorker.kv-checksum-rate=1",
     "--VllmWorker.remote-prefill-timeout-s=20",
     f"--VllmWorker.max-prefill-queue-size={QUEUE_SIZE}",
-    # What is queued must stay there while the worker stands still.
+    # Queued jobs must stay on the queue while the worker is stopped.
     "--VllmWorker.steal-back=false",
 )
 

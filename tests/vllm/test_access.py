@@ -1,4 +1,4 @@
-"""A whole graph, each of whose services has only the rights that `dynamo-lite access` prints."""
+"""A whole graph in which each service has only the rights that `dynamo-lite access` prints."""
 
 import os
 import signal

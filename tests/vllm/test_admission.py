@@ -1,4 +1,5 @@
-"""Limits and deadlines on a running graph: who is refused hears why, and nothing is left over."""
+"""Limits and deadlines on a running graph: refused clients get the reason, and nothing is left
+over."""
 
 import asyncio
 import json
@@ -51,7 +52,7 @@ async def http(graph: Graph) -> AsyncIterator[httpx.AsyncClient]:
 
 @asynccontextmanager
 async def _busy_with(http: httpx.AsyncClient, count: int) -> AsyncIterator[None]:
-    """So many streams have begun."""
+    """Runs this many streams, which have begun."""
     lines: list[AsyncIterator[str]] = []  # whoever drops one hangs up
     async with AsyncExitStack() as stack:
         for _ in range(count):

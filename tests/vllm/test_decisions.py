@@ -29,7 +29,7 @@ def completion(prompt: list[int]) -> dict:
 
 
 def counting(graph: Graph) -> Callable[[], dict[str, int]]:
-    """A function that says what was decided since, without what was not."""
+    """A function that returns the decisions made since, without zero counts."""
     before = decisions(graph)
 
     def since() -> dict[str, int]:

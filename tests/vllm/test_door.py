@@ -158,7 +158,7 @@ async def test_a_length_that_is_too_large_is_refused_before_anything_is_sent(mod
 
 
 class Recorder:
-    """An app that reads its body, or does not, and says how long it was."""
+    """An app that reads its body, or does not, and records its length."""
 
     def __init__(self, *, reads: bool = True):
         self.reads = reads

@@ -1,4 +1,5 @@
-"""Bad input and clients that leave: refused or dropped, and the graph goes on as before."""
+"""Bad input and clients that disconnect: they are refused or dropped, and the graph works as
+before."""
 
 import asyncio
 import contextlib

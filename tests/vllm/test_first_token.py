@@ -18,7 +18,7 @@ GREEDY = {"temperature": 0, "max_tokens": 16}
 
 
 def arrivals(graph: Graph) -> Callable[[], dict[str, int]]:
-    """A function that says what became of first tokens since."""
+    """A function that returns the outcomes of first tokens since."""
     before = {o: graph.count("VllmWorker", ARRIVED, outcome=o) for o in ("sent", "late", "last")}
 
     def since() -> dict[str, int]:
@@ -29,7 +29,7 @@ def arrivals(graph: Graph) -> Callable[[], dict[str, int]]:
 
 
 def handed_over(graph: Graph) -> Callable[[], int]:
-    """A function that says how many remote prefills have succeeded since."""
+    """A function that returns how many remote prefills have succeeded since."""
     before = graph.count("VllmWorker", REMOTE, outcome="committed")
     return lambda: int(graph.count("VllmWorker", REMOTE, outcome="committed") - before)
 

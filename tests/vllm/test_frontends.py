@@ -109,7 +109,8 @@ def test_every_view_shows_both(pair: Graph, shared: Graph):
 
 
 async def test_one_that_is_killed_costs_its_own_streams_only(shared: Graph):
-    """Every other stream goes on, new connections are taken at once, and it comes back."""
+    """Every other stream continues, new connections are accepted at once, and the Frontend is
+    restarted."""
     streams = [Stream(shared.url, number, LONG) for number in range(CONNECTIONS)]
     expected = [Stream(shared.url, number, LONG) for number in range(CONNECTIONS)]
     answers = [asyncio.create_task(stream.run()) for stream in streams]

@@ -1,4 +1,4 @@
-"""Workers that join and leave a graph under load: nobody's request fails."""
+"""Workers that join and leave a graph under load: no request fails."""
 
 import asyncio
 import contextlib
@@ -126,5 +126,5 @@ async def _until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
 
 
 def _health(process: ProcessState) -> dict:
-    """Also of a process that is on its way out, and says 503."""
+    """The process's health, also if it leaves and answers 503."""
     return httpx.get(f"{process.status_url}/health", timeout=10).json()

@@ -1,4 +1,4 @@
-"""Decode workers that are lost amid their answers: every stream goes on, token for token."""
+"""Decode workers that are lost during their answers: every stream continues, token for token."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A prefill engine whose KV would be wrong writes none, and says why."""
+"""A prefill engine with KV that would be wrong writes none, and reports why."""
 
 import json
 

@@ -64,7 +64,7 @@ def failures(*graphs: Graph) -> dict[str, float]:
 
 
 def reasons(*graphs: Graph) -> str:
-    """What the logs of decode workers say of remote prefills that came to nothing."""
+    """The log lines of decode workers about failed remote prefills."""
     logs = [log for graph in graphs for log in graph.directory.glob("**/logs/VllmWorker-*.log")]
     lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
     return "\n".join(line for line in lines if "attempt" in line)

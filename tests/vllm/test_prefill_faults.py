@@ -37,9 +37,9 @@ def graph(slow: Graph) -> Graph:
 
 
 async def test_a_hung_engine_costs_waiting_but_no_answer(graph: Graph, reference: PlainServer):
-    """The worker lives and claims, but nothing is computed. It says so, and nobody waits
-    for it any more; the blocks of what it has claimed stay out of use until the engine
-    has said that it will not write."""
+    """The worker is alive and claims, but nothing is computed. It reports itself as unhealthy,
+    and no request waits for it any more. The blocks of its claimed attempts stay in quarantine
+    until the engine has reported that it will not write."""
     waiting, more = longs(QUEUE_SIZE, seed=400), longs(1, seed=401)
     expected = await tokens_of(reference.url, [*waiting, *more])
     await graph.settled()
@@ -72,8 +72,8 @@ async def test_a_hung_engine_costs_waiting_but_no_answer(graph: Graph, reference
 async def test_a_stopped_worker_leaves_the_graph_and_comes_back(
     graph: Graph, reference: PlainServer
 ):
-    """Stopped for longer than its lease lives, all of it: nobody waits for it any more,
-    and when it goes on it finds itself expelled and is started anew."""
+    """The whole worker is stopped for longer than its lease lives. No request waits for it any
+    more. When it continues, its lease is lost, and it is restarted."""
     first, rest = longs(3, seed=410), longs(3, seed=411)
     expected = await tokens_of(reference.url, [*first, *rest])
     await graph.settled()
@@ -133,7 +133,7 @@ async def test_what_a_killed_worker_had_written_is_not_computed_again(
 async def test_a_worker_that_does_not_fit_is_asked_for_nothing(
     graph: Graph, reference: PlainServer, tmp_path: Path
 ):
-    """Its KV has another dtype. It lives, but while the one that fits stands still all
+    """Its KV has another dtype. It is alive, but while the worker that fits is stopped, all
     prompts are local at once; none is queued for it."""
     requests = longs(3, seed=420)
     expected = await tokens_of(reference.url, requests)

@@ -127,7 +127,8 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete(text: str) -> str:
-    """Where an answer ends amid a character, the Rust edge sends what it has of it."""
+    """Where an answer ends in the middle of a character, the Rust edge sends the incomplete
+    part."""
     return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 

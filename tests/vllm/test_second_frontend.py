@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 CANARIES = "dynamo_lite_canaries_total"
 PARSER = "deepseek_r1"
-#: `</think>`, made likely enough to occur amid an answer.
+#: `</think>`, made likely enough to occur within an answer.
 END_OF_REASONING = {"511": 4.0}
 INTERVAL_S, TIMEOUT_S = 0.5, 1.0
 #: So often is looked who is due, and so often is tried again who has failed.

@@ -1,5 +1,5 @@
-"""A prefill worker that is slow, but works: who is not sent there, who goes first, and
-whose time is up."""
+"""A prefill worker that is slow, but works: which prompts are not sent there, which go first,
+and which reach their time limit."""
 
 import asyncio
 import json
@@ -124,8 +124,8 @@ async def test_short_and_urgent_prompts_pass_long_ones(roomy: Graph):
 
 
 async def test_what_the_worker_does_not_come_to_is_taken_back(roomy: Graph, reference: PlainServer):
-    """It has claimed as many jobs as it may, and hardly computes. It lives, so nobody gives it up;
-    the engine computes the others one after the other."""
+    """It has claimed as many jobs as it may, and hardly computes. It is alive, so it does not
+    count as lost; the engine computes the other prompts one after the other."""
     requests, others = longs(MAX_JOBS, seed=1250), longs(3, seed=1251, tokens=300)
     expected = await tokens_of(reference.url, requests)
     await works_remotely(roomy, reference, seed=1252)
@@ -174,8 +174,8 @@ async def _both_are_claimed(graph: Graph) -> None:
 async def test_a_remote_prefill_beyond_its_deadline_is_made_good_here(
     slow: Graph, reference: PlainServer
 ):
-    """The writer lives, and is amid the prompt when its time is up: it stops, and the blocks
-    that it was given are nobody's until then. What else is asked meanwhile is right, too."""
+    """The writer is alive, and computes the prompt when its time is up. It stops, and until
+    then its blocks are not reused. Answers to other requests are right, too."""
     (late,), others = longs(1, seed=1240, tokens=3000), longs(3, seed=1241, tokens=300)
     expected = await tokens_of(reference.url, [late, *others])
     await works_remotely(slow, reference, seed=1242)

@@ -1,7 +1,7 @@
 """A byte that changes between a writer's NIXL write and the decode engine's look at it.
 
-Whoever has an engine's metadata can write into its blocks: so can this test, while the
-writer is at a later chunk of the same prompt.
+Every process that has an engine's metadata can write into its blocks. This test does so while the
+writer computes a later chunk of the same prompt.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ class Spoiler:
         self._mover.add_peer("engine", self._rank.agent)
 
     async def meet(self, messaging: Messaging, engine_id: str) -> None:
-        """Connects; the engine must make progress for it, which an idle one does when told."""
+        """Connects. The engine must make progress for that; an idle engine does so after
+        `Listen`."""
         subject = names.listen_subject(NAMESPACE, engine_id)
         listen = Listen(writer_lease_id=1, for_s=_LISTEN_S)
         await messaging.request(subject, encode_sealed(listen), timeout_s=5.0)

@@ -119,7 +119,7 @@ def test_a_local_prefill_is_traced_up_to_its_decision(disagg: Graph, collector: 
 
 
 def test_what_nobody_asked_to_trace_is_not_traced(disagg: Graph, collector: Collector):
-    """No context, one that is none, and one that is not sampled."""
+    """No context, an invalid context, and a context that is not sampled."""
     before = collector.trace_ids
     asked(disagg, 700, 302, "")
     asked(disagg, 700, 303, "00-" + "g" * 32 + "-00f067aa0ba902b7-01")

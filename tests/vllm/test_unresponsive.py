@@ -22,7 +22,7 @@ UNRESPONSIVE = "dynamo_lite_workers_unresponsive"
 
 @pytest.fixture
 def graph(pair: Graph) -> Iterator[Graph]:
-    """Nothing of it is started anew for what is done here."""
+    """No process of it is restarted because of these tests."""
     before = [process.restarts for process in pair.processes()]
     yield pair
     assert [process.restarts for process in pair.processes()] == before
@@ -38,7 +38,7 @@ def longs(count: int, seed: int) -> list[dict]:
 
 @contextlib.asynccontextmanager
 async def stopped(pid: int, *, group: bool = False) -> AsyncIterator[None]:
-    """A process, or all of its group, stands still."""
+    """Stops a process, or its whole group, with SIGSTOP."""
     send = os.killpg if group else os.kill
     send(pid, signal.SIGSTOP)
     try:
@@ -104,8 +104,8 @@ async def both_work(graph: Graph, expected: list[list[int]], requests: list[dict
 async def test_a_decode_worker_that_stands_still_is_passed_over_and_comes_back(
     graph: Graph, reference: PlainServer, victim: str
 ):
-    """The whole worker is missed by its beats; of its engine alone the worker tells. What
-    runs there waits for it; what comes later is given to the other one."""
+    """A stopped worker is detected by missing heartbeats; a stopped engine is reported by its
+    worker. Running requests wait for it; later ones go to the other worker."""
     requests = shorts(8, seed=800, tokens=40)
     expected = await tokens_of(reference.url, requests)
     pid = graph.process("VllmWorker", 0).pid
@@ -149,7 +149,7 @@ async def test_a_worker_that_stands_still_for_long_loses_its_requests(
 async def test_nobody_waits_for_a_prefill_worker_that_stands_still(
     graph: Graph, reference: PlainServer
 ):
-    """What it has claimed, what is queued, and what is asked later: all local in seconds."""
+    """Claimed prompts, queued prompts and later prompts are all local within seconds."""
     requests, later, again = longs(6, seed=820), longs(2, seed=821), longs(2, seed=822)
     expected = await tokens_of(reference.url, [*requests, *later, *again])
     await graph.settled()

@@ -1,4 +1,4 @@
-"""A remote prefill as whoever watches the graph sees it: on the page, and by `top`."""
+"""A remote prefill as an observer of the graph sees it: on the page, and by `top`."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def page() -> Iterator[Page]:
 
 
 def prefill_remotely(graph: Graph, seed: int) -> None:
-    """A prompt that nobody has sent before."""
+    """Sends a prompt that was not sent before."""
     ask(graph.url, "completions", {"prompt": prompt_ids(1500, seed), "max_tokens": 2})
 
 

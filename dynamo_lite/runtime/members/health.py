@@ -110,8 +110,7 @@ class HealthMonitor:
         return self._messaging.connected
 
     def is_known_unwell(self, lease_id: int) -> bool:
-        """Whether the member's last heartbeat or a canary reports it as unhealthy, regardless
-        of missing heartbeats."""
+        """Whether its last heartbeat or a canary reports it as unhealthy; missing ones do not."""
         member = self._members.get(lease_id)
         return member is not None and not member.well
 
