@@ -35,9 +35,9 @@ class _Run:
 
 
 class NullEngine:
-    """DecodeEngine whose every step gives each running request `tokens_per_step` tokens.
+    """DecodeEngine that gives each running request `tokens_per_step` tokens in every step.
 
-    max_tokens: length of an answer whose request has no limit. A request ends with finish_reason
+    max_tokens: length of an answer to a request without a limit. A request ends with finish_reason
     "length"; its last step may be shorter. token_at: the token at a position of the answer to a
     prompt, for tests that must tell positions apart; otherwise every token is `token_id`.
     """

@@ -150,7 +150,7 @@ class EngineAnswer:
             self._wake()
 
     def left(self, silence_s: float) -> None:
-        """The engine accepts no connections any more. The answer goes on while it is not silent."""
+        """The engine accepts no connections any more. The answer continues while bytes arrive."""
         if not (self._left or self._ended):
             self._left, self._idle_s = True, min(silence_s, self._idle_s)
             self.touched = self._loop.time()

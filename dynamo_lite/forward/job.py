@@ -1,4 +1,4 @@
-"""One request on its way."""
+"""One request in flight."""
 
 from dataclasses import dataclass, field
 

@@ -19,8 +19,9 @@ SILENCE_S = 3.0
 IDLE_PERIOD_S = 1.0
 #: The shortest time between two messages of an engine, while there are few engines.
 _PERIOD_S = 0.02
-#: Every engine hears all others. A message costs about 60 us of a core (`benchmarks.scale`), so
-#: beyond this many in a second all engines send fewer; see `notice_period_s`.
+#: Every engine receives the messages of all others. A message costs about 60 us of a core
+#: (`benchmarks.scale`), so beyond this many in a second all engines send fewer; see
+#: `notice_period_s`.
 _NOTICES_PER_S = 1000.0
 #: How often the queue's depth is read, by one engine for all.
 _READING_PERIOD_S = 0.25

@@ -89,7 +89,7 @@ def victim(candidates: Sequence[Candidate], *, force: bool = False) -> Victim | 
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving:
-    """A worker whose lease was revoked, as it was seen last."""
+    """A worker with a revoked lease, as it was last observed."""
 
     role: Role
     lease_id: int

@@ -21,8 +21,9 @@ from dynamo_lite.protocol.records import EndpointRecord
 
 __all__ = ("REASONS", "Choice", "KvPicker", "KvView", "LoadReport", "Shard")
 
-#: Why a worker was chosen: it was the only one; it had the session's last request; no other
-#: holds more of the prompt; none holds any of it; those that hold more are too busy; at random.
+#: Why a worker was chosen, in this order: it was the only one; it had the session's last request;
+#: no other worker holds more of the prompt; no worker holds any of it; workers that hold more are
+#: too busy; it was drawn at random.
 REASONS = ("only", "session", "prefix", "load", "balance", "lot")
 
 _MAX_SESSIONS = 65_536

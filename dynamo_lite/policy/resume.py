@@ -1,4 +1,4 @@
-"""After a writer is lost: ask another prefill worker for the rest, or compute it here?
+"""After a writer is lost: request the rest from another prefill worker, or compute it here?
 
 The blocks that the lost writer completed stay, so less is left to compute. Whether that is worth a
 remote prefill is then decided as for any prompt. This module decides whether another worker may be
@@ -48,8 +48,8 @@ def again(
 ) -> AskAgain | PrefillHere:
     """Whether a prompt may ask another prefill worker.
 
-    tries: how often it has asked. usable: prefill workers that respond and whose link is not known
-    to have failed. spent_s: since it asked first. left_s: until its time limit.
+    tries: number of its remote prefills so far. usable: prefill workers that respond and whose
+    link is not known to have failed. spent_s: since it asked first. left_s: until its time limit.
     """
     if outcome not in _OF_THE_WRITER:
         return PrefillHere(ResumeReason.NOT_THE_WRITER)

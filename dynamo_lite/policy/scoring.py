@@ -1,7 +1,7 @@
 """Filter, score and lot: which of several candidates takes a request. Amounts are prompt tokens.
 
-A filter leaves out candidates whose KV cache is full; a score says what each of the others would
-save and what is queued there; the best one is taken, or one is drawn.
+A filter leaves out candidates whose KV cache is full; a score weighs what each of the others would
+save against what is queued there; the best one is taken, or one is drawn.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Steal back: does a decode engine compute a queued prompt itself, now that this is cheaper?
 
-A prompt is decided once. After that the queue may slow down or stop: workers leave, stand still or
-get long prompts first. A queued remote prefill that no worker has claimed can be taken back without
+A prompt is decided once. After that the queue may slow down or stop: workers leave, hang or get
+long prompts first. A queued remote prefill that no worker has claimed can be taken back without
 danger, because no worker may write its blocks.
 
 Here:   target = local_s * (1 + streams) + max(0.1 s, 25 % of that)

@@ -208,7 +208,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SubmitReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Worker to frontend: what became of a `Submit`."""
+    """Worker to frontend: the reply to a `Submit`."""
 
     request_id: RequestId
     reply: Accepted | RequestRefused

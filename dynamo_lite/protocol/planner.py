@@ -96,7 +96,7 @@ SupervisorRequest = Counts | SupervisorOrder
 
 
 class SwitchState(msgspec.Struct, frozen=True, kw_only=True):
-    """A switch that a supervisor has been asked for."""
+    """A switch that was ordered from a supervisor."""
 
     component: Component
     #: Of the worker that drains.

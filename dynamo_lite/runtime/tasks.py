@@ -43,15 +43,15 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
 
 
 def log_failure(task: asyncio.Task[Any], exc: BaseException) -> None:
-    """The OnFailure of an owner that goes on without the task."""
+    """The OnFailure of an owner that continues without the task."""
     logger.error("task %s failed", task.get_name(), exc_info=exc)
 
 
 class OwnedTasks:
     """The tasks of one owner. An async context manager: leaving it ends them, as does `end`.
 
-    on_failure: called in the event loop as soon as a task has failed; the others go on.
-    on_end: called in the event loop whenever a task has ended.
+    on_failure: called in the event loop as soon as a task has failed; the others continue. on_end:
+    called in the event loop whenever a task has ended.
     """
 
     def __init__(

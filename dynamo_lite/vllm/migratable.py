@@ -1,4 +1,4 @@
-"""What vLLM's sampling parameters mean for a request that loses its worker.
+"""How vLLM's sampling parameters determine the migration of a request that loses its worker.
 
 To migrate, the generated tokens are appended to the prompt. According to vLLM's sampler, a
 choice that depends only on the token ids of prompt and output together stays the same. Other

@@ -128,8 +128,8 @@ class RemotePrefill:
     lane: Lane = Lane.LONG
     #: Place of the job in the queue. Read by the backlog on any thread.
     place: Place = _NOWHERE
-    #: Whether the engine still waits for the KV: until it hears that the KV came or will
-    #: not come. Read by `SingleFlight`.
+    #: Whether the engine still waits for the KV, until it learns that the KV came or will not
+    #: come. Read by `SingleFlight`.
     parked: bool = False
     #: Hashes of the awaited blocks that the engine will cache, while `parked`.
     hashes: Sequence[Hashable] = ()

@@ -1,10 +1,10 @@
 """Which requests wait for another request's remote prefill of the same prefix.
 
 A leader is a prompt that is parked until its KV comes. It leads from the allocation of
-its blocks until the engine hears that the KV came or will not come, or until the leader
-ends: at the leader's deadline at the latest. A follower holds no blocks and waits for one
-leader at a time. The engine looks at its prompt again in every step, as at every prompt
-that it cannot schedule; while the leader is parked that costs one look-up here.
+its blocks until the engine learns that the KV came or will not come, or until the leader ends, at
+its deadline at the latest. A follower holds no blocks and waits for one leader at a time. The
+engine looks at its prompt again in every step, as at every prompt that it cannot schedule; while
+the leader is parked that costs one look-up here.
 """
 
 import logging

@@ -124,7 +124,7 @@ class PrefillJobs:
                 await self._run_job(job)
 
     async def stop(self) -> None:
-        """Stops pulling; jobs that were pulled go on."""
+        """Stops pulling; pulled jobs continue."""
         self._pulling = False
         await self._queue.stop_pulling()
 
@@ -141,7 +141,7 @@ class PrefillJobs:
 
     @property
     def claimed(self) -> list[tuple[RemotePrefillRequest, int]]:
-        """Jobs whose claim was sent and may have been granted, with the claim's number."""
+        """Jobs with a claim that was sent and may have been granted, with the claim's number."""
         held = self._claims.held
         return [(self.working[attempt], number) for attempt, number in held.items()]
 

@@ -79,7 +79,7 @@ class WriteNotifications:
     def _share(
         self, write: BlockWrite, peer: RemoteRank, sampled: list[int], value: int
     ) -> dict[str, Any]:
-        """What a notification says of this rank's part of the blocks."""
+        """The fields of a notification about this rank's part of the blocks."""
         return {
             "attempt": write.attempt,
             "rank": self.rank,
