@@ -95,11 +95,9 @@ class Arena:
             )
 
 
-async def reference(
-    directory: Path, say: Say, asked: list[Question] | None = None
-) -> tuple[list[Question], dict[str, Answer]]:
-    """The questions, those of a storm if none are given, and what one plain engine answers."""
-    asked = questions() if asked is None else asked
+async def reference(directory: Path, say: Say) -> tuple[list[Question], dict[str, Answer]]:
+    """The questions, and what one plain engine answers."""
+    asked = questions()
     say(f"{len(asked)} questions to a plain vLLM server")
     server = PlainServer(directory / "plain", CONFIG)
     server.start()

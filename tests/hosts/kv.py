@@ -1,7 +1,12 @@
-"""Real engines on hosts: what a plain engine says, and their blocks."""
+"""Real engines on hosts: KV goes over the network that is cut, while clients stream."""
 
-from collections.abc import Callable
-from pathlib import Path
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from openai import AsyncOpenAI
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.errors import DynamoLiteError
@@ -9,25 +14,58 @@ from dynamo_lite.protocol.prefill import EngineStatus, decode_engine_status
 from dynamo_lite.protocol.records import decode_engine
 from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.tasks import running
 from tests.builders import eventually
-from tests.chaos.arena import reference
-from tests.hosts.load import Known, streamed
 from tests.hosts.rig import NAMESPACE, Rig
 from tests.vllm.asking import prompt_ids
 
-_REST_S = 240.0
+#: Longer than a lease, with the time until its end is noticed.
+_PARTED_S = 20.0
+_AGAIN_S = 240.0
 _TOKENS = 24
-#: The last three are long enough for a remote prefill.
-_PROMPTS = (40, 400, 900, 1500)
+_CLIENTS = 2
 
 
-async def plain_answers(directory: Path, say: Callable[[str], None]) -> Known:
-    """What one plain engine says."""
-    asked = [
-        streamed(f"prompt-{length}", prompt_ids(length, seed=length), _TOKENS)
-        for length in _PROMPTS
-    ]
-    return Known(*await reference(directory, say, asked))
+@dataclass
+class Streams:
+    """Clients of the Frontend. right: each prompt's answer while nothing was wrong."""
+
+    client: AsyncOpenAI
+    prompts: Sequence[list[int]]
+    right: list[str] = field(default_factory=list)
+    ended: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    async def learn(self) -> None:
+        self.right = [await self._ask(prompt) for prompt in self.prompts]
+
+    async def keep_asking(self) -> None:
+        while True:
+            for prompt, right in zip(self.prompts, self.right, strict=True):
+                try:
+                    said = await self._ask(prompt)
+                except Exception as exc:
+                    self.wrong.append(f"{len(prompt)} tokens: {exc!r}")
+                else:
+                    self.ended += 1
+                    if said != right:
+                        self.wrong.append(f"{len(prompt)} tokens: {said!r} instead of {right!r}")
+
+    async def more(self, number: int) -> None:
+        before = self.ended
+        await eventually(lambda: self.ended >= before + number, _AGAIN_S)
+
+    async def _ask(self, prompt: list[int]) -> str:
+        """With a salt of its own, so that no engine knows the prompt."""
+        stream = await self.client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=_TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "cache_salt": secrets.token_hex(4)},
+        )
+        return "".join([piece.choices[0].text async for piece in stream if piece.choices])
 
 
 async def engines(rig: Rig) -> list[EngineStatus]:
@@ -48,21 +86,69 @@ async def engines(rig: Rig) -> list[EngineStatus]:
 
 
 async def at_rest(rig: Rig, free_blocks: int | None = None) -> int:
-    """Returns the free blocks of all decode engines when nothing is under way, and as many are free
-    as asked for. Raises AssertionError if that takes too long."""
-    seen: list[EngineStatus] = []
+    """Returns the free blocks when nothing is under way, and as many are free as asked for."""
+    free: list[int] = []
 
     async def still() -> bool:
         try:
-            seen[:] = await engines(rig)
-        except DynamoLiteError:
+            [engine] = await engines(rig)
+        except (DynamoLiteError, ValueError):
             return False
-        busy = any(engine.quarantined or engine.waiting for engine in seen)
-        return not busy and free_blocks in (None, sum(engine.free_blocks for engine in seen))
+        free[:] = [engine.free_blocks]
+        busy = engine.quarantined or engine.waiting
+        return not busy and free_blocks in (None, engine.free_blocks)
 
+    await eventually(still, _AGAIN_S)
+    return free[0]
+
+
+def cuts(rig: Rig) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    """Between the decode worker and the prefill worker, and between those and the servers."""
+    decode = [program.host for program in rig.services["VllmWorker"]]
+    prefill = [program.host for program in rig.services["PrefillWorker"]]
+    return {
+        "decode-parted-from-prefill": lambda: rig.parted(decode, prefill),
+        "decode-hears-no-prefill": lambda: rig.deaf(decode, prefill),
+        "prefill-hears-no-decode": lambda: rig.deaf(prefill, decode),
+        "prefill-parted-from-servers": lambda: rig.parted(prefill, rig.server_hosts),
+        "prefill-host-vanishes": lambda: rig.unplugged(prefill[0]),
+    }
+
+
+async def play_all(rig: Rig, say: Callable[[str], None]) -> int:
+    """Every cut under load. Returns after how many something was wrong."""
+    [url] = rig.frontends
+    failed = 0
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        prompts = [prompt_ids(length, seed=length) for length in (40, 400, 900, 1500)]
+        streams = Streams(client, prompts)
+        await streams.learn()
+        free_blocks = await at_rest(rig)
+        for name, cut in cuts(rig).items():
+            streams.wrong.clear()
+            trouble = await _play(rig, streams, cut, free_blocks)
+            failed += bool(trouble)
+            say(f"{name:36} {streams.ended} answers; " + ("; ".join(trouble) or "right"))
+    return failed
+
+
+async def _play(
+    rig: Rig,
+    streams: Streams,
+    cut: Callable[[], AbstractContextManager[None]],
+    free_blocks: int,
+) -> list[str]:
     try:
-        await eventually(still, _REST_S)
-    except TimeoutError as exc:
-        found = [(e.free_blocks, e.waiting, e.quarantined) for e in seen]
-        raise AssertionError(f"not at rest with {free_blocks} free blocks: {found}") from exc
-    return sum(engine.free_blocks for engine in seen)
+        async with (
+            running(streams.keep_asking(), name="one client"),
+            running(streams.keep_asking(), name="another"),
+        ):
+            await streams.more(4)
+            with cut():
+                await asyncio.sleep(_PARTED_S)
+                await streams.more(4)
+            await streams.more(4)
+        await at_rest(rig, free_blocks)
+    except TimeoutError:
+        return ["no answers, or blocks are missing", *streams.wrong]
+    return streams.wrong

@@ -23,46 +23,41 @@ from tests.process.switch_graph import told
 from tests.vllm.asking import prompt_ids
 
 _PAUSE_S = 0.05
+#: Of each Frontend.
+_CLIENTS = 4
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is asked, and what is right. free_blocks: of all decode engines at rest; None: they have
-    none."""
+    """What is asked, and what is right, by the question's name."""
 
     asked: list[Question]
     right: dict[str, Answer]
-    free_blocks: int | None = None
 
 
 def told_questions() -> Known:
-    """For null engines, which say how they answer: short answers, and some of 12 s."""
+    """Short answers, and some of 12 s, as the null engines give them."""
     asked: list[Question] = []
     right: dict[str, Answer] = {}
     for number, tokens in enumerate((30, 60, 60, 120, 120, 600)):
-        one = streamed(f"told-{number}", prompt_ids(20, seed=number), tokens)
-        wanted = [told(one.body["prompt"], position) for position in range(tokens)]
-        asked.append(one)
+        prompt = prompt_ids(20, seed=number)
+        body = {
+            **{"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0},
+            **{"ignore_eos": True, "return_token_ids": True},
+            **{"stream": True, "stream_options": {"include_usage": True}},
+        }
+        asked.append(one := Question(f"told-{number}", body))
+        wanted = [told(prompt, position) for position in range(tokens)]
         right[one.name] = Answer(tokens={0: wanted}, finish={0: "length"}, usage=tokens)
     return Known(asked, right)
-
-
-def streamed(name: str, prompt: list[int], tokens: int) -> Question:
-    """A greedy completion of so many tokens."""
-    body = {
-        **{"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0},
-        **{"ignore_eos": True, "return_token_ids": True},
-        **{"stream": True, "stream_options": {"include_usage": True}},
-    }
-    return Question(name, body)
 
 
 class Clients:
     """Async context manager: those who ask one Frontend over HTTP."""
 
-    def __init__(self, frontend: Program, known: Known, clients: int):
+    def __init__(self, frontend: Program, known: Known):
         self.frontend = frontend
-        self._known, self._clients = known, clients
+        self._known = known
         self._loads: list[Load] = []
         self._stack = AsyncExitStack()
 
@@ -84,7 +79,7 @@ class Clients:
             self._known.asked,
             self._known.right,
             seed=len(self._loads),
-            clients=self._clients,
+            clients=_CLIENTS,
             pause_s=_PAUSE_S,
             cancels=0.0,
             host=self.frontend.host.address,

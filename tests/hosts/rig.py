@@ -33,13 +33,11 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class Kind:
-    """What runs on the hosts. options: of every command. services: how many hosts of each.
-    clients: of each Frontend."""
+    """What runs on the hosts. options: of every command. services: how many hosts of each."""
 
     graph: str
     options: tuple[str, ...]
     services: dict[str, int]
-    clients: int
 
 
 NULL = Kind(
@@ -49,15 +47,13 @@ NULL = Kind(
         *("--Graph.grace-s=10", "--Graph.restart-max-s=1"),
     ),
     services={"Frontend": 2, "VllmWorker": 2},
-    clients=4,
 )
 """Decode workers whose engines compute nothing."""
 
 VLLM = Kind(
     graph="graphs.disagg:Frontend",
     options=("-f", "configs/chaos.yaml", "--Common.queue.replicas=3"),
-    services={"Frontend": 2, "VllmWorker": 2, "PrefillWorker": 2},
-    clients=1,
+    services={"Frontend": 1, "VllmWorker": 1, "PrefillWorker": 1},
 )
 """vLLM with the tiny model; KV goes over TCP from host to host."""
 
@@ -117,6 +113,10 @@ class Rig:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    @property
+    def frontends(self) -> list[str]:
+        return [f"http://{one.host.address}:{HTTP_PORT}" for one in self.services["Frontend"]]
 
     @property
     def programs(self) -> list[Program]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from dynamo_lite.protocol import names
 from dynamo_lite.request_plane.framing import UNACKNOWLEDGED_TIMEOUT_S, parse_address
 from tests.builders import eventually
-from tests.hosts.kv import at_rest
 from tests.hosts.load import Clients, Jobs, Known
 from tests.hosts.network import Host
 from tests.hosts.program import Program
@@ -237,7 +236,7 @@ async def _stream_ports(rig: Rig) -> list[tuple[Program, int]]:
 
 async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], None]) -> list[str]:
     """Runs it under load. What went wrong; empty if nothing did. say: gets what was asked."""
-    clients = [Clients(one, known, rig.kind.clients) for one in rig.services["Frontend"]]
+    clients = [Clients(one, known) for one in rig.services["Frontend"]]
     trouble: list[str] = []
     try:
         await rig.whole()
@@ -252,8 +251,6 @@ async def play(rig: Rig, scenario: Scenario, known: Known, say: Callable[[str], 
             await stage.goes_on()
             if missing := await jobs.missing(_AGAIN_S):
                 trouble.append(f"{len(missing)} jobs never came: {jobs}")
-        if known.free_blocks is not None:
-            await at_rest(rig, known.free_blocks)
         say(f"{sum(one.right for one in clients)} answers, {jobs}")
         if not jobs.pushed:
             trouble.append("no job was pushed")
