@@ -28,6 +28,8 @@ class ChoiceTally:
     forced: Mapping[str, Side] = field(default_factory=dict[str, Side])
     #: The side taken, of the prompts that had a choice.
     taken: dict[str, Side] = field(default_factory=dict[str, Side])
+    #: Those of them that found a job at every prefill worker, or more.
+    crowded: set[str] = field(default_factory=set[str])
     #: What the costs said, beside the side that the thresholds would take.
     opinions: Counter[tuple[Side, str]] = field(default_factory=Counter[tuple[Side, str]])
     #: As the engines know them: realised costs, and what the other side would have saved.
@@ -101,6 +103,8 @@ class Choice:
                 kind = Local if side == "local" else Remote
                 verdict = kind(DecisionReason.EXPLORED)
             self._tally.taken[name] = side
+            if queue.jobs >= queue.prefill_workers:
+                self._tally.crowded.add(name)
         if self._learns:
             self._chosen[name] = _Chosen(side_of(verdict), now, cached, opinion)
         return verdict
