@@ -1,6 +1,7 @@
 """Starts graphs and single HTTP servers for the benchmarks, reads their metrics, ends them."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,9 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from dynamo_lite.serve.run_state import ProcessState, RunState, read_run
 
@@ -21,14 +25,17 @@ BENCH_MODEL = ROOT / ".dynamo-lite" / "models" / "bench"
 _START_S = 240.0
 _STOP_S = 90.0
 _POLL_S = 0.1
+#: Most time until all parts of a process use a changed live option.
+_FOLLOW_S = 30.0
 
 
 @dataclass(frozen=True)
 class RunningGraph:
-    """run: what `run.json` said when the graph was ready."""
+    """run: what `run.json` said when the graph was ready. folder: its state directory."""
 
     pid: int
     run: RunState
+    folder: Path
 
     @property
     def port(self) -> int:
@@ -37,12 +44,42 @@ class RunningGraph:
     def process(self, service: str) -> ProcessState:
         return next(p for p in self.run.processes if p.service == service)
 
+    def engine_pid(self, service: str) -> int:
+        """The process with vLLM's engine core of the service's first process."""
+        family = psutil.Process(self.process(service).pid).children(recursive=True)
+        return next(each.pid for each in family if "EngineCore" in " ".join(each.cmdline()))
+
     def metrics(self, service: str) -> dict[str, float]:
         """The samples of the service's first process: `name{labels}` to value."""
-        with urllib.request.urlopen(f"{self.process(service).status_url}/metrics", timeout=5) as r:
-            lines = r.read().decode().splitlines()
+        lines = self._status(service, "metrics").decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
+
+    def set_options(self, service: str, **values: str) -> None:
+        """Sets live options of a service (snake_case) and waits until its first process and its
+        engine use them. Raises CalledProcessError, TimeoutExpired and TimeoutError."""
+        before = self._options(service)["version"]
+        edits = [f"{service}.{name.replace('_', '-')}={value}" for name, value in values.items()]
+        command = [sys.executable, "-m", "dynamo_lite.cli.cli", "config", "set", *edits]
+        command += ["--state-dir", str(self.folder)]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=_FOLLOW_S)
+        deadline = time.monotonic() + _FOLLOW_S
+        while not _follows(self._options(service), before + 1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{service} does not follow {' '.join(edits)}")
+            time.sleep(_POLL_S)
+
+    def _options(self, service: str) -> dict[str, Any]:
+        return json.loads(self._status(service, "health"))["options"]
+
+    def _status(self, service: str, path: str) -> bytes:
+        with urllib.request.urlopen(f"{self.process(service).status_url}/{path}", timeout=5) as r:
+            return r.read()
+
+
+def _follows(options: dict[str, Any], version: int) -> bool:
+    engine = options["engine_version"]
+    return options["version"] >= version and (engine is None or engine >= version)
 
 
 def make_bench_model() -> None:
@@ -78,7 +115,8 @@ def running_graph(
                 start_new_session=True,
             )
         try:
-            yield RunningGraph(process.pid, _until_ready(process, Path(folder), log_path))
+            run = _until_ready(process, Path(folder), log_path)
+            yield RunningGraph(process.pid, run, Path(folder))
         finally:
             end(process)
 

@@ -2,20 +2,30 @@
 
     python -m benchmarks.regret                 # five loads, thresholds and learned costs
     python -m benchmarks.regret --quick --json regret.json
+    python -m benchmarks.regret --samples 0 --groups 8
 
 It plays loads in `dynamo-lite simulate`'s engine model, with the shipped policies. The best
 thresholds are found afterwards, by playing a grid. For a sample of the decisions the same load is
 played again with that one reversed, and the times of the requests near it are compared.
+
+With --groups the decisions of the costs are divided by their side, the prompt's length and whether
+the prefill workers were busy. Each group is divided into so many parts at random, and the load is
+played again with one part reversed. A group's regret is what its parts would have saved on average,
+or 0; all of them together are the regret of the load. Intervals are of 95 % confidence.
 """
 
 import argparse
 import json
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import intervals
 from dynamo_lite.capacity.compare import parse_counts
+from dynamo_lite.capacity.group_regret import Group, GroupGains, group_gains
 from dynamo_lite.capacity.options import GraphOptions
 from dynamo_lite.capacity.regret import Play, waiting_s
 from dynamo_lite.capacity.request import Request
@@ -105,17 +115,58 @@ def _gains(row: dict[str, Any]) -> str:
     return f"{gain:7.0f} +-{error:4.0f} {row['share']:5.0%}"
 
 
+def by_groups(found: Sequence[GroupGains], cost_s: float) -> dict[str, Any]:
+    """The regret of each group and of all of them. cost_s: waiting of all requests.
+
+    share: of the waiting, with the half width of its interval. unknown: decisions of groups that
+    are too small to measure. A gain below 0 is no regret, but its interval counts.
+    """
+    rows: list[dict[str, Any]] = []
+    for one in found:
+        if one.gains_s:
+            gain = intervals.of_mean(one.gains_s)
+            row = {"name": group_name(one.group), "decisions": one.decisions}
+            rows.append({**row, **asdict(gain)})
+    regret_s = sum(max(row["mean"], 0.0) * row["decisions"] for row in rows)
+    margin_s = math.hypot(*((row["high"] - row["mean"]) * row["decisions"] for row in rows))
+    return {
+        "groups": rows,
+        "share": regret_s / cost_s,
+        "margin": margin_s / cost_s,
+        "unknown": sum(one.decisions for one in found if not one.gains_s),
+    }
+
+
+def group_name(group: Group) -> str:
+    tokens = "longer" if math.isinf(group.tokens) else f"up to {group.tokens:,} tokens"
+    return f"{group.side}, {tokens}, {'busy' if group.crowded else 'free'}"
+
+
+def print_groups(regret: dict[str, Any]) -> None:
+    for row in regret["groups"]:
+        mean, low, high = (1e3 * row[part] for part in ("mean", "low", "high"))
+        gain = f"{mean:8.0f} ms ({low:.0f} to {high:.0f})"
+        print(f"          {row['name']:34} {row['decisions']:6,} {gain}")
+    share = f"{regret['share']:.1%} +-{regret['margin']:.1%} of the waiting"
+    print(f"          regret by groups: {share}; {regret['unknown']:,} decisions not measured")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", default="2P4D")
     parser.add_argument("--timing", default="gpu_like")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--samples", type=int, default=60, help="decisions reversed per run")
+    parser.add_argument("--groups", type=int, default=0, help="parts of each group (default: none)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.groups == 1:
+        parser.error("--groups: an interval needs at least 2 parts")
     timing: Timing = read_timing(given.timing)
     seconds, samples = (30.0, 5) if given.quick else (given.seconds, given.samples)
     print(
@@ -137,6 +188,11 @@ def main() -> None:
             )
             report[kind] = measured(play, samples)
             print(line(kind, report[kind]), flush=True)
+            if given.groups:
+                cost_s = report[kind]["cost"]["cost_s"]
+                found = group_gains(play, "cost", given.groups, given.seed)
+                report[kind]["by_groups"] = by_groups(found, cost_s)
+                print_groups(report[kind]["by_groups"])
     except KeyboardInterrupt:
         print("interrupted")
     print(f"{time.monotonic() - began:.0f} s")

@@ -28,6 +28,8 @@ class ChoiceTally:
     forced: Mapping[str, Side] = field(default_factory=dict[str, Side])
     #: Prompts that had a choice, by the side taken.
     taken: dict[str, Side] = field(default_factory=dict[str, Side])
+    #: Those of them that found a job at every prefill worker, or more.
+    crowded: set[str] = field(default_factory=set[str])
     #: What the costs said, with the side that the thresholds would take.
     opinions: Counter[tuple[Side, str]] = field(default_factory=Counter[tuple[Side, str]])
     #: Realised costs, and what the other side would have saved, as the engines know them.
@@ -101,6 +103,8 @@ class Choice:
                 kind = Local if side == "local" else Remote
                 verdict = kind(DecisionReason.EXPLORED)
             self._tally.taken[name] = side
+            if queue.jobs >= queue.prefill_workers:
+                self._tally.crowded.add(name)
         if self._learns:
             self._chosen[name] = _Chosen(side_of(verdict), now, cached, opinion)
         return verdict

@@ -4,7 +4,7 @@ that one decision reversed and all others as they were."""
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dynamo_lite.capacity.options import Counts, GraphOptions
@@ -74,10 +74,7 @@ class Play:
         taken = dict(result.graph.tally.choices.taken)
         cost_s = waiting_s(result, self.timing)
         drawn = random.Random(seed).sample(sorted(taken), min(samples, len(taken)))
-        gains: list[float] = []
-        for name in drawn:
-            other: Side = "local" if taken[name] == "remote" else "remote"
-            gains.append(self._saved_s(result, int(name), {**taken, name: other}))
+        gains = [self._saved_s(result, int(name), reversed_for(taken, [name])) for name in drawn]
         counted = max(len(gains), 1)
         return Regret(
             cost_s=cost_s,
@@ -101,6 +98,14 @@ class Play:
             if at_s - _BEFORE_S <= one.arrival_s <= at_s + _AFTER_S
             and not math.isnan(then[i] - now[i])
         )
+
+
+def reversed_for(taken: Mapping[str, Side], names: Iterable[str]) -> dict[str, Side]:
+    """The sides taken, with the other one for these requests."""
+    others: dict[str, Side] = {}
+    for name in names:
+        others[name] = "local" if taken[name] == "remote" else "remote"
+    return {**taken, **others}
 
 
 def _standard_error(values: Sequence[float]) -> float:

@@ -4,10 +4,15 @@ The state are the weighted moments of the measurements (the information form of 
 squares), so a direction that was not measured lately keeps its last estimate: it is not forgotten,
 and nothing overflows. Errors are relative: a measurement of twice the size may miss by twice as
 much.
+
+The first measurements have no prediction, so their errors are relative to themselves: low ones
+weigh most, and where measurements are few and spread the fit is too low. It also follows slowly
+when everything takes longer by a factor, because unusual errors are clipped. `mean_ratio` corrects
+both: it clips only what is more than twice as expected.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 #: Residuals are clipped at this many robust standard deviations.
 _CLIP = 3.0
@@ -17,6 +22,10 @@ _SIGMA_PER_MAD = 1.4826
 _FEW = 8
 #: Measurements between two solutions, once there are some.
 _SOLVE_EVERY = 16
+#: For `mean_ratio`: weight of all earlier measurements of a kind when a new one is added.
+_RATIO_FADE = 0.95
+#: There a ratio counts up to so much more than 1, or up to what is usual if that is more.
+_RATIO_CLIP = 1.0
 #: Added to the diagonal of the scaled moments: features that always occur together share.
 _RIDGE = 1e-6
 #: Rescaled before it underflows.
@@ -36,6 +45,44 @@ class RunningMedian:
         self.value = min(max(moved, self._least), self._most)
 
 
+class _Latest:
+    """The latest measurements of one kind beside a fit that changes.
+
+    measured, row: faded sums of the values and of their rows, both divided by what was predicted
+    when they were added. So the mean ratio to a newer fit needs no old measurement.
+    """
+
+    def __init__(self, size: int):
+        self.measured, self.row = 0.0, [0.0] * size
+        #: Those from before there was a prediction: rows, values and weights.
+        self._first: list[tuple[Sequence[float], float, float]] = []
+
+    def add(
+        self,
+        row: Sequence[float],
+        value: float,
+        weight: float,
+        predicted: float,
+        predict: Callable[[Sequence[float]], float],
+    ) -> None:
+        """predicted: 0 while there is no prediction."""
+        if predicted <= 0:
+            self._first = [*self._first, (row, value, weight)][-_FEW:]
+            return
+        for early, its_value, its_weight in self._first:
+            self._add(early, its_value, its_weight, predict(early))
+        self._first = []
+        self._add(row, value, weight, predicted)
+
+    def _add(self, row: Sequence[float], value: float, weight: float, predicted: float) -> None:
+        if predicted <= 0:
+            return
+        fade = _RATIO_FADE if weight == 1.0 else _RATIO_FADE**weight
+        share = weight / predicted
+        self.measured = self.measured * fade + share * value
+        self.row = [old * fade + share * new for old, new in zip(self.row, row, strict=True)]
+
+
 class _Moments:
     """Weighted moments of one kind of measurement, all of them divided by `unit`."""
 
@@ -48,6 +95,7 @@ class _Moments:
         self.newest_at = -math.inf
         #: Median amount of the relative error.
         self.error = RunningMedian(0.3)
+        self.latest = _Latest(size)
 
     def rescale(self) -> None:
         self.products = [[value * self.unit for value in row] for row in self.products]
@@ -92,19 +140,29 @@ class LeastSquares:
     def predict(self, row: Sequence[float]) -> float:
         return sum(map(float.__mul__, self.coefficients, map(float, row)))
 
+    def mean_ratio(self, kind: int = 0) -> float:
+        """Mean of measured / predicted by the present fit, over the latest few dozen measurements
+        of a kind; 1 before there are enough. A prediction times this has the right mean."""
+        latest = self._kinds[kind].latest
+        predicted = self.predict(latest.row)
+        return latest.measured / predicted if predicted > 0 else 1.0
+
     def add(
         self, row: Sequence[float], value: float, now: float, *, kind: int = 0, weight: float = 1.0
     ) -> None:
         """row: features >= 0. value: above 0. weight: of how many measurements it is the mean."""
         moments = self._kinds[kind]
         expected = self.predict(row) if moments.added >= _FEW else 0.0
+        measured = value
         if expected > 0:
             error = value / expected - 1
             most = _CLIP * self.sigma(kind)
             moments.error.add(abs(error))
             value = expected * (1 + min(max(error, -most), most))
+            measured = expected * (1 + min(error, max(most, _RATIO_CLIP)))
         if value <= 0:
             return
+        moments.latest.add(row, measured, weight, expected, self.predict)
         moments.added += 1
         fade = self._forgetting if weight == 1.0 else self._forgetting**weight
         moments.unit *= fade

@@ -123,7 +123,7 @@ class PrefillCosts:
         row = _remote_row(work, queue)
         each_s = _each_s(uncached, queue)
         wait_s = queue.earlier_tokens / uncached * each_s
-        remote_s = wait_s + self.remote.predict(row)
+        remote_s = wait_s + self.remote.predict(row) * self.remote.mean_ratio()
         gradient = (
             steps - 1.0,
             ahead.tokens + work.tokens * (1 + streams),

@@ -68,12 +68,14 @@ class StepTime:
     def decode_s(self, load: StepLoad) -> float:
         """Seconds of a step with the decoding sequences of `load`, and no prompt."""
         fixed, _, _, stream, kv = self.fit.coefficients
-        return fixed + stream * load.streams + kv * load.kv_tokens
+        seconds = fixed + stream * load.streams + kv * load.kv_tokens
+        return seconds * self.fit.mean_ratio(_DECODES)
 
     def work_s(self, work: PromptWork) -> float:
         """Seconds that these tokens add to the steps that compute them."""
         _, token, attention, _, _ = self.fit.coefficients
-        return token * work.tokens + attention * work.attention
+        seconds = token * work.tokens + attention * work.attention
+        return seconds * self.fit.mean_ratio(_PREFILLS)
 
     def pause_s(self, load: StepLoad, seconds: float) -> float:
         """By how much the prompts of a step made it longer."""

@@ -1,17 +1,24 @@
 """The decision by learned costs in the simulated graph, and its regret."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
+from benchmarks.regret import by_groups
 from dynamo_lite.capacity.compare import Setting, run_variant, variant
+from dynamo_lite.capacity.group_regret import Group, GroupGains, group_gains
 from dynamo_lite.capacity.options import Counts, GraphOptions
 from dynamo_lite.capacity.regret import Play, waiting_s
 from dynamo_lite.capacity.report import summary
 from dynamo_lite.capacity.request import Request
+from dynamo_lite.capacity.run import Result
 from dynamo_lite.capacity.timing import read_timing
 from dynamo_lite.capacity.traces import Shape, generate
+from dynamo_lite.policy.cost_policy import Side
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.protocol.options import PrefillPolicy
 
 TIMING = read_timing("gpu_like")
 OPTIONS = GraphOptions()
@@ -99,6 +106,61 @@ def test_a_reversed_decision_costs_what_the_others_wait_longer():
     assert regret.regret_s >= max(regret.gain_s, 0.0) and math.isfinite(regret.share)
     forced = waiting_s(made.run("thresholds", {**taken, "40": "local"}), TIMING)
     assert forced > 2 * waiting_s(made.run("thresholds", taken), TIMING)
+
+
+def test_every_decision_of_a_group_is_reversed_once():
+    made = play(load("burst", 6, 20))
+    result, reversals = made.run("cost"), list[set[str]]()
+    taken = result.graph.tally.choices.taken
+
+    class Repeated(Play):
+        """Plays nothing again. Remembers which decisions would have been reversed."""
+
+        def run(self, policy: PrefillPolicy, forced: Mapping[str, Side] | None = None) -> Result:
+            if forced is not None:
+                reversals.append({name for name in taken if forced[name] != taken[name]})
+            return result
+
+    again = Repeated(
+        requests=made.requests, timing=TIMING, options=made.options, counts=made.counts
+    )
+    found = group_gains(again, "cost", parts=3)
+    assert sum(one.decisions for one in found) == len(taken)
+    assert len({one.group for one in found}) == len(found) > 2
+    large = [one for one in found if one.decisions >= 3]
+    assert all(one.gains_s == ((0.0,) * 3 if one in large else ()) for one in found)
+    assert len(reversals) == 3 * len(large)
+    for number, one in enumerate(large):
+        parts = reversals[3 * number : 3 * number + 3]
+        assert sum(map(len, parts)) == len(set.union(*parts)) == one.decisions
+        for name in set.union(*parts):
+            assert taken[name] == one.group.side
+            assert made.requests[int(name)].prompt_tokens <= one.group.tokens
+
+
+def test_a_group_on_the_wrong_side_has_a_regret():
+    """Long prompts beside forty streams belong elsewhere, but the thresholds keep them here."""
+    streams = [Request(i / 100, 300, 600) for i in range(40)]
+    long = [Request(1.0 + i, 8000, 10) for i in range(4)]
+    here = replace(OPTIONS, thresholds=replace(OPTIONS.thresholds, max_local_prefill_length=10**6))
+    made = replace(play([*streams, *long], Counts(1, 1)), options=here)
+    (found,) = [one for one in group_gains(made, "thresholds", parts=2) if one.group.tokens > 512]
+    assert found.group == Group("local", 8192, False) and found.decisions == 4
+    assert min(found.gains_s) > 0
+
+
+def test_the_regret_of_groups_leaves_out_gains_below_zero():
+    wrong, right = Group("local", 512, False), Group("remote", 512, True)
+    found = [
+        GroupGains(wrong, 10, (0.1, 0.3)),
+        GroupGains(right, 100, (-0.5, -0.5)),
+        GroupGains(replace(right, crowded=False), 1, ()),
+    ]
+    regret = by_groups(found, cost_s=100.0)
+    assert regret["share"] == pytest.approx(10 * 0.2 / 100)
+    # Student's t of one degree of freedom, and a standard error of 0.1 s, for ten decisions.
+    assert regret["margin"] == pytest.approx(12.706 * 0.1 * 10 / 100)
+    assert regret["unknown"] == 1 and len(regret["groups"]) == 2
 
 
 def test_the_policy_is_a_variant_of_a_comparison():

@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,66 @@ def test_what_was_is_forgotten():
             tokens = rng.randrange(100, 1000)
             fit.add((1.0, tokens), 0.05 + slope * tokens, float(number))
         assert fit.coefficients[1] == pytest.approx(slope, rel=0.05)
+
+
+def remote(rng: random.Random) -> tuple[float, float, float]:
+    tokens = rng.randrange(500, 8000)
+    return 1.0, tokens, rng.randrange(16_000)
+
+
+def remote_s(row: tuple[float, float, float]) -> float:
+    return 0.05 + 2.5e-5 * row[1] + 1e-6 * row[2]
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.5])
+def test_few_spread_measurements_are_right_on_average(sigma: float):
+    off: list[float] = []
+    for seed in range(100):
+        rng, fit = random.Random(seed), LeastSquares(3, forgetting=0.99)
+        for number in range(20):
+            row = remote(rng)
+            noise = rng.lognormvariate(-sigma * sigma / 2, sigma)
+            fit.add(row, remote_s(row) * noise, float(number))
+        rows = [remote(rng) for _ in range(10)]
+        off += [fit.predict(row) * fit.mean_ratio() / remote_s(row) for row in rows]
+    assert statistics.fmean(off) == pytest.approx(1.0, abs=0.04)
+
+
+@pytest.mark.parametrize("factor", [1.5, 1 / 1.5])
+def test_a_factor_is_learned_within_a_few_dozen_measurements(factor: float):
+    rng, fit = random.Random(6), LeastSquares(3, forgetting=0.99)
+    for number in range(240):
+        row = remote(rng)
+        slower = 1.0 if number < 200 else factor
+        fit.add(row, slower * remote_s(row) * rng.lognormvariate(0, 0.05), float(number))
+    rows = [remote(rng) for _ in range(20)]
+    off = [fit.predict(row) * fit.mean_ratio() / remote_s(row) / factor for row in rows]
+    assert statistics.fmean(off) == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_ratio_of_an_exact_fit_is_one_and_an_outlier_counts_as_twice_as_expected():
+    rng, fit = random.Random(7), LeastSquares(3, forgetting=0.99)
+    assert fit.mean_ratio() == 1.0
+    for number in range(200):
+        row = remote(rng)
+        fit.add(row, remote_s(row), float(number))
+    assert fit.mean_ratio() == pytest.approx(1.0, abs=1e-3)
+    fit.add(row, 100 * remote_s(row), 200.0)
+    assert fit.mean_ratio() == pytest.approx(1.0 + 1 / 20, abs=1e-3)  # of about twenty
+
+
+def test_steps_that_take_longer_by_a_factor_are_predicted_so():
+    rng, times = random.Random(8), StepTime()
+    for number in range(700):
+        each = load(rng)
+        slower = 1.0 if number < 500 else 1.5
+        times.add(each, slower * seconds(each), float(number))
+    each = load(rng)
+    decode = StepLoad(0, 0.0, each.streams, each.kv_tokens)
+    assert times.decode_s(each) == pytest.approx(1.5 * seconds(decode), rel=0.1)
+    work = work_of(3000, 1000)
+    true_s = 1.5 * (STEP[1] * work.tokens + STEP[2] * work.attention)
+    assert times.work_s(work) == pytest.approx(true_s, rel=0.1)
 
 
 def test_one_kind_of_step_does_not_displace_the_other():

@@ -1,0 +1,224 @@
+"""Short and long prompts on one running graph, by thresholds and by learned costs, in pairs."""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks import intervals
+from benchmarks.client import Answer, connect
+from benchmarks.graph import ROOT, RunningGraph, interrupt_on_sigterm, running_graph
+from benchmarks.load import prompt_of
+
+#: Tokens of prompts, from and to.
+SHORT, LONG = (64, 256), (600, 3000)
+_TOKENS = 32
+#: Requests per second, as in a Poisson process, and the prompts that come at once half-way.
+_SHORT_PER_S, _LONG_PER_S, _BURST = 3.0, 0.5, 6
+#: Most plays before the first pair, in which the engine learns what prompts cost.
+_LEARNING = 10
+#: Share of the decisions by which the costs count as learned.
+_LEARNED = 0.5
+
+#: Side -> `prefill-policy`. In the shadow the thresholds decide, and the engine goes on learning.
+SIDES = {"thresholds": "shadow", "cost": "cost"}
+_DECISIONS, _OPINIONS = (
+    "dynamo_lite_prefill_decisions_total",
+    "dynamo_lite_prefill_opinions_total",
+)
+
+_ABOUT = f"""\
+One decode worker and one prefill worker with the tiny model. A play has, per second,
+{_SHORT_PER_S:g} prompts of {SHORT[0]} to {SHORT[1]} tokens and {_LONG_PER_S:g} of
+{LONG[0]} to {LONG[1]}, and {_BURST} of the latter at once half-way. Each answer has {_TOKENS}
+tokens. A pair is two plays on the same graph, one after the other, with the same arrivals, but
+other tokens, so that no prefix cache has them:
+
+  thresholds  prefill-policy: shadow, which decides by thresholds and goes on learning
+  cost        prefill-policy: cost
+
+Every second pair begins with the other one. Before the pairs the graph is played in the shadow
+until the costs are known. Prints the ratios cost / thresholds of the mean times, and what was
+decided why.
+"""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a play. at_s: after its start."""
+
+    at_s: float
+    prompt_tokens: int
+
+    @property
+    def long(self) -> bool:
+        return self.prompt_tokens >= LONG[0]
+
+
+@dataclass
+class Play:
+    """Seconds to the first token of short and of long prompts, and to the end of all. decisions:
+    `verdict/reason` to their number."""
+
+    short_s: list[float] = field(default_factory=list)
+    long_s: list[float] = field(default_factory=list)
+    total_s: list[float] = field(default_factory=list)
+    decisions: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def first_s(self) -> list[float]:
+        return self.short_s + self.long_s
+
+    def add(self, arrival: Arrival, answer: Answer) -> None:
+        (self.long_s if arrival.long else self.short_s).append(answer.first_s)
+        self.total_s.append(answer.total_s)
+
+
+Pair = dict[str, Play]
+
+ROWS: dict[str, Callable[[Play], list[float]]] = {
+    "first token": lambda play: play.first_s,
+    "first token, short": lambda play: play.short_s,
+    "first token, long": lambda play: play.long_s,
+    "end to end": lambda play: play.total_s,
+}
+
+
+def arrivals(seconds: float, seed: int) -> list[Arrival]:
+    """In order of time."""
+    rng = random.Random(seed)
+    made = [Arrival(seconds / 2, rng.randint(*LONG)) for _ in range(_BURST)]
+    for rate, lengths in ((_SHORT_PER_S, SHORT), (_LONG_PER_S, LONG)):
+        at_s = 0.0
+        while (at_s := at_s + rng.expovariate(rate)) < seconds:
+            made.append(Arrival(at_s, rng.randint(*lengths)))
+    return sorted(made, key=lambda arrival: arrival.at_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.mixed",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--pairs", type=int, default=8, help="default 8")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a play (default 20)")
+    parser.add_argument("--quick", action="store_true", help="two pairs of 10 s")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args()
+    if options.quick:
+        options.pairs, options.seconds = 2, 10.0
+    os.chdir(ROOT)
+    interrupt_on_sigterm()
+    pairs: list[Pair] = []
+    with running_graph("graphs.disagg:Frontend", "configs/disagg.yaml") as graph:
+        try:
+            asyncio.run(measure(graph, options.pairs, options.seconds, pairs))
+        except KeyboardInterrupt:
+            print("\nstopped early; what there is:\n", file=sys.stderr)
+    report(pairs)
+    if options.json:
+        found = [{side: asdict(play) for side, play in pair.items()} for pair in pairs]
+        options.json.write_text(json.dumps(found, indent=2))
+
+
+async def measure(graph: RunningGraph, count: int, seconds: float, into: list[Pair]) -> None:
+    """Appends each pair when it is whole."""
+    await _learn(graph, seconds)
+    for number in range(count):
+        pair: Pair = {}
+        for side in SIDES if number % 2 == 0 else reversed(SIDES):
+            await asyncio.to_thread(graph.set_options, "VllmWorker", prefill_policy=SIDES[side])
+            pair[side] = await _play(graph, arrivals(seconds, number), random.Random())
+        into.append(pair)
+        print(f"pair {number + 1} of {count}: {_described(pair)}", file=sys.stderr, flush=True)
+
+
+async def _learn(graph: RunningGraph, seconds: float) -> None:
+    """Returns when the costs of most prompts are known. Exits if that takes too long."""
+    await asyncio.to_thread(graph.set_options, "VllmWorker", prefill_policy="shadow")
+    said: Counter[str] = Counter()
+    for number in range(_LEARNING):
+        before = _counted(graph, _OPINIONS, "costs")
+        await _play(graph, arrivals(seconds, -1 - number), random.Random())
+        said = Counter(_counted(graph, _OPINIONS, "costs"))
+        said.subtract(before)
+        known = said["local"] + said["remote"] + said["close"]
+        if known >= _LEARNED * said.total() > 0:
+            return
+    sys.exit(f"the costs are not known after {_LEARNING} plays: {dict(said)}")
+
+
+async def _play(graph: RunningGraph, plan: Sequence[Arrival], rng: random.Random) -> Play:
+    play, loop = Play(), asyncio.get_running_loop()
+    before, began = _counted(graph, _DECISIONS, "verdict", "reason"), loop.time()
+
+    async def ask(arrival: Arrival, prompt: list[int]) -> None:
+        await asyncio.sleep(began + arrival.at_s - loop.time())
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0}
+        async with connect(graph.port) as connection:
+            answer = await connection.stream("/v1/completions", {**body, "ignore_eos": True})
+        play.add(arrival, answer)
+
+    async with asyncio.TaskGroup() as group:
+        for arrival in plan:
+            group.create_task(ask(arrival, prompt_of(arrival.prompt_tokens, rng)))
+    made = Counter(_counted(graph, _DECISIONS, "verdict", "reason"))
+    made.subtract(before)
+    play.decisions = {name: count for name, count in made.items() if count}
+    return play
+
+
+def _counted(graph: RunningGraph, metric: str, *labels: str) -> dict[str, float]:
+    """The decode worker's samples of a metric: the values of these labels, joined by `/`."""
+    found: Counter[str] = Counter()
+    for name, value in graph.metrics("VllmWorker").items():
+        kind, _, rest = name.partition("{")
+        if kind == metric:
+            values = dict(part.split("=", 1) for part in rest.rstrip("}").split(","))
+            found["/".join(values[label].strip('"') for label in labels)] += value
+    return dict(found)
+
+
+def report(pairs: Sequence[Pair]) -> None:
+    if not pairs:
+        print("no pair was measured")
+        return
+    print(f"cost / thresholds, mean of {len(pairs)} pairs (95 % confidence interval)")
+    for name, times in ROWS.items():
+        ratio = intervals.of_ratio(ratios(pairs, times))
+        means = [statistics.fmean(t for p in pairs for t in times(p[side])) for side in SIDES]
+        spread = f"{ratio.mean:.2f} x ({ratio.low:.2f} to {ratio.high:.2f})"
+        by = ", ".join(
+            f"{side} {1e3 * mean:.0f} ms" for side, mean in zip(SIDES, means, strict=True)
+        )
+        print(f"{name:20} {spread:26} {by}")
+    for side in SIDES:
+        made: Counter[str] = Counter()
+        for pair in pairs:
+            made.update(pair[side].decisions)
+        shown = ", ".join(f"{count:g} {name}" for name, count in made.most_common())
+        print(f"{side:20} {shown}")
+
+
+def ratios(pairs: Sequence[Pair], times: Callable[[Play], list[float]]) -> list[float]:
+    """Mean time by costs over that by thresholds, of each pair."""
+    return [
+        statistics.fmean(times(pair["cost"])) / statistics.fmean(times(pair["thresholds"]))
+        for pair in pairs
+    ]
+
+
+def _described(pair: Pair) -> str:
+    return ", ".join(f"{name} {ratios([pair], times)[0]:.2f} x" for name, times in ROWS.items())
+
+
+if __name__ == "__main__":
+    main()
