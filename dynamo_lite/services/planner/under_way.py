@@ -9,12 +9,10 @@ import msgspec
 
 from dynamo_lite.policy.planner_inputs import Operation
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json, encode_json
-from dynamo_lite.protocol.errors import ProtocolError
 from dynamo_lite.protocol.planner import OperationRecord, Phase
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 from dynamo_lite.services.planner.departure import Departure
 
 logger = logging.getLogger(__name__)
@@ -41,11 +39,17 @@ class Running:
 
 
 class UnderWay:
-    """What this planner, while it leads, has to bring to its end."""
+    """What this planner, while it leads, has to bring to its end. records: as of `Target`."""
 
-    def __init__(self, store: Store, namespace: str, clock: Clock, on_drop: OnDrop = uncounted):
-        self._store, self._namespace = store, namespace
-        self._clock, self._on_drop = clock, on_drop
+    def __init__(
+        self,
+        store: Store,
+        namespace: str,
+        clock: Clock,
+        records: AuthenticRecords | None = None,
+    ):
+        self._store, self._namespace, self._clock = store, namespace, clock
+        self._records = records or AuthenticRecords()
         self._running: dict[int, Running] = {}
         self._durations: dict[str, deque[float]] = {}
         #: How operations have ended: (component, kind, outcome) to their number.
@@ -67,11 +71,8 @@ class UnderWay:
         now = self._clock.monotonic()
         self._running.clear()
         for key, value in entries.items():
-            try:
-                record = decode_json(value, OperationRecord)
-            except ProtocolError as exc:
-                logger.warning("%s is ignored: %s", key, exc)
-                self._on_drop("record")
+            record = self._records.decoded(key, value, OperationRecord)
+            if record is None:
                 continue
             if record.phase == "ordered" and self._clock.wall() - record.at > _ORDERED_S:
                 # The load was another one then, and the planner does not wait for it.
@@ -154,7 +155,8 @@ class UnderWay:
 
     async def enter(self, one: Running, phase: Phase) -> None:
         one.record = msgspec.structs.replace(one.record, phase=phase)
-        await self._store.put(self._key(one.record), encode_json(one.record))
+        key = self._key(one.record)
+        await self._store.put(key, self._records.encoded(key, one.record))
         one.stored = True
         one.failures = 0
 
