@@ -99,15 +99,18 @@ def running_graph(
 ) -> Iterator[RunningGraph]:
     """`dynamo-lite serve GRAPH -f CONFIG OPTIONS` until the context is left.
 
-    http: the service with the HTTP port, which is a free one. The state lies in a folder of its
-    own. Exits with the end of the log when the graph does not come up.
+    config: empty for the defaults. http: the service with the HTTP port, which is a free one; empty
+    if none has one. The state lies in a folder of its own. Exits with the end of the log when the
+    graph does not come up.
     """
     with tempfile.TemporaryDirectory(prefix="dynamo-lite-bench-") as folder:
         log_path = Path(folder) / "serve.log"
-        command = [sys.executable, "-m", "dynamo_lite.cli.cli", "serve", graph, "-f", config]
+        command = [sys.executable, "-m", "dynamo_lite.cli.cli", "serve", graph]
+        command += ["-f", config] if config else []
+        command += [f"--{http}.port=0"] if http else []
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                [*command, f"--{http}.port=0", "--state-dir", folder, *options],
+                [*command, "--state-dir", folder, *options],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -115,7 +118,7 @@ def running_graph(
                 start_new_session=True,
             )
         try:
-            run = _until_ready(process, Path(folder), log_path)
+            run = _until_ready(process, Path(folder), log_path, http)
             yield RunningGraph(process.pid, run, Path(folder))
         finally:
             end(process)
@@ -172,11 +175,13 @@ def end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _until_ready(process: "subprocess.Popen[bytes]", folder: Path, log_path: Path) -> RunState:
+def _until_ready(
+    process: "subprocess.Popen[bytes]", folder: Path, log_path: Path, http: str
+) -> RunState:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
         run = read_run(folder)
-        if run is not None and run.state == "ready" and run.http:
+        if run is not None and run.state == "ready" and (run.http or not http):
             return run
         time.sleep(_POLL_S)
     tail = log_path.read_text(errors="replace").splitlines()[-15:]

@@ -11,6 +11,7 @@ the processes have ended. Exit codes: 0 done, 1 no such lease or no response fro
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dynamo_lite.cli import drain
 from dynamo_lite.cli.listing import as_rows, as_table, find_place, members, states
 from dynamo_lite.protocol.errors import ConfigError, DynamoLiteError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
+from dynamo_lite.serve.server_urls import VARIABLES, check_argument
 
 
 def _arguments() -> argparse.Namespace:
@@ -30,7 +32,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--component", help="revoke the leases of all processes of this component")
     parser.add_argument("--wait", action="store_true", help="wait until the processes are gone")
     parser.add_argument("--timeout", type=float, default=60.0, help="timeout of --wait in seconds")
-    parser.add_argument("--etcd-url")
+    parser.add_argument("--etcd-url", help="default: the variable DYNAMO_LITE_ETCD_URL")
     parser.add_argument("--namespace")
     parser.add_argument("--state-dir", type=Path, default=Path(".dynamo-lite"))
     return parser.parse_args()
@@ -41,7 +43,10 @@ async def revoke(args: argparse.Namespace) -> None:
     if args.lease and args.component:
         raise ConfigError(["give either a lease or --component, not both"])
     wanted = drain.parse_lease(args.lease) if args.lease else None
-    place = find_place(args.state_dir, args.etcd_url, args.namespace)
+    if args.etcd_url:
+        check_argument("etcd-url", args.etcd_url)
+    etcd_url = args.etcd_url or os.environ.get(VARIABLES["etcd-url"])
+    place = find_place(args.state_dir, etcd_url, args.namespace)
     records = await members(place)
     if not args.lease and not args.component:
         print(as_table(as_rows(records, await states(records))))

@@ -11,20 +11,37 @@ StateDir = Annotated[
 Namespace = Annotated[
     str | None, typer.Option(help="Prefix of all etcd keys and NATS subjects of the graph.")
 ]
+
+
+def _without_password(
+    context: typer.Context, parameter: typer.CallbackParam, url: str | None
+) -> str | None:
+    """Raises ConfigError for a URL with credentials, unless it is the variable's value."""
+    source = context.get_parameter_source(parameter.name or "")
+    if url is not None and source is not None and source.name == "COMMANDLINE":
+        from dynamo_lite.serve.server_urls import check_argument
+
+        check_argument((parameter.name or "").replace("_", "-"), url)
+    return url
+
+
 EtcdUrl = Annotated[
     str | None,
     typer.Option(
         envvar="DYNAMO_LITE_ETCD_URL",
-        help="etcd server: http(s)://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]"
-        "[?ca=&cert=&key=&login=]",
+        callback=_without_password,
+        help="etcd server: http(s)://HOST:PORT[,HOST:PORT...][?ca=&cert=&key=&login=]. The"
+        " variable may have USER:PASSWORD@ before the first host.",
     ),
 ]
 NatsUrl = Annotated[
     str | None,
     typer.Option(
         envvar="DYNAMO_LITE_NATS_URL",
-        help="NATS server: nats|tls://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]"
-        "[?ca=&cert=&key=&login=&creds=&nkey=&inbox=]",
+        callback=_without_password,
+        help="NATS server: nats|tls://HOST:PORT[,HOST:PORT...]"
+        "[?ca=&cert=&key=&login=&creds=&nkey=&inbox=]. The variable may have USER:PASSWORD@ before"
+        " the first host.",
     ),
 ]
 SecretFile = Annotated[

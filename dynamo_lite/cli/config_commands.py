@@ -173,8 +173,8 @@ def seal(
 ) -> None:
     """Seal what is stored again, with the first key of the secret. No value changes.
 
-    For the replacement of a secret: before the last round, which removes the old key. A record
-    that is not authentic is refused.
+    For the replacement of a secret: before the last round, which removes the old key. Live options
+    that are not authentic are refused, and such records of the planner are left as they are.
     """
     from dynamo_lite.cli import live_options, record_seals
 
@@ -187,7 +187,7 @@ def seal(
             if await live_options.read(store, place.namespace, component, seals) is not None:
                 await live_options.write(store, place.namespace, component, {}, seals=seals)
                 found.append(component)
-        return found
+        return found + await record_seals.seal_planner_records(store, place.namespace, seals)
 
     found = _on_store(state_dir, etcd_url, namespace, write)
     print(f"sealed: {', '.join(found)}" if found else "nothing is set")
@@ -201,11 +201,13 @@ def _edit(
     secret_file: Path | None,
 ) -> None:
     from dynamo_lite.cli import listing, live_options, live_options_view, planner, record_seals
+    from dynamo_lite.protocol import names
 
     async def write(store: Any, place: Any) -> list[Any]:
         seals = record_seals.find_seals(state_dir, place, secret_file)
         members = await listing.members(place)
-        await record_seals.check_may_write(store, place.namespace, edits, members, seals)
+        keys = [names.tuning_key(place.namespace, component) for component in edits]
+        await record_seals.check_may_write(store, keys, members, seals)
         if (edit := edits.get("Planner")) is not None:
             await planner.check_options(store, place, edit, seals)
         changes: list[Any] = []

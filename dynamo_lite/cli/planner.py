@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from dynamo_lite.cli.listing import Broker, Place, facts_of, members, open_broker
-from dynamo_lite.cli.live_options import Edit, options_of, read, whoami
+from dynamo_lite.cli.live_options import Edit, newest_version, options_of, read, whoami
+from dynamo_lite.cli.record_seals import check_may_write
 from dynamo_lite.policy.planner_inputs import Role
 from dynamo_lite.policy.planner_limits import contradictions, refusals
 from dynamo_lite.protocol import names
@@ -36,6 +37,7 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import SYSTEM_CLOCK
 from dynamo_lite.runtime.sealed_records import UNSEALED, RecordSeals
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 from dynamo_lite.services.planner.connector import COMPONENTS
 from dynamo_lite.services.planner.target import Target
 
@@ -53,7 +55,7 @@ class PlannerState:
     target: TargetRecord | None
     paused: PauseRecord | None
     operations: list[OperationRecord]
-    #: Records that cannot be read.
+    #: Records that cannot be read or are not authentic.
     malformed: list[str]
     #: The last switch, also while it is under way.
     switch: SwitchRecord | None = None
@@ -69,13 +71,17 @@ class PlannerState:
         return self.led_by or next(iter(self.planners.values()), {})
 
 
-async def look(store: Store, place: Place) -> PlannerState:
+async def look(store: Store, place: Place, seals: RecordSeals = UNSEALED) -> PlannerState:
+    """Without a secret seals are not checked."""
     entries = await store.get_prefix(names.planner_prefix(place.namespace))
     malformed: list[str] = []
+    leader_key = names.planner_leader_key(place.namespace)
 
     def decoded(key: str, kind: type[Any]) -> Any:
+        if (data := entries.get(key)) is None:
+            return None
         try:
-            return decode_json(entries[key], kind) if key in entries else None
+            return decode_json(data if key == leader_key else seals.opened(key, data), kind)
         except ProtocolError as exc:
             malformed.append(f"{key}: {exc}")
             return None
@@ -84,7 +90,7 @@ async def look(store: Store, place: Place) -> PlannerState:
     found = [decoded(key, OperationRecord) for key in entries if key.startswith(prefix)]
     return PlannerState(
         planners=await _planners(place),
-        leader=decoded(names.planner_leader_key(place.namespace), LeaderRecord),
+        leader=decoded(leader_key, LeaderRecord),
         target=decoded(names.planner_target_key(place.namespace), TargetRecord),
         paused=decoded(names.planner_pause_key(place.namespace), PauseRecord),
         operations=sorted((op for op in found if op is not None), key=lambda op: op.id),
@@ -112,9 +118,12 @@ async def explain(store: Store, place: Place, broker: Broker, last: int) -> Plan
     raise StartupError(_NONE if not leases else _SILENT)
 
 
-async def pause(store: Store, place: Place, reason: str) -> None:
+async def pause(store: Store, place: Place, reason: str, seals: RecordSeals = UNSEALED) -> None:
+    """Raises StartupError where the planner would ignore it: without the graph's secret."""
     record = PauseRecord(by=whoami(), reason=reason[:1024], at=SYSTEM_CLOCK.wall())
-    await store.put(names.planner_pause_key(place.namespace), encode_json(record))
+    key = names.planner_pause_key(place.namespace)
+    await check_may_write(store, [key], await members(place), seals)
+    await store.put(key, seals.sealed(key, encode_json(record)))
 
 
 async def resume(store: Store, place: Place) -> bool:
@@ -122,10 +131,13 @@ async def resume(store: Store, place: Place) -> bool:
     return await store.delete(names.planner_pause_key(place.namespace))
 
 
-async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> TargetRecord:
+async def set_counts(
+    store: Store, place: Place, wanted: Mapping[str, int], seals: RecordSeals = UNSEALED
+) -> TargetRecord:
     """Raises ConfigError for numbers that the planner would not reach, StartupError without a
-    planner that leads, Unavailable after many conflicts with other writers."""
-    state = await look(store, place)
+    planner that leads or without the graph's secret, Unavailable after many conflicts with other
+    writers."""
+    state = await look(store, place, seals)
     if not state.planners:
         raise StartupError(_NONE)
     if all(facts.get("dry_run") for facts in state.planners.values()):
@@ -137,26 +149,36 @@ async def set_counts(store: Store, place: Place, wanted: Mapping[str, int]) -> T
     mistakes = _refusals(facts, wanted, manual)
     if mistakes:
         raise ConfigError(mistakes)
-    target = Target(store, place.namespace, whoami(), SYSTEM_CLOCK)
+    target = await _target(store, place, state, seals)
     return await _tried(lambda: target.set_manual(wanted, "set by an operator"))
 
 
 async def unset_counts(
-    store: Store, place: Place, components: Collection[str]
+    store: Store, place: Place, components: Collection[str], seals: RecordSeals = UNSEALED
 ) -> tuple[TargetRecord, Mapping[str, int]]:
     """The planner decides about these components again; none: about all. Returns the record and
     the numbers that were set.
 
-    Raises ConfigError for a component without a number, Unavailable after many conflicts.
+    Raises ConfigError for a component without a number, StartupError without the graph's secret,
+    Unavailable after many conflicts.
     """
-    target = Target(store, place.namespace, whoami(), SYSTEM_CLOCK)
-    state = await look(store, place)
+    state = await look(store, place, seals)
+    target = await _target(store, place, state, seals)
     manual = state.target.manual if state.target is not None else {}
     if unknown := [name for name in components if name not in manual]:
         have = ", ".join(manual) or "none"
         raise ConfigError([f"{name}: no number is set; set: {have}" for name in unknown])
     gone = {name: manual[name] for name in (components or manual)}
     return await _tried(lambda: target.unset(list(gone))), gone
+
+
+async def _target(store: Store, place: Place, state: PlannerState, seals: RecordSeals) -> Target:
+    """Raises StartupError where the planner would ignore what it writes."""
+    key = names.planner_target_key(place.namespace)
+    await check_may_write(store, [key], await members(place), seals)
+    newest = newest_version(state.planners.values()) if seals.checked else 0
+    records = AuthenticRecords(seals, newest=newest)
+    return Target(store, place.namespace, whoami(), SYSTEM_CLOCK, records)
 
 
 async def _tried(write: Callable[[], Awaitable[TargetRecord]]) -> TargetRecord:

@@ -31,6 +31,9 @@ app = typer.Typer(
 
     The planner is the service Planner (graphs.disagg_planner). Its options change with
     `dynamo-lite config set Planner.OPTION=VALUE`.
+
+    Where the graph has a secret, its records are sealed with it, and `set`, `unset` and `pause`
+    need it: it is that of the graph that runs on --state-dir, or --secret-file.
     """,
 )
 
@@ -41,6 +44,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("status")
 def status(
     etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
     as_json: Json = False,
@@ -52,9 +56,10 @@ def status(
     or settling (workers are starting or draining). Exit code 1: no planner runs.
     """
     from dynamo_lite.cli import planner, planner_view
+    from dynamo_lite.cli.record_seals import find_seals
 
     async def look(store: Any, place: Any) -> Any:
-        return await planner.look(store, place)
+        return await planner.look(store, place, find_seals(state_dir, place, secret_file))
 
     seen = _on_store(state_dir, etcd_url, namespace, look)
     print(
@@ -99,14 +104,16 @@ def explain(
 def pause(
     reason: Annotated[str, typer.Option(help="Shown by `status`.")] = "",
     etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
     """Stop decisions until `resume`. What is under way is completed, and `set` still works."""
     from dynamo_lite.cli import planner
+    from dynamo_lite.cli.record_seals import find_seals
 
     async def write(store: Any, place: Any) -> None:
-        await planner.pause(store, place, reason)
+        await planner.pause(store, place, reason, find_seals(state_dir, place, secret_file))
 
     _on_store(state_dir, etcd_url, namespace, write)
     print("paused; `dynamo-lite planner resume` goes on")
@@ -134,6 +141,7 @@ def set_(
         list[str], typer.Argument(metavar="COMPONENT=N...", help="For example VllmWorker=3.")
     ],
     etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
@@ -148,12 +156,14 @@ def set_(
     dynamo-lite planner set VllmWorker=2 PrefillWorker=4
     """
     from dynamo_lite.cli import planner
+    from dynamo_lite.cli.record_seals import find_seals
     from dynamo_lite.cli.scale import parse_targets
 
     wanted = parse_targets(targets)
 
     async def write(store: Any, place: Any) -> Any:
-        return await planner.set_counts(store, place, wanted)
+        seals = find_seals(state_dir, place, secret_file)
+        return await planner.set_counts(store, place, wanted, seals)
 
     record = _on_store(state_dir, etcd_url, namespace, write)
     numbers = ", ".join(f"{component}={number}" for component, number in record.manual.items())
@@ -166,6 +176,7 @@ def unset(
         list[str] | None, typer.Argument(metavar="[COMPONENT...]", help="For example VllmWorker.")
     ] = None,
     etcd_url: EtcdUrl = None,
+    secret_file: SecretFile = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     namespace: Namespace = None,
 ) -> None:
@@ -178,9 +189,11 @@ def unset(
     dynamo-lite planner unset VllmWorker
     """
     from dynamo_lite.cli import planner
+    from dynamo_lite.cli.record_seals import find_seals
 
     async def write(store: Any, place: Any) -> Any:
-        return await planner.unset_counts(store, place, components or [])
+        seals = find_seals(state_dir, place, secret_file)
+        return await planner.unset_counts(store, place, components or [], seals)
 
     record, gone = _on_store(state_dir, etcd_url, namespace, write)
     if not gone:

@@ -25,10 +25,12 @@ def as_json(state: PlannerState) -> dict[str, Any]:
 
 
 def as_text(state: PlannerState) -> str:
-    lines = [f"! ignored, not readable: {problem}" for problem in state.malformed]
+    lines = [f"! ignored: {problem}" for problem in state.malformed]
     if not state.planners:
         return "\n".join([*lines, "no planner runs"])
     facts = state.shown
+    refused = facts.get("refused", {})
+    lines += [f"! the planner ignores {key}: {why}" for key, why in refused.items()]
     if state.leader is None:
         lines.append("no planner leads")
     else:

@@ -1,11 +1,12 @@
-"""Which secret a command seals live options with, and when it may write without one."""
+"""Which secret a command seals records with, and when it may write without one."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dynamo_lite.cli.listing import Place
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.errors import StartupError
+from dynamo_lite.protocol.errors import ProtocolError, StartupError
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.sealed_records import RecordSeals, is_sealed
 from dynamo_lite.runtime.store import Store
@@ -33,24 +34,39 @@ def unchecked(members: Iterable[EndpointRecord], seals: RecordSeals) -> str:
 
 async def check_may_write(
     store: Store,
-    namespace: str,
-    components: Iterable[str],
+    keys: Sequence[str],
     members: Iterable[EndpointRecord],
     seals: RecordSeals,
 ) -> None:
-    """Raises StartupError where the processes would ignore what is written without a secret.
+    """Raises StartupError where the processes would ignore what is written at `keys` without a
+    secret.
 
     Where no process is alive, a sealed record shows that the graph has a secret.
     """
     if seals.checked:
         return
-    # A process beside a stock engine follows no options.
+    # A process beside a stock engine reads no sealed records.
     ours = [member for member in members if member.engine is None]
     if any(member.authenticated for member in ours):
         raise StartupError(f"nothing was changed: this graph has a secret; {_HINT}")
-    for component in () if ours else components:
-        data = await store.get(names.tuning_key(namespace, component))
+    for key in () if ours else keys:
+        data = await store.get(key)
         if data is not None and is_sealed(data):
-            raise StartupError(
-                f"nothing was changed: the options of {component} are sealed with a secret; {_HINT}"
-            )
+            raise StartupError(f"nothing was changed: {key} is sealed with a secret; {_HINT}")
+
+
+async def seal_planner_records(store: Store, namespace: str, seals: RecordSeals) -> list[str]:
+    """Seals the planner's records again, with the first key of the secret. Returns their keys.
+
+    Those that are not authentic, or were changed meanwhile, are left as they are. Raises
+    StoreUnavailable.
+    """
+    found = await store.get_prefix(names.planner_prefix(namespace))
+    # It is under a lease, which a swap takes away, and not sealed.
+    found.pop(names.planner_leader_key(namespace), None)
+    sealed: list[str] = []
+    for key, data in found.items():
+        with contextlib.suppress(ProtocolError):
+            if await store.swap(key, data, seals.sealed(key, seals.opened(key, data))):
+                sealed.append(key)
+    return sealed

@@ -29,6 +29,11 @@ def redact(text: str) -> str:
     return _QUERY.sub("", _CREDENTIALS.sub(lambda hit: hit[1] or "", text))
 
 
+def has_credentials(url: str) -> bool:
+    """Whether a user, a password or a token is written in `url` itself."""
+    return "@" in url.partition("?")[0]
+
+
 @dataclass(frozen=True)
 class ServerAddress:
     """The servers of one cluster, and the credentials of a client."""

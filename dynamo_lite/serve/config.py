@@ -19,6 +19,7 @@ from dynamo_lite.serve.devices import DEVICE_VARIABLE
 from dynamo_lite.serve.document import Document
 from dynamo_lite.serve.fields import field_keys, fill, kebab, unknown_key
 from dynamo_lite.serve.options import GraphOptions, ServiceArgs
+from dynamo_lite.serve.server_urls import VARIABLES, check_document
 from dynamo_lite.services.services import Graph, Service
 
 #: Sections and keys that are not a service or its options.
@@ -35,10 +36,6 @@ _CHILD_DEFAULTS = {
     # Without this bound UCX's registration cache grows without limit; the value is vLLM's.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
 }
-
-
-#: Variables of the command itself. They may contain passwords, which engines need not have.
-_OWN_VARIABLES = ("DYNAMO_LITE_NATS_URL", "DYNAMO_LITE_ETCD_URL")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +87,7 @@ def resolve(
         only: the service to start alone; it must have a process of its own.
     """
     _check_sections(graph, document)
+    check_document(document)
     startable = [service.name for service in graph.services if service.component]
     if only is not None and only not in startable:
         accepted = ", ".join(startable)
@@ -131,8 +129,12 @@ def accepted_keys(service: Service) -> list[str]:
 
 
 def child_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process: ours, our defaults, then the service's own."""
-    inherited = {key: value for key, value in os.environ.items() if key not in _OWN_VARIABLES}
+    """The environment of a child process: ours, our defaults, then the service's own.
+
+    Without the servers' URLs: engines need not have their passwords.
+    """
+    own_variables = VARIABLES.values()
+    inherited = {key: value for key, value in os.environ.items() if key not in own_variables}
     return {**_CHILD_DEFAULTS, **inherited, **own}
 
 

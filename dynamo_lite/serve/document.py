@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from dynamo_lite.protocol.errors import ConfigError
+from dynamo_lite.runtime.address import redact
 
 KeyPath = tuple[str, ...]
 
@@ -105,14 +106,16 @@ def _apply_override(document: Document, text: str) -> None:
     name, equals, value = text.removeprefix("--").partition("=")
     path = tuple(name.split("."))
     if not text.startswith("--") or not equals or len(path) < 2 or not all(path):
+        # Not its value, which may be a secret.
+        shown = text.partition("=")[0] if text.startswith("-") else redact(text)
         document.mistakes.append(
-            f"{text}: unknown option; overrides have the form --Service.key=value"
+            f"{shown}: unknown option; overrides have the form --Service.key=value"
         )
         return
     try:
         parsed = yaml.load(value, Loader=yaml.CSafeLoader)
     except (yaml.YAMLError, ValueError) as exc:
-        document.mistakes.append(f"{text}: not valid YAML: {' '.join(str(exc).split())}")
+        document.mistakes.append(f"--{name}: not valid YAML: {' '.join(str(exc).split())}")
         return
     node: dict[str, Any] = document.tree
     for step in path[:-1]:

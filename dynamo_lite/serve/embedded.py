@@ -169,7 +169,8 @@ class _EmbeddedServer(ABC):
 class EmbeddedNats(_EmbeddedServer):
     """nats-server with JetStream.
 
-    token: letters and digits that clients must present; empty: clients need no token.
+    token: letters and digits that clients must present; empty: clients need no token. It is in a
+    file of `directory` that only its owner can read.
     """
 
     name = "nats-server"
@@ -180,8 +181,13 @@ class EmbeddedNats(_EmbeddedServer):
 
     @property
     def url(self) -> str:
-        """The server's URL, with the token."""
-        return f"nats://{self._token}{'@' if self._token else ''}127.0.0.1:{self.port}"
+        """The server's URL, with the name of the token's file."""
+        query = f"?login={quote(str(self._login))}" if self._token else ""
+        return f"nats://127.0.0.1:{self.port}{query}"
+
+    @property
+    def _login(self) -> Path:
+        return self.directory.resolve() / "login"
 
     def _command(self) -> list[str]:
         config = self.directory / "nats.conf"
@@ -192,6 +198,8 @@ class EmbeddedNats(_EmbeddedServer):
             f'jetstream {{ store_dir: "{self.directory.resolve()}" }}\n'
         )
         write_private(config, (content + access).encode())
+        if self._token:
+            write_private(self._login, self._token.encode())
         return [_program("nats-server"), "-c", str(config.resolve())]
 
     async def _is_ready(self) -> bool:

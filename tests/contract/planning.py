@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,8 @@ from dynamo_lite.runtime.etcd.store import EtcdStore
 from dynamo_lite.runtime.nats.messaging import NatsMessaging
 from dynamo_lite.runtime.process.host import run_process
 from dynamo_lite.runtime.process.status import StatusServer
+from dynamo_lite.runtime.sealed_records import RecordSeals
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 from dynamo_lite.services.planner.connector import Connector, Counted, Order
 from dynamo_lite.services.planner.planner import Planner
 from dynamo_lite.services.planner.target import Target
@@ -121,10 +124,18 @@ class FakeSupervisor:
 
 
 class Bench:
-    """Servers, workers and planners of one namespace."""
+    """Servers, workers and planners of one namespace, with the secret of this file or without."""
 
-    def __init__(self, nats_url: str, etcd_url: str, namespace: str, supervisor: FakeSupervisor):
+    def __init__(
+        self,
+        nats_url: str,
+        etcd_url: str,
+        namespace: str,
+        supervisor: FakeSupervisor,
+        secret_file: Path | None = None,
+    ):
         self.nats_url, self.etcd_url, self.namespace = nats_url, etcd_url, namespace
+        self.secret_file, self.seals = secret_file, RecordSeals.of_file(secret_file)
         self.supervisor = supervisor
         self.store = EtcdStore(etcd_url)
         self.messaging = NatsMessaging(nats_url)
@@ -149,7 +160,8 @@ class Bench:
         await enter(self.store)
         await enter(self.messaging)
         self._status = await enter(StatusServer(lambda: self.facts, CollectorRegistry()))
-        self.target = Target(self.store, self.namespace, "tester@here", SYSTEM_CLOCK)
+        records = AuthenticRecords(self.seals)
+        self.target = Target(self.store, self.namespace, "tester@here", SYSTEM_CLOCK, records)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -185,6 +197,7 @@ class Bench:
             etcd_url=self.etcd_url,
             lease_ttl_s=3.0,
             grace_s=1.0,
+            secret_file=None if self.secret_file is None else str(self.secret_file),
         )
         planner = self.latest = Planner(config, spec, connector or self.supervisor)
         reports: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
@@ -207,11 +220,13 @@ class Bench:
     async def operations(self) -> list[OperationRecord]:
         prefix = names.planner_operations_prefix(self.namespace)
         found = await self.store.get_prefix(prefix)
-        return [decode_json(value, OperationRecord) for value in found.values()]
+        opened = (self.seals.opened(key, value) for key, value in found.items())
+        return [decode_json(value, OperationRecord) for value in opened]
 
     async def target_record(self) -> TargetRecord | None:
-        value = await self.store.get(names.planner_target_key(self.namespace))
-        return decode_json(value, TargetRecord) if value else None
+        key = names.planner_target_key(self.namespace)
+        value = await self.store.get(key)
+        return decode_json(self.seals.opened(key, value), TargetRecord) if value else None
 
     async def want(self, **manual: int) -> None:
         await self.target.set_manual(manual, "a test")

@@ -26,11 +26,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run(*arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
+def run(
+    *arguments: str, timeout_s: float = PATIENCE_S, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end. env: the whole environment; None: ours."""
     return subprocess.run(
         [sys.executable, "-m", "dynamo_lite.cli.cli", *arguments],
         cwd=ROOT,
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -6,10 +6,10 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
+from dynamo_lite.runtime.address import parse_nats_url
 from dynamo_lite.serve.run_state import read_run
 from tests.process.command import ROOT, run, serving
 
@@ -46,7 +46,7 @@ def test_etcdctl_needs_the_key_and_is_given_it(tmp_path: Path):
         assert plain.returncode == 1 and "its certificate is not trusted" in plain.stderr
         assert not any("key.pem" in line for line in graph.output)
         broker = run("access", "nats", "--env", "--state-dir", str(tmp_path))
-        token = urlsplit(state.nats).username
+        token = parse_nats_url(state.nats).token
         assert f"export NATS_USER={token}" in broker.stdout
         # The script, too, finds what it needs in the state directory.
         back = next(p for p in state.processes if p.service == "Back")

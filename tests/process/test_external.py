@@ -1,7 +1,10 @@
 """`dynamo-lite` on servers of other people: nothing secret is shown, every refusal is one line."""
 
+import os
 import re
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.external import LOGIN, USERS, Certificates, etcd, etcd_url, nats, nats_tls, nats_url
-from tests.process.command import STUB, run, serving
+from tests.process.command import ROOT, STUB, run, serving
 
-_NAMESPACE = "n"  # where etcd's user may write
+_NAMESPACE = ("--namespace", "n")  # where etcd's user may write
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,11 @@ class Urls:
     nats: str
     etcd: str
 
-    def options(self) -> list[str]:
-        return ["--nats-url", self.nats, "--etcd-url", self.etcd, "--namespace", _NAMESPACE]
+    @property
+    def environment(self) -> dict[str, str]:
+        """They have passwords, which no command line may have."""
+        urls = {"DYNAMO_LITE_NATS_URL": self.nats, "DYNAMO_LITE_ETCD_URL": self.etcd}
+        return {**os.environ, **urls}
 
 
 @pytest.fixture
@@ -39,7 +45,7 @@ def shows_secrets(text: str) -> bool:
 
 async def test_a_graph_on_external_servers(tmp_path: Path, urls: Urls) -> None:
     state_dir = tmp_path / "state"
-    with serving(state_dir, *urls.options()) as command:
+    with serving(state_dir, *_NAMESPACE, env=urls.environment) as command:
         shown = command.wait_line("NATS tls://localhost:")
         assert re.search(r"NATS tls://localhost:\d+, etcd https://127\.0\.0\.1:\d+$", shown.strip())
         command.wait_line("ready ")
@@ -74,7 +80,8 @@ async def test_refusals_are_told_before_the_start(
         (Urls(wrong(urls.nats), urls.etcd), "NATS at tls://localhost:"),
         (Urls(urls.nats, wrong(urls.etcd)), "etcd at https://127.0.0.1:"),
     ):
-        result = run("serve", STUB, "--state-dir", str(tmp_path / "state"), *bad.options())
+        state = ("--state-dir", str(tmp_path / "state"))
+        result = run("serve", STUB, *state, *_NAMESPACE, env=bad.environment)
         assert result.returncode == 1
         (line,) = result.stderr.splitlines()
         assert line.startswith(f"error: cannot use {name}")
@@ -84,16 +91,35 @@ async def test_refusals_are_told_before_the_start(
 
 
 def test_bad_urls_are_bad_input(tmp_path: Path) -> None:
-    for option, url, complaint in (
-        ("--etcd-url", f"https://me:s3cret@h?ca={tmp_path}/none", "none cannot be read"),
-        ("--nats-url", "nats://me:s3cret@h?ca=/x", "certificates need TLS; write tls://"),
-        ("--nats-url", "tls://me:s3cret@h?verify=no", "verify does not fit"),
+    for variable, url, complaint in (
+        ("ETCD", f"https://me:s3cret@h?ca={tmp_path}/none", "none cannot be read"),
+        ("NATS", "nats://me:s3cret@h?ca=/x", "certificates need TLS; write tls://"),
+        ("NATS", "tls://me:s3cret@h?verify=no", "verify does not fit"),
     ):
-        result = run("serve", STUB, "--state-dir", str(tmp_path), option, url)
+        environment = {**os.environ, f"DYNAMO_LITE_{variable}_URL": url}
+        result = run("serve", STUB, "--state-dir", str(tmp_path), env=environment)
         assert result.returncode == 2
         (line,) = result.stderr.splitlines()
         assert complaint in line
         assert "s3cret" not in line
+
+
+def test_a_password_on_the_command_line_is_refused(tmp_path: Path) -> None:
+    """By each program that takes a URL, before it does anything."""
+    state = ("--state-dir", str(tmp_path / "state"))
+    url = "http://me:s3cret@127.0.0.1:1"
+    script = [sys.executable, "scripts/revoke_lease.py", *state, "--etcd-url", url]
+    for result in (
+        run("serve", STUB, *state, "--etcd-url", url),
+        run("serve", STUB, *state, f"--Front.ServiceArgs.env.DYNAMO_LITE_ETCD_URL={url}"),
+        run("ps", *state, "--etcd-url", url),
+        subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=60),
+    ):
+        assert result.returncode == 2, result.stderr
+        (line,) = result.stderr.splitlines()
+        assert "?login=FILE" in line and "DYNAMO_LITE_ETCD_URL" in line
+        assert not shows_secrets(result.stdout + result.stderr)
+    assert not (tmp_path / "state").exists()
 
 
 def test_replicas_without_a_cluster_are_told_before_the_start(

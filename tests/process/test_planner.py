@@ -155,7 +155,7 @@ def test_what_the_commands_show_and_refuse(tmp_path: Path):
         assert {role["component"] for role in seen["roles"]} == {D, P}
 
 
-def test_only_who_has_the_secret_changes_the_planners_options(tmp_path: Path):
+def test_only_who_has_the_secret_gives_the_planner_orders(tmp_path: Path):
     with planned(tmp_path) as graph:
         state = read_run(graph.graph.state_dir)
         assert state is not None and state.secret
@@ -169,8 +169,14 @@ def test_only_who_has_the_secret_changes_the_planners_options(tmp_path: Path):
 
         assert run("config", "set", f"{option}=2", *graph.place).returncode == 0
         says("followed by 1 of 1 live processes", graph.place)
-        refused = run("config", "set", f"{option}=3", *stranger)
-        assert refused.returncode == 1 and "this graph has a secret" in refused.stderr
+        for command in (
+            ("config", "set", f"{option}=3"),
+            ("planner", "set", f"{D}=2"),
+            ("planner", "unset"),
+            ("planner", "pause"),
+        ):
+            refused = run(*command, *stranger)
+            assert refused.returncode == 1 and "this graph has a secret" in refused.stderr
         values = PlannerLiveOptions(cooldown_s=0.5)
         forged = encode_tuning(LiveOptionsRecord(values=values, version=9))
 

@@ -61,12 +61,13 @@ def test_a_taken_port(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize(("flag", "scheme"), [("--nats-url", "nats"), ("--etcd-url", "http")])
-def test_an_unreachable_server(tmp_path: Path, flag: str, scheme: str):
+@pytest.mark.parametrize(("kind", "scheme"), [("NATS", "nats"), ("ETCD", "http")])
+def test_an_unreachable_server(tmp_path: Path, kind: str, scheme: str):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"{scheme}://user:secret@127.0.0.1:{closed.getsockname()[1]}"
-        result = run("serve", STUB, "--state-dir", str(tmp_path), flag, url)
+        environment = {**os.environ, f"DYNAMO_LITE_{kind}_URL": url}
+        result = run("serve", STUB, "--state-dir", str(tmp_path), env=environment)
     assert result.returncode == 1
     assert "is unreachable" in result.stderr
     assert "secret" not in result.stderr

@@ -7,11 +7,11 @@ import socket
 import ssl
 from pathlib import Path
 from random import Random
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from dynamo_lite.runtime.address import parse_nats_url
 from dynamo_lite.serve.run_state import RunState, read_run
 from tests.hostile import listening_ports
 from tests.process.command import serving
@@ -75,7 +75,7 @@ def test_a_stranger_reads_nothing_and_ends_nothing(tmp_path: Path):
                     heard += tell(port, message, tls=tls)
         assert b"dynamo_lite" in heard, "the status server answers everybody"
         assert b"Authorization Violation" in heard and b"PONG" not in heard
-        token, key = urlsplit(state.nats).username, Path(state.secret).read_text().strip()
+        token, key = parse_nats_url(state.nats).token, Path(state.secret).read_text().strip()
         assert token
         for hidden in (token, key, '"kvs"', '"leases"', "VllmWorker/generate"):
             assert hidden.encode() not in heard

@@ -200,7 +200,7 @@ async def test_where_processes_have_a_secret_only_its_owner_changes_options(
         result = await run_async("config", "unset", "VllmWorker", *known)
         assert result.returncode == 0, result.stderr
     refused = await run_async("config", "set", f"{LENGTH}=5", *place)
-    assert refused.returncode == 1 and "are sealed with a secret" in refused.stderr
+    assert refused.returncode == 1 and "is sealed with a secret" in refused.stderr
     assert "no secret to seal with" in (await run_async("config", "seal", *place)).stderr
 
 

@@ -98,7 +98,7 @@ async def test_who_has_no_secret_may_write_only_where_none_is_used(seals: Record
     engine = StockEngine(url="http://127.0.0.1:1", role="decode", protocol="vllm")
 
     async def check(*members: Any, by: RecordSeals = UNSEALED) -> None:
-        await check_may_write(store, "n", ["VllmWorker"], members, by)
+        await check_may_write(store, [key], members, by)
 
     ours, open_one = endpoint_record(authenticated=True), endpoint_record()
     await check()
@@ -108,7 +108,7 @@ async def test_who_has_no_secret_may_write_only_where_none_is_used(seals: Record
         await check(open_one, ours)
     await check(ours, by=seals)
     await store.put(key, seals.sealed(key, RECORD))
-    with pytest.raises(StartupError, match="options of VllmWorker are sealed"):
+    with pytest.raises(StartupError, match="n/config/VllmWorker is sealed"):
         await check()
     await check(open_one)
     assert "--secret-file" in unchecked([ours], UNSEALED)

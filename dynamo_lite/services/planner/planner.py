@@ -36,8 +36,10 @@ from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.drops import counted
 from dynamo_lite.runtime.kubernetes import KubernetesApi
 from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.runtime.sealed_records import RecordSeals
 from dynamo_lite.services.config import PlannerConfig
 from dynamo_lite.services.live_options import ComponentOptions
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 from dynamo_lite.services.planner.connector import (
     COMPONENTS,
     Connector,
@@ -93,12 +95,14 @@ class Planner:
         self._observation = await enter(Observation(host))
         # In a dry run it must not keep another planner from acting.
         elects = not self._config.dry_run
-        self._records = await enter(PlannerRecords(host, self._wake.set, elects=elects))
-        namespace = self._spec.namespace
-        self._target = Target(host.store, namespace, f"{host.lease.id:x}", host.clock)
+        self._authentic = authentic = AuthenticRecords(RecordSeals(host.secret), host.drops)
+        records = PlannerRecords(host, self._wake.set, authentic, elects=elects)
+        self._records = await enter(records)
+        namespace, by = self._spec.namespace, f"{host.lease.id:x}"
+        self._target = Target(host.store, namespace, by, host.clock, authentic)
         self._changes = LastChanges(host.clock.monotonic)
         self._manual = Manual(self._records, self._target)
-        self._under_way = UnderWay(host.store, namespace, host.clock, host.drops)
+        self._under_way = UnderWay(host.store, namespace, host.clock, authentic)
         parts = (
             host.store,
             namespace,
@@ -110,7 +114,7 @@ class Planner:
             self._least,
         )
         self._operations = Operations(self._under_way, *parts)
-        self._switching = Switching(*parts, host.drops)
+        self._switching = Switching(*parts, authentic)
         explain = names.endpoint_subject(namespace, self._spec.component, "explain", host.lease.id)
         handler = counted(self._on_explain, "explain", host.drops)
         await enter(host.messaging.serve(explain, handler))
@@ -140,6 +144,8 @@ class Planner:
                 "limits": asdict(self._limits),
                 "devices": self._devices,
                 "dry_run": self._config.dry_run,
+                "newest": self._authentic.newest,
+                "refused": self._authentic.refused,
             },
             "options": self._options.facts(),
         }

@@ -11,9 +11,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from typing import Self, TypeVar
-
-import msgspec
+from typing import Self
 
 from dynamo_lite.protocol import names
 from dynamo_lite.protocol.codec import decode_json, encode_json
@@ -22,11 +20,18 @@ from dynamo_lite.protocol.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from dynamo_lite.protocol.planner import LeaderRecord, PauseRecord, SwitchRecord, TargetRecord
+from dynamo_lite.protocol.planner import (
+    LeaderRecord,
+    OperationRecord,
+    PauseRecord,
+    SwitchRecord,
+    TargetRecord,
+)
 from dynamo_lite.runtime.first_listing import until_listed
 from dynamo_lite.runtime.process.component import Host
 from dynamo_lite.runtime.store import Delete, Put, Snapshot, WatchEvent
 from dynamo_lite.runtime.tasks import running
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +40,29 @@ _RETRY_S = 1.0
 #: late.
 _ACT_SHARE = 0.8
 
-R = TypeVar("R", bound=msgspec.Struct)
-
 
 class PlannerRecords:
     """Async context manager; entering it waits for the first listing. on_change: called in the
-    event loop after a change. elects: whether this process may be elected. Raises DeadlineExceeded
-    or StoreUnavailable."""
+    event loop after a change. authentic: is told of every record. elects: whether this process may
+    be elected. Raises DeadlineExceeded or StoreUnavailable."""
 
-    def __init__(self, host: Host, on_change: Callable[[], None], *, elects: bool):
+    def __init__(
+        self,
+        host: Host,
+        on_change: Callable[[], None],
+        authentic: AuthenticRecords,
+        *,
+        elects: bool,
+    ):
         self._host, self._on_change, self._elects = host, on_change, elects
+        self._authentic = authentic
         namespace = host.spec.namespace
         self._prefix = names.planner_prefix(namespace)
         self._leader_key = names.planner_leader_key(namespace)
         self._target_key = names.planner_target_key(namespace)
         self._pause_key = names.planner_pause_key(namespace)
         self._switch_key = names.planner_switch_key(namespace)
+        self._operations = names.planner_operations_prefix(namespace)
         self._values: dict[str, bytes] = {}
         self._listed = asyncio.Event()
         self._vacant = asyncio.Event()
@@ -58,25 +70,36 @@ class PlannerRecords:
 
     @property
     def leader(self) -> LeaderRecord | None:
-        return self._decoded(self._leader_key, LeaderRecord)
+        value = self._values.get(self._leader_key)
+        try:
+            return None if value is None else decode_json(value, LeaderRecord)
+        except ProtocolError as exc:
+            logger.warning("%s is ignored: %s", self._leader_key, exc)
+            self._host.drops("record")
+            return None
 
     @property
     def target(self) -> TargetRecord | None:
-        return self._decoded(self._target_key, TargetRecord)
+        return self._authentic.decoded(
+            self._target_key, self._values.get(self._target_key), TargetRecord
+        )
 
     @property
     def switch(self) -> SwitchRecord | None:
         """The last one, also while it is under way."""
-        return self._decoded(self._switch_key, SwitchRecord)
+        return self._authentic.decoded(
+            self._switch_key, self._values.get(self._switch_key), SwitchRecord
+        )
 
     @property
     def paused(self) -> str:
-        """Why the planner is paused; empty if it is not. A record that cannot be read pauses."""
-        if self._pause_key not in self._values:
-            return ""
-        record = self._decoded(self._pause_key, PauseRecord)
+        """Why the planner is paused; empty if it is not. A record that cannot be read pauses, one
+        that is not authentic does not."""
+        value = self._values.get(self._pause_key)
+        record = self._authentic.decoded(self._pause_key, value, PauseRecord)
         if record is None:
-            return "paused by a record that cannot be read"
+            unreadable = self._authentic.unreadable(self._pause_key)
+            return "paused by a record that cannot be read" if unreadable else ""
         return "paused" + (f": {record.reason}" if record.reason else "")
 
     @property
@@ -122,15 +145,23 @@ class PlannerRecords:
 
     async def _follow(self, events: AsyncIterator[WatchEvent]) -> None:
         # These change because of a tick.
-        own = (names.planner_operations_prefix(self._host.spec.namespace), self._switch_key)
+        own = (self._operations, self._switch_key)
         async for event in events:
             match event:
                 case Snapshot(entries):
+                    gone = self._values.keys() - entries.keys()
                     self._values = dict(entries)
+                    # The target last: its version tells which changes are older.
+                    for key in sorted(entries, key=lambda key: key == self._target_key):
+                        self._tell(key, entries[key])
+                    for key in gone:
+                        self._authentic.gone(key)
                 case Put(key, value):
                     self._values[key] = value
+                    self._tell(key, value)
                 case Delete(key):
                     self._values.pop(key, None)
+                    self._authentic.gone(key)
             if self._leader_key in self._values:
                 self._vacant.clear()
             else:
@@ -156,11 +187,12 @@ class PlannerRecords:
             # The watch tells who has won. If it does not, the key has gone again.
             await asyncio.sleep(_RETRY_S)
 
-    def _decoded(self, key: str, kind: type[R]) -> R | None:
-        value = self._values.get(key)
-        try:
-            return None if value is None else decode_json(value, kind)
-        except ProtocolError as exc:
-            logger.warning("%s is ignored: %s", key, exc)
-            self._host.drops("record")
-            return None
+    def _tell(self, key: str, value: bytes) -> None:
+        if key == self._target_key:
+            self._authentic.came(key, value, TargetRecord)
+        elif key == self._switch_key:
+            self._authentic.came(key, value, SwitchRecord)
+        elif key == self._pause_key:
+            self._authentic.came(key, value, PauseRecord)
+        elif key.startswith(self._operations):
+            self._authentic.came(key, value, OperationRecord)

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dynamo_lite.policy.backoff import Backoff
-from dynamo_lite.protocol.codec import decode_json
-from dynamo_lite.protocol.errors import DynamoLiteError, ProtocolError, Refused
+from dynamo_lite.protocol.errors import DynamoLiteError, Refused
 from dynamo_lite.protocol.planner import OperationRecord, SwitchRecord
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.drops import OnDrop
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +65,12 @@ async def step(
 
 
 async def resumable(
-    store: Store, key: str, value: bytes, kind: type[R], clock: Clock, on_drop: OnDrop
+    store: Store, key: str, value: bytes, kind: type[R], clock: Clock, records: AuthenticRecords
 ) -> R | None:
-    """The change that another planner has left at `key`. None: its record is invalid, or so old
-    that it is deleted. Raises StoreUnavailable."""
-    try:
-        record = decode_json(value, kind)
-    except ProtocolError as exc:
-        logger.warning("%s is ignored: %s", key, exc)
-        on_drop("record")
+    """The change that another planner has left at `key`. None: its record is not authentic or
+    invalid, or so old that it is deleted. Raises StoreUnavailable."""
+    record = records.decoded(key, value, kind)
+    if record is None:
         return None
     if record.phase == "ordered" and clock.wall() - record.at > _ORDERED_S:
         # The load was another one then, and the planner does not wait for it.

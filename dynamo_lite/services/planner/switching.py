@@ -17,13 +17,12 @@ import msgspec
 
 from dynamo_lite.policy.planner_inputs import Operation, Switches
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.errors import Refused, Unavailable, UnknownWorker
 from dynamo_lite.protocol.planner import SwitchRecord, SwitchState
 from dynamo_lite.protocol.records import EndpointRecord
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 from dynamo_lite.services.planner.connector import (
     COMPONENTS,
     Connector,
@@ -53,7 +52,7 @@ class _Running(Stepped):
 
 class Switching:
     """connector: one that cannot switch has none under way. may_act, members, least: as of
-    `Operations`."""
+    `Operations`. records: as of `Target`."""
 
     def __init__(
         self,
@@ -65,12 +64,13 @@ class Switching:
         clock: Clock,
         members: Callable[[], Iterable[EndpointRecord]],
         least: Callable[[str], int] = lambda component: 0,
-        on_drop: OnDrop = uncounted,
+        records: AuthenticRecords | None = None,
     ):
         self._store, self._key = store, names.planner_switch_key(namespace)
         self._connector = connector if isinstance(connector, SwitchingConnector) else None
         self._target, self._may_act, self._clock = target, may_act, clock
-        self._members, self._on_drop, self._least = members, on_drop, least
+        self._members, self._least = members, least
+        self._records = records or AuthenticRecords()
         self._one: _Running | None = None
         self._drains: deque[float] = deque(maxlen=_TIMES)
         self._starts: deque[float] = deque(maxlen=_TIMES)
@@ -131,7 +131,7 @@ class Switching:
         if value is None or self._connector is None:
             return
         record = await resumable(
-            self._store, self._key, value, SwitchRecord, self._clock, self._on_drop
+            self._store, self._key, value, SwitchRecord, self._clock, self._records
         )
         if record is None:
             return
@@ -267,7 +267,7 @@ class Switching:
 
     async def _enter(self, one: _Running, phase: _Phase) -> None:
         one.record = msgspec.structs.replace(one.record, phase=phase)
-        await self._store.put(self._key, encode_json(one.record))
+        await self._store.put(self._key, self._records.encoded(self._key, one.record))
         one.stored, one.failures = True, 0
 
     async def _end(self, one: _Running, outcome: str) -> None:

@@ -5,19 +5,27 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import decode_json, encode_json
-from dynamo_lite.protocol.errors import ProtocolError, Unavailable
+from dynamo_lite.protocol.errors import Unavailable
 from dynamo_lite.protocol.planner import Change, TargetRecord
 from dynamo_lite.runtime.clock import Clock
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 
 
 class Target:
-    """by: who writes, for display."""
+    """by: who writes, for display. records: what is believed; None: of a graph without a secret."""
 
-    def __init__(self, store: Store, namespace: str, by: str, clock: Clock):
+    def __init__(
+        self,
+        store: Store,
+        namespace: str,
+        by: str,
+        clock: Clock,
+        records: AuthenticRecords | None = None,
+    ):
         self._store, self._by, self._clock = store, by, clock
         self._key = names.planner_target_key(namespace)
+        self._records = records or AuthenticRecords()
 
     async def next_version(
         self, above: int, component: str, count: int, reason: str, up: bool | None
@@ -31,7 +39,7 @@ class Target:
         changes = dict(record.changes)
         if up is not None:
             changes[component] = Change(up=up, at=self._clock.wall())
-        version = max(record.version if old else 0, above) + 1
+        version = max(self._version(old, record), above) + 1
         new = TargetRecord(
             counts={**record.counts, component: count},
             version=version,
@@ -52,7 +60,7 @@ class Target:
             return
         new = TargetRecord(
             counts=record.counts,
-            version=record.version + 1,
+            version=self._version(old, record) + 1,
             by=record.by,
             reason=record.reason,
             at=record.at,
@@ -66,7 +74,7 @@ class Target:
         old, record = await self._read()
         new = TargetRecord(
             counts={**record.counts, **manual},
-            version=(record.version if old else 0) + 1,
+            version=self._version(old, record) + 1,
             by=self._by,
             reason=reason,
             at=self._clock.wall(),
@@ -85,7 +93,7 @@ class Target:
             return record
         new = msgspec.structs.replace(
             record,
-            version=record.version + 1,
+            version=self._version(old, record) + 1,
             by=self._by,
             reason="unset by an operator",
             at=self._clock.wall(),
@@ -97,13 +105,13 @@ class Target:
     async def _read(self) -> tuple[bytes | None, TargetRecord]:
         """A record that cannot be read is replaced."""
         old = await self._store.get(self._key)
-        try:
-            if old is not None:
-                return old, decode_json(old, TargetRecord)
-        except ProtocolError:
-            pass
-        return old, TargetRecord(counts={}, version=1, by="", reason="")
+        record = self._records.decoded(self._key, old, TargetRecord)
+        return old, record or TargetRecord(counts={}, version=1, by="", reason="")
+
+    def _version(self, old: bytes | None, record: TargetRecord) -> int:
+        """The one that the next version has to exceed."""
+        return max(record.version if old else 0, self._records.newest)
 
     async def _swap(self, old: bytes | None, new: TargetRecord) -> None:
-        if not await self._store.swap(self._key, old, encode_json(new)):
+        if not await self._store.swap(self._key, old, self._records.encoded(self._key, new)):
             raise Unavailable(f"{self._key} was changed by another process meanwhile")

@@ -10,11 +10,10 @@ import msgspec
 from dynamo_lite.policy.planner_inputs import Operation
 from dynamo_lite.policy.start_times import StartTimes
 from dynamo_lite.protocol import names
-from dynamo_lite.protocol.codec import encode_json
 from dynamo_lite.protocol.planner import OperationRecord, Phase
 from dynamo_lite.runtime.clock import Clock
-from dynamo_lite.runtime.drops import OnDrop, uncounted
 from dynamo_lite.runtime.store import Store
+from dynamo_lite.services.planner.authentic import AuthenticRecords
 from dynamo_lite.services.planner.departure import Departure
 from dynamo_lite.services.planner.stepping import FAILED_STARTS, Stepped, resumable
 
@@ -31,11 +30,17 @@ class Running(Stepped):
 
 
 class UnderWay:
-    """What this planner, while it leads, has to bring to its end."""
+    """What this planner, while it leads, has to bring to its end. records: as of `Target`."""
 
-    def __init__(self, store: Store, namespace: str, clock: Clock, on_drop: OnDrop = uncounted):
-        self._store, self._namespace = store, namespace
-        self._clock, self._on_drop = clock, on_drop
+    def __init__(
+        self,
+        store: Store,
+        namespace: str,
+        clock: Clock,
+        records: AuthenticRecords | None = None,
+    ):
+        self._store, self._namespace, self._clock = store, namespace, clock
+        self._records = records or AuthenticRecords()
         self._running: dict[int, Running] = {}
         self._starts: defaultdict[str, StartTimes] = defaultdict(StartTimes)
         #: How operations have ended: (component, kind, outcome) to their number.
@@ -58,7 +63,7 @@ class UnderWay:
         self._running.clear()
         for key, value in entries.items():
             record = await resumable(
-                self._store, key, value, OperationRecord, self._clock, self._on_drop
+                self._store, key, value, OperationRecord, self._clock, self._records
             )
             if record is not None:
                 self._running[record.id] = Running(record, began=now, resumed=True, stored=True)
@@ -132,7 +137,8 @@ class UnderWay:
 
     async def enter(self, one: Running, phase: Phase) -> None:
         one.record = msgspec.structs.replace(one.record, phase=phase)
-        await self._store.put(self._key(one.record), encode_json(one.record))
+        key = self._key(one.record)
+        await self._store.put(key, self._records.encoded(key, one.record))
         one.stored = True
         one.failures = 0
 

@@ -1,0 +1,74 @@
+"""A graph of the shipped Frontend and decode workers around engines that compute nothing.
+
+As `null_worker.py`, but with the whole decode worker: its port for requests has TLS where the
+graph's address is not a loopback one, and its notices are sealed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import annotated_types as at
+
+from benchmarks.null_worker import BUSY_WORKER, TOKEN_ID
+from dynamo_lite.engine.base import DecodeEngine
+from dynamo_lite.engine.null import NullEngine
+from dynamo_lite.protocol.generate import TokenDelta
+from dynamo_lite.runtime.process.component import Host, ProcessSpec
+from dynamo_lite.services.config import VllmWorkerConfig
+from dynamo_lite.services.decode_worker import VllmWorker
+from dynamo_lite.services.services import FRONTEND, PROCESSOR, Graph, Service
+from dynamo_lite.services.vllm_backend import VllmBackend
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedWorkerConfig(VllmWorkerConfig):
+    #: Time between two engine steps.
+    step_s: Annotated[float, at.Ge(0)] = 0.0
+
+
+class _PacedEngine(NullEngine):
+    def __init__(self, step_s: float):
+        super().__init__(token_id=TOKEN_ID)
+        self._step_s = step_s
+
+    async def steps(self) -> AsyncIterator[list[TokenDelta]]:
+        async for deltas in super().steps():
+            yield deltas
+            await asyncio.sleep(self._step_s)
+
+
+class _NullBackend(VllmBackend):
+    def __init__(self, spec: ProcessSpec, step_s: float):
+        super().__init__(spec)
+        self._step_s = step_s
+
+    async def prepare(self) -> None:
+        """Nothing is imported."""
+
+    def open_decode_engine(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, host: Host, config: VllmWorkerConfig
+    ) -> AbstractAsyncContextManager[DecodeEngine]:
+        return _PacedEngine(self._step_s)
+
+
+class SealedWorker(VllmWorker):
+    """Component. config: the fields of `SealedWorkerConfig`."""
+
+    def __init__(self, config: Mapping[str, Any], spec: ProcessSpec):
+        own = {key: value for key, value in config.items() if key != "step_s"}
+        super().__init__(own, spec, _NullBackend(spec, config["step_s"]))
+
+
+def _worker(name: str) -> Service:
+    component = f"{__name__}:SealedWorker"
+    service = Service(name=name, config=SealedWorkerConfig, component=component)
+    return service.with_defaults(remote_prefill=False)
+
+
+_WORKERS = (_worker(FRONTEND.calls), _worker(BUSY_WORKER))
+Frontend = Graph(services=(FRONTEND, PROCESSOR, *_WORKERS))
+#: They start in seconds, since nothing of vLLM is imported.
+Workers = Graph(services=_WORKERS)

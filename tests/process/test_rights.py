@@ -1,0 +1,325 @@
+"""Every component as a process with the rights that `dynamo-lite access` prints, and no more.
+
+nats-server and etcd are real and know a user per component. The engines compute nothing: for the
+part that vLLM's process has in a decode worker, the test sends jobs and answers claims with the
+decode worker's rights. `tests/vllm/test_access.py` has the real engines.
+"""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dynamo_lite.disagg.grant_seals import GrantSeals
+from dynamo_lite.protocol import names
+from dynamo_lite.protocol.codec import encode, encode_sealed
+from dynamo_lite.protocol.errors import StoreUnavailable
+from dynamo_lite.protocol.permissions import all_permissions
+from dynamo_lite.protocol.prefill import Granted, WriterDone, decode_claim, decode_writer_done
+from dynamo_lite.protocol.records import encode_engine
+from dynamo_lite.queue.base import QueueConfig
+from dynamo_lite.queue.open import open_queue
+from dynamo_lite.runtime.etcd.store import EtcdStore
+from dynamo_lite.runtime.nats.messaging import NatsMessaging
+from dynamo_lite.runtime.nats.open import open_messaging
+from dynamo_lite.runtime.secret import GraphSecret
+from dynamo_lite.serve.run_state import read_run
+from tests.builders import engine_metadata, eventually, grant_for, graph_secret, prefill_job
+from tests.forwarding import COMPLETION, TEXT
+from tests.least_rights import LeastRights, least_rights
+from tests.process.command import VLLM_PATIENCE_S, Serving, run, serving
+from tests.process.joining import joining
+from tests.process.null_graph import answer
+from tests.scripted import Fleet, ScriptedEngine, nixl
+
+pytestmark = pytest.mark.timeout(400)
+
+NAMESPACE = "n-1"
+BACKS = "tests.process.rights_graph:Backs"
+FRONT = "tests.process.rights_graph:Front"
+_ENGINE = "e1"
+_TOKENS = 20
+
+
+@dataclass
+class Rights:
+    """The servers, and the services that run on them, each with its own rights."""
+
+    servers: LeastRights
+    directory: Path
+    services: dict[str, Serving] = field(default_factory=dict[str, Serving])
+
+    @property
+    def secret(self) -> Path:
+        return self.directory / "secret"
+
+    def options(self, component: str) -> list[str]:
+        place = ["--namespace", NAMESPACE, "--secret-file", str(self.secret)]
+        return [*self.servers.options(component), *place]
+
+    def refusals(self) -> list[str]:
+        """What the servers have refused to the services so far."""
+        logs = [log.read_text() for log in self.directory.glob("*-state/**/logs/*.log")]
+        output = [line for service in self.services.values() for line in service.output]
+        lines = itertools.chain(output, *(log.splitlines() for log in logs))
+        said = ("permission denied", "permissions violation", "was not revoked")
+        found = [line for line in lines if any(text in line.lower() for text in said)]
+        return [*self.servers.violations(), *found]
+
+    def operator(self, *command: str, nats: bool = False, secret: bool = False) -> str:
+        """The output of a command of `dynamo-lite` with the operator's rights."""
+        urls = self.servers.options("Operator")
+        done = run(
+            *command,
+            *urls[0 if nats else 2 :],
+            *("--namespace", NAMESPACE),
+            *(("--secret-file", str(self.secret)) if secret else ()),
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def status_url(self, component: str) -> str:
+        state = read_run(self.services[component].state_dir)
+        if state is None:
+            lone = self.services[component].state_dir / "lone" / f"{component}-0"
+            state = read_run(lone)
+        assert state is not None
+        return state.processes[0].status_url
+
+    def metric(self, component: str, start: str) -> float:
+        """The sum of the samples whose lines begin so."""
+        page = httpx.get(f"{self.status_url(component)}/metrics", timeout=30).text
+        return sum(
+            float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(start)
+        )
+
+
+@pytest.fixture(scope="module")
+def rights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rights]:
+    """Everything but a Forwarder runs."""
+    directory = tmp_path_factory.mktemp("rights")
+    graph_secret(directory / "secret")
+    with least_rights(directory, NAMESPACE) as servers, ExitStack() as stack:
+        made = Rights(servers, directory)
+
+        def start(component: str, graph: str, *options: str) -> None:
+            arguments = ("--service-name", component, *made.options(component), *options)
+            state_dir = directory / f"{component}-state"
+            service = serving(state_dir, *arguments, graph=graph)
+            made.services[component] = stack.enter_context(service)
+
+        for component in ("Router", "VllmWorker", "PrefillWorker", "Planner"):
+            start(component, BACKS)
+        start("Frontend", FRONT, "-f", "configs/agg.yaml", "--Frontend.port=0")
+        for component, service in made.services.items():
+            ready = "ready http" if component == "Frontend" else f"ready {component}-0"
+            service.wait_line(ready, VLLM_PATIENCE_S)
+        yield made
+
+
+async def test_a_request_is_placed_by_the_router_and_answered(rights: Rights):
+    seen = rights.refusals()
+    url = next(line for line in rights.services["Frontend"].output if "ready http" in line)
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": _TOKENS, "temperature": 0}
+    async with httpx.AsyncClient(timeout=60) as client:
+        for _ in range(3):
+            reply = await client.post(f"{url.split()[1]}/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["choices"][0]["text"] == answer(_TOKENS)
+    assert rights.metric("Router", "dynamo_lite_router_choices_total") == 3
+    assert rights.metric("Frontend", "dynamo_lite_router_fallbacks_total") == 0
+    # Outcomes are told to the Router after the answers.
+    health = f"{rights.status_url('Router')}/health"
+    await eventually(lambda: httpx.get(health, timeout=30).json()["requests"] == 0)
+    assert rights.refusals() == seen == []
+
+
+@asynccontextmanager
+async def decode_engine(rights: Rights, done: asyncio.Queue[WriterDone]) -> AsyncIterator[Any]:
+    """The part of a decode worker's engine in a remote prefill. Yields its queue."""
+    secret = str(rights.secret)
+    seals = GrantSeals(GraphSecret(rights.secret))
+    url = rights.servers.nats_url("VllmWorker")
+
+    async def claim(payload: bytes) -> bytes:
+        asked = decode_claim(payload)
+        grant = grant_for(asked, prefill_job(asked.attempt, engine_id=_ENGINE))
+        return encode(Granted(grant=seals.sealed(grant)))
+
+    async def listen(payload: bytes) -> bytes:
+        return b""
+
+    async def ended(payload: bytes) -> None:
+        done.put_nowait(decode_writer_done(payload))
+
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        store = await enter(EtcdStore(rights.servers.etcd_url("VllmWorker")))
+        messaging = await enter(open_messaging(url, secret))
+        for subject, handler in (
+            (names.claim_subject, claim),
+            (names.listen_subject, listen),
+            (names.writer_done_subject, ended),
+        ):
+            await enter(messaging.serve(subject(NAMESPACE, _ENGINE), handler))
+        lease = await enter(store.lease(30))
+        metadata = engine_metadata(_ENGINE, lease.id, num_blocks=16)
+        key = names.nixl_metadata_key(NAMESPACE, _ENGINE)
+        await store.put(key, encode_engine(metadata), lease=lease)
+        yield await enter(open_queue(url, NAMESPACE, QueueConfig(), secret))
+
+
+async def test_a_job_goes_through_the_queue_and_its_claim_is_granted(rights: Rights):
+    done: asyncio.Queue[WriterDone] = asyncio.Queue()
+    async with asyncio.timeout(60), decode_engine(rights, done) as queue:
+        for attempt in ("a1", "a2"):
+            job = prefill_job(attempt, engine_id=_ENGINE)
+            await queue.push(encode_sealed(job), message_id=attempt)
+            said = await done.get()
+            assert (said.attempt, said.outcome) == (attempt, "written")
+
+        async def answered() -> bool:
+            return (await queue.depth()).total == 0
+
+        await eventually(answered)
+
+        def tested() -> bool:
+            return " ok " in rights.operator("ps", "--links")
+
+        await eventually(lambda: asyncio.to_thread(tested))
+    assert rights.refusals() == []
+
+
+async def test_the_planner_leads_and_the_operator_s_commands_work(rights: Rights):
+    listed = json.loads(await asyncio.to_thread(rights.operator, "ps", "--json"))
+    assert {row["component"] for row in listed} >= rights.services.keys()
+    assert {row["state"] for row in listed} == {"ready"}
+    shown = await asyncio.to_thread(rights.operator, "planner", "status", secret=True)
+    assert " leads" in shown
+    await asyncio.to_thread(rights.operator, "planner", "pause", secret=True)
+    health = f"{rights.status_url('Planner')}/health"
+
+    def hold() -> str:
+        return httpx.get(health, timeout=30).json()["planner"]["hold"]
+
+    await eventually(lambda: hold() == "paused")
+    await asyncio.to_thread(rights.operator, "planner", "resume")
+    await eventually(lambda: hold() != "paused")
+    told = await asyncio.to_thread(
+        lambda: rights.operator("planner", "explain", nats=True, secret=True)
+    )
+    assert told
+    option = "Router.kv-router.temperature"
+    await asyncio.to_thread(rights.operator, "config", "set", f"{option}=0.5", secret=True)
+    options = f"{rights.status_url('Router')}/health"
+    await eventually(lambda: httpx.get(options, timeout=30).json()["options"]["version"] == 1)
+    assert rights.refusals() == []
+
+
+async def test_a_forwarder_sends_to_an_engine_that_has_joined(rights: Rights, tmp_path: Path):
+    fleet = Fleet()
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(ScriptedEngine(fleet, "decode", nixl))
+        options = rights.options("Forwarder")
+        graph = "graphs.forward:Forwarder"
+        with serving(tmp_path, *options, "--Forwarder.port=0", graph=graph) as forwarder:
+            line = await asyncio.to_thread(forwarder.wait_line, "ready http")
+            joined = rights.servers.options("DecodeEngine")[2:]
+            with joining(engine, *joined, "--namespace", NAMESPACE) as process:
+                await process.joined()
+                async with httpx.AsyncClient(timeout=60) as client:
+
+                    async def usable() -> bool:
+                        return (await client.get(f"{line.split()[1]}/ready")).status_code == 200
+
+                    await eventually(usable, 30)
+                    reply = await client.post(f"{line.split()[1]}/v1/completions", json=COMPLETION)
+                assert reply.json()["choices"][0]["text"] == TEXT
+        assert "denied" not in "".join(forwarder.output)
+    assert fleet.violations == []
+    assert rights.refusals() == []
+
+
+# What they may not do. These come last: what nats-server refuses is in its log from then on.
+
+
+async def test_nobody_writes_the_keys_of_another_component(rights: Rights):
+    """The planner may delete members' keys, for which etcd demands that it may write them."""
+    known = [name for name in all_permissions(NAMESPACE) if name != "Operator"]
+    own = {name: [names.endpoint_key(NAMESPACE, name, "x", 0x1A)] for name in known}
+    own["VllmWorker"].append(names.nixl_metadata_key(NAMESPACE, "e2"))
+    own["PrefillWorker"].append(names.link_key(NAMESPACE, 0x1A, "e2"))
+    own["Planner"] += [
+        names.planner_target_key(NAMESPACE),
+        names.planner_operation_key(NAMESPACE, 7),
+        names.planner_switch_key(NAMESPACE),
+        names.planner_pause_key(NAMESPACE),
+        names.planner_leader_key(NAMESPACE),
+    ]
+    own["Operator"] = [names.tuning_key(NAMESPACE, name) for name in ("VllmWorker", "Planner")]
+    for who in known:
+        async with EtcdStore(rights.servers.etcd_url(who)) as store:
+            for whose, keys in own.items():
+                for key in keys:
+                    if whose == who or (who == "Planner" and whose != "Operator"):
+                        continue
+                    with pytest.raises(StoreUnavailable, match="permission denied"):
+                        await store.put(key, b"{}")
+
+
+async def test_nobody_sends_what_another_component_sends(rights: Rights):
+    stream = names.prefill_stream(NAMESPACE)
+    subjects = {
+        "VllmWorker": [
+            names.prefill_jobs_subject(NAMESPACE),
+            names.cancel_subject(NAMESPACE, 0x1A),
+            names.kv_subject(NAMESPACE, "VllmWorker"),
+        ],
+        "PrefillWorker": [
+            names.claim_subject(NAMESPACE, _ENGINE),
+            names.first_token_subject(NAMESPACE, _ENGINE),
+            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.any",
+        ],
+        "Frontend": [
+            names.endpoint_subject(NAMESPACE, "Router", "pick", 0x1A),
+            names.fates_subject(NAMESPACE, 0x1A),
+        ],
+        "Operator": [
+            names.explain_subject(NAMESPACE, _ENGINE),
+            names.endpoint_subject(NAMESPACE, "Planner", "explain", 0x1A),
+        ],
+    }
+    for who in all_permissions(NAMESPACE):
+        async with NatsMessaging(rights.servers.nats_url(who)) as messaging:
+            for whose, sent in subjects.items():
+                for subject in sent if whose != who else ():
+                    await messaging.client.publish(subject, b"x")
+            await messaging.client.flush()
+        for whose, sent in subjects.items():
+            for subject in sent if whose != who else ():
+                await eventually(
+                    lambda subject=subject, who=who: any(
+                        f'"{subject}"' in line and f"{NAMESPACE}-{who}" in line
+                        for line in rights.servers.violations()
+                    )
+                )
+
+
+async def test_a_component_with_another_s_rights_does_not_start(rights: Rights, tmp_path: Path):
+    options = ["--service-name", "Planner", *rights.options("Router")]
+
+    def start() -> str:
+        with serving(tmp_path, *options, graph=BACKS) as service:
+            assert service.end() == 1
+        return "".join(service.output) + "".join(
+            log.read_text() for log in tmp_path.glob("**/logs/*.log")
+        )
+
+    assert "permission denied" in await asyncio.to_thread(start)
