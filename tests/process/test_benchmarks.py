@@ -50,19 +50,6 @@ def test_the_ones_within_one_process(name: str, sizes: tuple[str, ...], rows: li
         assert figures and all(re.search(r"\d", each) for each in figures)
 
 
-def test_edge_load(tmp_path: Path):
-    found = tmp_path / "found.json"
-    loads = ("--seconds=1", "--first-load=640", "--most-load=1280", "--precision=1")
-    sizes = ("--systems=python", "--rounds=1", *loads, "--idle-s=1", f"--json={found}")
-    lines = bench("edge_load", *sizes).splitlines()
-    assert len([line for line in lines if line.startswith("python ")]) == 1
-    [steps] = json.loads(found.read_text())
-    assert {step["offered"] for step in steps} >= {640.0}
-    for step in steps:
-        assert step["failed"] == 0, step["why"]
-        assert step["tokens_per_s"] > 0 and step["first_ms"] > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "why"),
     [
