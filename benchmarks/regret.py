@@ -118,8 +118,9 @@ def _gains(row: dict[str, Any]) -> str:
 def by_groups(found: Sequence[GroupGains], cost_s: float) -> dict[str, Any]:
     """The regret of each group and of all of them. cost_s: waiting of all requests.
 
-    share: of the waiting, with the half width of its interval. unknown: decisions of groups that
-    are too small to measure. A gain below 0 is no regret, but its interval counts.
+    share: of the waiting. low, high: the sums of the groups' bounds, which is wider than 95 %
+    confidence needs. A gain below 0 is no regret, and so is a bound below 0. unknown:
+    decisions of groups that are too small to measure.
     """
     rows: list[dict[str, Any]] = []
     for one in found:
@@ -127,12 +128,15 @@ def by_groups(found: Sequence[GroupGains], cost_s: float) -> dict[str, Any]:
             gain = intervals.of_mean(one.gains_s)
             row = {"name": group_name(one.group), "decisions": one.decisions}
             rows.append({**row, **asdict(gain)})
-    regret_s = sum(max(row["mean"], 0.0) * row["decisions"] for row in rows)
-    margin_s = math.hypot(*((row["high"] - row["mean"]) * row["decisions"] for row in rows))
+    low, share, high = (
+        sum(max(row[part], 0.0) * row["decisions"] for row in rows) / cost_s
+        for part in ("low", "mean", "high")
+    )
     return {
         "groups": rows,
-        "share": regret_s / cost_s,
-        "margin": margin_s / cost_s,
+        "share": share,
+        "low": low,
+        "high": high,
         "unknown": sum(one.decisions for one in found if not one.gains_s),
     }
 
@@ -147,7 +151,7 @@ def print_groups(regret: dict[str, Any]) -> None:
         mean, low, high = (1e3 * row[part] for part in ("mean", "low", "high"))
         gain = f"{mean:8.0f} ms ({low:.0f} to {high:.0f})"
         print(f"          {row['name']:34} {row['decisions']:6,} {gain}")
-    share = f"{regret['share']:.1%} +-{regret['margin']:.1%} of the waiting"
+    share = f"{regret['share']:.1%} ({regret['low']:.1%} to {regret['high']:.1%}) of the waiting"
     print(f"          regret by groups: {share}; {regret['unknown']:,} decisions not measured")
 
 

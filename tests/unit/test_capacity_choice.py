@@ -159,7 +159,8 @@ def test_the_regret_of_groups_leaves_out_gains_below_zero():
     regret = by_groups(found, cost_s=100.0)
     assert regret["share"] == pytest.approx(10 * 0.2 / 100)
     # Student's t of one degree of freedom, and a standard error of 0.1 s, for ten decisions.
-    assert regret["margin"] == pytest.approx(12.706 * 0.1 * 10 / 100)
+    assert regret["high"] == pytest.approx(10 * (0.2 + 12.706 * 0.1) / 100)
+    assert regret["low"] == pytest.approx(0.0)
     assert regret["unknown"] == 1 and len(regret["groups"]) == 2
 
 
