@@ -56,7 +56,7 @@ def test_one_seed_without_a_trace():
         (["--seeds", "2", "--trace"], "--trace requires --seed"),
         (["--seeds", "0"], "greater than or equal to 1"),
         (["--seed", "x"], "--seed"),
-        (["--seed", "1", "--mutant", "no-sense"], "accepted: ack-on-dequeue, no-claim"),
+        (["--seed", "1", "--mutant", "no-sense"], "accepted: no-claim, no-quarantine"),
     ],
 )
 def test_bad_options(arguments: list[str], message: str):

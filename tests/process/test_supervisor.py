@@ -24,7 +24,9 @@ def test_starts_tells_and_drains_in_order(tmp_path: Path):
         assert stat.S_IMODE((tmp_path / "run.json").stat().st_mode) == 0o600
         assert state["state"] == "ready"
         assert state["http"] == "http://127.0.0.1:1"
-        assert re.match(r"nats://[0-9a-f]{32}@127.0.0.1:", state["nats"])
+        login = tmp_path / "embedded" / "nats" / "login"
+        assert re.fullmatch(rf"nats://127.0.0.1:\d+\?login={re.escape(str(login))}", state["nats"])
+        assert stat.S_IMODE(login.stat().st_mode) == 0o600
         assert state["etcd"].startswith("https://127.0.0.1:")
         entries = graph.processes()
         assert set(entries) == {"Front-0", "Back-0", "Back-1"}
