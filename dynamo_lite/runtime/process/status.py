@@ -55,6 +55,7 @@ class StatusServer:
         self._port = port
         self._tasks = OwnedTasks()
         self._server: _Server | None = None
+        self._listener: socket.socket | None = None
 
     def __repr__(self) -> str:
         return f"StatusServer({self.url})"
@@ -66,7 +67,7 @@ class StatusServer:
 
     async def __aenter__(self) -> Self:
         """Raises StartupError when the address cannot be bound."""
-        listener = bind(self._host, self._port)
+        self._listener = listener = bind(self._host, self._port)
         self._port = listener.getsockname()[1]
         app = Starlette(routes=self._routes())
         cert, key = self._tls or (None, None)
@@ -100,9 +101,16 @@ class StatusServer:
         if server is None:
             return
         server.should_exit = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await self._tasks.join()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await self._tasks.join()
+        finally:
+            # uvicorn leaves them open when it is told to end, or cancelled, during its start.
+            for listening in getattr(server, "servers", []):
+                listening.close()
+            if self._listener is not None:
+                self._listener.close()
 
     def _routes(self) -> list[Route]:
         routes = [
