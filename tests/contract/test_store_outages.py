@@ -268,11 +268,15 @@ async def test_a_wiped_server_that_is_ahead_resyncs_the_watch(etcd_server: Priva
 
 
 async def test_a_lease_without_keys_survives_a_wipe(etcd_server: PrivateServer) -> None:
-    async with EtcdStore(etcd_server.url) as store, store.lease(5) as lease:
-        await etcd_server.kill()
-        await etcd_server.restart(wiped=True)
-        await others_write(etcd_server.url, 20)
-        await refreshed(lease)
+    """A key of another process is its mark in the history that was lost."""
+    async with EtcdStore(etcd_server.url) as store:
+        await store.put("n/other", b"x")
+        async with store.lease(5) as lease:
+            await etcd_server.kill()
+            await etcd_server.restart(wiped=True)
+            await others_write(etcd_server.url, 20)
+            await refreshed_once_more(lease)
+            assert await lease.verify() is None
 
 
 async def test_a_revocation_after_compaction_is_one(etcd_server: PrivateServer) -> None:
