@@ -1,4 +1,4 @@
-"""The benchmarks that need no engine, each started as a command with its smallest sizes: they end
+"""Benchmarks that need no engine, each started as a command with its smallest sizes: they end
 well, print their rows, and no request fails."""
 
 import json
@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.edge import find_vllm_rs
 from benchmarks.scripted_engines import TOKENS
-from dynamo_lite.protocol.errors import StartupError
 from tests.process.command import ROOT, VLLM_PATIENCE_S
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,14 +32,6 @@ def bench(name: str, *arguments: str) -> str:
     assert process.returncode == 0, output + errors
     assert "Traceback" not in errors
     return output
-
-
-@pytest.fixture
-def vllm_rs() -> None:
-    try:
-        find_vllm_rs(None)
-    except StartupError as exc:
-        pytest.skip(f"{exc}: scripts/get_vllm_rs could not get it")
 
 
 @pytest.mark.parametrize(
@@ -71,28 +61,6 @@ def test_runtime(tmp_path: Path):
     assert float(graph) > 1 and float(plain) > 1
     [row] = json.loads(found.read_text())
     assert row["frontend_ms"] > 0 and row["plain_ms"] > 0
-
-
-def test_edge(tmp_path: Path, vllm_rs: None):
-    found = tmp_path / "found.json"
-    sizes = ("--rounds=1", "--requests=4", "--concurrency", "2", "--idle-s=1", f"--json={found}")
-    lines = bench("edge", *sizes).splitlines()
-    assert [line.split()[1] for line in lines[-3:]] == ["python", "rust", "alone"]
-    for row in json.loads(found.read_text()):
-        assert row["events"] > 1 and row["tokens_per_s"] > 0
-
-
-def test_edge_load(tmp_path: Path):
-    found = tmp_path / "found.json"
-    loads = ("--seconds=1", "--first-load=640", "--most-load=1280", "--precision=1")
-    sizes = ("--systems=python", "--rounds=1", *loads, "--idle-s=1", f"--json={found}")
-    lines = bench("edge_load", *sizes).splitlines()
-    assert len([line for line in lines if line.startswith("python ")]) == 1
-    [steps] = json.loads(found.read_text())
-    assert {step["offered"] for step in steps} >= {640.0}
-    for step in steps:
-        assert step["failed"] == 0, step["why"]
-        assert step["tokens_per_s"] > 0 and step["first_ms"] > 0
 
 
 @pytest.mark.parametrize(
