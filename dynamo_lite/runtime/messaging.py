@@ -28,7 +28,8 @@ class Messaging(Protocol):
         ...
 
     async def wait_connected(self, timeout_s: float) -> None:
-        """Returns when the broker is connected. Raises BrokerUnavailable after `timeout_s`.
+        """Returns when the broker is connected and has this process's subscriptions again. Raises
+        BrokerUnavailable after `timeout_s`.
 
         Other processes may reconnect a little later than this one, so NoResponders just after
         a reconnect does not mean that a process is dead.

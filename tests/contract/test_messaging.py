@@ -394,6 +394,25 @@ async def test_a_server_that_throws_us_out_is_asked_again(error: str) -> None:
             await messaging.wait_connected(5)
 
 
+async def test_a_service_waits_until_the_server_has_its_subscription() -> None:
+    """The PING that confirms it is behind it on the wire."""
+    commands: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"max_payload": 1048576}\r\n')
+        while line := await reader.readline():
+            commands.append(line.split()[0])
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with NatsMessaging(f"nats://127.0.0.1:{port}") as messaging:
+            async with messaging.serve("s", echo):
+                assert commands == [b"CONNECT", b"PING", b"SUB", b"PING"]
+
+
 @pytest.mark.parametrize("how", ["request", "flush"])
 async def test_a_cancel_that_comes_with_the_answer_is_not_lost(
     nats_server: PrivateServer, how: str

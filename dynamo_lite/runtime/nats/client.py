@@ -7,6 +7,8 @@ It works around these faults of nats-py:
 - Before it reconnects it waits until its buffer is sent, even if the old server hangs or is
   partitioned and will never read it. It leaks a connection on which the server has sent
   nothing, and one whose first attempt is cancelled while it closes.
+- The PING of its flush is sent before a subscription that waits to be sent: the PONG confirms
+  nothing.
 - It stops reading at a message with malformed headers or a malformed reply subject, and at the
   PONG of a flush that was cancelled or had a timeout.
 - It keeps a subscription whose drain was cancelled or had a timeout, and subscribes again with
@@ -24,7 +26,7 @@ from secrets import token_hex
 from typing import Any
 
 from nats import errors
-from nats.aio.client import DEFAULT_BUFFER_SIZE, Client
+from nats.aio.client import DEFAULT_BUFFER_SIZE, PING_PROTO, Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
@@ -61,6 +63,11 @@ class PersistentClient(Client):
             await super()._process_msg(sid, subject, reply, data, headers)
         except Exception as exc:
             await self._error_cb(ProtocolError(f"malformed message: {exc!r}"))
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        await self._send_command(PING_PROTO)
+        await self._flush_pending()
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():  # the flush that waited for it has ended

@@ -85,7 +85,8 @@ class NatsMessaging:
         return self._watch.watch(callback)
 
     async def wait_connected(self, timeout_s: float) -> None:
-        await self._watch.wait(lambda: self.connected, timeout_s)
+        # nats-py counts as connected before it has sent the subscriptions again.
+        await self._watch.wait(lambda: self.connected and not self._outage, timeout_s)
         self._check_connected()
 
     async def __aenter__(self) -> Self:
