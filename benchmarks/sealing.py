@@ -34,7 +34,7 @@ the shipped Frontend and decode worker; the engines compute nothing.
 
   on   as `serve` starts a graph whose address other hosts reach: a secret, TLS on
        the connections between Frontend and workers, TLS to etcd
-  off  no secret and no TLS, on a nats-server and an etcd that ask nobody who he is
+  off  no secret and no TLS, on a nats-server and an etcd without authentication
 
 As in `benchmarks.runtime` a worker is measured at the pace of --step-ms and busy,
 its steps following one another. The numbers are CPU time of each process from

@@ -15,14 +15,14 @@ from dynamo_lite.capacity.regret import Play, reversed_for, waiting_s
 from dynamo_lite.policy.cost_policy import Side
 from dynamo_lite.protocol.options import PrefillPolicy
 
-#: Prompts of one group have at most so many tokens, and more than those of the one before.
+#: Upper bounds of the groups, in prompt tokens.
 _LENGTHS = (512, 2048, 8192, math.inf)
 
 
 @dataclass(frozen=True, order=True)
 class Group:
-    """Decisions for the same side. tokens: most of a prompt. crowded: there was a job at every
-    prefill worker, or more."""
+    """Decisions for the same side. tokens: upper bound of the prompts' lengths. crowded: there
+    was at least one job per prefill worker."""
 
     side: Side
     tokens: float

@@ -98,7 +98,7 @@ class JobQueue:
         self._serve(_Slot(self._number, worker, only_short))
 
     def withdraw(self, job: Job) -> None:
-        """The job has not been delivered in time, or its decode engine wants it no more."""
+        """The job has not been delivered in time, or its decode engine has withdrawn it."""
         job.ended = True
         if job.claimed_at is None:
             self._unqueue(job)

@@ -28,8 +28,9 @@ class _Asked:
 
 
 class StealBack:
-    """view: of the queue, for a job of this lane with so many tokens. on_taken: called with a job
-    that was withdrawn and is computed here. The costs of a local prefill are known exactly."""
+    """view: called with a lane and a number of tokens; the queue as such a job sees it. on_taken:
+    called with a job that was withdrawn and is computed here. The costs of a local prefill are
+    known exactly."""
 
     def __init__(
         self,

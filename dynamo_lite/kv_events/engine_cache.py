@@ -42,7 +42,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored", gc=False):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved", gc=False):
-    """Blocks are in the cache no more."""
+    """Blocks have left the cache."""
 
     block_hashes: list[Name]
     medium: str | None = None

@@ -117,7 +117,7 @@ class Attempt:
         return self.writer == writer_lease_id and number >= self.claim_number
 
     def withdraw(self) -> bool:
-        """The request waits no more. Returns whether the writer may still write: the blocks are
+        """The request no longer waits. Returns whether the writer may still write: the blocks are
         then in quarantine."""
         if self.state is not AttemptState.CLAIMED or self.writer_done:
             return False

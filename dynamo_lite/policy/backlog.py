@@ -170,8 +170,8 @@ class Backlogs:
 def notice_period_s(engines: int) -> float:
     """The shortest time between two messages of one engine, when there are `engines` in all.
 
-    So an engine receives at most `_NOTICES_PER_S` messages per second, unless there are so many
-    engines that their idle messages alone exceed this.
+    So an engine receives at most `_NOTICES_PER_S` messages per second, unless the idle
+    messages of all engines alone exceed this.
     """
     return min(max(_PERIOD_S, engines / _NOTICES_PER_S), IDLE_PERIOD_S)
 

@@ -23,8 +23,8 @@ Side = Literal["local", "remote"]
 
 #: A trial may cost this share of the target of the first token.
 _TRIAL_SHARE = 0.1
-#: Both sides must meet that target with so many standard deviations, and a step without prompts
-#: take at most this share of the target between tokens.
+#: Standard deviations by which both sides must stay below that target, and the share of the target
+#: between tokens that a step without prompts may take.
 _TRIAL_SIGMAS, _TRIAL_ITL_SHARE = 2.0, 0.8
 
 

@@ -133,7 +133,7 @@ class KvIndex:
         return sorted(levels.items(), reverse=True, key=lambda level: level[0])
 
     def _find(self, hashes: Sequence[ChainHash]) -> list[tuple[int, int]]:
-        """How many of the first blocks, and the bit set of the workers that hold no more of them;
+        """How many of the first blocks, and the bit set of the workers that hold exactly these;
         the longest first. Without regard to cuts."""
         found: list[tuple[int, int]] = []
         if not hashes:

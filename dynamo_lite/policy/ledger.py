@@ -137,8 +137,8 @@ class Ledger:
     def received(self, request_id: str, *, intact: bool = True) -> list[Instruction]:
         """All writers of the request's current attempt have finished.
 
-        intact: whether the blocks contain what the writers sent. In either case there are no more
-        writes.
+        intact: whether the blocks contain what the writers sent. In either case no write
+        follows.
         """
         entry = self._by_request.pop(request_id, None)
         if entry is None:

@@ -16,7 +16,7 @@ State = Literal["hold", "observe", "pending", "acting", "settling"]
 
 @dataclass(frozen=True, kw_only=True)
 class AddWorkers:
-    """Start so many workers."""
+    """Start `size` workers."""
 
     role: Role
     size: int

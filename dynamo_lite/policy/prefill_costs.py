@@ -15,7 +15,7 @@ from dynamo_lite.policy.step_time import PromptWork, StepLoad, StepTime, work_of
 
 #: Weight of all earlier remote prefills when a new one is added.
 _REMOTE_FORGETTING = 0.99
-#: So many measurements are needed: steps with prompts, and remote prefills.
+#: Measurements that are needed: steps with prompts, and remote prefills.
 _FEWEST_LOCAL, _FEWEST_REMOTE = 10.0, 30.0
 #: How old the newest one may be. This engine stays as it is for longer than prefill workers do.
 _OLDEST_LOCAL_S, _OLDEST_REMOTE_S = 600.0, 60.0
@@ -168,7 +168,7 @@ class PrefillCosts:
 
 
 def _each_s(tokens: int, queue: QueueView) -> float:
-    """By how long a job with so many tokens delays those behind it, by the measured rate."""
+    """Seconds by which a job of `tokens` delays those behind it, at the measured rate."""
     if queue.takes_s is None or queue.wait_s is None:
         return 0.0
     return max(queue.takes_s - queue.wait_s, 0.0) / queue.prefill_workers

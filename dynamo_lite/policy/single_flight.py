@@ -71,7 +71,7 @@ def follow(
     shared_tokens: its uncached tokens that the leader's KV will bring. leader_tokens: all tokens
     that the leader waits for. waits: how often it has waited.
     """
-    # In all other cases the prompt is short, or the leader's wait may be in vain as well.
+    # In all other cases the prompt is short, or the leader's remote prefill may fail, too.
     if verdict.reason not in _LONG:
         return GoOn(FlightReason.NOT_LONG)
     if shared_tokens <= 0:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from dynamo_lite.protocol.planner import SwitchState
 
-#: So many switches are remembered, for clients that ask how one has ended.
+#: Number of ended switches that are remembered, for clients that ask how one has ended.
 _REMEMBERED = 8
 
 

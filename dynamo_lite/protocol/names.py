@@ -174,7 +174,7 @@ def forward_explain_subject(namespace: str, lease_id: int) -> str:
 
 
 def leave_subject(namespace: str, engine_id: str) -> str:
-    """Requests from a decode worker to its engine: ask for no more remote prefills."""
+    """Requests from a decode worker to its engine: stop asking for remote prefills."""
     return f"{namespace}_engine.{engine_id}.leave"
 
 

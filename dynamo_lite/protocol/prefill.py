@@ -162,7 +162,7 @@ class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode worker to its own engine: ask for no more remote prefills."""
+    """Decode worker to its own engine: stop asking for remote prefills."""
 
     lease_id: LeaseId
 

@@ -205,7 +205,7 @@ class VllmWorker:
             host.spawn(_publish_changes(engine.kv_events, publisher), "kv-events")
 
     async def _stop_remote_prefills(self, host: Host, engine: DecodeEngine) -> None:
-        """Orders the engine to ask for no more remote prefills. The engine cannot derive that
+        """Orders the engine to stop asking for remote prefills. The engine cannot derive that
         from missing keys, because the store may have lost them."""
         if engine.metadata is None:
             return

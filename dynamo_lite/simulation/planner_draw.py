@@ -18,7 +18,7 @@ EVERY = 10
 _LOST_EVERY = 100
 #: At these, of as many, additions are resumed, and workers leave whose writes go on.
 _RESUMED, _LEFT = 39, 99
-#: In so many, at other seeds, the budget is full, so that workers switch their roles.
+#: In one of this many other seeds the budget is full, so that workers switch their roles.
 _FULL_EVERY = 50
 
 _STEPS = (

@@ -56,7 +56,7 @@ class _KillsOnIdle(Planner):
 
 
 class KillsOnIdleAlone(_Mutant):
-    """A worker without requests or jobs is ended, whoever may still write for it or into it."""
+    """A worker without requests or jobs is ended, even while writes for it or into it may go on."""
 
     kind = _KillsOnIdle
 

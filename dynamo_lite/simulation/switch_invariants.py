@@ -52,7 +52,7 @@ class SwitchJudge:
         self.record = None
 
     def ordered(self, lease_id: int, to: str) -> None:
-        """A switch was taken for the first time. To be called only if nobody has wiped etcd."""
+        """A switch was taken for the first time. Call it only if etcd was not wiped."""
         one = self.record
         if one is None or one.phase == "ended" or (one.lease_id, one.to) != (lease_id, to):
             self.violate(f"{lease_id:x} is switched to {to}, and the record says {one}")

@@ -65,7 +65,7 @@ class Passing:
                 self._short[passed].passed += 1
 
     def end_step(self, free: int) -> None:
-        """The engine schedules no more prompts in this step. free: blocks that are free now."""
+        """The engine schedules no further prompt in this step. free: blocks that are free now."""
         self._step += 1
         self._skipped.clear()
         if self._trying is None:

@@ -39,7 +39,7 @@ class RunningJob:
         return self.params.attempt
 
     def preempted(self) -> None:
-        """It is computed anew, and written anew from its first block."""
+        """vLLM has preempted it: it is computed and written again from its first block."""
         self.written = self.first
 
     def read(self, block_ids: Sequence[int], external: int) -> PrefixRead:

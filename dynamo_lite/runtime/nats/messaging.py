@@ -135,7 +135,7 @@ class NatsMessaging:
         try:
             yield
         except GeneratorExit:
-            # The event loop closes a context that nobody has left: nothing can be awaited.
+            # The context was never left, and the event loop closes it: nothing can be awaited.
             drop(subscription)
             dispatcher.cancel()
             raise

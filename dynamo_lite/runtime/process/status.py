@@ -106,7 +106,7 @@ class StatusServer:
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await self._tasks.join()
         finally:
-            # uvicorn leaves them open when it is told to end, or cancelled, during its start.
+            # uvicorn leaves them open when it is ended or cancelled during its start.
             for listening in getattr(server, "servers", []):
                 listening.close()
             if self._listener is not None:

@@ -1,10 +1,10 @@
 """Which of the planner's records in etcd are believed, where the graph has a secret.
 
 A record needs the seal of the secret for its key, and may not be older than what this process has
-seen. So who can write to etcd but lacks the secret can order nothing. The leader's record is not
-among them: it orders nothing, and who may write to etcd could as well delete it.
+seen. A writer to etcd without the secret can therefore order nothing. The leader's record is not
+sealed: it orders nothing, and a writer to etcd could also delete it.
 
-Numbers of orders tell what is older: each version of the target record is above the one before,
+The numbers of the orders show which record is older: each version of the target record is above the one before,
 and each change has the version of its first order as its id.
 """
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 #: A change goes through its phases in this order.
 _PHASES = ("ordered", "leaving", "asked", "withdrawing", "ended")
-#: Pauses have no version: so many that are over are remembered.
+#: Number of past pauses that are remembered, because pauses have no version.
 _PAUSES = 1000
 
 R = TypeVar("R", TargetRecord, SwitchRecord, OperationRecord, PauseRecord)
@@ -46,8 +46,8 @@ class AuthenticRecords:
     """Encodes and decodes records; the parts of a planner share one. Without a secret every record
     that can be read is believed.
 
-    A watch tells by `came` and `gone` what was there, in order. Reads beside it may be ahead of it,
-    so they teach nothing. newest: target records with versions below it are old.
+    A watch calls `came` and `gone` in the order of the changes. Other reads may be ahead of it, so
+    they change nothing here. newest: target records with versions below it are old.
     """
 
     def __init__(

@@ -210,7 +210,7 @@ class Operations:
         return ""
 
     async def _await_leaving(self, one: Running, counted: Counted) -> None:
-        """The worker is told to leave; its end is ordered when it has drained or is too late."""
+        """Asks the worker to leave. Orders its end when it has drained or its deadline is over."""
         record = one.record
         if one.departure is None:
             one.departure = Departure(record, self._namespace, self._clock.monotonic)
@@ -236,8 +236,8 @@ class Operations:
         await self._under_way.enter(one, "asked")
 
     async def _end_removals(self, component: str, counts: RoleCounts) -> None:
-        """As many of them are complete as drain no more, the oldest ones; and those that are too
-        late: their worker's own deadline has passed, too."""
+        """Completes as many removals, oldest first, as workers have stopped draining, and those
+        whose worker's own deadline has passed."""
         asked = [
             one
             for one in self._under_way

@@ -43,7 +43,7 @@ _ACT_SHARE = 0.8
 
 class PlannerRecords:
     """Async context manager; entering it waits for the first listing. on_change: called in the
-    event loop after a change. authentic: is told of every record. elects: whether this process may
+    event loop after a change. authentic: receives every record. elects: whether this process may
     be elected. Raises DeadlineExceeded or StoreUnavailable."""
 
     def __init__(

@@ -23,7 +23,7 @@ R = TypeVar("R", OperationRecord, SwitchRecord)
 #: How the start of a worker ends without one.
 FAILED_STARTS = ("failed", "withdrawn", "refused")
 
-#: A change whose first order may not have been given is resumed for so long.
+#: How long a change is resumed whose first order may not have been given.
 _ORDERED_S = 300.0
 _RETRY = Backoff(first_s=1.0, factor=2.0, longest_s=60.0)
 

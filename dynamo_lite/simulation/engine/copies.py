@@ -16,7 +16,8 @@ def copies_of(
     covers: Callable[[int, int], bool],
     peer_covers: Callable[[int, int], bool],
 ) -> list[Copy]:
-    """covers, peer_covers: whether an address and so many bytes from it on are registered there.
+    """covers, peer_covers: called with an address and a number of bytes; whether that range is
+    registered there.
 
     Raises TransferError.
     """

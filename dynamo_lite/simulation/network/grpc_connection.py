@@ -13,7 +13,7 @@ from dynamo_lite.simulation.network.network import Dial, Network
 _CONNECT_S = 1.0
 _BACKOFF_S = (0.1, 0.4)
 _SILENCE_S = (5.0, 7.0)
-#: What calls are told that begin or wait while there is no connection.
+#: Error text of calls that begin or wait while there is no connection.
 NO_CONNECTION = "failed to connect to all addresses; last error: UNKNOWN: Connection refused"
 
 

@@ -61,7 +61,7 @@ class EtcdData:
     # Reading
 
     def range(self, first: bytes, end: bytes, revision: int) -> Iterator[Any]:
-        """The `rpc.KeyValue`s of a range, by key, as of a revision that is still known."""
+        """The `rpc.KeyValue`s of a range, by key, at a revision that is still known."""
         keys = self.keys if revision >= self.revision else self._keys_at(revision)
         if not end:
             return iter([keys[first]] if first in keys else [])
