@@ -1,4 +1,4 @@
-"""Streamed requests from a client that parses no event: a fixed number at a time, or at given times."""
+"""Streamed requests from a client that parses no event: N at a time, or at given times."""
 
 import asyncio
 import json

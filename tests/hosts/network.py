@@ -124,7 +124,7 @@ def heal(one: Sequence[Host], other: Sequence[Host]) -> None:
 
 @contextlib.contextmanager
 def hosts(number: int) -> Iterator[list[Host]]:
-    """Hosts that reach one another and this process. All of it is gone at the end, with
+    """`number` hosts that reach one another and this process. All of it is gone at the end, with
     the processes that run there."""
     remove_left_overs()
     bridge = f"dl{os.getpid()}{'abcdefghijklmnopqrstuvwxyz'[next(_runs) % 26]}"

@@ -4,8 +4,8 @@ A record needs the seal of the secret for its key, and may not be older than wha
 seen. A writer to etcd without the secret can therefore order nothing. The leader's record is not
 sealed: it orders nothing, and a writer to etcd could also delete it.
 
-The numbers of the orders show which record is older: each version of the target record is above the one before,
-and each change has the version of its first order as its id.
+The numbers of the orders show which record is older: each version of the target record is higher
+than the one before, and each change has the version of its first order as its id.
 """
 
 import hashlib
