@@ -25,5 +25,5 @@ def build(directory: Path) -> Path:
 
 
 def shifted(library: Path, by_s: int) -> dict[str, str]:
-    """The environment of a process whose wall clock is `by_s` seconds ahead, or behind if negative."""
+    """The environment of a process whose wall clock is `by_s` seconds ahead; negative: behind."""
     return {"LD_PRELOAD": str(library.resolve()), "WALL_SHIFT_S": str(by_s)}
